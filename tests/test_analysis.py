@@ -1,0 +1,728 @@
+"""The tower-dependence analysis: which programs it refuses, and which it lets pass."""
+
+import inspect
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from towerjax.analysis import (
+    Analysis,
+    Collective,
+    Dependence,
+    Hang,
+    ReplicationError,
+    analyse,
+    body_of_shard_map,
+    prove_mirrored,
+    reads_input,
+)
+
+AXIS = "device"
+
+
+def trace(tower, num_towers=2, shape=None, axes=(AXIS,)):
+    """The body of `tower(w, x)`: w float32[4] MIRRORED, x float32[2, 4] per tower."""
+    shape = shape or (num_towers,)
+    mesh = AbstractMesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes))
+    sharded = jax.shard_map(
+        tower, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False
+    )
+    w = jax.ShapeDtypeStruct((4,), jnp.float32)
+    x = jax.ShapeDtypeStruct((2 * int(np.prod(shape)), 4), jnp.float32)
+    return body_of_shard_map(jax.make_jaxpr(sharded)(w, x))
+
+
+def study(tower, num_towers=2, **kwargs):
+    axes = kwargs.get("axes", (AXIS,))
+    return analyse(trace(tower, num_towers, **kwargs), [None, "batch['x']"], axes)
+
+
+def line_of(function, text):
+    """The end of the `line` that the analysis should report for a line of ours."""
+    lines, first = inspect.getsourcelines(function)
+    [number] = [i for i, line in enumerate(lines, first) if text in line]
+    return f"test_analysis.py:{number}"
+
+
+def psum(value):
+    return lax.psum(value, AXIS)
+
+
+def loss_of(w, x):
+    return jnp.sum(jnp.tanh(x @ w))
+
+
+# Refused: an output declared MIRRORED that is not. `# here` marks the reported line.
+
+
+def forgotten_reduction(w, x):
+    return w - jax.grad(loss_of)(w, x)  # here
+
+
+def returned_as_it_came(w, x):
+    return x
+
+
+def scan_carry(w, x):
+    def body(total, row):
+        return total + row, None  # here
+
+    return lax.scan(body, jnp.zeros(4), x)[0]
+
+
+def scan_shifts_carry(w, x):
+    # The dependence needs three trips to arrive at the last carry.
+    def body(carry, row):
+        a, b, c = carry
+        return (a + row, a, b), None  # here
+
+    return lax.scan(body, (w, w, w), jnp.concatenate([x, x]))[0][2]
+
+
+def while_carry(w, x):
+    return lax.while_loop(
+        lambda carry: carry[0] < 3,
+        lambda carry: (carry[0] + 1, carry[1] + x[0]),  # here
+        (0, w),
+    )[1]
+
+
+def while_bound(w, x):
+    return lax.while_loop(lambda i: i < x[0, 0], lambda i: i + 1.0, w[0])
+
+
+def cond_on_tower(w, x):
+    return lax.cond(x[0, 0] > 0, lambda: w, lambda: 2 * w)  # here
+
+
+def switch_on_tower(w, x):
+    index = x[0, 0].astype(int)
+    return lax.switch(index, [lambda: w, lambda: w, lambda: 2 * w])  # here
+
+
+def sum_in_groups(w, x):
+    size = lax.axis_size(AXIS)
+    return lax.psum(x, AXIS, axis_index_groups=[[i] for i in range(size)])  # here
+
+
+def all_to_all_of_equals(w, x):
+    rows = jnp.broadcast_to(w, (lax.axis_size(AXIS), 4))
+    return lax.all_to_all(rows, AXIS, 0, 0, tiled=True)  # here
+
+
+def scattered_sum(w, x):
+    rows = jnp.broadcast_to(w, (lax.axis_size(AXIS), 4))
+    return lax.psum_scatter(rows, AXIS, tiled=True)  # here
+
+
+def ring_shift(w, x):
+    size = lax.axis_size(AXIS)
+    pairs = [(i, (i + 1) % size) for i in range(size)]
+    return lax.ppermute(x, AXIS, pairs)  # here
+
+
+def partial_permutation(w, x):
+    return lax.ppermute(w, AXIS, [(i, i + 1) for i in range(lax.axis_size(AXIS) - 1)])
+
+
+def tower_id(w, x):
+    return w * lax.axis_index(AXIS)  # here
+
+
+def tower_id_in_jit(w, x):
+    return jax.jit(lambda w: w + lax.axis_index(AXIS))(w)  # here
+
+
+@jax.custom_vjp
+def clipped(w, x):
+    return loss_of(w, x)
+
+
+clipped.defvjp(
+    lambda w, x: (loss_of(w, x), (w, x)),
+    lambda res, g: (g * jnp.sum(res[1], axis=0), None),  # here
+)
+
+
+def custom_vjp_gradient(w, x):
+    return jax.grad(clipped)(w, x)
+
+
+def custom_vjp_value(w, x):
+    return clipped(w, x)
+
+
+def library_jit(w, x):
+    return jnp.argsort(x[0])  # here
+
+
+def linear_solve(w, x):
+    return lax.custom_linear_solve(lambda v: 2 * v, x[0], lambda _, b: b / 2)
+
+
+def io_result(w, x):
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    return jax.experimental.io_callback(lambda w: w, shape, w)  # here
+
+
+def callback_result(w, x):
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((2, 4), x.dtype), x)
+
+
+def ref_holds_tower(w, x):
+    ref = jax.new_ref(w)
+    ref[...] = x[0]
+    return ref[...]
+
+
+def ref_written_in_scan(w, x):
+    ref = jax.new_ref(w)
+
+    def body(_, row):
+        ref[...] += row
+        return None, None
+
+    lax.scan(body, None, x)
+    return ref[...]
+
+
+REFUSED = [
+    # tower, source, function whose source holds the marked line (None: not asserted)
+    (forgotten_reduction, "batch['x']", forgotten_reduction),
+    (returned_as_it_came, "batch['x']", None),
+    (scan_carry, "batch['x']", scan_carry),
+    (scan_shifts_carry, "batch['x']", scan_shifts_carry),
+    (while_carry, "batch['x']", while_carry),
+    (while_bound, "batch['x']", None),
+    (cond_on_tower, "batch['x']", cond_on_tower),
+    (switch_on_tower, "batch['x']", switch_on_tower),
+    (sum_in_groups, "batch['x']", sum_in_groups),
+    (all_to_all_of_equals, "all_to_all", all_to_all_of_equals),
+    (scattered_sum, "reduce_scatter", scattered_sum),
+    (ring_shift, "batch['x']", ring_shift),
+    (partial_permutation, "ppermute", None),
+    (tower_id, "tower.id", tower_id),
+    (tower_id_in_jit, "tower.id", tower_id_in_jit),
+    (custom_vjp_gradient, "batch['x']", None),
+    (custom_vjp_value, "batch['x']", loss_of),
+    (library_jit, "batch['x']", library_jit),
+    (linear_solve, "batch['x']", None),
+    (io_result, "io_callback", io_result),
+    (callback_result, "batch['x']", None),
+    (ref_holds_tower, "batch['x']", None),
+    (ref_written_in_scan, "batch['x']", None),
+]
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4096])
+@pytest.mark.parametrize("tower, source, where", REFUSED)
+def test_dependent_output_is_refused(tower, source, where, num_towers):
+    analysis = study(tower, num_towers)
+    [dependence] = analysis.outputs
+    assert dependence.source == source
+    if where is not None:
+        text = "return jnp.sum" if where is loss_of else "# here"
+        assert line_of(where, text) in dependence.line
+    with pytest.raises(ReplicationError, match="params"):
+        prove_mirrored(analysis, ["params"])
+    prove_mirrored(analysis, [None])
+
+
+# Refused: a collective that not every tower reaches. `# sum` and `# control` mark.
+
+
+def sum_under_cond(w, x):
+    kept = lax.cond(  # control
+        x[0, 0] > 0,
+        lambda: lax.psum(w, AXIS),  # sum
+        lambda: w,
+    )
+    return psum(kept)
+
+
+def sum_under_cond_in_scan_in_jit(w, x):
+    def body(total, row):
+        partial = lax.cond(  # control
+            row[0] > 0,
+            jax.jit(lambda: lax.psum(w, AXIS)),  # sum
+            lambda: w,
+        )
+        return total + partial, None
+
+    return psum(jax.jit(lambda w: lax.scan(body, w, x)[0])(w))
+
+
+def sum_in_scan_under_cond(w, x):
+    def body(total, row):
+        return total + lax.psum(row, AXIS), None  # sum
+
+    total = lax.cond(x[0, 0] > 0, lambda: lax.scan(body, w, x)[0], lambda: w)  # control
+    return psum(total)
+
+
+def sum_under_while(w, x):
+    total = lax.while_loop(  # control
+        lambda carry: carry[0] < x[0, 0],
+        lambda carry: (carry[0] + 1, lax.psum(carry[1], AXIS)),  # sum
+        (0.0, w),
+    )
+    return psum(total[1])
+
+
+def sum_under_while_on_carry(w, x):
+    # The predicate becomes the tower's own only after the first trip.
+    total = lax.while_loop(  # control
+        lambda total: total[0] < 3,
+        lambda total: lax.pmax(w, AXIS) + x[0],  # sum
+        w,
+    )
+    return psum(total)
+
+
+def sum_in_the_predicate(w, x):
+    total = lax.while_loop(  # control
+        lambda total: lax.pmin(w[0], AXIS) < total[0],  # sum
+        lambda total: total - x[0],
+        w,
+    )
+    return psum(total)
+
+
+def cond_on_late_carry(w, x):
+    # The predicate is mirrored on the first trip and the tower's own on the second.
+    def body(carry, row):
+        kept = lax.cond(  # control
+            carry[0] > 0,
+            lambda: lax.psum(w, AXIS),  # sum
+            lambda: w,
+        )
+        return row + kept, None
+
+    return psum(lax.scan(body, w, x)[0])
+
+
+HANGING = [
+    (sum_under_cond, "psum", "cond"),
+    (sum_under_cond_in_scan_in_jit, "psum", "cond"),
+    (sum_in_scan_under_cond, "psum", "cond"),
+    (sum_under_while, "psum", "while"),
+    (sum_under_while_on_carry, "pmax", "while"),
+    (sum_in_the_predicate, "pmin", "while"),
+    (cond_on_late_carry, "psum", "cond"),
+]
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4096])
+@pytest.mark.parametrize("tower, primitive, control", HANGING)
+def test_collective_that_not_every_tower_reaches(tower, primitive, control, num_towers):
+    analysis = study(tower, num_towers)
+    [hang] = analysis.hangs
+    assert (hang.primitive, hang.control) == (primitive, control)
+    assert line_of(tower, "# sum") in hang.line
+    assert line_of(tower, "# control\n") in hang.control_line
+    assert analysis.outputs == (None,)
+    with pytest.raises(ReplicationError, match="would hang"):
+        prove_mirrored(analysis, [None])
+
+
+# Legal programs.
+
+
+def reduced_gradient(w, x):
+    return w - lax.pmean(jax.grad(loss_of)(w, x), AXIS)
+
+
+def scan_with_sum_inside(w, x):
+    return lax.scan(lambda total, row: (total + psum(row), psum(row)), w, x)
+
+
+def scan_reduces_its_carry(w, x):
+    return lax.scan(lambda total, row: (psum(total + row), None), x[0], x)[0]
+
+
+def zero_carry_reduced_after(w, x):
+    return psum(lax.scan(lambda t, row: (t + row, None), jnp.zeros(4), x)[0])
+
+
+def cond_on_reduced_predicate(w, x):
+    ok = lax.pmin(jnp.isfinite(x).all().astype(int), AXIS) > 0
+    return lax.cond(ok, lambda: psum(x[0]), lambda: w)
+
+
+def cond_on_tower_without_collective(w, x):
+    return psum(lax.cond(x[0, 0] > 0, lambda: x[0], lambda: w))
+
+
+@jax.custom_jvp
+def sharpened(x):
+    return x**2
+
+
+sharpened.defjvp(lambda primals, tangents: (primals[0] ** 2, 3.0 * tangents[0]))
+
+
+def custom_jvp(w, x):
+    return psum(jax.grad(lambda w: sharpened(x * w).sum())(w)), sharpened(w)
+
+
+def custom_vjp(w, x):
+    return psum(jax.grad(clipped)(w, x)), psum(clipped(w, x))
+
+
+def remat(w, x):
+    return psum(jax.grad(jax.checkpoint(loss_of))(w, x))
+
+
+def nested_jit(w, x):
+    @jax.jit
+    def inner(w, x):
+        return jax.jit(psum)(x), x, w
+
+    total, _, same = inner(w, x)
+    return total, same
+
+
+def while_with_mirrored_bound(w, x):
+    return lax.while_loop(lambda t: t[0] < w[1], lambda t: t + psum(x[0]), w)
+
+
+def loop_with_mirrored_length(w, x):
+    return lax.fori_loop(0, 3, lambda i, t: t * i + psum(x[i % 2]), w)
+
+
+def gathered(w, x):
+    return lax.all_gather(x, AXIS), lax.all_gather(x, AXIS, tiled=True)
+
+
+def extremes(w, x):
+    return lax.pmax(x, AXIS), lax.pmin(x, AXIS)
+
+
+def barrier_over_mixed_tuple(w, x):
+    w, x = lax.optimization_barrier((w, x))
+    return w, psum(x)
+
+
+def summed_gradient_through_psum(w, x):
+    return psum(jax.grad(lambda w: psum(loss_of(w, x)))(w))
+
+
+def attention(w, x):
+    def loss(w):
+        q = x * w
+        weights = jax.nn.softmax(q @ x.T, where=jnp.tri(2) > 0)
+        return jnp.mean((weights @ x) ** 2)
+
+    value, grad = jax.value_and_grad(loss)(w)
+    return psum(value), psum(grad)
+
+
+def flax_mlp(w, x):
+    model = nn.Sequential([nn.Dense(8), nn.relu, nn.LayerNorm(), nn.Dense(1)])
+    params = model.init(jax.random.key(0), jnp.ones((1, 4)))
+    grads = jax.grad(lambda p: model.apply(p, x).sum())(params)
+    return params, psum(grads)
+
+
+def optax_adam(w, x):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    opt_state = optimizer.init(w)
+    grads = psum(jax.grad(loss_of)(w, x))
+    updates, opt_state = optimizer.update(grads, opt_state, w)
+    return optax.apply_updates(w, updates), opt_state
+
+
+def full_permutation_of_equals(w, x):
+    size = lax.axis_size(AXIS)
+    return lax.ppermute(w, AXIS, [(i, (i + 1) % size) for i in range(size)])
+
+
+def sharded_update(w, x):
+    rows = jnp.broadcast_to(x[0], (lax.axis_size(AXIS), 4))
+    return lax.all_gather(lax.psum_scatter(rows, AXIS, tiled=True), AXIS, tiled=True)
+
+
+def vmapped_sum(w, x):
+    return jax.vmap(lambda row: lax.psum(row, ("row", AXIS)), axis_name="row")(x)
+
+
+def pure_callback_of_equals(w, x):
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((4,), w.dtype), w)
+
+
+def mirrored_noise(w, x):
+    return w + jax.random.normal(jax.random.key(0), (4,))
+
+
+def mirrored_ref(w, x):
+    ref = jax.new_ref(jnp.zeros(4))
+    ref[...] += psum(x[0])
+    return ref[...]
+
+
+def printed(w, x):
+    jax.debug.print("{}", x)
+    return w
+
+
+def solved_with_equals(w, x):
+    return lax.custom_linear_solve(lambda v: 2 * v, w, lambda _, b: b / 2)
+
+
+LEGAL = [
+    reduced_gradient,
+    scan_with_sum_inside,
+    scan_reduces_its_carry,
+    zero_carry_reduced_after,
+    cond_on_reduced_predicate,
+    cond_on_tower_without_collective,
+    custom_jvp,
+    custom_vjp,
+    remat,
+    nested_jit,
+    while_with_mirrored_bound,
+    loop_with_mirrored_length,
+    gathered,
+    extremes,
+    barrier_over_mixed_tuple,
+    summed_gradient_through_psum,
+    attention,
+    flax_mlp,
+    optax_adam,
+    full_permutation_of_equals,
+    sharded_update,
+    vmapped_sum,
+    pure_callback_of_equals,
+    mirrored_noise,
+    mirrored_ref,
+    printed,
+    solved_with_equals,
+]
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4096])
+@pytest.mark.parametrize("tower", LEGAL)
+def test_legal_program_passes(tower, num_towers):
+    analysis = study(tower, num_towers)
+    assert analysis.hangs == ()
+    names = [f"output {i}" for i in range(len(analysis.outputs))]
+    assert names
+    prove_mirrored(analysis, names)
+
+
+# Two tower axes.
+
+TWO = ("host", "device")
+
+
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmax, lax.all_gather])
+def test_reduction_over_one_of_two_axes_is_refused(reduce):
+    def tower(w, x):
+        return reduce(x, "device"), reduce(x, "host"), reduce(x, TWO), reduce(w, "host")
+
+    *partial, whole, mirrored = study(tower, shape=(2, 4), axes=TWO).outputs
+    assert [d.source for d in partial] == ["batch['x']"] * 2
+    assert all(line_of(tower, "return reduce") in d.line for d in partial)
+    assert (whole, mirrored) == (None, None)
+
+
+def test_reduction_over_one_axis_after_the_other_is_mirrored():
+    def tower(w, x):
+        return lax.psum(lax.pmean(x, "device"), "host")
+
+    assert study(tower, shape=(2, 4), axes=TWO).outputs == (None,)
+
+
+def test_id_along_one_axis_is_not_removed_by_the_other():
+    def tower(w, x):
+        return lax.psum(lax.axis_index("host") + w, "device")
+
+    [dependence] = study(tower, shape=(2, 4), axes=TWO).outputs
+    assert dependence.source == "tower.id"
+
+
+def test_axis_that_is_not_a_tower_axis_does_not_count():
+    def tower(w, x):
+        return w * lax.axis_index("model"), lax.psum(x, "model"), lax.psum(x, "device")
+
+    body = trace(tower, shape=(2, 4), axes=("device", "model"))
+    same, differs, reduced = analyse(body, [None, "x"], ["device"]).outputs
+    assert (same, reduced) == (None, None)
+    assert differs.source == "x"
+
+
+# What is reported.
+
+
+def one_bad_leaf(w, x):
+    return {"a": psum(x), "b": x.sum(), "c": w, "d": psum(w)}  # here
+
+
+def test_one_bad_leaf_of_many_is_the_only_one_named():
+    analysis = study(one_bad_leaf)
+    with pytest.raises(ReplicationError) as caught:
+        prove_mirrored(analysis, ["['a']", "['b']", "['c']", "['d']"])
+    assert str(caught.value).count("  - ") == 1
+    assert "  - ['b'] depends on batch['x']" in str(caught.value)
+
+
+def test_error_text_lists_outputs_and_hangs():
+    analysis = Analysis(
+        outputs=(
+            Dependence("batch['x']", "train.py:3 (loss_fn)"),
+            None,
+            Dependence("batch['y']", ""),
+            Dependence("tower.id", "train.py:4 (loss_fn)"),
+        ),
+        hangs=(Hang("psum", "train.py:8 (step)", "cond", "train.py:7 (step)"),),
+        collectives=(),
+    )
+    with pytest.raises(ReplicationError) as caught:
+        prove_mirrored(analysis, ["params['w']", "loss", "params['b']", None])
+    assert str(caught.value) == (
+        "These outputs must be the same on every tower, but are not:\n"
+        "  - params['w'] depends on batch['x'] and is not reduced over all towers; "
+        "it is made at train.py:3 (loss_fn)\n"
+        "  - params['b'] depends on batch['y'] and is not reduced over all towers; "
+        "it is returned as it came in\n"
+        "Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),\n"
+        "or keep it per tower in TowerOutput(local=...).\n"
+        "Only some towers reach these collectives, so devices would hang:\n"
+        "  - psum at train.py:8 (step), under the cond at train.py:7 (step), whose "
+        "predicate differs from tower to tower\n"
+        "Make the predicate the same on all towers with tower.reduce, or move the\n"
+        "merge_call or reduction out of the cond or while."
+    )
+
+
+def test_line_names_the_inner_function_and_its_file():
+    [dependence] = study(forgotten_reduction).outputs
+    assert dependence.line.endswith("(forgotten_reduction)")
+    [dependence] = study(custom_vjp_value).outputs
+    assert dependence.line.endswith("(loss_of)")
+
+
+def test_line_of_cached_library_code_is_that_of_this_call():
+    def first(w, x):
+        return jnp.argsort(x[0])
+
+    def second(w, x):
+        return jnp.argsort(x[0])  # this
+
+    study(first)  # jnp.argsort is a jit: its trace is cached from this call
+    [dependence] = study(second).outputs
+    assert line_of(second, "# this") in dependence.line
+
+
+def test_path_is_relative_to_the_current_directory(monkeypatch, tmp_path, request):
+    below = request.path.parent.parent
+    monkeypatch.chdir(below)
+    [dependence] = study(forgotten_reduction).outputs
+    folder = request.path.parent.name
+    assert dependence.line.startswith(f"{folder}/test_analysis.py:")
+    monkeypatch.chdir(request.path.parent)
+    [dependence] = study(forgotten_reduction).outputs
+    assert dependence.line.startswith("test_analysis.py:")
+    monkeypatch.chdir(tmp_path)
+    [dependence] = study(forgotten_reduction).outputs
+    assert dependence.line.startswith(f"{folder}/test_analysis.py:")
+
+
+@pytest.mark.parametrize("folder, skipped", [("towerjax", True), ("towerjax2", False)])
+def test_lines_of_towerjax_itself_are_skipped(folder, skipped):
+    package = Path(inspect.getfile(analyse)).parent
+    names = {}
+    path = package.with_name(folder) / "helper.py"
+    exec(compile("def twice(x): return x + x", path, "exec"), names)
+
+    def tower(w, x):
+        return names["twice"](x)
+
+    [dependence] = study(tower).outputs
+    assert dependence.line.endswith("(tower)" if skipped else "(twice)")
+
+
+def several_collectives(w, x):
+    def body(carry, row):
+        inner = lax.fori_loop(0, 3, lambda i, t: t + psum(row), carry)
+        return inner, lax.pmax(row[:2], AXIS)
+
+    total, _ = lax.scan(body, w, x)
+    gathered = lax.all_gather(x.astype(jnp.bfloat16), AXIS)
+    bounded = lax.while_loop(lambda t: t[0] < 9, lambda t: t + psum(w), total)
+    return bounded, gathered, lax.psum((w, x), AXIS)
+
+
+def test_collectives_with_bytes_and_trips():
+    found = study(several_collectives, num_towers=4).collectives
+    assert [(c.primitive, c.bytes, c.trips) for c in found] == [
+        ("psum", 4 * 4, 2 * 3),  # scan of 2 rows around a loop of 3
+        ("pmax", 2 * 4, 2),
+        ("all_gather", 2 * 4 * 2, 1),  # bfloat16
+        ("psum", 4 * 4, None),  # under a while
+        ("psum", 4 * 4, 1),
+        ("psum", 2 * 4 * 4, 1),
+    ]
+    assert all(c.axes == (AXIS,) for c in found)
+    assert line_of(several_collectives, "astype") in found[2].line
+
+
+def test_collective_is_recorded_once_however_often_a_loop_is_walked():
+    def tower(w, x):
+        def body(carry, row):
+            a, b, c = carry
+            return (a + row, a, b + psum(b)), None
+
+        return lax.scan(body, (w, w, w), x)
+
+    assert len(study(tower).collectives) == 1
+
+
+def test_collectives_of_every_branch_are_recorded():
+    def tower(w, x):
+        return lax.cond(w[0] > 0, lambda: psum(w), lambda: lax.pmax(w, AXIS))
+
+    found = study(tower).collectives
+    assert {c.primitive for c in found} == {"psum", "pmax"}
+    assert found[0] == Collective(found[0].primitive, (AXIS,), 16, 1, found[0].line)
+
+
+# The small functions, and wrong arguments.
+
+
+def test_reads_input():
+    jaxpr = jax.make_jaxpr(lambda a, b, c, d: (jnp.sin(a), jax.jit(jnp.cos)(c), d))
+    closed = jaxpr(1.0, 1.0, 1.0, 1.0)
+    assert [reads_input(closed, i) for i in range(4)] == [True, False, True, True]
+
+
+def test_body_is_found_through_jit():
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        psum, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
+    )
+    body = body_of_shard_map(jax.make_jaxpr(jax.jit(jax.jit(sharded)))(jnp.ones(4)))
+    assert [eqn.primitive.name for eqn in body.eqns] == ["psum"]
+    assert body.invars[0].aval.shape == (2,)
+    for function, count in [(jnp.sin, 0), (lambda x: (sharded(x), sharded(x)), 2)]:
+        with pytest.raises(ValueError, match=f"has {count} shard_map equations"):
+            body_of_shard_map(jax.make_jaxpr(function)(jnp.ones(4)))
+
+
+def test_arguments_that_do_not_fit_the_jaxpr():
+    body = trace(reduced_gradient)
+    with pytest.raises(ValueError, match="inputs has 1 entries, but .* takes 2"):
+        analyse(body, ["x"], [AXIS])
+    with pytest.raises(ValueError, match="Write axes=\\('device',\\)"):
+        analyse(body, [None, "x"], AXIS)
+    with pytest.raises(ValueError, match="longer"):
+        prove_mirrored(analyse(body, [None, "x"], [AXIS]), [])

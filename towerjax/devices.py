@@ -1,0 +1,84 @@
+"""Which device does a name mean? ``"platform:index"`` and back."""
+
+from typing import Any
+
+import jax
+
+
+def canonical_device_name(device: Any) -> str:
+    """``"platform:index"`` of a device or of one of its names.
+
+    ``"cuda:0"`` and ``"rocm:0"`` are ``"gpu:0"``; the index counts within the
+    platform.
+
+    Args:
+      device: A ``jax.Device``, or a name such as ``"gpu:0"`` or ``"GPU:0"``.
+
+    Returns:
+      The name, lower case.
+
+    Raises:
+      ValueError: It is not such a name.
+
+    Example:
+      >>> canonical_device_name("CUDA:1")
+      'gpu:1'
+    """
+    if isinstance(device, jax.Device):
+        peers = jax.devices(device.platform)
+        return f"{_canonical_platform(device.platform)}:{peers.index(device)}"
+    text = str(device).lower().removeprefix("/").removeprefix("device:")
+    platform, colon, index = text.partition(":")
+    if not (platform.isalpha() and colon and index.isdecimal()):
+        raise ValueError(
+            f"devices: {device!r} is not a device name. Write 'platform:index', such"
+            " as 'gpu:0' or 'cpu:3', or pass a jax.Device."
+        )
+    return f"{_canonical_platform(platform)}:{int(index)}"
+
+
+def _canonical_platform(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def platform_devices(platform: str) -> list[jax.Device]:
+    """The devices of a platform; an empty list where JAX has no such platform."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # JAX's word for a platform that it does not have
+        return []
+
+
+def find_device(name: str) -> jax.Device:
+    """The device of that canonical name.
+
+    Args:
+      name: As `canonical_device_name` returns it.
+
+    Returns:
+      The ``jax.Device``.
+
+    Raises:
+      ValueError: There is no such device; lists those there are.
+    """
+    platform, _, index = name.partition(":")
+    found = platform_devices(platform)
+    if int(index) < len(found):
+        return found[int(index)]
+    if found:
+        have = f"{len(found)} of platform {platform!r}: {platform}:0"
+        have += f" to {platform}:{len(found) - 1}" if len(found) > 1 else ""
+    else:
+        have = f"none of platform {platform!r}; the default one is"
+        have += f" {jax.default_backend()!r} with {len(jax.devices())}"
+    hint = ""
+    if platform == "cpu":
+        hint = (
+            " For more CPU devices call"
+            f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before JAX"
+            " is first used."
+        )
+    raise ValueError(
+        f"devices: {name!r} is not on this machine, which has {have}. Name devices"
+        f" that it has, or ask for towers=... and let them share a device.{hint}"
+    )

@@ -1,0 +1,98 @@
+"""What is the gradient of one tower? Of its loss sum, over its micro-batches."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.outputs import (
+    as_tower_output,
+    check_local,
+    check_metrics,
+    join_micro_batches,
+    widened,
+)
+from towerjax.tower import Tower, TowerInputs
+from towerjax.types import LossFn, PyTree, Reduction, TowerOutput, Weighted
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerLoss:
+    """The loss function and what the builder was told about it.
+
+    Attributes:
+      fn: The user's function.
+      reduction: What a scalar loss means, or None.
+      micro_batches: ``A``: a tower's rows are worked off in this many parts.
+    """
+
+    fn: LossFn
+    reduction: Reduction | None
+    micro_batches: int
+
+    def gradient(
+        self,
+        params: PyTree,
+        rows: PyTree,
+        inputs: TowerInputs,
+        tower_id: jax.Array,
+        local: PyTree,
+    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
+        """Gradient of one tower's loss *sum*, and what else it returned.
+
+        Micro-batches add up here; nothing is sent and nothing is divided.
+
+        Args:
+          params: The mirrored parameters.
+          rows: The tower's rows, leaves ``[b, ...]``.
+          inputs: The step's values that all towers share.
+          tower_id: ``()`` int32.
+          local: This tower's local values.
+
+        Returns:
+          ``(grads, loss, metrics, local)``: gradients at least float32; the loss
+          and each ``Weighted`` metric as sums; the next local values.
+        """
+        size = jax.tree.leaves(rows)[0].shape[0]
+        first_row = tower_id * size
+        if self.micro_batches == 1:
+            tower = inputs.tower(tower_id, local, first_row, size)
+            return self._gradient_of_part(params, rows, tower)
+        part = size // self.micro_batches
+        parts = jax.tree.map(
+            lambda x: x.reshape((self.micro_batches, part) + x.shape[1:]), rows
+        )
+
+        def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
+            total, local = carry
+            index, rows = numbered
+            tower = inputs.tower(tower_id, local, first_row + index * part, part)
+            key = jax.random.fold_in(tower.rng, index)
+            tower = dataclasses.replace(tower, _key=key)
+            grads, loss, metrics, local = self._gradient_of_part(params, rows, tower)
+            return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, widened(p.dtype)), params)
+        indices = jnp.arange(self.micro_batches, dtype=jnp.int32)
+        (grads, local), (loss, metrics) = lax.scan(
+            body, (zeros, local), (indices, parts)
+        )
+        loss = jax.tree.map(lambda x: x.sum(axis=0), loss)
+        if self.reduction is Reduction.MEAN:  # a tower's mean is that of its parts
+            grads, loss = jax.tree.map(lambda x: x / self.micro_batches, (grads, loss))
+        return grads, loss, join_micro_batches(metrics), local
+
+    def _gradient_of_part(
+        self, params: PyTree, rows: PyTree, tower: Tower
+    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
+        def sum_of_losses(params: PyTree) -> tuple[jax.Array, TowerOutput]:
+            out = as_tower_output(self.fn(params, rows, tower), self.reduction)
+            return out.loss.sum, out
+
+        grads, out = jax.grad(sum_of_losses, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
+        metrics = check_metrics(out.metrics, loss_is_free=False)
+        local = tower.local if out.local is None else out.local
+        return grads, out.loss, metrics, check_local(tower.local, local)

@@ -1,0 +1,246 @@
+"""What do the towers say without training? Evaluation and prediction steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.collectives import sum_rows_over_towers
+from towerjax.outputs import (
+    check_metrics,
+    check_rows,
+    join_weighted,
+    split_weighted,
+)
+from towerjax.placement import TowerAxes, over_local_towers
+from towerjax.program import Program, Recipe, Runner
+from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
+from towerjax.state import TrainState, read_local_over_towers
+from towerjax.strategies import Strategy
+from towerjax.tower import TowerInputs
+from towerjax.types import Layout, MetricFn, PredictFn, PyTree
+
+_MODEL_LAYOUT = {
+    "params": Layout.MIRRORED,
+    "local": Layout.PER_TOWER,
+    "step": Layout.MIRRORED,
+    "rng": Layout.MIRRORED,
+}
+
+
+def _model_of(state: Any, placement: Any) -> dict[str, Any]:
+    """What of a state an evaluation reads; parameters alone will do."""
+    if isinstance(state, TrainState):
+        return {
+            "params": state.params,
+            "local": state.local,
+            "step": state.step,
+            "rng": state.rng,
+        }
+    alone = {
+        "params": state,
+        "local": {},
+        "step": jnp.int32(0),
+        "rng": jax.random.key(0),
+    }
+    return jax.device_put(alone, placement.shardings(_MODEL_LAYOUT))
+
+
+def _on_device(
+    fn: Callable[..., Any],
+    strategy: Strategy,
+    finish: Callable[..., tuple[PyTree, PyTree]],
+    combine: Callable[..., Any],
+    axes: TowerAxes,
+) -> Callable[..., Any]:
+    """One pass as each device runs it: ``(model, batch, num_valid)``."""
+    ops = strategy.cross_tower_ops
+
+    def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
+        inputs = TowerInputs(strategy, axes, model["step"], model["rng"], num_valid)
+        local = read_local_over_towers(model["local"], ops, axes)
+        rows = jax.tree.map(
+            lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
+        )
+
+        def tower_fn(tower_id: jax.Array, rows: PyTree) -> tuple[PyTree, PyTree]:
+            size = jax.tree.leaves(rows)[0].shape[0]
+            tower = inputs.tower(tower_id, local, tower_id * size, size)
+            return finish(fn(model["params"], rows, tower), size)
+
+        sums, kept = over_local_towers(tower_fn, axes, rows, stack_sums=True)
+        return (combine(sum_rows_over_towers(ops, sums, axes), kept),)
+
+    return run
+
+
+class InferenceStep:
+    """A pure step ``(state, batch) -> result``; see the builders.
+
+    Made by `build_eval_step` and `build_predict_step`.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        device_fn: Callable[[TowerAxes], Callable[..., Any]],
+        result_layout: Layout,
+        remainder: Remainder,
+        max_programs: int,
+    ) -> None:
+        check_remainder(remainder)
+        self.strategy = strategy
+        in_layouts = {
+            "state": _MODEL_LAYOUT,
+            "batch": Layout.PER_TOWER,
+            "num_valid": Layout.MIRRORED,
+        }
+        recipe = Recipe(
+            device_fn,
+            in_layouts,
+            {"result": result_layout},
+            donate=False,
+            check=lambda args, results: None,
+            padding_counts=result_layout is Layout.MIRRORED,
+        )
+        self._runner = Runner(recipe, strategy.placement, max_programs=max_programs)
+        self._placer = Placer(
+            strategy.placement, shares=strategy.num_towers, remainder=remainder
+        )
+        self._cuts_padding = result_layout is Layout.PER_TOWER
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        return batch if isinstance(batch, PlacedBatch) else self._placer.place(batch)
+
+    def program(self, state: Any, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: As for a call.
+          batch: A global batch.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        model = _model_of(state, self.strategy.placement)
+        return self._runner.program(model, self.place_batch(batch))
+
+    def __call__(self, state: Any, batch: PyTree) -> Any:
+        """The result for one global batch.
+
+        Args:
+          state: A ``TrainState``, which is kept, or parameters alone.
+          batch: A global batch, a pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          For evaluation the metrics, mergeable by ``+``; for prediction the
+          outputs of the ``B`` examples.
+
+        Raises:
+          ValueError: A malformed batch, before anything is compiled.
+        """
+        batch = self.place_batch(batch)
+        (result,) = self._runner(_model_of(state, self.strategy.placement), batch)
+        if self._cuts_padding and batch.padded:
+            result = jax.tree.map(lambda x: x[: batch.num_examples[0]], result)
+        return result
+
+
+def build_eval_step(
+    metric_fn: MetricFn,
+    strategy: Strategy,
+    *,
+    remainder: Remainder = "pad",
+    max_programs: int = 1,
+) -> InferenceStep:
+    """A step that computes metrics over a global batch.
+
+    The result holds ``Weighted`` sums: add those of several batches, then take
+    ``.value``; so a metric over a data set is exact however it is cut. Tower-local
+    variables are read by their own reduction.
+
+    Args:
+      metric_fn: ``(params, batch, tower) -> {name: Weighted}``.
+      strategy: Which towers, where.
+      remainder: For a batch that ``T`` does not divide, as in `build_train_step`.
+      max_programs: How many kinds of batch may compile.
+
+    Returns:
+      ``evaluate(state, batch) -> {name: Weighted}``.
+
+    Raises:
+      ValueError: An option is not one that there is.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def metric_fn(params, batch, tower):
+      ...     return {"mean": tj.Weighted.mean(params * batch["x"], tower.weight)}
+      >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
+      >>> x = np.array([1, 2, 6], np.float32)
+      >>> float(evaluate(jnp.float32(2.0), {"x": x})["mean"].value)
+      6.0
+    """
+
+    def finish(metrics: Any, rows: int) -> tuple[PyTree, PyTree]:
+        return split_weighted(check_metrics(metrics, loss_is_free=True))
+
+    def combine(summed: PyTree, mirrored: PyTree) -> PyTree:
+        return join_weighted(summed, jax.tree.map(lambda x: x[0], mirrored))
+
+    def device_fn(axes: TowerAxes) -> Callable[..., Any]:
+        return _on_device(metric_fn, strategy, finish, combine, axes)
+
+    return InferenceStep(strategy, device_fn, Layout.MIRRORED, remainder, max_programs)
+
+
+def build_predict_step(
+    predict_fn: PredictFn,
+    strategy: Strategy,
+    *,
+    remainder: Remainder = "pad",
+    max_programs: int = 1,
+) -> InferenceStep:
+    """A step that computes one output row for each example, in their order.
+
+    Args:
+      predict_fn: ``(params, batch, tower) -> outputs``, leaves ``[b, ...]``.
+      strategy: Which towers, where.
+      remainder: For a batch that ``T`` does not divide; padding is cut off again.
+      max_programs: How many kinds of batch may compile.
+
+    Returns:
+      ``predict(state, batch) -> outputs``, leaves ``[B, ...]``.
+
+    Raises:
+      ValueError: An option is not one that there is.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> predict = build_predict_step(
+      ...     lambda params, batch, tower: params * batch["x"], tj.Mirrored(towers=2))
+      >>> predict(jnp.float32(2.0), {"x": np.array([1, 2, 6], np.float32)}).tolist()
+      [2.0, 4.0, 12.0]
+    """
+
+    def finish(outputs: PyTree, rows: int) -> tuple[PyTree, PyTree]:
+        return (), check_rows(outputs, rows)
+
+    def combine(summed: PyTree, outputs: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), outputs)
+
+    def device_fn(axes: TowerAxes) -> Callable[..., Any]:
+        return _on_device(predict_fn, strategy, finish, combine, axes)
+
+    return InferenceStep(strategy, device_fn, Layout.PER_TOWER, remainder, max_programs)

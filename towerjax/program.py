@@ -1,0 +1,287 @@
+"""When is a step proved and compiled? Once for each kind of batch, then only called."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from towerjax.analysis import (
+    Analysis,
+    analyse,
+    body_of_shard_map,
+    prove_mirrored,
+    reads_input,
+)
+from towerjax.placement import (
+    Placement,
+    TowerAxes,
+    jit_on_devices,
+    over_devices,
+    shapes_of,
+    trace_one_tower,
+)
+from towerjax.shard import PlacedBatch, explain_change
+from towerjax.types import Layout, PyTree, named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A step before it is compiled.
+
+    Attributes:
+      device_fn: ``axes -> f(*args)``: what one device does for its towers.
+      in_layouts: Argument name -> a prefix tree of layouts.
+      out_layouts: Result name -> a prefix tree of layouts; results are a tuple.
+      donate: May the results take over the first argument's buffers?
+      check: Called with the arguments' and the results' shapes before compiling.
+      padding_counts: Would padded rows count unless ``tower.weight`` is read?
+    """
+
+    device_fn: Callable[[TowerAxes], Callable[..., PyTree]]
+    in_layouts: dict[str, PyTree]
+    out_layouts: dict[str, PyTree]
+    donate: bool
+    check: Callable[[tuple[PyTree, ...], tuple[PyTree, ...]], None]
+    padding_counts: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the analysis of a traced step found.
+
+    Attributes:
+      analysis: Every output's dependence on the tower, and the collectives.
+      reads_weight: Does anything read ``tower.weight``?
+    """
+
+    analysis: Analysis
+    reads_weight: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Attributes:
+      call: The executable: global arrays in, global arrays out.
+      proof: Why its mirrored results are the same on every tower.
+      seconds: How long tracing, proving and compiling took.
+    """
+
+    call: Any
+    proof: Proof
+    seconds: float
+
+
+def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
+    """The proof that what a step declares mirrored is the same on every tower.
+
+    Traces the step for ``T`` towers on a mesh of absent devices.
+
+    Args:
+      recipe: The step.
+      placement: Its towers.
+      args: Arrays or shapes.
+
+    Returns:
+      The `Proof`.
+
+    Raises:
+      ReplicationError: A mirrored result depends on the tower, or a collective
+        stands where not every tower would reach it.
+    """
+    axes = placement.abstract_axes
+    layouts = tuple(recipe.in_layouts.values())
+    out_layouts = tuple(recipe.out_layouts.values())
+    jaxpr, out = trace_one_tower(
+        recipe.device_fn(axes), axes, layouts, out_layouts, args
+    )
+    recipe.check(shapes_of(args), out)
+    return _prove_body(recipe, jaxpr, args, out, axes)
+
+
+def _prove_body(
+    recipe: Recipe, jaxpr: Any, args: PyTree, out: PyTree, axes: TowerAxes
+) -> Proof:
+    body = body_of_shard_map(jaxpr)
+    inputs = _names_where(
+        recipe.in_layouts, args, lambda layout: layout is not Layout.MIRRORED
+    )
+    outputs = _names_where(
+        recipe.out_layouts, out, lambda layout: layout is Layout.MIRRORED
+    )
+    found = analyse(body, inputs, axes.device_names)
+    prove_mirrored(found, outputs)
+    reads_weight = any(
+        reads_input(body, index)
+        for index, name in enumerate(_all_names(recipe.in_layouts, args))
+        if name == "num_valid"
+    )
+    return Proof(found, reads_weight)
+
+
+def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
+    return [
+        name
+        for root, value in zip(layouts, values, strict=True)
+        for name, _ in named_leaves(root, value)
+    ]
+
+
+def _names_where(
+    layouts: dict[str, PyTree], values: PyTree, wanted: Callable[[Layout], bool]
+) -> list[str | None]:
+    """Each leaf's name where its layout is wanted, else None; in tree order."""
+    flags: list[bool] = []
+    for layout, value in zip(layouts.values(), values, strict=True):
+        spread = jax.tree.map(
+            lambda one, part: jax.tree.map(lambda _, one=one: wanted(one), part),
+            layout,
+            value,
+        )
+        flags += jax.tree.leaves(spread)
+    names = _all_names(layouts, values)
+    return [name if flag else None for name, flag in zip(names, flags, strict=True)]
+
+
+def build(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Program:
+    """The step proved and compiled for arguments of these shapes.
+
+    Args:
+      recipe: The step.
+      placement: Its towers and devices.
+      args: Arrays or shapes.
+
+    Returns:
+      The `Program`.
+
+    Raises:
+      ReplicationError: As `prove`.
+    """
+    start = time.perf_counter()
+    layouts = tuple(recipe.in_layouts.values())
+    out_layouts = tuple(recipe.out_layouts.values())
+    axes = placement.axes
+    global_fn = over_devices(recipe.device_fn(axes), placement, layouts, out_layouts)
+    jitted = jit_on_devices(
+        global_fn, placement, layouts, out_layouts, donate=recipe.donate
+    )
+    shapes = shapes_of(args)
+    if placement.runs_one_tower_a_device:
+        # What is traced for the devices is one tower's program: prove that one.
+        traced = jitted.trace(*shapes)
+        recipe.check(shapes, shapes_of(traced.out_info))
+        proof = _prove_body(recipe, traced.jaxpr, shapes, traced.out_info, axes)
+        lowered = traced.lower()
+    else:
+        proof = prove(recipe, placement, args)
+        lowered = jitted.lower(*shapes)
+    compiled = lowered.compile()
+    return Program(compiled, proof, time.perf_counter() - start)
+
+
+class InFlight:
+    """The results of the last few calls, so that not too many run at once.
+
+    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    devices deadlock and abort the process. A depth of 4 costs nothing measurable
+    and leaves room for several steps used side by side.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        bounded = placement.platform == "cpu" and placement.num_devices > 1
+        self._results: collections.deque[jax.Array] | None = (
+            collections.deque() if bounded else None
+        )
+
+    def add(self, result: PyTree) -> None:
+        """Note a call's result, and wait for the one four calls ago.
+
+        Args:
+          result: Arrays that no later call donates.
+        """
+        if self._results is None:
+            return
+        self._results.append(jax.tree.leaves(result)[0])
+        if len(self._results) > 4:
+            self._results.popleft().block_until_ready()
+
+
+class Runner:
+    """A step's programs: finds the one for a batch, and makes it the first time.
+
+    Args:
+      recipe: The step.
+      placement: Its towers and devices.
+      max_programs: How many kinds of batch there may be.
+    """
+
+    def __init__(
+        self, recipe: Recipe, placement: Placement, *, max_programs: int
+    ) -> None:
+        self.recipe, self.placement = recipe, placement
+        self.programs: dict[Any, Program] = {}
+        self._max_programs = max_programs
+        self._in_flight = InFlight(placement)
+
+    def program(self, first: PyTree, batch: PlacedBatch) -> Program:
+        """The program for such a batch, compiled if it is the first of its kind.
+
+        Args:
+          first: The step's first argument.
+          batch: The batch.
+
+        Returns:
+          The `Program`.
+
+        Raises:
+          ValueError: The batch is of another kind than all before, and there may
+            be no more; or it is padded and nothing reads ``tower.weight``.
+        """
+        program = self.programs.get(batch.signature)
+        if program is None:
+            self._refuse_endless_kinds(batch)
+            program = build(self.recipe, self.placement, (first, *batch.args))
+            self.programs[batch.signature] = program
+        careless = self.recipe.padding_counts and not program.proof.reads_weight
+        if batch.padded and careless:
+            raise ValueError(
+                f"A batch of {min(batch.num_examples)} examples was padded, but nothing"
+                " reads tower.weight, so the padding would count. Write"
+                " tj.Weighted.mean(losses, tower.weight), or use remainder='drop' or"
+                " 'error'."
+            )
+        return program
+
+    def _refuse_endless_kinds(self, batch: PlacedBatch) -> None:
+        if len(self.programs) < self._max_programs:
+            return
+        last = list(self.programs)[-1]
+        raise ValueError(
+            "The batch has changed since the step was compiled:\n"
+            + explain_change(last, batch.signature)
+            + "\nMake it like the first one (a smaller last batch is filled up under"
+            " remainder='pad'). If batches of several shapes are meant, build the step"
+            f" with max_programs=... (now {self._max_programs}): each shape compiles"
+            " once."
+        )
+
+    def __call__(self, first: PyTree, batch: PlacedBatch) -> Any:
+        """The step's results.
+
+        Args:
+          first: The step's first argument.
+          batch: The batch.
+
+        Returns:
+          The results, as in the recipe.
+        """
+        program = self.programs.get(batch.signature)
+        if program is None or batch.padded:
+            program = self.program(first, batch)
+        out = program.call(first, *batch.args)
+        self._in_flight.add(out[-1])
+        return out

@@ -1,0 +1,340 @@
+"""Which towers, where, and how do they reduce? Mirrored and OneDevice."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from towerjax import cross_tower
+from towerjax.collectives import AllReduce, CrossTowerOps
+from towerjax.devices import canonical_device_name
+from towerjax.placement import Placement
+from towerjax.state import TowerLocal, read_local
+from towerjax.types import PerTower, PyTree, Reduction
+
+
+class _CrossTowerMethods:
+    """What every strategy can do with towers' values; all of it pure."""
+
+    placement: Placement
+
+    @property
+    def num_towers(self) -> int:
+        """``T``."""
+        return self.placement.num_towers
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Is there one tower alone?"""
+        return self.num_towers == 1
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The names of the devices that the towers run on, in tower order."""
+        return self.placement.devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The names of the devices that hold the parameters: each worker device."""
+        return self.placement.devices
+
+    @property
+    def worker_device_index(self) -> PerTower:
+        """Each tower's id as a per-tower value."""
+        return PerTower(jnp.arange(self.num_towers))
+
+    def call_for_each_tower(
+        self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """What ``fn(tower, *args, **kwargs)`` returns on every tower.
+
+        See `towerjax.cross_tower.call_for_each_tower`.
+
+        Args:
+          fn: The tower function.
+          *args: ``PerTower`` leaves are handed out row by row, others whole.
+          **kwargs: As ``args``.
+
+        Returns:
+          ``fn``'s tree: bare where the same on every tower, else ``PerTower``.
+        """
+        return cross_tower.call_for_each_tower(self, fn, *args, **kwargs)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """The towers' values as a list; ``[value]`` when it is one value.
+
+        Args:
+          value: ``PerTower``, ``TowerLocal`` or anything else.
+
+        Returns:
+          ``T`` values in tower order, or one.
+        """
+        return cross_tower.unwrap(value)
+
+    def reduce(
+        self,
+        reduction: Reduction,
+        value: PyTree,
+        *,
+        axis: int | None = None,
+        destinations: Any = None,
+    ) -> PyTree:
+        """One value of all towers' values.
+
+        See `towerjax.cross_tower.reduce_values`.
+
+        Args:
+          reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+          value: A pytree of ``PerTower`` and of values that all towers share.
+          axis: Also reduce over this dim of each tower's value.
+          destinations: A device name, or several: where the result shall lie.
+
+        Returns:
+          The tree with one value a leaf.
+        """
+        return cross_tower.reduce_values(
+            self, reduction, value, axis=axis, destinations=destinations
+        )
+
+    def gather(self, value: PerTower, axis: int) -> jax.Array:
+        """All towers' values joined along a dim; sizes may differ along it alone.
+
+        Args:
+          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays.
+          axis: The dim to join along.
+
+        Returns:
+          One array, in tower order.
+        """
+        return cross_tower.gather_values(value, axis)
+
+    def map(
+        self, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
+    ) -> PerTower:
+        """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
+
+        Args:
+          fn: A function of one element.
+          elements: The elements, of one shape.
+          *args: The same for all elements.
+
+        Returns:
+          ``PerTower`` of a tuple: each tower's results, stacked.
+        """
+        return cross_tower.map_over_towers(self, fn, elements, *args)
+
+    def read_var(self, value: PyTree) -> PyTree:
+        """A tower-local variable's aggregate; any other value as it is.
+
+        Args:
+          value: A pytree that may hold ``TowerLocal``.
+
+        Returns:
+          The tree with each ``TowerLocal`` read by its own reduction.
+
+        Raises:
+          ValueError: A variable's reduction is NONE.
+        """
+        return jax.tree.map(
+            lambda x: read_local(x) if isinstance(x, TowerLocal) else x,
+            value,
+            is_leaf=lambda x: isinstance(x, TowerLocal),
+        )
+
+
+def _short_repr(options: Any) -> str:
+    """The call that makes an equal object: only what differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != field.default
+    ]
+    return f"{type(options).__name__}({', '.join(shown)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mirrored(_CrossTowerMethods):
+    """``T`` towers, mirrored parameters, one reduction a step.
+
+    Attributes:
+      devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
+        None takes every local accelerator, or the CPU where there is none.
+      num_gpus: ``devices`` as the first so many GPUs; 0 is the CPU.
+      num_gpus_per_worker: The same, by its name in a job of several processes.
+      towers: ``T``; None is one a device. A multiple of the number of devices;
+        where ``devices`` is None, as many of them are used as divide it.
+      local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
+        ``"scan"`` one after another, which needs the memory of one.
+      executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
+      cross_tower_ops: How a reduction travels: `AllReduce` or `PinnedTree`.
+
+    Raises:
+      ValueError: Options that exclude each other, no or duplicate devices, a name
+        that is none, ``towers`` that the devices do not divide.
+
+    Example:
+      >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
+      Mirrored(devices=('cpu:0',), towers=8, local='scan')
+    """
+
+    devices: tuple[str, ...] | None = None
+    num_gpus: int | None = None
+    num_gpus_per_worker: int | None = None
+    towers: int | None = None
+    local: Literal["vmap", "scan"] = "vmap"
+    executor: Literal["shard_map", "pmap"] = "shard_map"
+    cross_tower_ops: CrossTowerOps = AllReduce()
+
+    def __post_init__(self) -> None:
+        """Check everything that can be known without a device."""
+        _check_choices(self)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", _canonical_devices(self.devices))
+            _check_divides(self.towers, len(self.devices or ()))
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return _short_repr(self)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the towers are, by name: the devices need not be on this machine."""
+        devices = self._devices()
+        return Placement(
+            devices=devices,
+            num_towers=self.towers or len(devices),
+            local=self.local,
+            executor=self.executor,
+        )
+
+    def _devices(self) -> tuple[str, ...]:
+        if self.devices is not None:
+            return self.devices
+        gpus = self.num_gpus if self.num_gpus is not None else self.num_gpus_per_worker
+        if gpus is not None:
+            names = tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
+            _check_divides(self.towers, len(names))
+            return names
+        found = tuple(canonical_device_name(device) for device in jax.local_devices())
+        if self.towers is None:
+            return found
+        used = max(n for n in range(1, len(found) + 1) if self.towers % n == 0)
+        if used < len(found) <= self.towers:
+            warnings.warn(
+                f"{self.towers} towers share {used} of {len(found)} devices evenly;"
+                f" {len(found) - used} stay idle. Choose towers as a multiple of"
+                f" {len(found)}, or name the devices.",
+                stacklevel=2,
+            )
+        return found[:used]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OneDevice(_CrossTowerMethods):
+    """One tower on one device: no split, no scaling, no communication.
+
+    Attributes:
+      device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
+        device.
+
+    Raises:
+      ValueError: ``device`` is not a name.
+
+    Example:
+      >>> OneDevice("CPU:0")
+      OneDevice(device='cpu:0')
+    """
+
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        """Canonicalise the name."""
+        if self.device is not None:
+            object.__setattr__(self, "device", canonical_device_name(self.device))
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return _short_repr(self)
+
+    @property
+    def cross_tower_ops(self) -> CrossTowerOps:
+        """Nothing travels; sums are of one tower."""
+        return AllReduce()
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the tower is, by name."""
+        name = self.device or canonical_device_name(jax.local_devices()[0])
+        return Placement((name,), 1, local="vmap", executor="shard_map")
+
+
+Strategy = Mirrored | OneDevice
+
+
+def _check_choices(strategy: Mirrored) -> None:
+    counts = (strategy.num_gpus, strategy.num_gpus_per_worker)
+    if None not in counts:
+        raise ValueError(
+            "num_gpus and num_gpus_per_worker mean the same; give one of them."
+        )
+    if strategy.devices is not None and counts != (None, None):
+        raise ValueError(
+            "devices already says how many GPUs there are; leave out num_gpus and"
+            " num_gpus_per_worker."
+        )
+    for name in ("num_gpus", "num_gpus_per_worker", "towers"):
+        number = getattr(strategy, name)
+        least = 1 if name == "towers" else 0
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise ValueError(f"{name}={number!r} must be a whole number >= {least}.")
+    for name, allowed in (
+        ("local", ("vmap", "scan")),
+        ("executor", ("shard_map", "pmap")),
+    ):
+        if getattr(strategy, name) not in allowed:
+            raise ValueError(
+                f"{name}={getattr(strategy, name)!r} must be one of {allowed}."
+            )
+    if not hasattr(strategy.cross_tower_ops, "sum_over_towers"):
+        raise ValueError(
+            f"cross_tower_ops={strategy.cross_tower_ops!r} is not a cross-tower op;"
+            " write tj.AllReduce() or tj.PinnedTree()."
+        )
+
+
+def _canonical_devices(devices: Any) -> tuple[str, ...]:
+    if isinstance(devices, str) or not isinstance(devices, tuple | list):
+        raise ValueError(
+            f"devices={devices!r} must be a tuple of names, such as"
+            f" devices=({devices!r},)."
+        )
+    if not devices:
+        raise ValueError(
+            "devices is empty; name at least one, or leave it out to use all."
+        )
+    names = tuple(canonical_device_name(device) for device in devices)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
+            " several towers on a device write towers=..., not the device twice."
+        )
+    return names
+
+
+def _check_divides(towers: int | None, num_devices: int) -> None:
+    if towers is not None and towers % num_devices:
+        below, above = towers // num_devices * num_devices, -(-towers // num_devices)
+        choices = [n for n in (below, above * num_devices) if n]
+        raise ValueError(
+            f"towers={towers} is not a multiple of the {num_devices} devices, so they"
+            " cannot share the towers evenly. Use towers="
+            + " or ".join(str(n) for n in choices)
+            + ", or another number of devices."
+        )

@@ -1,0 +1,169 @@
+"""What may a tower function ask about its tower?"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from towerjax.merge import merge_over_towers, refuse_in_turn
+from towerjax.placement import TowerAxes
+from towerjax.reduce import gather_over_towers, reduce_over_towers
+from towerjax.shard import row_weights
+from towerjax.types import PyTree, Reduction
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """What a tower function may ask about its tower.
+
+    Attributes:
+      id: ``()`` int32, which tower this is, from 0 to ``T - 1``; traced.
+      num_towers: ``T``; static.
+      step: ``()`` int32, the number of steps before this one.
+      local: This tower's copy of the tower-local variables (in evaluation and
+        prediction: their aggregate), a pytree without its ``TowerLocal``.
+      strategy: The strategy, as ``merge_call`` hands it to its function.
+    """
+
+    id: jax.Array
+    num_towers: int
+    step: jax.Array
+    local: PyTree
+    strategy: Any
+    _axes: TowerAxes
+    _key: jax.Array
+    _num_valid: jax.Array
+    _first_row: jax.Array
+    _rows: int
+
+    @property
+    def rng(self) -> jax.Array:
+        """A key of this tower, step and micro-batch: the same on any devices."""
+        return self._key
+
+    @property
+    def weight(self) -> jax.Array:
+        """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
+        # Made when asked for: a step that pads can then see that nothing reads it.
+        return row_weights(self._num_valid, self._first_row, self._rows)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names for code that communicates by itself, such as batch norm.
+
+        Returns:
+          A tuple for ``axis_name=`` and ``lax.psum``; empty on a lone tower.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet.
+        """
+        refuse_in_turn(self._axes, "tower.axis_names")
+        return self._axes.names
+
+    def merge_call(self, merge_fn: Callable[..., PyTree], *values: PyTree) -> PyTree:
+        """What ``merge_fn(strategy, *per_tower_values)`` returns, on each tower.
+
+        All towers meet; ``merge_fn`` sees each array of ``values`` as a
+        ``PerTower`` for ``strategy.unwrap`` and ``strategy.reduce``. A ``PerTower``
+        that it returns is handed out row by row. Differentiable.
+
+        Args:
+          merge_fn: The function of all towers' values.
+          *values: This tower's values, pytrees; leaves that are no arrays are the
+            same on all towers and handed on as they are.
+
+        Returns:
+          The result, the same on every tower but for ``PerTower`` leaves.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet.
+
+        Example:
+          >>> import towerjax as tj
+          >>> def tower_fn(tower):
+          ...     v = 3 + tower.id
+          ...     s = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
+          ...     return s + v
+          >>> out = tj.Mirrored(towers=2).call_for_each_tower(tower_fn)
+          >>> out.values.tolist()
+          [10, 11]
+        """
+        return merge_over_towers(self.strategy, self._axes, self.id, merge_fn, values)
+
+    def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
+        """One value of all towers' values, the same on each tower.
+
+        Args:
+          reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
+          value: This tower's value, a pytree of arrays.
+
+        Returns:
+          Like ``value``; a MEAN of integers is float32.
+
+        Raises:
+          ValueError: ``reduction`` gives no one value, or ``local="scan"``.
+        """
+        refuse_in_turn(self._axes, "tower.reduce")
+        return reduce_over_towers(reduction, value, self.id, self._axes)
+
+    def all_gather(self, value: PyTree) -> PyTree:
+        """All towers' values side by side.
+
+        Args:
+          value: This tower's value, leaves ``[...]``.
+
+        Returns:
+          Leaves ``[T, ...]`` in tower order, the same on each tower.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet.
+        """
+        refuse_in_turn(self._axes, "tower.all_gather")
+        return gather_over_towers(value, self._axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerInputs:
+    """What makes a ``Tower`` of a tower id: the same for all towers of a step.
+
+    Attributes:
+      strategy: For ``Tower.strategy``.
+      axes: The axes that the towers meet over.
+      step: ``()`` int32.
+      rng: The state's key.
+      num_valid: ``()`` int32, examples in the global batch.
+    """
+
+    strategy: Any
+    axes: TowerAxes
+    step: jax.Array
+    rng: jax.Array
+    num_valid: jax.Array
+
+    def tower(
+        self, tower_id: jax.Array, local: PyTree, first_row: jax.Array, rows: int
+    ) -> Tower:
+        """The context of one tower.
+
+        Args:
+          tower_id: ``()`` int32.
+          local: The tower-local values it sees.
+          first_row: ``()`` int32, where its rows start in the global batch.
+          rows: How many rows it has.
+
+        Returns:
+          The ``Tower``.
+        """
+        return Tower(
+            id=tower_id,
+            num_towers=self.axes.num_towers,
+            step=self.step,
+            local=local,
+            strategy=self.strategy,
+            _axes=self.axes,
+            _key=jax.random.fold_in(jax.random.fold_in(self.rng, self.step), tower_id),
+            _num_valid=self.num_valid,
+            _first_row=first_row,
+            _rows=rows,
+        )
