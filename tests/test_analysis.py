@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -178,6 +179,17 @@ def callback_result(w, x):
     return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((2, 4), x.dtype), x)
 
 
+def stateful_random(w, x):
+    return lax.rng_uniform(w[0], w[1], (3,))  # here
+
+
+def kernel_with_tower_id(w, x):
+    def kernel(w_ref, out_ref):
+        out_ref[...] = w_ref[...] + lax.axis_index(AXIS)
+
+    return pl.pallas_call(kernel, out_shape=w)(w)  # here
+
+
 def ref_holds_tower(w, x):
     ref = jax.new_ref(w)
     ref[...] = x[0]
@@ -218,6 +230,8 @@ REFUSED = [
     (linear_solve, "batch['x']", None),
     (io_result, "io_callback", io_result),
     (callback_result, "batch['x']", None),
+    (stateful_random, "rng_uniform", stateful_random),
+    (kernel_with_tower_id, "tower.id", kernel_with_tower_id),
     (ref_holds_tower, "batch['x']", None),
     (ref_written_in_scan, "batch['x']", None),
 ]
@@ -371,7 +385,7 @@ sharpened.defjvp(lambda primals, tangents: (primals[0] ** 2, 3.0 * tangents[0]))
 
 
 def custom_jvp(w, x):
-    return psum(jax.grad(lambda w: sharpened(x * w).sum())(w)), sharpened(w)
+    return psum(jax.grad(lambda w: sharpened(x * w[None]).sum())(w)), sharpened(w)
 
 
 def custom_vjp(w, x):
@@ -418,7 +432,7 @@ def summed_gradient_through_psum(w, x):
 
 def attention(w, x):
     def loss(w):
-        q = x * w
+        q = x * w[None]
         weights = jax.nn.softmax(q @ x.T, where=jnp.tri(2) > 0)
         return jnp.mean((weights @ x) ** 2)
 
@@ -457,6 +471,13 @@ def vmapped_sum(w, x):
 
 def pure_callback_of_equals(w, x):
     return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((4,), w.dtype), w)
+
+
+def kernel_of_equals(w, x):
+    def kernel(w_ref, out_ref):
+        out_ref[...] = 2 * w_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=w)(w)
 
 
 def mirrored_noise(w, x):
@@ -502,6 +523,7 @@ LEGAL = [
     sharded_update,
     vmapped_sum,
     pure_callback_of_equals,
+    kernel_of_equals,
     mirrored_noise,
     mirrored_ref,
     printed,
@@ -685,6 +707,24 @@ def test_collective_is_recorded_once_however_often_a_loop_is_walked():
         return lax.scan(body, (w, w, w), x)
 
     assert len(study(tower).collectives) == 1
+
+
+def test_collectives_of_a_linear_solve_are_those_of_its_solution():
+    def tower(w, x):
+        return lax.custom_linear_solve(
+            lambda v: 2 * psum(v), w, lambda _, b: psum(b), lambda _, b: b
+        )
+
+    [collective] = study(tower).collectives
+    assert collective.primitive == "psum"
+
+
+def test_sum_over_unequal_groups_of_equal_values_is_refused():
+    def tower(w, x):
+        return lax.psum(w, AXIS, axis_index_groups=[[0], [1, 2]])
+
+    [dependence] = study(tower, num_towers=3).outputs
+    assert dependence.source == "psum"
 
 
 def test_collectives_of_every_branch_are_recorded():

@@ -4,8 +4,13 @@ from towerjax.analysis import ReplicationError as ReplicationError
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
+from towerjax.evaluate import evaluate_all as evaluate_all
+from towerjax.feed import batches as batches
+from towerjax.history import History as History
+from towerjax.history import RunSummary as RunSummary
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
+from towerjax.run import run as run
 from towerjax.state import TowerLocal as TowerLocal
 from towerjax.state import TrainState as TrainState
 from towerjax.state import read_local as read_local

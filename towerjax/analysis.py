@@ -101,6 +101,7 @@ def analyse(
         ValueError: `inputs` does not fit the jaxpr, or `axes` is a single string.
 
     Example:
+        >>> import jax
         >>> tower = lambda x: (x, jax.lax.psum(x, "device"))
         >>> jaxpr = jax.make_jaxpr(tower, axis_env=[("device", 2)])(1.0)
         >>> analyse(jaxpr, ["x"], ["device"]).outputs

@@ -2,12 +2,14 @@
 
 A cross-tower op is a frozen dataclass with ``needs_every_tower`` (does it want
 each local tower's values apart, ``[k, ...]``, or their sum?) and
-``sum_over_towers(tree, axes, num_guarded) -> (tree, finite)``.
+``sum_over_towers(tree, axes) -> Sums``.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +28,15 @@ class CrossTowerOps(Protocol):
         """Does ``sum_over_towers`` take leaves ``[k, ...]``, one row a local tower?"""
         ...
 
-    def sum_over_towers(
-        self, tree: PyTree, axes: TowerAxes, num_guarded: int = 0
-    ) -> tuple[PyTree, jax.Array]:
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> "Sums":
         """The sum over all towers, inside a device function.
 
         Args:
           tree: This device's towers' values, apart or added.
           axes: The axes that the towers meet over.
-          num_guarded: How many leaves, from the first on, ought to be finite.
 
         Returns:
-          The sums, the same on each device, and ``()`` bool: are the guarded ones
-          all finite?
+          The sums, the same on each device.
         """
         ...
 
@@ -98,15 +96,15 @@ class _Packing:
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
         """The leaves of buffers without leading dims."""
-        starts = [slot.start for slot in self.slots]
-        if platform == "cpu":
-            starts = _unfolded(starts, buffers[0])
+        starts: Sequence[jax.Array | int] = [slot.start for slot in self.slots]
+        if platform == "cpu" and self.num_buffers < len(self.slots):
+            starts = _unfolded([slot.start for slot in self.slots], buffers[0])
         return [
             self._leaf(buffers[slot.buffer], slot, start)
             for slot, start in zip(self.slots, starts, strict=True)
         ]
 
-    def guarded(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
+    def leading(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
         """The first part of each buffer, as far as the first leaves fill it."""
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
@@ -145,13 +143,47 @@ def _unfolded(starts: list[int], witness: jax.Array) -> tuple[jax.Array, ...]:
     )
 
 
-def _all_finite(buffers: list[jax.Array]) -> jax.Array:
-    checks = [
-        jnp.isfinite(buffer).all()
-        for buffer in buffers
-        if jnp.issubdtype(buffer.dtype, jnp.inexact)
-    ]
-    return jnp.stack(checks).all() if checks else jnp.bool_(True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over all towers as they travelled: flat buffers, not yet the tree.
+
+    Attributes:
+      buffers: The summed buffers, the same on each device.
+      packing: Where each leaf lies in them.
+      treedef: The tree that the leaves make.
+      platform: The device's.
+    """
+
+    buffers: list[jax.Array]
+    packing: _Packing = dataclasses.field(metadata={"static": True})
+    treedef: Any = dataclasses.field(metadata={"static": True})
+    platform: str = dataclasses.field(metadata={"static": True})
+
+    def tree(self) -> PyTree:
+        """The sums as the tree that went in.
+
+        Returns:
+          Leaves ``[...]``.
+        """
+        leaves = self.packing.unpack(self.buffers, self.platform)
+        return jax.tree.unflatten(self.treedef, leaves)
+
+    def finite(self, num_leaves: int) -> jax.Array:
+        """Are the first so many leaves all finite?
+
+        Args:
+          num_leaves: How many leaves to look at, in tree order.
+
+        Returns:
+          ``()`` bool.
+        """
+        checks = [
+            jnp.isfinite(part).all()
+            for part in self.packing.leading(self.buffers, num_leaves)
+            if jnp.issubdtype(part.dtype, jnp.inexact)
+        ]
+        return functools.reduce(jnp.logical_and, checks, jnp.bool_(True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,18 +219,15 @@ class AllReduce:
         """False: local towers are added first."""
         return False
 
-    def sum_over_towers(
-        self, tree: PyTree, axes: TowerAxes, num_guarded: int = 0
-    ) -> tuple[PyTree, jax.Array]:
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         leaves, treedef = jax.tree.flatten(tree)
-        if not axes.device_axis:
-            return tree, _all_finite(leaves[:num_guarded])
-        packing = _Packing.plan(leaves, self.pack_below_bytes, lead=0)
-        buffers = lax.psum(packing.pack(leaves, lead=0), DEVICE_AXIS)
-        unpacked = packing.unpack(buffers, axes.platform)
-        finite = _all_finite(packing.guarded(buffers, num_guarded))
-        return jax.tree.unflatten(treedef, unpacked), finite
+        below = self.pack_below_bytes if axes.device_axis else -1
+        packing = _Packing.plan(leaves, below, lead=0)
+        buffers = packing.pack(leaves, lead=0)
+        if axes.device_axis:
+            buffers = lax.psum(buffers, DEVICE_AXIS)
+        return Sums(buffers, packing, treedef, axes.platform)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,9 +254,7 @@ class PinnedTree:
         """True: the tree is over towers."""
         return True
 
-    def sum_over_towers(
-        self, tree: PyTree, axes: TowerAxes, num_guarded: int = 0
-    ) -> tuple[PyTree, jax.Array]:
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         # Without these two barriers XLA fuses a tower's last operations, and the
         # update, differently for different D, and most bits differ.
@@ -238,16 +265,16 @@ class PinnedTree:
             for rows in packing.pack(leaves, lead=1)
         ]
         buffers = lax.optimization_barrier(buffers)
-        unpacked = packing.unpack(buffers, axes.platform)
-        finite = _all_finite(packing.guarded(buffers, num_guarded))
-        return jax.tree.unflatten(treedef, unpacked), finite
+        return Sums(buffers, packing, treedef, axes.platform)
 
 
 def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     """``[k, n]`` rows of local towers -> ``[n]``, added over all towers."""
     num_local, size = rows.shape
     if not axes.device_axis:
-        return _add_pairwise(rows)
+        # A barrier does not keep XLA from fusing these additions into the update; a
+        # branch does. Both branches are the same, so the predicate does not matter.
+        return lax.cond(rows[0, 0] > 0, _add_pairwise, _add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = _add_pairwise(rows)[None]
     share = -(-size // axes.num_devices)
@@ -281,4 +308,4 @@ def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> P
     """
     if not ops.needs_every_tower:
         rows = jax.tree.map(lambda x: x.sum(axis=0), rows)
-    return ops.sum_over_towers(rows, axes)[0]
+    return ops.sum_over_towers(rows, axes).tree()

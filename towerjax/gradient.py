@@ -68,9 +68,8 @@ class TowerLoss:
         def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
             total, local = carry
             index, rows = numbered
-            tower = inputs.tower(tower_id, local, first_row + index * part, part)
-            key = jax.random.fold_in(tower.rng, index)
-            tower = dataclasses.replace(tower, _key=key)
+            first = first_row + index * part
+            tower = inputs.tower(tower_id, local, first, part, micro_batch=index)
             grads, loss, metrics, local = self._gradient_of_part(params, rows, tower)
             return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)
 

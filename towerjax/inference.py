@@ -101,7 +101,6 @@ class InferenceStep:
             in_layouts,
             {"result": result_layout},
             donate=False,
-            check=lambda args, results: None,
             padding_counts=result_layout is Layout.MIRRORED,
         )
         self._runner = Runner(recipe, strategy.placement, max_programs=max_programs)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -42,6 +43,40 @@ def is_mergeable(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
+def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
+    """The towers' values as leaves ``[T, ...]``.
+
+    Args:
+      value: ``PerTower`` of a pytree with leaves ``[T, ...]``, or of a tuple of
+        ``T`` values of one shape.
+      num_towers: ``T``.
+      name: What errors call it.
+
+    Returns:
+      The pytree of arrays.
+
+    Raises:
+      ValueError: There are not ``T`` rows, or their shapes differ.
+    """
+    rows = value.values
+    if isinstance(rows, tuple | list):
+        shapes = [np.shape(row) for row in rows]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+                " cannot lie side by side. Pad them to one shape, join them with"
+                " strategy.gather, or reduce them with axis=..."
+            )
+        rows = jnp.stack([jnp.asarray(row) for row in rows]) if rows else np.zeros(0)
+    for x in jax.tree.leaves(rows):
+        if np.shape(x)[:1] != (num_towers,):
+            raise ValueError(
+                f"{name} has shape {np.shape(x)}, but dim 0 runs over the"
+                f" {num_towers} towers. Stack one value for each tower."
+            )
+    return jax.tree.map(jnp.asarray, rows)
+
+
 def merge_over_towers(
     strategy: Any,
     axes: TowerAxes,
@@ -67,7 +102,8 @@ def merge_over_towers(
       What ``merge_fn`` returned, with this tower's own row of each ``PerTower``.
 
     Raises:
-      ValueError: The towers of a device run one after another.
+      ValueError: The towers of a device run one after another; a ``PerTower`` that
+        comes back has not one row for each tower.
     """
     refuse_in_turn(axes, "tower.merge_call")
 
@@ -78,7 +114,8 @@ def merge_over_towers(
         if not isinstance(leaf, PerTower):
             return leaf
         return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, tower_id, keepdims=False), leaf.values
+            lambda x: lax.dynamic_index_in_dim(x, tower_id, keepdims=False),
+            stacked_rows(leaf, axes.num_towers, "A PerTower that merge_fn returned"),
         )
 
     merged = merge_fn(strategy, *jax.tree.map(gather, values))

@@ -36,7 +36,6 @@ class Recipe:
       in_layouts: Argument name -> a prefix tree of layouts.
       out_layouts: Result name -> a prefix tree of layouts; results are a tuple.
       donate: May the results take over the first argument's buffers?
-      check: Called with the arguments' and the results' shapes before compiling.
       padding_counts: Would padded rows count unless ``tower.weight`` is read?
     """
 
@@ -44,7 +43,6 @@ class Recipe:
     in_layouts: dict[str, PyTree]
     out_layouts: dict[str, PyTree]
     donate: bool
-    check: Callable[[tuple[PyTree, ...], tuple[PyTree, ...]], None]
     padding_counts: bool
 
 
@@ -99,7 +97,6 @@ def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
     jaxpr, out = trace_one_tower(
         recipe.device_fn(axes), axes, layouts, out_layouts, args
     )
-    recipe.check(shapes_of(args), out)
     return _prove_body(recipe, jaxpr, args, out, axes)
 
 
@@ -113,10 +110,12 @@ def _prove_body(
     outputs = _names_where(
         recipe.out_layouts, out, lambda layout: layout is Layout.MIRRORED
     )
-    found = analyse(body, inputs, axes.device_names)
+    # Arrays that the user's function closes over come first, the same on all towers.
+    closed_over = len(body.invars) - len(inputs)
+    found = analyse(body, [None] * closed_over + inputs, axes.device_names)
     prove_mirrored(found, outputs)
     reads_weight = any(
-        reads_input(body, index)
+        reads_input(body, closed_over + index)
         for index, name in enumerate(_all_names(recipe.in_layouts, args))
         if name == "num_valid"
     )
@@ -173,7 +172,6 @@ def build(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
     if placement.runs_one_tower_a_device:
         # What is traced for the devices is one tower's program: prove that one.
         traced = jitted.trace(*shapes)
-        recipe.check(shapes, shapes_of(traced.out_info))
         proof = _prove_body(recipe, traced.jaxpr, shapes, traced.out_info, axes)
         lowered = traced.lower()
     else:

@@ -1,5 +1,6 @@
 """What is one value of T towers' values? A Reduction, applied inside or outside."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,8 +67,11 @@ def reduce_over_towers(
 ) -> PyTree:
     """One value of the towers' values, from inside a tower; the same on each.
 
+    The same dtypes as `reduce_stacked`, on one tower as on many.
+
     Args:
-      reduction: SUM, MEAN (integers become float32) or ONLY_FIRST_TOWER.
+      reduction: SUM (booleans and small integers become int32), MEAN (integers
+        become float32) or ONLY_FIRST_TOWER.
       value: This tower's value, any shapes.
       tower_id: ``()`` int32.
       axes: The axes that the towers meet over.
@@ -79,38 +83,56 @@ def reduce_over_towers(
       ValueError: ``reduction`` gives no one value.
     """
     check_reduction(reduction)
+    if reduction is not Reduction.ONLY_FIRST_TOWER and any(
+        map(_is_key, jax.tree.leaves(value))
+    ):
+        raise ValueError(
+            f"{reduction!r} of a random key, which is no number. Use"
+            " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
+        )
 
     def one(x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
+        dtype = _reduced_dtype(reduction, x.dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
             x = jnp.where(tower_id == 0, x, jnp.zeros_like(x))
+        # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
+        x = x.astype(_addable(dtype))
+        total = lax.psum(x, axes.names) if axes.names else x
         if reduction is Reduction.MEAN:
-            x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
-        total = sum_over_axes(x, axes.names)
-        return total / axes.num_towers if reduction is Reduction.MEAN else total
+            total = total / axes.num_towers
+        return total.astype(dtype)
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(lambda x: _on_key_data(one, x), value)
 
 
-def sum_over_axes(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The sum over mesh and vmap axes, 16-bit floats added in float32.
+def _is_key(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
-    Under ``vmap`` JAX would add bfloat16 in bfloat16, and elsewhere in float32.
 
-    Args:
-      x: This tower's value.
-      names: Axis names; none returns ``x``.
+def _on_key_data(fn: Callable[[jax.Array], jax.Array], x: Any) -> jax.Array:
+    """``fn(x)``; for a typed key, which no collective takes, ``fn`` of its data."""
+    if not _is_key(x):
+        return fn(x)
+    data = fn(jax.random.key_data(x))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
-    Returns:
-      Like ``x``.
-    """
-    if not names:
-        return x
-    small = x.dtype in (jnp.bfloat16, jnp.float16)
-    wide = x.astype(jnp.float32) if small else x
-    if x.dtype == jnp.bool_:
-        wide = x.astype(jnp.int32)
-    return lax.psum(wide, names).astype(x.dtype if small else wide.dtype)
+
+def _reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
+    if reduction is Reduction.ONLY_FIRST_TOWER:
+        return dtype
+    if reduction is Reduction.MEAN:
+        inexact = jnp.issubdtype(dtype, jnp.inexact)
+        return dtype if inexact else jnp.dtype(jnp.float32)
+    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), dtype)).dtype
+
+
+def _addable(dtype: Any) -> Any:
+    """The dtype to add in: 16-bit floats in float32, booleans as integers."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
 def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
@@ -134,4 +156,4 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
             x = lax.all_gather(x, DEVICE_AXIS)
         return x.reshape(shape)
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(lambda x: _on_key_data(one, x), value)

@@ -22,6 +22,15 @@ class _CrossTowerMethods:
 
     placement: Placement
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The options alone: devices, once looked up, do not pickle."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        """The options, past the frozen fields."""
+        self.__dict__.update(options)
+
     @property
     def num_towers(self) -> int:
         """``T``."""
@@ -48,7 +57,7 @@ class _CrossTowerMethods:
         return PerTower(jnp.arange(self.num_towers))
 
     def call_for_each_tower(
-        self, fn: Callable[..., PyTree], *args: PyTree, **kwargs: PyTree
+        self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
@@ -110,7 +119,7 @@ class _CrossTowerMethods:
         Returns:
           One array, in tower order.
         """
-        return cross_tower.gather_values(value, axis)
+        return cross_tower.gather_values(self, value, axis)
 
     def map(
         self, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
@@ -194,7 +203,9 @@ class Mirrored(_CrossTowerMethods):
         _check_choices(self)
         if self.devices is not None:
             object.__setattr__(self, "devices", _canonical_devices(self.devices))
-            _check_divides(self.towers, len(self.devices or ()))
+        devices = self._named_devices()
+        if devices is not None:
+            _check_divides(self.towers, len(devices))
 
     def __repr__(self) -> str:
         """Text that can be pasted back."""
@@ -211,14 +222,19 @@ class Mirrored(_CrossTowerMethods):
             executor=self.executor,
         )
 
-    def _devices(self) -> tuple[str, ...]:
+    def _named_devices(self) -> tuple[str, ...] | None:
+        """The devices that the options name; None where they leave it open."""
         if self.devices is not None:
             return self.devices
         gpus = self.num_gpus if self.num_gpus is not None else self.num_gpus_per_worker
-        if gpus is not None:
-            names = tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
-            _check_divides(self.towers, len(names))
-            return names
+        if gpus is None:
+            return None
+        return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
+
+    def _devices(self) -> tuple[str, ...]:
+        named = self._named_devices()
+        if named is not None:
+            return named
         found = tuple(canonical_device_name(device) for device in jax.local_devices())
         if self.towers is None:
             return found
@@ -292,7 +308,7 @@ def _check_choices(strategy: Mirrored) -> None:
         if number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={number!r} must be a whole number >= {least}.")
+            raise ValueError(f"{name}={number!r} must be an int >= {least}.")
     for name, allowed in (
         ("local", ("vmap", "scan")),
         ("executor", ("shard_map", "pmap")),
@@ -301,18 +317,21 @@ def _check_choices(strategy: Mirrored) -> None:
             raise ValueError(
                 f"{name}={getattr(strategy, name)!r} must be one of {allowed}."
             )
-    if not hasattr(strategy.cross_tower_ops, "sum_over_towers"):
+    ops = strategy.cross_tower_ops
+    if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
-            f"cross_tower_ops={strategy.cross_tower_ops!r} is not a cross-tower op;"
-            " write tj.AllReduce() or tj.PinnedTree()."
+            f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce() or"
+            " tj.PinnedTree()."
         )
 
 
 def _canonical_devices(devices: Any) -> tuple[str, ...]:
-    if isinstance(devices, str) or not isinstance(devices, tuple | list):
+    if not isinstance(devices, tuple | list):
+        single = isinstance(devices, str | jax.Device)
+        example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
         raise ValueError(
-            f"devices={devices!r} must be a tuple of names, such as"
-            f" devices=({devices!r},)."
+            f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
+            f" such as devices={example}."
         )
     if not devices:
         raise ValueError(
@@ -324,6 +343,12 @@ def _canonical_devices(devices: Any) -> tuple[str, ...]:
         raise ValueError(
             f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
             " several towers on a device write towers=..., not the device twice."
+        )
+    platforms = sorted({name.split(":")[0] for name in names})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"devices are of several platforms, {' and '.join(platforms)}, in {names};"
+            " one program runs on one platform. Name devices of one."
         )
     return names
 

@@ -32,7 +32,8 @@ class Tower:
     local: PyTree
     strategy: Any
     _axes: TowerAxes
-    _key: jax.Array
+    _rng: jax.Array
+    _micro_batch: jax.Array | None
     _num_valid: jax.Array
     _first_row: jax.Array
     _rows: int
@@ -40,7 +41,10 @@ class Tower:
     @property
     def rng(self) -> jax.Array:
         """A key of this tower, step and micro-batch: the same on any devices."""
-        return self._key
+        key = jax.random.fold_in(jax.random.fold_in(self._rng, self.step), self.id)
+        if self._micro_batch is None:
+            return key
+        return jax.random.fold_in(key, self._micro_batch)
 
     @property
     def weight(self) -> jax.Array:
@@ -142,7 +146,13 @@ class TowerInputs:
     num_valid: jax.Array
 
     def tower(
-        self, tower_id: jax.Array, local: PyTree, first_row: jax.Array, rows: int
+        self,
+        tower_id: jax.Array,
+        local: PyTree,
+        first_row: jax.Array,
+        rows: int,
+        *,
+        micro_batch: jax.Array | None = None,
     ) -> Tower:
         """The context of one tower.
 
@@ -151,6 +161,7 @@ class TowerInputs:
           local: The tower-local values it sees.
           first_row: ``()`` int32, where its rows start in the global batch.
           rows: How many rows it has.
+          micro_batch: ``()`` int32, which part of its rows, when they are several.
 
         Returns:
           The ``Tower``.
@@ -162,7 +173,8 @@ class TowerInputs:
             local=local,
             strategy=self.strategy,
             _axes=self.axes,
-            _key=jax.random.fold_in(jax.random.fold_in(self.rng, self.step), tower_id),
+            _rng=self.rng,
+            _micro_batch=micro_batch,
             _num_valid=self.num_valid,
             _first_row=first_row,
             _rows=rows,

@@ -1,11 +1,12 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
 import collections
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from towerjax.types import PyTree, named_leaves
 
@@ -31,45 +32,68 @@ def apply_update(
 
     Returns:
       ``(params, opt_state)``.
+
+    Raises:
+      ValueError: The optimizer changes the type of either.
     """
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     optimizer = optax.with_extra_args_support(optimizer)
-    updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
-    return optax.apply_updates(params, updates), opt_state
+    updates, next_state = optimizer.update(grads, opt_state, params, value=loss)
+    next_params = optax.apply_updates(params, updates)
+    return (
+        checked_like(params, next_params, "state.params", "the optimizer's updates"),
+        checked_like(opt_state, next_state, "state.opt_state", "the optimizer"),
+    )
 
 
-def keep_unless(accepted: jax.Array, after: PyTree, before: PyTree) -> PyTree:
-    """``after`` where the step is accepted, else ``before``, leaf by leaf.
+def update_if(
+    accepted: jax.Array,
+    update: Callable[[], PyTree],
+    before: PyTree,
+    platform: str,
+) -> PyTree:
+    """``update()`` where the step is accepted, else ``before``.
 
     Args:
       accepted: ``()`` bool, one verdict for all towers.
-      after: The next value.
-      before: The present one, of the same shapes and dtypes.
+      update: Makes the next value, like ``before``.
+      before: The present value.
+      platform: The device's.
 
     Returns:
       One of the two.
     """
-    return jax.tree.map(lambda new, old: jnp.where(accepted, new, old), after, before)
+    if platform == "cpu":
+        # A select of old and new would keep both alive: a copy of the whole state at
+        # each step. A GPU fuses the select, and would wait for a branch.
+        return lax.cond(accepted, update, lambda: before)
+    return jax.tree.map(
+        lambda new, old: jnp.where(accepted, new, old), update(), before
+    )
 
 
-def check_like(root: str, before: PyTree, after: PyTree, culprit: str) -> None:
-    """Raise unless a part of the next state has the shapes and dtypes of this one.
+def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
+    """``after``, once it has the shapes and dtypes of ``before``.
 
     A step whose state changes its type compiles again at every call.
 
     Args:
+      before: A part of the present state.
+      after: The same part of the next state.
       root: What the part is called.
-      before: The part of the present state; only shapes are read.
-      after: The part of the next state.
-      culprit: What to look at.
+      culprit: What to look at when they differ.
+
+    Returns:
+      ``after``, of strong dtypes.
 
     Raises:
       ValueError: Trees, shapes or dtypes differ; names every such leaf.
     """
 
-    def types(tree: PyTree) -> dict[str, Any]:
+    def types(tree: PyTree) -> dict[str, str]:
         return {
-            name: f"{x.dtype}{list(x.shape)}" for name, x in named_leaves(root, tree)
+            name: f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+            for name, x in named_leaves(root, tree)
         }
 
     was, now = types(before), types(after)
@@ -83,6 +107,8 @@ def check_like(root: str, before: PyTree, after: PyTree, culprit: str) -> None:
             "The step would change the type of its state, and so compile anew each"
             " time: " + "; ".join(bad) + f". Look at {culprit}."
         )
+    # Drops the weak type of what was computed with Python numbers.
+    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
 class NonFiniteError(FloatingPointError):

@@ -1,0 +1,504 @@
+"""What the original's own tests and code promise, with the numbers from its file.
+
+`conformance/cases.json` is a copy of the portable cases; every one is either run here
+through the public API or listed in `WITHOUT_MEANING`.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+FILE = Path(__file__).parent / "conformance" / "cases.json"
+ORIGINAL = Path(__file__).parents[2] / "shared" / "conformance" / "cases.json"
+PREFIXES = "lib merge min defun scope default reduce dist tf2".split()
+CASES = {case["id"]: case for case in json.loads(FILE.read_text())}
+WITHOUT_MEANING = {
+    "min.optimizer_variables": "names of variables; parameters are a pytree",
+    "scope.error.nested_other": "there is no scope that could be nested",
+    "scope.op_names": "names of operations; a traced function has none",
+    "tf2.zero_batch_bn": "an empty batch is refused: test_empty_batch_is_refused",
+}
+CHECKS = {}
+PASSED = set()
+ANY = 3  # towers, where a case says "any" or nothing
+TWO = "tf2.all_reduce.nest_doc", "tf2.all_reduce.sum.grad", "defun.per_device"
+
+
+def checks(*ids):
+    def register(fn):
+        CHECKS.update(dict.fromkeys(ids, fn))
+        return fn
+
+    return register
+
+
+def towers_of(case):
+    """The case's number of towers: from its id, else from its input, else any."""
+    parts = case["id"].split(".")
+    number = parts[2] if parts[1] == "batchnorm" else parts[-1]
+    if number.isdecimal() or case["id"] in TWO:
+        return 2 if case["id"] in TWO else int(number)
+    n = case["input"].get("n", ANY)
+    return n if isinstance(n, int) else ANY
+
+
+def mirrored(towers, one_device=False):
+    devices = 1 if one_device else towers
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=towers)
+
+
+def assert_equal(actual, case, expected=None):
+    """Within the file's `tol`; else to a few roundings of float32."""
+    expected = case["expected"] if expected is None else expected
+    tol = case.get("tol", 0)
+    np.testing.assert_allclose(
+        actual, expected, rtol=tol or 4 * np.finfo(np.float32).eps, atol=tol
+    )
+
+
+def runs():
+    """Each case with a device for each tower, and with one device for all."""
+    both = [(id, one_device) for id in CHECKS for one_device in (False, True)]
+    return [run for run in both if not (run[1] and towers_of(CASES[run[0]]) == 1)]
+
+
+# One strategy and what it does with values.
+
+
+@checks("lib.device_index")
+def check_device_index(case, strategy):
+    seen = strategy.call_for_each_tower(
+        lambda tower, index: index, strategy.worker_device_index
+    )
+    assert [int(x) for x in strategy.unwrap(seen)] == list(range(strategy.num_towers))
+
+
+@checks("lib.map_reduce")
+def check_map_reduce(case, strategy):
+    given = case["input"]
+    products = strategy.map(lambda x, y: x * y, given["map_over"], given["y"])
+    total = strategy.reduce(
+        tj.Reduction.SUM, products, axis=0, destinations=strategy.worker_devices[0]
+    )
+    assert int(total) == case["expected"]
+
+
+@checks("default.merge_call")
+def check_default_merge_call(case, strategy):
+    # No hidden default strategy: the one that does nothing is written down.
+    out = tj.OneDevice("cpu:0").call_for_each_tower(
+        lambda tower: tower.merge_call(lambda strategy, s: "foo_" + s, "bar")
+    )
+    assert out == case["expected"]
+
+
+@checks("merge.error.count_mismatch")
+def check_count_mismatch(case, strategy):
+    def tower_fn(tower):
+        def met(v):
+            return tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
+
+        return jax.lax.cond(tower.id == 0, met, lambda v: v, 1.0 + tower.id)
+
+    # The original says so when towers have run apart; we say so before any runs.
+    with pytest.raises(ValueError, match="Only some towers reach") as error:
+        strategy.call_for_each_tower(tower_fn)
+    assert isinstance(error.value, tj.ReplicationError)
+    lines = r"all_gather at .*test_conformance.py:.*, under the cond at "
+    assert re.search(lines + r".*test_conformance.py:", str(error.value))
+
+
+@checks("defun.variable", "defun.nested", "defun.per_device")
+def check_compiled_inside(case, strategy):
+    factors = case["input"].get("factors", [2.0] * strategy.num_towers)
+    outer = jax.jit(lambda x: jax.jit(lambda x: 2.0 * x)(x) + 1.0)
+    inner = jax.jit(lambda factor, x: factor * x)
+
+    def tower_fn(tower, factor, x):
+        return outer(x) if case["id"] == "defun.nested" else inner(factor, x)
+
+    factor = tj.PerTower(np.array(factors, np.float32))
+    out = strategy.call_for_each_tower(tower_fn, factor, np.float32(1.25))
+    expected = np.broadcast_to(case["expected"], strategy.num_towers)
+    # A mirrored result is bare, the factors' is not; here every tower's is compared.
+    actual = np.broadcast_to(np.stack(strategy.unwrap(out)), expected.shape)
+    assert_equal(actual, case, expected)
+
+
+@checks("reduce.plain.mean")
+def check_plain_mean(case, strategy):
+    value = case["input"]["value"]
+    for reduction in (tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER):
+        assert strategy.reduce(reduction, value) is value
+        assert strategy.reduce(reduction, value) == case["expected"]
+
+
+@checks("reduce.plain.zero")
+def check_plain_zero(case, strategy):
+    for reduction in set(tj.Reduction) - {tj.Reduction.NONE}:
+        assert strategy.reduce(reduction, case["input"]["value"]) == case["expected"]
+
+
+@checks("dist.reduce.one_tower_scalar_multi_dest")
+def check_one_tower_to_several(case, strategy):
+    given, one = case["input"], mirrored(1)
+    names = [f"cpu:{i}" for i in range(given["n_destinations"])]
+    out = one.reduce(tj.Reduction.SUM, given["value"], destinations=names)
+    copies = [float(shard.data) for shard in out.addressable_shards]
+    assert copies == case["expected"]["components"]
+    assert [shard.device for shard in out.addressable_shards] == jax.devices("cpu")[:2]
+
+
+@checks("dist.reduce.to_cpu.2")
+def check_reduce_to_cpu(case, strategy):
+    ids = strategy.call_for_each_tower(lambda tower: tower.id)
+    out = strategy.reduce(tj.Reduction.SUM, ids, destinations="cpu:0")
+    assert int(out) == case["expected"]["value"]
+    assert len(out.addressable_shards) == case["expected"]["n_components"]
+
+
+# What came with version 2.
+
+
+@checks("tf2.run")
+def check_run(case, strategy):
+    out1 = strategy.call_for_each_tower(lambda tower: tower.id + 1)
+    out2 = strategy.call_for_each_tower(lambda tower, x: {"a": 2 * x, "b": x * x}, out1)
+    out3 = strategy.call_for_each_tower(lambda tower, a, b: a + 2 * b + 2, **out2)
+    actual = jax.tree.map(
+        lambda x: x.values.tolist(),
+        {"out1": out1, "out2": out2, "out3": out3},
+        is_leaf=lambda x: isinstance(x, tj.PerTower),
+    )
+    assert actual == case["expected"]
+
+
+@checks("tf2.all_reduce.nest_doc")
+def check_all_reduce(case, strategy):
+    first, second = case["input"]["replica0"], case["input"]["replica1"]
+    nest = tj.PerTower(
+        {name: np.float32([first[name], second[name]]) for name in first}
+    )
+    for name, expected in case["expected"].items():
+        out = strategy.call_for_each_tower(
+            lambda tower, nest, name=name: tower.reduce(tj.Reduction[name], nest), nest
+        )
+        outside = strategy.reduce(tj.Reduction[name], nest)
+        for key, value in expected.items():
+            assert_equal(out[key], case, value)  # bare: proved the same on all
+            assert_equal(outside[key], case, value)
+
+
+@checks("tf2.all_reduce.sum.grad")
+def check_all_reduce_gradient(case, strategy):
+    def tower_fn(tower, c):
+        return jax.grad(lambda x: tower.reduce(tj.Reduction.SUM, x) * c)(1.5)
+
+    c = tj.PerTower(np.array(case["input"]["c"], np.float32))
+    out = strategy.call_for_each_tower(tower_fn, c)
+    towers = [out] * 2 if isinstance(out, jax.Array) else strategy.unwrap(out)
+    assert_equal(towers, case)
+
+
+@checks("tf2.all_gather.grad")
+def check_all_gather_gradient(case, strategy):
+    def tower_fn(tower):
+        def sum_of_y(x):
+            gathered = jnp.moveaxis(tower.all_gather(x), 0, 1).reshape(2, -1)
+            return (gathered * (tower.id + 1.0)).sum()
+
+        return jax.grad(sum_of_y)(jnp.array([[3.0], [5.0]]))
+
+    out = strategy.call_for_each_tower(tower_fn)
+    for gradient in [out] if isinstance(out, jax.Array) else strategy.unwrap(out):
+        assert_equal(gradient, case)
+
+
+def ragged(num_towers):
+    return tj.PerTower(
+        tuple(np.ones((1, t + 1), np.float32) for t in range(num_towers))
+    )
+
+
+@checks("tf2.gather.diff1")
+def check_gather(case, strategy):
+    out = strategy.gather(ragged(2), axis=1)
+    assert list(out.shape) == case["expected"]["shape"]
+    assert (np.asarray(out) == 1).all()
+
+
+@checks("tf2.gather.error_shape")
+def check_gather_refuses(case, strategy):
+    with pytest.raises(ValueError, match=r"gather along axis 0: tower 1 has shape"):
+        strategy.gather(ragged(2), axis=0)
+
+
+@checks("tf2.reduce.axis0.2", "tf2.reduce.axis0.4")
+def check_reduce_axis(case, strategy):
+    n = strategy.num_towers
+    value = tj.PerTower(tuple(np.full(t + 1, t, np.float32) for t in range(n)))
+    for name, expected in case["expected"].items():
+        out = strategy.reduce(tj.Reduction[name], value, axis=0)
+        assert_equal(out, case, expected)
+
+
+@checks("tf2.reduce.axis0.same")
+def check_reduce_axis_same(case, strategy):
+    n = strategy.num_towers
+    value = tj.PerTower(np.tile(np.float32([1, 2]), (n, 1)))
+    mean = strategy.reduce(tj.Reduction.MEAN, value, axis=0)
+    assert float(mean) == case["expected"]["MEAN"]
+    assert case["expected"]["SUM"] == "3*n"
+    assert float(strategy.reduce(tj.Reduction.SUM, value, axis=0)) == 3 * n
+
+
+def rows_by_tower(strategy, batches, **kwargs):
+    """Which numbers of each batch each tower sees."""
+    predict = tj.build_predict_step(
+        lambda params, batch, tower: (batch, jnp.full_like(batch, tower.id)),
+        strategy,
+        max_programs=2,
+        **kwargs,
+    )
+    for batch in batches:
+        rows, ids = map(np.asarray, predict(np.float32(0), batch))
+        yield [rows[ids == t].tolist() for t in range(strategy.num_towers)]
+
+
+@checks("tf2.input.global_partial")
+def check_partial_batch(case, strategy):
+    data = np.arange(14, dtype=np.int32)
+    steps = list(rows_by_tower(strategy, [data[:8], data[8:]], remainder="error"))
+    assert steps[1] == case["expected"]["step2"]
+
+
+@checks("tf2.input.partial_drop")
+def check_dropped_batch(case, strategy):
+    # Batches of 4 and a last one of 1, which leaves nothing for two towers.
+    data = np.arange(9, dtype=np.int32)
+    batches = [data[:4], data[4:8]]
+    steps = list(rows_by_tower(strategy, batches, remainder="drop"))
+    assert steps == case["expected"]["steps"]
+    with pytest.raises(ValueError, match="leaves nothing of a batch of 1 example"):
+        list(rows_by_tower(strategy, [data[8:]], remainder="drop"))
+
+
+# Whole training steps. SGD throughout: its step has the scale of the gradient.
+
+
+def train(strategy, loss_fn, params, batch, *, lr, steps, reduction, local=None):
+    """The states after each step."""
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(lr), strategy, loss_reduction=reduction, donate=False
+    )
+    state = step.init(params, local=local)
+    states = []
+    for _ in range(steps):
+        state, _ = step(state, batch)
+        states.append(state)
+    return states
+
+
+@checks("lib.minimize_loss.2")
+def check_minimize_loss(case, strategy):
+    given, expected = case["input"], case["expected"]
+    states = train(
+        strategy,
+        lambda w, batch, tower: ((w * batch - 1.0) ** 2).sum(),
+        np.float32(given["w0"]),
+        np.ones(strategy.num_towers, np.float32),
+        lr=given["lr"],
+        steps=given["steps"],
+        reduction=tj.Reduction.SUM,
+    )
+    errors = np.array([given["w0"]] + [float(s.params) for s in states]) - 1.0
+    assert_equal(errors[-1] + 1.0, case, expected["w10"])
+    factors = errors[1:4] / errors[:3]  # later ones drown in rounding
+    np.testing.assert_allclose(factors, expected["factor_per_step"], rtol=1e-4)
+
+
+@checks(
+    "min.testTrainNetwork.sgd",
+    "min.testTrainNetworkByCallForEachTower.sgd",
+)
+def check_train_network(case, strategy):
+    given = case["input"]
+    states = train(
+        strategy,
+        lambda p, batch, tower: ((p["w"] * batch + p["b"] - 1.0) ** 2).mean(),
+        {"w": np.float32(1.0 + given["initial_error"]), "b": np.float32(0.0)},
+        np.ones(strategy.num_towers, np.float32),
+        lr=given["lr"],
+        steps=given["steps"],
+        reduction=tj.Reduction.MEAN,
+    )
+    errors = [float(s.params["w"] + s.params["b"] - 1.0) for s in states]
+    assert_equal(errors, case, case["expected"]["errors"])
+
+
+@checks("min.mean_vs_sum.sum.2", "min.mean_vs_sum.mean.4")
+def check_mean_vs_sum(case, strategy):
+    given, n = case["input"], strategy.num_towers
+    total = case["id"] == "min.mean_vs_sum.sum.2"
+
+    def loss_fn(w, batch, tower):
+        errors = (w * batch["x"] - batch["y"]) ** 2
+        return errors.sum() if total else errors.mean()
+
+    states = train(
+        strategy,
+        loss_fn,
+        np.float32(given["w0"]),
+        {name: np.tile(np.float32(given[name]), n) for name in ("x", "y")},
+        lr=given["lr"],
+        steps=1,
+        reduction=tj.Reduction.SUM if total else tj.Reduction.MEAN,
+    )
+    assert_equal(states[0].params, case, case["expected"]["w1"])
+
+
+@checks("tf2.train.mini")
+def check_train_mini(case, strategy):
+    [state] = train(
+        strategy,
+        lambda p, batch, tower: (batch @ p["kernel"] + p["bias"][None]).sum(),
+        {"kernel": np.ones((10, 1), np.float32), "bias": np.ones(1, np.float32)},
+        np.ones((strategy.num_towers, 10), np.float32),
+        lr=0.25,
+        steps=1,
+        reduction=tj.Reduction.SUM,
+    )
+    for name, expected in case["expected"].items():
+        assert_equal(state.params[name], case, expected)
+
+
+@checks(*[id for id in CASES if id.startswith("min.batchnorm.")])
+def check_batchnorm(case, strategy):
+    given, expected, n = case["input"], case["expected"], strategy.num_towers
+    momentum = given["momentum"]
+
+    def loss_fn(params, batch, tower):
+        mean = momentum * tower.local + (1 - momentum) * batch.mean(axis=0)
+        loss = tj.Weighted.mean(params * batch, tower.weight)
+        return tj.TowerOutput(loss=loss, local=mean)
+
+    x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    states = train(
+        strategy,
+        loss_fn,
+        np.float32(1.0),
+        np.concatenate([x + 100 * t for t in range(n)]),
+        lr=1e-3,
+        steps=given["steps"],
+        reduction=None,
+        local=tj.TowerLocal(np.zeros(8, np.float32), tj.Reduction.MEAN),
+    )
+    means = [np.asarray(tj.read_local(state.local)) for state in states]
+    feature0 = [mean[0] for mean in means]
+    assert_equal(feature0, case, expected["feature0_per_step"])
+    assert_equal(means[-1], case, expected["all_features_after_10"])
+    towers = np.asarray(states[-1].local.value)
+    assert (np.diff(towers, axis=0) > 1).all()  # each tower has kept its own
+
+
+REDUCTIONS = {
+    "SUM": tj.Reduction.SUM,
+    "MEAN": tj.Reduction.MEAN,
+    "ONLY_FIRST": tj.Reduction.ONLY_FIRST_TOWER,
+    "NONE": tj.Reduction.NONE,
+}
+
+
+def step_on_local(strategy, update, reductions):
+    """The tower-local variables after a step in which each tower runs `update`."""
+
+    def loss_fn(w, batch, tower):
+        local = jax.tree.map(lambda x: update(tower, x), tower.local)
+        return tj.TowerOutput(tj.Weighted.mean(w * batch, tower.weight), local=local)
+
+    local = {
+        name: tj.TowerLocal(np.float32(0), REDUCTIONS[name]) for name in reductions
+    }
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    batch = np.ones(strategy.num_towers, np.float32)
+    return step(step.init(np.float32(1), local=local), batch)[0].local
+
+
+@checks("tf2.local.assign_matrix")
+def check_local_assign(case, strategy):
+    one = case["expected"]["components"]
+    for update in (
+        lambda tower, x: jnp.ones_like(x),
+        lambda tower, x: x + 1,
+        lambda tower, x: x - -1,
+    ):
+        local = step_on_local(strategy, update, REDUCTIONS)
+        for variable in local.values():
+            assert variable.value.tolist() == [one] * strategy.num_towers
+    # Assigned from outside: what init is given is every tower's value.
+    step = tj.build_train_step(lambda w, batch, tower: w, optax.sgd(1), strategy)
+    for name in ("NONE", "MEAN", "ONLY_FIRST"):
+        local = tj.TowerLocal(np.float32(one), REDUCTIONS[name])
+        value = step.init(np.float32(0), local=local).local.value
+        assert value.tolist() == [one] * strategy.num_towers
+
+
+@checks("tf2.local.read")
+def check_local_read(case, strategy):
+    expected = case["expected"]
+    local = step_on_local(strategy, lambda tower, x: x + tower.id, expected)
+    values = tj.read_local(local)
+    assert {name: float(x) for name, x in values.items()} == expected
+
+
+# The file and this module.
+
+
+@pytest.mark.parametrize("id, one_device", runs())
+def test_case(id, one_device):
+    case = CASES[id]
+    CHECKS[id](case, mirrored(towers_of(case), one_device))
+    PASSED.add((id, one_device))
+
+
+def test_empty_batch_is_refused():
+    shape = CASES["tf2.zero_batch_bn"]["input"]["input_shape"]
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(w * batch.mean(axis=(1, 2, 3)), tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2))
+    state = step.init(np.float32(1))
+    with pytest.raises(ValueError, match=r"empty: batch has shape \(0, 4, 4, 3\)\."):
+        step(state, np.zeros(shape, np.float32))
+
+
+def test_copies_equal_the_originals():
+    if not ORIGINAL.exists():
+        pytest.skip("the originals lie in a folder shared by the authors alone")
+    originals = {case["id"]: case for case in json.loads(ORIGINAL.read_text())}
+    wanted = {id for id in originals if id.split(".")[0] in PREFIXES}
+    assert {id: originals[id] for id in wanted} == CASES
+
+
+def test_every_case_is_run_or_has_a_reason(capsys):
+    assert CHECKS.keys() | WITHOUT_MEANING.keys() == CASES.keys()
+    assert not CHECKS.keys() & WITHOUT_MEANING.keys()
+    passed = CHECKS.keys() - {id for id, _ in set(runs()) - PASSED}
+    with capsys.disabled():
+        print("\nconformance cases:")
+        for prefix in [*PREFIXES, ""]:
+            ids = {id for id in CASES if not prefix or id.split(".")[0] == prefix}
+            print(
+                f"  {prefix or 'all':<8} tested {len(ids & CHECKS.keys()):2},"
+                f" passed {len(ids & passed):2},"
+                f" without meaning {len(ids & WITHOUT_MEANING.keys())}"
+            )

@@ -1,0 +1,442 @@
+"""All towers' values from outside: call, unwrap, reduce, gather, map, read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+
+R = tj.Reduction
+EPS = np.finfo(np.float32).eps
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
+ROWS = np.array([1.5, -0.25, 3.0, 0.75])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def per_tower(T):
+    return tj.PerTower(ROWS[:T].astype(np.float32))
+
+
+# call_for_each_tower
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+@LAYOUTS
+def test_arguments_are_the_towers_own_or_shared(T, D, local, executor):
+    def tower_fn(tower, own, shared, word, *, scale, nothing, tree):
+        assert own.shape == () and shared.shape == (2,)
+        assert (word, nothing, tree["n"], tower.num_towers) == ("word", None, 7, T)
+        return scale * own * shared + tree["own"][0] + tower.id
+
+    out = mirrored(T, D, local=local, executor=executor).call_for_each_tower(
+        tower_fn,
+        per_tower(T),
+        np.float32([2, 10]),
+        "word",
+        scale=jnp.float32(0.5),
+        nothing=None,
+        tree={"own": [tj.PerTower(np.arange(T) * 100)], "n": 7},
+    )
+    ids = np.arange(T)[:, None]
+    expected = 0.5 * ROWS[:T, None] * [2, 10] + 100 * ids + ids
+    assert out.values.shape == (T, 2)
+    np.testing.assert_allclose(out.values, expected, rtol=4 * EPS)
+
+
+@LAYOUTS
+def test_a_tower_local_argument_is_the_towers_own(T, D):
+    local = tj.TowerLocal({"n": ROWS[:T].astype(np.float32)}, R.NONE)
+    out = mirrored(T, D).call_for_each_tower(lambda tower, x: x["n"] * 2, local)
+    assert out.values.tolist() == (2 * ROWS[:T]).tolist()
+
+
+def test_a_tuple_of_rows_is_an_argument_too():
+    out = mirrored(3, 3).call_for_each_tower(
+        lambda tower, x: 2 * x, tj.PerTower((1.0, np.float32(2), jnp.float32(4)))
+    )
+    assert out.values.tolist() == [2, 4, 8]
+
+
+@pytest.mark.parametrize("name", ["fn", "strategy", "self"])
+def test_any_keyword_belongs_to_the_tower_function(name):
+    def tower_fn(tower, /, **kwargs):
+        return kwargs
+
+    assert mirrored(2).call_for_each_tower(tower_fn, **{name: 5}) == {name: 5}
+
+
+@LAYOUTS
+def test_what_is_the_same_by_proof_comes_back_bare(T, D):
+    def tower_fn(tower, own, shared):
+        total = tower.reduce(R.SUM, own)
+        return {
+            "shared": shared * 2,
+            "reduced": total,
+            "of reduced": total * shared,
+            "gathered": tower.all_gather(own),
+            "new": jnp.arange(3),
+            "own": own,
+            "equal, unproved": own - own,
+            "mixed": total * own,
+            "constants": ("word", 7, None, 2.5),
+        }
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T), np.float32(2))
+    bare = {name for name, x in out.items() if isinstance(x, jax.Array)}
+    assert bare == {"shared", "reduced", "of reduced", "gathered", "new"}
+    assert out["constants"] == ("word", 7, None, 2.5)
+    assert float(out["shared"]) == 4
+    np.testing.assert_allclose(out["of reduced"], 2 * ROWS[:T].sum(), rtol=4 * EPS)
+    assert out["gathered"].tolist() == ROWS[:T].tolist()
+    assert out["own"].values.shape == (T,)
+    np.testing.assert_allclose(
+        out["mixed"].values, ROWS[:T].sum() * ROWS[:T], rtol=4 * EPS
+    )
+
+
+@LAYOUTS
+def test_arrays_closed_over_are_the_same_on_all_towers(T, D):
+    weights, key = jnp.float32([2, 3]), jax.random.key(3)
+
+    def tower_fn(tower, own):
+        drawn = jax.random.uniform(key)
+        return (weights * 2, drawn, weights * own + jnp.float32([0, 10]))
+
+    bare, drawn, out = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T))
+    assert bare.tolist() == [4, 6]
+    assert float(drawn) == float(jax.random.uniform(key))
+    assert out.values.tolist() == (ROWS[:T, None] * [2, 3] + [0, 10]).tolist()
+
+
+def test_a_result_can_be_the_next_argument():
+    strategy = mirrored(3, 3)
+    first = strategy.call_for_each_tower(lambda tower: (tower.id + 1, jnp.ones(2)))
+    again = strategy.call_for_each_tower(lambda tower, x, y: x**2 * y, *first)
+    assert again.values.tolist() == [[1, 1], [4, 4], [9, 9]]
+
+
+class OurError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("T, D", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("depth", ["tower", "merge", "nested"])
+def test_exceptions_keep_their_type(depth, T, D):
+    def fail(*_):
+        raise OurError(depth)
+
+    def tower_fn(tower):
+        if depth == "tower":
+            fail()
+        if depth == "merge":
+            return tower.merge_call(fail, tower.id)
+        return tower.merge_call(
+            lambda strategy, v: tower.merge_call(fail, strategy.unwrap(v)[0]), tower.id
+        )
+
+    with pytest.raises(OurError, match=f"^{depth}"):
+        mirrored(T, D).call_for_each_tower(tower_fn)
+
+
+@pytest.mark.parametrize("rows", [np.ones(3), np.ones((1, 2)), np.float32(1)])
+def test_rows_for_another_number_of_towers_are_refused(rows):
+    strategy, value = mirrored(2, 2), tj.PerTower(rows)
+    text = "but dim 0 runs over the 2 towers. Stack one value for each tower."
+    for use in (
+        lambda: strategy.call_for_each_tower(lambda tower, x: x, value),
+        lambda: strategy.reduce(R.MEAN, value),
+    ):
+        with pytest.raises(ValueError, match="PerTower .* has shape") as error:
+            use()
+        assert f"{np.shape(rows)}, {text}" in str(error.value)
+
+
+# unwrap and worker_device_index
+
+
+def test_unwrap_is_a_list_in_tower_order():
+    unwrap = mirrored(3).unwrap
+    assert [float(x) for x in unwrap(per_tower(3))] == ROWS[:3].tolist()
+    assert unwrap(tj.PerTower((1, "two"))) == [1, "two"]
+    assert unwrap(5) == [5] and unwrap("word") == ["word"] and unwrap(None) == [None]
+    rows = unwrap(tj.PerTower({"a": np.arange(6).reshape(3, 2)}))
+    assert [row["a"].tolist() for row in rows] == [[0, 1], [2, 3], [4, 5]]
+    local = tj.TowerLocal(np.float32([4, 5]), R.NONE)
+    assert [float(x) for x in unwrap(local)] == [4, 5]
+
+
+@LAYOUTS
+def test_worker_device_index_is_the_towers_id(T, D):
+    strategy = mirrored(T, D)
+    out = strategy.call_for_each_tower(
+        lambda tower, index: (index, index - tower.id), strategy.worker_device_index
+    )
+    assert out[0].values.tolist() == list(range(T))
+    assert not out[1].values.any()
+
+
+# reduce
+
+
+@LAYOUTS
+def test_reduce_of_a_tree(T, D):
+    rows = ROWS[:T].astype(np.float32)
+    value = {"a": per_tower(T), "b": [tj.PerTower(np.outer(rows, [1, 4])), 0]}
+    exact = ROWS[:T]
+    for reduction, total in [
+        (R.SUM, exact.sum()),
+        (R.MEAN, exact.mean()),
+        (R.ONLY_FIRST_TOWER, exact[0]),
+    ]:
+        out = mirrored(T, D).reduce(reduction, value)
+        np.testing.assert_allclose(out["a"], total, rtol=4 * EPS)
+        np.testing.assert_allclose(out["b"][0], [total, 4 * total], rtol=4 * EPS)
+        assert out["b"][1] == 0  # shared by all, and its own sum
+
+
+def test_a_tuple_of_rows_reduces_too():
+    value = tj.PerTower((1, 2.5, np.float32(4)))
+    assert float(mirrored(3).reduce(R.SUM, value)) == 7.5
+    assert float(mirrored(3).reduce(R.ONLY_FIRST_TOWER, value)) == 1
+
+
+@pytest.mark.parametrize("value", [5.0, np.ones(2), jnp.int32(3), np.zeros(2)])
+def test_sum_of_a_value_shared_by_all_is_refused(value):
+    with pytest.raises(ValueError) as error:
+        mirrored(3).reduce(R.SUM, {"x": value})
+    shown = f"an array of shape {np.shape(value)}" if np.ndim(value) else str(value)
+    assert str(error.value) == (
+        f"SUM of {shown}, which is the same on all 3 towers: did you mean 3 times the"
+        " value, or the value? Use Reduction.MEAN for the value itself, or multiply by"
+        " num_towers."
+    )
+    assert mirrored(1).reduce(R.SUM, value) is value  # one tower: no question
+
+
+@pytest.mark.parametrize(
+    "reduction, text",
+    [
+        (R.NONE, "Reduction.NONE says that the value is not to be reduced"),
+        ("sum", "reduction is 'sum'; write tj.Reduction.SUM, MEAN or ONLY_FIRST_TOWER"),
+        (None, "reduction is None; write"),
+    ],
+)
+def test_what_is_no_reduction_is_refused(reduction, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).reduce(reduction, 1.0)
+
+
+def test_reduce_does_what_it_is_told_with_a_tower_local():
+    rows = tj.TowerLocal({"n": np.float32([1, 3, 8])}, R.MEAN)
+    strategy = mirrored(3)
+    assert float(strategy.reduce(R.SUM, rows)["n"]) == 12
+    assert float(strategy.read_var(rows)["n"]) == 4
+
+
+@LAYOUTS
+def test_destinations(T, D):
+    strategy, (first, second) = mirrored(T, D), jax.devices("cpu")[5:7]
+    value = {"a": per_tower(T), "b": 0}
+    for destinations, devices in [
+        ("cpu:5", {first}),
+        (first, {first}),
+        (("/device:CPU:6", first), {first, second}),
+        ([second], {second}),
+    ]:
+        out = strategy.reduce(R.SUM, value, destinations=destinations)
+        for x, expected in ((out["a"], ROWS[:T].sum()), (out["b"], 0)):
+            assert x.devices() == devices
+            for shard in x.addressable_shards:
+                np.testing.assert_allclose(shard.data, expected, rtol=4 * EPS)
+
+
+@pytest.mark.parametrize(
+    "destinations, text",
+    [
+        ((), "destinations is empty; name at least one device"),
+        (("cpu:1", "CPU:1"), "destinations names cpu:1 more than once"),
+        ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
+        (3, "3 is not a device name"),
+    ],
+)
+def test_bad_destinations_are_refused(destinations, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).reduce(R.MEAN, 1.0, destinations=destinations)
+
+
+# reduce with an axis: over elements, of which towers may have unequally many.
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_axis_counts_elements_and_not_towers(axis):
+    rng = np.random.default_rng(0)
+    shapes = [(2, 3), (5, 3), (1, 3)] if axis == 0 else [(2, 1), (2, 4), (2, 2)]
+    rows = [rng.normal(size=shape) + t for t, shape in enumerate(shapes)]
+    value = tj.PerTower(tuple(row.astype(np.float32) for row in rows))
+    joined = np.concatenate(rows, axis=axis)
+    strategy = mirrored(3)
+    total = strategy.reduce(R.SUM, value, axis=axis)
+    mean = strategy.reduce(R.MEAN, value, axis=axis)
+    np.testing.assert_allclose(total, joined.sum(axis), rtol=16 * EPS, atol=1e-6)
+    np.testing.assert_allclose(mean, joined.mean(axis), rtol=16 * EPS, atol=1e-6)
+    of_means = np.mean([row.mean(axis) for row in rows], axis=0)
+    assert np.abs(of_means - joined.mean(axis)).max() > 0.1  # the test can tell
+
+
+def test_axis_of_rows_side_by_side_and_of_a_shared_value():
+    x = np.arange(12.0).reshape(3, 4)
+    strategy = mirrored(3)
+    value = {"own": tj.PerTower({"x": np.float32(x)}), "shared": np.float32(x)}
+    out = strategy.reduce(R.MEAN, value, axis=0)
+    assert float(out["own"]["x"]) == x.mean()
+    assert out["shared"].tolist() == x.mean(axis=0).tolist()
+    assert float(strategy.reduce(R.SUM, value["own"], axis=0)["x"]) == x.sum()
+    with pytest.raises(ValueError, match=r"SUM of an array of shape \(3, 4\)"):
+        strategy.reduce(R.SUM, value["shared"], axis=0)
+
+
+def test_axis_adds_bfloat16_once():
+    rows = [jnp.full(n, x, jnp.bfloat16) for n, x in ((1, 256), (2, 1), (1, 1))]
+    out = mirrored(3).reduce(R.SUM, tj.PerTower(tuple(rows)), axis=0)
+    assert out.dtype == jnp.bfloat16
+    assert float(out) == float(jnp.bfloat16(259))  # 256 if added in bfloat16
+
+
+def test_the_mean_of_no_elements_is_zero():
+    empty = tj.PerTower((np.zeros((0, 2), np.float32),) * 3)
+    assert mirrored(3).reduce(R.MEAN, empty, axis=0).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "reduction, value, axis, text",
+    [
+        (R.ONLY_FIRST_TOWER, per_tower(3), 0, "axis=0 adds up elements or takes their"),
+        (R.SUM, per_tower(3), 0, r"axis=0 is not a dim of a tower's value of shape \("),
+        (
+            R.MEAN,
+            np.ones(2),
+            1,
+            r"axis=1 is not a dim of a tower's value of shape \(2,",
+        ),
+        (
+            R.SUM,
+            tj.PerTower((np.ones((1, 2)), np.ones((1, 3)), np.ones((1, 2)))),
+            0,
+            r"reduce with axis 0: tower 1 has shape \(1, 3\) and tower 0 \(1, 2\);",
+        ),
+        (R.SUM, tj.PerTower(np.ones((2, 2))), 0, "holds 2 towers' values, but the str"),
+        (R.SUM, tj.PerTower((np.ones(1),) * 4), 0, "holds 4 towers' values, but"),
+        (
+            R.SUM,
+            tj.PerTower((np.ones(1), np.ones(2), np.ones(1))),
+            None,
+            r"shapes \(1,\), \(2,\), \(1,\), which cannot lie side by side. .*axis=",
+        ),
+    ],
+)
+def test_bad_axes_and_shapes_are_refused(reduction, value, axis, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(3).reduce(reduction, value, axis=axis)
+
+
+# gather
+
+
+def test_gather_is_in_tower_order():
+    value = tj.PerTower(np.arange(12).reshape(3, 2, 2))
+    strategy = mirrored(3, 3)
+    assert strategy.gather(value, 0).tolist() == np.arange(12).reshape(6, 2).tolist()
+    joined = np.concatenate(list(np.arange(12).reshape(3, 2, 2)), axis=1)
+    for axis in (1, -1):
+        assert strategy.gather(value, axis).tolist() == joined.tolist()
+
+
+def test_gather_of_unequal_sizes():
+    rows = [np.full((n, 2), t) for t, n in enumerate((1, 0, 3))]
+    out = mirrored(3).gather(tj.PerTower(tuple(rows)), 0)
+    assert out.tolist() == np.concatenate(rows).tolist()
+
+
+@pytest.mark.parametrize(
+    "value, axis, text",
+    [
+        (
+            tj.PerTower((np.ones((1, 2)), np.ones((1, 3)))),
+            0,
+            r"gather along axis 0: tower 1 has shape \(1, 3\) and tower 0 \(1, 2\);"
+            " only dim 0 may differ",
+        ),
+        (tj.PerTower((np.ones(2), np.ones((2, 1)))), 0, "tower 1 has shape"),
+        (
+            tj.PerTower(np.ones(2)),
+            0,
+            r"axis=0 is not a dim of a tower's value of shape",
+        ),
+        (tj.PerTower(np.ones((2, 3))), 1, r"axis=1 is not a dim .* shape \(3,\)"),
+        (tj.PerTower(np.ones((3, 3))), 0, "holds 3 towers' values, but the strategy"),
+        (np.ones(2), 0, "same on all 2 towers: it is one value and not a PerTower"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(value, axis, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).gather(value, axis)
+
+
+def test_gather_of_one_towers_value_is_the_value():
+    assert mirrored(1).gather(np.float32([1, 2]), 0).tolist() == [1, 2]
+
+
+# map
+
+
+@pytest.mark.parametrize("T", [1, 3, 4])
+def test_map_deals_elements_out_in_turn(T):
+    strategy = mirrored(T)
+    out = strategy.map(lambda x, y: {"product": x * y}, np.arange(10), 2)
+    rows = [row["product"].tolist() for row in strategy.unwrap(out)]
+    assert rows == [[2 * j for j in range(10) if j % T == t] for t in range(T)]
+    assert int(strategy.reduce(R.SUM, out, axis=0)["product"]) == 90
+    mean = strategy.reduce(R.MEAN, out, axis=0)["product"]
+    assert float(mean) == 9  # of 10 elements; the mean of 3 towers' means is 9.33
+
+
+def test_map_of_fewer_elements_than_towers():
+    strategy = mirrored(4, 2)
+    out = strategy.map(lambda x: x + 1, [1, 2, 6])
+    assert [row.tolist() for row in strategy.unwrap(out)] == [[2], [3], [7]]
+    assert int(strategy.reduce(R.SUM, out, axis=0)) == 12
+    assert float(strategy.reduce(R.MEAN, out, axis=0)) == 4
+    assert strategy.gather(out, 0).tolist() == [2, 3, 7]
+    with pytest.raises(
+        ValueError, match=r"has shape \(3, 1\), but dim 0 runs over the"
+    ):
+        strategy.reduce(R.SUM, out)
+
+
+def test_map_refuses_what_differs_from_tower_to_tower():
+    with pytest.raises(ValueError, match="one of them is PerTower. Use call_for_each"):
+        mirrored(2).map(lambda x, y: x, [1, 2], {"y": tj.PerTower(np.ones(2))})
+    with pytest.raises(ValueError, match="map: there are no elements"):
+        mirrored(2).map(lambda x: x, [])
+
+
+# read_var
+
+
+def test_read_var_reads_each_variable_by_its_own_reduction():
+    rows = np.float32([4, -2, 1])
+    tree = {r.name: tj.TowerLocal(rows, r) for r in R if r is not R.NONE}
+    out = mirrored(3).read_var({**tree, "plain": 5, "word": "w"})
+    assert out == {"SUM": 3, "MEAN": 1, "ONLY_FIRST_TOWER": 4, "plain": 5, "word": "w"}
+
+
+def test_read_var_refuses_none():
+    strategy, variable = mirrored(3), tj.TowerLocal(np.ones(3), R.NONE)
+    with pytest.raises(ValueError, match="has no one value. Give it SUM.*unwrap"):
+        strategy.read_var({"v": variable})
+    assert len(strategy.unwrap(variable)) == 3

@@ -1,0 +1,269 @@
+"""The input: cut into batches, placed in advance, in order, and nothing lost."""
+
+import contextlib
+import itertools
+import threading
+import time
+import traceback
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.feed import batches, in_groups, prefetch
+
+DEPTHS = [0, 1, 3]
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean(params * batch, tower.weight)
+
+
+def train_step():
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored())
+
+
+def feeder_threads():
+    return [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
+
+
+def wait_until(condition, timeout_s=5.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    assert condition()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert feeder_threads() == []
+
+
+# Cutting
+
+
+def test_batches_without_seed_keep_the_order_and_the_short_tail():
+    data = {"x": np.arange(14).reshape(7, 2), "y": np.arange(7)}
+    cut = list(batches(data, 3))
+    assert [len(batch["y"]) for batch in cut] == [3, 3, 1]
+    np.testing.assert_array_equal(np.concatenate([b["x"] for b in cut]), data["x"])
+    np.testing.assert_array_equal(np.concatenate([b["y"] for b in cut]), data["y"])
+
+
+def test_a_seed_shuffles_each_epoch_anew_and_each_example_comes_once():
+    data = {"x": np.arange(11) * 10, "y": np.arange(11)}
+    cut = list(batches(data, 4, epochs=3, seed=5))
+    assert [len(batch["y"]) for batch in cut] == [4, 4, 3] * 3
+    epochs = [np.concatenate([b["y"] for b in cut[i : i + 3]]) for i in (0, 3, 6)]
+    for epoch, order in enumerate(epochs):
+        expected = np.random.default_rng((5, epoch)).permutation(11)
+        np.testing.assert_array_equal(order, expected)
+        assert sorted(order) == list(range(11))
+    assert len({tuple(order) for order in epochs}) == 3
+    for batch in cut:
+        np.testing.assert_array_equal(batch["x"], batch["y"] * 10)
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_gives_others():
+    def order(seed):
+        return np.concatenate(list(batches(np.arange(50), 8, seed=seed))).tolist()
+
+    assert order(3) == order(3)
+    assert order(3) != order(4)
+
+
+def test_epochs_none_never_ends():
+    endless = batches(np.arange(3), 2, epochs=None)
+    assert [len(b) for b in itertools.islice(endless, 1000)] == [2, 1] * 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": {"x": np.zeros(3), "y": np.zeros(4)}}, "same number of examples"),
+        ({"data": {"x": 3.0}}, "is 3.0 of type float"),
+        ({"data": {}}, "holds no arrays"),
+        ({"data": np.zeros((0, 2))}, "empty"),
+        ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0 must be"),
+        ({"batch_size": True}, "batch_size=True must be"),
+        ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
+        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        batches(**{"data": np.zeros(4), "batch_size": 2, **arguments})
+
+
+# Groups
+
+
+def test_groups_hold_every_element_once_and_the_last_is_short():
+    rows = [np.full(2, i) for i in range(7)]
+    groups = [[int(b[0]) for b in group] for group in in_groups(rows, 3)]
+    assert groups == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_groups_take_no_more_than_they_give():
+    source = iter(range(10))
+    assert next(in_groups(source, 4)) == [0, 1, 2, 3]
+    assert next(source) == 4
+
+
+def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
+    def loader():
+        buffer = np.empty(4)
+        for i in range(4):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    [group] = in_groups(loader(), 4)
+    assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
+
+
+def test_groups_give_what_came_before_an_exception_first():
+    groups = in_groups(failing_loader(5), 4)
+    assert [len(next(groups)), len(next(groups))] == [4, 1]
+    with pytest.raises(LoaderError):
+        next(groups)
+
+
+# Prefetching
+
+
+class LoaderError(Exception):
+    pass
+
+
+def failing_loader(position):
+    for i in range(position):
+        yield np.full(8, i, np.float32)
+    raise LoaderError("the disk is gone")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_order_is_kept(depth):
+    rng = np.random.default_rng(0)
+
+    def place(i):
+        time.sleep(rng.uniform(0, 0.002))
+        return i * i
+
+    assert list(prefetch(range(40), place, depth=depth)) == [i * i for i in range(40)]
+
+
+def test_loading_overlaps_with_the_consumer():
+    def loader():
+        for i in range(10):
+            time.sleep(0.03)
+            yield i
+
+    start_s = time.perf_counter()
+    for _ in prefetch(loader(), lambda i: i, depth=2):
+        time.sleep(0.03)
+    # In line it would be 20 * 0.03 = 0.6 s, overlapped 11 * 0.03 = 0.33 s.
+    assert time.perf_counter() - start_s < 0.5
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_no_more_than_depth_wait(depth):
+    placed = []
+    with contextlib.closing(prefetch(range(9), placed.append, depth=depth)) as feed:
+        next(feed)
+        wait_until(lambda: len(placed) == depth + 1)
+        time.sleep(0.05)
+        assert len(placed) == depth + 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("position", [0, 3])
+def test_an_exception_arrives_where_it_occurred(depth, position):
+    feed = prefetch(failing_loader(position), lambda x: x[0], depth=depth)
+    assert [next(feed) for _ in range(position)] == list(range(position))
+    with pytest.raises(LoaderError, match="the disk is gone") as caught:
+        next(feed)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "failing_loader" in frames
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_exception_of_placing_arrives_where_it_occurred(depth):
+    feed = prefetch(range(5), lambda i: 1 // (2 - i), depth=depth)
+    assert [next(feed), next(feed)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        next(feed)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_stopping_early_ends_the_thread_at_once(depth):
+    feed = prefetch(itertools.count(), lambda i: i, depth=depth)
+    assert next(feed) == 0
+    assert len(feeder_threads()) == 1
+    start_s = time.perf_counter()
+    feed.close()
+    assert feeder_threads() == []
+    assert time.perf_counter() - start_s < 1.0
+
+
+def test_an_abandoned_feed_ends_its_thread():
+    feed = prefetch(itertools.count(), lambda i: i, depth=2)
+    next(feed)
+    del feed
+    assert feeder_threads() == []
+
+
+def test_a_feed_never_begun_starts_nothing():
+    prefetch(itertools.count(), lambda i: i, depth=2).close()
+    assert feeder_threads() == []
+
+
+def test_a_loader_that_hangs_is_told_of(monkeypatch):
+    hanging, release = threading.Event(), threading.Event()
+
+    def loader():
+        yield 0
+        hanging.set()
+        release.wait()
+
+    stop = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, _: stop(self, 0.01))
+    feed = prefetch(loader(), lambda i: i, depth=1)
+    next(feed)
+    assert hanging.wait(5.0)
+    with pytest.warns(RuntimeWarning, match="still busy with one batch"):
+        feed.close()
+    release.set()
+    wait_until(lambda: not feeder_threads())
+
+
+@pytest.mark.parametrize("size", [8, 1 << 20])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_placed_batches_do_not_share_the_loaders_buffer(depth, size):
+    # A large buffer may or may not be aligned, so make one that is.
+    memory = np.empty(size + 16, np.float32)
+    offset = -memory.ctypes.data % 64 // 4
+    buffer = memory[offset : offset + size]
+    assert buffer.ctypes.data % 64 == 0
+
+    def loader():
+        for i in range(5):
+            buffer[:] = i
+            yield buffer
+
+    placed = list(prefetch(loader(), train_step().place_batch, depth=depth))
+    for i, batch in enumerate(placed):
+        np.testing.assert_array_equal(batch.args[0], np.full(size, i, np.float32))
+
+
+def test_a_step_takes_prefetched_batches():
+    step = train_step()
+    state = step.init(jnp.float32(1.0))
+    data = np.arange(24, dtype=np.float32)
+    for batch in prefetch(batches(data, 8), step.place_batch, depth=2):
+        state, _ = step(state, batch)
+    expected = 1.0 - 0.1 * data.astype(np.float64).reshape(3, 8).mean(axis=1).sum()
+    np.testing.assert_allclose(state.params, expected, rtol=1e-6)

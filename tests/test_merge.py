@@ -1,0 +1,531 @@
+"""Towers meet: merge_call, reduce, all_gather and axis_names, wherever towers lie."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import towerjax as tj
+
+R = tj.Reduction
+EPS = np.finfo(np.float32).eps
+# (T, D): together on one device, one each, and 2 x 2; odd ones; and a lone tower.
+LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4)]
+FEW = [(1, 1), (3, 1), (3, 3), (4, 2)]
+every_layout = pytest.mark.parametrize("T, D", LAYOUTS)
+few_layouts = pytest.mark.parametrize("T, D", FEW)
+
+
+def mirrored(T, D, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def values(T):
+    """Distinct, irregular, of both signs."""
+    return np.array([1.5, -0.25, 3.0, 0.75])[:T]
+
+
+def per_tower(T):
+    return tj.PerTower(values(T).astype(np.float32))
+
+
+def all_towers(out, T):
+    """Each tower's value, in float64; a bare result is every tower's."""
+    rows = out.values if isinstance(out, tj.PerTower) else jnp.stack([out] * T)
+    return np.asarray(rows, np.float64)
+
+
+def sum_of_squares(strategy, v):
+    return sum(x**2 for x in strategy.unwrap(v))
+
+
+# The original's example, and what goes in and comes out.
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize("D", [1, 2])
+def test_example_of_the_original(D, executor):
+    def tower_fn(tower, start):
+        v = start + tower.id
+        s = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
+        return s + v
+
+    strategy = mirrored(2, D, executor=executor)
+    out = strategy.call_for_each_tower(tower_fn, 3)
+    assert out.values.tolist() == [10, 11]
+
+
+@every_layout
+def test_merge_fn_sees_all_towers_in_order(T, D):
+    def merge_fn(strategy, v):
+        assert strategy.num_towers == T
+        rows = strategy.unwrap(v)
+        assert len(rows) == T
+        return sum(10.0**t * row for t, row in enumerate(rows))
+
+    out = mirrored(T, D).call_for_each_tower(
+        lambda tower: tower.merge_call(merge_fn, tower.id + 1)
+    )
+    assert float(out) == float("4321"[-T:])  # bare: proved the same on all
+
+
+@few_layouts
+def test_pytrees_strings_and_none_go_through(T, D):
+    seen = []
+
+    def merge_fn(strategy, tree, word, nothing, number):
+        seen.append((word, nothing, number, strategy.unwrap(word)))
+        assert isinstance(tree["a"], tj.PerTower)
+        total = jax.tree.map(
+            lambda x: strategy.reduce(R.SUM, x),
+            tree,
+            is_leaf=lambda x: isinstance(x, tj.PerTower),
+        )
+        return {"total": total, "word": word + "!", "nothing": nothing, "n": number}
+
+    def tower_fn(tower, x):
+        tree = {"a": x, "b": [jnp.stack([x, 2 * x]), x > 0]}
+        return tower.merge_call(merge_fn, tree, "word", None, 7)
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T))
+    total = values(T).sum()
+    np.testing.assert_allclose(out["total"]["a"], total, rtol=4 * EPS)
+    np.testing.assert_allclose(out["total"]["b"][0], [total, 2 * total], rtol=4 * EPS)
+    assert int(out["total"]["b"][1]) == (values(T) > 0).sum()
+    assert (out["word"], out["nothing"], out["n"]) == ("word!", None, 7)
+    assert set(map(str, seen)) == {str(("word", None, 7, ["word"]))}
+
+
+@pytest.mark.parametrize("container", [jnp.stack, tuple, list])
+@few_layouts
+def test_per_tower_results_are_handed_out_row_by_row(T, D, container):
+    def merge_fn(strategy, v):
+        rows = strategy.unwrap(v)[::-1]
+        return {"reversed": tj.PerTower(container(rows)), "first": rows[-1]}
+
+    out = mirrored(T, D).call_for_each_tower(
+        lambda tower, x: tower.merge_call(merge_fn, x), per_tower(T)
+    )
+    assert all_towers(out["reversed"], T).tolist() == values(T)[::-1].tolist()
+    assert float(out["first"]) == values(T)[0]
+
+
+def test_a_per_tower_of_a_tree_is_handed_out_row_by_row():
+    def merge_fn(strategy, v):
+        return tj.PerTower(
+            {"twice": 2 * v.values, "all": jnp.outer(v.values, v.values)}
+        )
+
+    out = mirrored(3, 3).call_for_each_tower(
+        lambda tower, x: tower.merge_call(merge_fn, x), per_tower(3)
+    )
+    x = values(3)
+    assert out["twice"].values.tolist() == (2 * x).tolist()
+    assert out["all"].values.tolist() == np.outer(x, x).tolist()
+
+
+@pytest.mark.parametrize(
+    "rows, text",
+    [
+        (lambda x: jnp.stack([x, x]), r"merge_fn returned has shape \(2,\)"),
+        (lambda x: (x, x), r"has shape \(2,\), but dim 0 runs over the 3 towers"),
+        (
+            lambda x: (x, x[None], x),
+            r"values of shapes \(\), \(1,\), \(\), which cannot",
+        ),
+    ],
+)
+def test_a_wrong_number_of_rows_is_refused(rows, text):
+    def tower_fn(tower):
+        return tower.merge_call(
+            lambda strategy, v: tj.PerTower(rows(strategy.unwrap(v)[0])), tower.id
+        )
+
+    with pytest.raises(ValueError, match=text):
+        mirrored(3, 1).call_for_each_tower(tower_fn)
+
+
+def test_destinations_inside_are_refused():
+    def tower_fn(tower):
+        return tower.merge_call(
+            lambda strategy, v: strategy.reduce(R.SUM, v, destinations="cpu:0"),
+            tower.id,
+        )
+
+    text = (
+        "destinations='cpu:0' inside a tower function or a step: .*Leave destinations"
+    )
+    with pytest.raises(ValueError, match=text):
+        mirrored(2, 2).call_for_each_tower(tower_fn)
+
+
+# Inside transformations. f is what a tower computes of its own x with the others'.
+
+
+def sums(tower, x):
+    return tower.merge_call(sum_of_squares, x)
+
+
+def sum_twice(tower, x):
+    def merge_fn(strategy, v):
+        return sum(strategy.unwrap(v)) * x  # x is the tower's own, closed over
+
+    return tower.merge_call(merge_fn, x) + tower.merge_call(merge_fn, 2 * x)
+
+
+def in_jit(tower, x):
+    return jax.jit(lambda x: sums(tower, x))(x)
+
+
+def in_nested_functions(tower, x):
+    @jax.jit
+    def outer(x):
+        return jax.checkpoint(jax.jit(lambda y: sums(tower, y)))(x)
+
+    return outer(x)
+
+
+def in_cond(tower, x):
+    meets = tower.reduce(R.SUM, x) > -100  # the same on all towers
+    return lax.cond(meets, lambda x: sums(tower, x), lambda x: x, x)
+
+
+def in_cond_on_step(tower, x):
+    return lax.cond(tower.step == 0, lambda x: sums(tower, x), lambda x: x, x)
+
+
+def in_scan(tower, x):
+    def body(total, scale):
+        return total + sums(tower, scale * x), None
+
+    return lax.scan(body, jnp.float32(0), jnp.array([0.0, 0.6, 0.8]))[0]
+
+
+def in_vmap(tower, x):
+    return jax.vmap(lambda scale: sums(tower, scale * x))(jnp.array([0.6, 0.8])).sum()
+
+
+PLACES = [sums, in_jit, in_nested_functions, in_cond, in_cond_on_step, in_scan, in_vmap]
+
+
+@pytest.mark.parametrize("T, D", [(3, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("f", PLACES)
+def test_value_and_gradient_of_a_sum(f, T, D):
+    """`L_t = c_t sum_j x_j^2`: own gradient of all towers' losses `2 x_t sum_j c_j`."""
+
+    def tower_fn(tower, x, c):
+        return jax.value_and_grad(lambda x: c * f(tower, x))(x)
+
+    x, c = values(T), np.array([2.0, -1.0, 0.5, 4.0])[:T]
+    losses, gradients = mirrored(T, D).call_for_each_tower(
+        tower_fn, per_tower(T), tj.PerTower(c.astype(np.float32))
+    )
+    size = np.abs(c).sum() * (x**2).sum()
+    atol = 8 * EPS * size
+    np.testing.assert_allclose(all_towers(losses, T), c * (x**2).sum(), atol=atol)
+    np.testing.assert_allclose(all_towers(gradients, T), 2 * x * c.sum(), atol=atol)
+
+
+@every_layout
+def test_value_and_gradient_of_one_towers_value(T, D):
+    """`L_t = c_t x_p^2` for one tower p: only p has a gradient, of all losses."""
+    picked = T - 1
+
+    def tower_fn(tower, x, c):
+        def loss(x):
+            last = tower.merge_call(lambda strategy, v: strategy.unwrap(v)[picked], x)
+            return c * last**2
+
+        return jax.value_and_grad(loss)(x)
+
+    x, c = values(T), np.array([2.0, -1.0, 0.5, 4.0])[:T]
+    losses, gradients = mirrored(T, D).call_for_each_tower(
+        tower_fn, per_tower(T), tj.PerTower(c.astype(np.float32))
+    )
+    expected = np.where(np.arange(T) == picked, 2 * x * c.sum(), 0)
+    np.testing.assert_allclose(all_towers(losses, T), c * x[picked] ** 2, rtol=8 * EPS)
+    np.testing.assert_allclose(all_towers(gradients, T), expected, rtol=8 * EPS)
+
+
+@few_layouts
+def test_values_that_are_closed_over_stay_the_towers_own(T, D):
+    out = mirrored(T, D).call_for_each_tower(sum_twice, per_tower(T))
+    x = values(T)
+    np.testing.assert_allclose(all_towers(out, T), 3 * x * x.sum(), rtol=8 * EPS)
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@every_layout
+def test_training_through_a_merge(T, D, executor):
+    """Spread of towers' means as the loss: no tower knows it alone."""
+    x = np.random.default_rng(0).normal(size=12) + np.arange(12) // 3
+    w = 0.7
+
+    def loss_fn(w, batch, tower):
+        mine = (w**3 * batch).mean()
+        mean = tower.merge_call(lambda strategy, v: strategy.reduce(R.MEAN, v), mine)
+        return tj.Weighted.mean((w**3 * batch - mean + 1) ** 2, tower.weight)
+
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), mirrored(T, D, executor=executor)
+    )
+    state, metrics = step(step.init(np.float32(w)), x.astype(np.float32))
+    # mean of equal towers' means = the batch's: L = mean((w^3 (x - m) + 1)^2)
+    centred = x - x.mean()
+    gradient = np.mean(2 * (w**3 * centred + 1) * 3 * w**2 * centred)
+    loss = np.mean((w**3 * centred + 1) ** 2)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-6)
+
+
+# Where towers cannot meet.
+
+
+MEETINGS = {
+    "tower.merge_call": lambda t: t.merge_call(lambda s, v: s.reduce(R.SUM, v), t.id),
+    "tower.reduce": lambda t: t.reduce(R.SUM, t.id),
+    "tower.all_gather": lambda t: t.all_gather(t.id).sum(),
+    "tower.axis_names": lambda t: lax.psum(t.id, t.axis_names),
+}
+
+
+@pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("what", MEETINGS)
+def test_meeting_is_refused_for_towers_in_turn(what, T, D):
+    strategy = mirrored(T, D, local="scan")
+    step = tj.build_train_step(
+        lambda w, batch, tower: tj.Weighted(w * MEETINGS[what](tower), 1),
+        optax.sgd(0.1),
+        strategy,
+    )
+    state = step.init(np.float32(1))
+    for use in (
+        lambda: strategy.call_for_each_tower(MEETINGS[what]),
+        lambda: step(state, np.ones(T, np.float32)),
+    ):
+        with pytest.raises(ValueError) as error:
+            use()
+        text = f"{what} needs all towers at once, but local='scan' runs the towers of a"
+        assert text in str(error.value)
+        assert "Use local='vmap', or return the value as" in str(error.value)
+
+
+@few_layouts
+@pytest.mark.parametrize("what", MEETINGS)
+def test_meeting_under_a_towers_own_predicate_is_refused(what, T, D):
+    def tower_fn(tower):
+        return lax.cond(
+            tower.id == 0,
+            lambda: MEETINGS[what](tower),
+            lambda: jnp.zeros_like(tower.id),
+        )
+
+    with pytest.raises(tj.ReplicationError, match="Only some towers reach"):
+        mirrored(T, D).call_for_each_tower(tower_fn)
+
+
+# tower.reduce
+
+
+def reduced(T, D, reduction, rows):
+    out = mirrored(T, D).call_for_each_tower(
+        lambda tower, x: tower.reduce(reduction, x), tj.PerTower(jnp.asarray(rows))
+    )
+    assert isinstance(out, jax.Array)  # bare: proved the same on all towers
+    return out
+
+
+ROWS = {
+    "float32": np.float32([[1.5, 2], [-0.25, 3], [3, 1e6], [0.75, 1]]),
+    "float16": np.float16([60000, 60000, 60000, 60000]),  # their sum is no float16
+    "bfloat16": jnp.array([256, 1, 1, 1], jnp.bfloat16),  # 256 + 1 is 256 in bfloat16
+    "complex64": np.complex64([1 + 2j, 3 - 1j, 0.5j, -2]),
+    "int32": np.int32([7, -2, 10, 3]),
+    "uint8": np.uint8([200, 100, 100, 255]),  # 200 + 100 is 44 in uint8
+    "bool": np.array([True, False, True, True]),
+}
+
+
+@few_layouts
+@pytest.mark.parametrize("dtype", ROWS)
+def test_mean_and_first(dtype, T, D):
+    rows = ROWS[dtype][:T]
+    exact = np.asarray(rows, np.complex128 if dtype == "complex64" else np.float64)
+    floating = jnp.issubdtype(rows.dtype, jnp.inexact)
+
+    first = reduced(T, D, R.ONLY_FIRST_TOWER, rows)
+    assert first.dtype == rows.dtype
+    assert (np.asarray(first) == np.asarray(rows[0])).all()
+
+    mean = reduced(T, D, R.MEAN, rows)
+    assert mean.dtype == (rows.dtype if floating else jnp.float32)
+    expected = jnp.asarray(exact.mean(axis=0).astype(np.complex64)).real
+    if dtype == "complex64":
+        np.testing.assert_allclose(mean, exact.mean(axis=0), rtol=4 * EPS)
+    else:  # rounded once, to the dtype
+        rtol = 4 * EPS if mean.dtype == jnp.float32 else 0
+        np.testing.assert_allclose(
+            mean.astype(jnp.float32),
+            expected.astype(mean.dtype).astype(jnp.float32),
+            rtol=rtol,
+        )
+
+
+@few_layouts
+@pytest.mark.parametrize("dtype", ROWS)
+def test_sum_is_that_of_the_towers_side_by_side(dtype, T, D):
+    rows = ROWS[dtype][:T]
+    inside = reduced(T, D, R.SUM, rows)
+    outside = mirrored(T, D).reduce(R.SUM, tj.PerTower(jnp.asarray(rows)))
+    assert inside.dtype == outside.dtype  # on one tower as on many
+    exact = np.asarray(rows, np.complex128 if dtype == "complex64" else np.float64)
+    with np.errstate(over="ignore"):
+        expected = jnp.asarray(exact.sum(axis=0).astype(np.complex64))
+    expected = expected if dtype == "complex64" else expected.real.astype(inside.dtype)
+    for out in (inside, outside):
+        np.testing.assert_allclose(
+            out.astype(jnp.complex64), expected.astype(jnp.complex64), rtol=4 * EPS
+        )
+
+
+@few_layouts
+def test_other_towers_nan_does_not_leak_into_the_first(T, D):
+    def tower_fn(tower, x):
+        bad = jnp.where(tower.id == 0, x, jnp.nan)
+
+        def first(x):
+            return tower.reduce(R.ONLY_FIRST_TOWER, x)
+
+        return (
+            first(bad),
+            first(jnp.where(tower.id == 0, x, jnp.inf)),
+            jax.grad(first)(x),
+        )
+
+    value, other, gradient = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T))
+    assert float(value) == float(other) == values(T)[0]
+    # All T towers' losses are tower 0's value.
+    assert all_towers(gradient, T).tolist() == [T] + [0] * (T - 1)
+
+
+@few_layouts
+def test_constants_and_trees_reduce(T, D):
+    def tower_fn(tower):
+        tree = {"a": 2.0, "b": (tower.id, None)}
+        return {r.name: tower.reduce(r, tree) for r in (R.SUM, R.MEAN)}
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn)
+    ids = np.arange(T)
+    assert float(out["SUM"]["a"]) == 2 * T and float(out["MEAN"]["a"]) == 2
+    assert not out["MEAN"]["a"].weak_type  # else a lone tower would promote otherwise
+    assert int(out["SUM"]["b"][0]) == ids.sum() and out["SUM"]["b"][1] is None
+    np.testing.assert_allclose(out["MEAN"]["b"][0], ids.mean(), rtol=4 * EPS)
+
+
+@pytest.mark.parametrize("reduction", [R.NONE, "sum", None])
+def test_no_reduction_is_refused(reduction):
+    with pytest.raises(ValueError, match="SUM, MEAN or ONLY_FIRST_TOWER"):
+        mirrored(2, 2).call_for_each_tower(lambda t: t.reduce(reduction, t.id))
+
+
+# tower.all_gather and typed keys
+
+
+@every_layout
+def test_all_gather_is_in_tower_order(T, D):
+    def tower_fn(tower, x):
+        return tower.all_gather({"x": jnp.stack([x, -x]), "even": tower.id % 2 == 0})
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T))
+    assert out["x"].tolist() == [[x, -x] for x in values(T)]
+    assert out["even"].tolist() == [t % 2 == 0 for t in range(T)]
+
+
+@few_layouts
+def test_typed_keys_meet(T, D):
+    def tower_fn(tower):
+        return (
+            tower.rng,
+            tower.all_gather(tower.rng),
+            tower.reduce(R.ONLY_FIRST_TOWER, tower.rng),
+            tower.merge_call(lambda strategy, v: strategy.unwrap(v)[-1], tower.rng),
+        )
+
+    own, gathered, first, last = map(
+        lambda x: np.asarray(
+            jax.random.key_data(x.values if isinstance(x, tj.PerTower) else x)
+        ),
+        mirrored(T, D).call_for_each_tower(tower_fn),
+    )
+    assert len(np.unique(own, axis=0)) == T
+    assert (gathered == own).all()
+    assert (first == own[0]).all() and (last == own[-1]).all()
+
+
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
+@pytest.mark.parametrize("T", [1, 2])
+def test_keys_do_not_add_up(reduction, T):
+    with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
+        mirrored(T, 1).call_for_each_tower(lambda t: t.reduce(reduction, t.rng))
+
+
+# tower.axis_names
+
+
+@pytest.mark.parametrize("T, D", [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
+    rng = np.random.default_rng(1)
+    # Towers' means differ: a batch norm of a tower's own rows is far off.
+    x = rng.normal(size=(12, 3)) + np.arange(12)[:, None] / 4
+    c, w = rng.normal(size=(12, 3)), np.array([0.5, -0.3, 0.8])
+    params = {
+        "w": w.astype(np.float32),
+        "norm": {"scale": np.float32([1, 2, 0.5]), "bias": np.float32([0, 1, -1])},
+    }
+    stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
+
+    def loss_fn(params, batch, tower):
+        norm = nn.BatchNorm(
+            use_running_average=False,
+            momentum=0.9,
+            epsilon=1e-3,
+            use_fast_variance=False,
+            axis_name=tower.axis_names,
+        )
+        h = jnp.tanh(batch["x"] * jnp.broadcast_to(params["w"], batch["x"].shape))
+        variables = {"params": params["norm"], "batch_stats": stats}
+        y, updated = norm.apply(variables, h, mutable=["batch_stats"])
+        loss = tj.Weighted.mean((y * batch["c"]).sum(axis=1), tower.weight)
+        # As a mirrored metric: proved the same on every tower.
+        return tj.TowerOutput(loss, metrics={"mean": updated["batch_stats"]["mean"]})
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), mirrored(T, D))
+    batch = {"x": x.astype(np.float32), "c": c.astype(np.float32)}
+    state, metrics = step(step.init(params), batch)
+
+    h = np.tanh(x * w)
+    scale = params["norm"]["scale"].astype(np.float64)
+    deviation = np.sqrt(h.var(axis=0) + 1e-3)
+    normed = (h - h.mean(axis=0)) / deviation
+    loss = ((normed * scale + params["norm"]["bias"]) * c).sum() / 12
+    d_normed = c * scale / 12
+    d_h = d_normed - d_normed.mean(axis=0) - normed * (d_normed * normed).mean(axis=0)
+    d_w = (d_h / deviation * (1 - h**2) * x).sum(axis=0)
+    gradients = {
+        "w": d_w,
+        "norm": {"scale": (c * normed).sum(axis=0) / 12, "bias": c.sum(axis=0) / 12},
+    }
+    close = dict(rtol=2e-6, atol=2e-6)  # 12 rows, each divided by the deviation
+    np.testing.assert_allclose(metrics["loss"], loss, **close)
+    np.testing.assert_allclose(metrics["mean"], 0.1 * h.mean(axis=0), **close)
+    jax.tree.map(
+        lambda before, gradient, after: np.testing.assert_allclose(
+            before - np.asarray(after, np.float64), gradient, **close
+        ),
+        params,
+        gradients,
+        state.params,
+    )

@@ -1,0 +1,833 @@
+"""The loop: the same numbers however it is cut, nothing lost, and what is shown."""
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import towerjax as tj
+from towerjax import progress as shown
+from towerjax.evaluate import evaluate_all
+from towerjax.feed import batches
+from towerjax.interrupt import InterruptGuard
+from towerjax.run import run
+
+EPS = np.finfo(np.float32).eps
+LEARNING_RATE = 0.05
+
+
+def loss_fn(params, batch, tower):
+    errors = batch["x"] @ params["w"] - batch["y"]
+    loss = tj.Weighted.mean(errors**2, tower.weight)
+    return tj.TowerOutput(
+        loss, {"bias": tj.Weighted.mean(errors, tower.weight), "step": tower.step}
+    )
+
+
+def metric_fn(params, batch, tower):
+    errors = batch["x"] @ params["w"] - batch["y"]
+    return {
+        "mse": tj.Weighted.mean(errors**2, tower.weight * batch["weight"]),
+        "column": tj.Weighted(
+            tower.weight @ batch["x"], tower.weight.sum(keepdims=True)
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    return build_step()
+
+
+@pytest.fixture(scope="module")
+def eval_step():
+    return tj.build_eval_step(metric_fn, tj.Mirrored())
+
+
+def build_step(**options):
+    options = {"remainder": "pad", **options}
+    return tj.build_train_step(
+        loss_fn, optax.sgd(LEARNING_RATE), tj.Mirrored(), **options
+    )
+
+
+def init(step):
+    return step.init({"w": np.array([0.5, -1.0, 2.0], np.float32)})
+
+
+def make_data(num_examples, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(num_examples, 3)).astype(np.float32),
+        "y": rng.normal(size=num_examples).astype(np.float32),
+    }
+
+
+def broken(row):
+    """Five batches, the one at index `row` not finite."""
+    cut = [dict(batch) for batch in batches(make_data(80), 16)]
+    cut[row]["y"] = np.full(16, np.nan, np.float32)
+    return cut
+
+
+def oracle(cut, skip=()):
+    """Losses and last parameters of gradient descent in float64."""
+    w, losses = np.array([0.5, -1.0, 2.0]), []
+    for row, batch in enumerate(cut):
+        x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+        errors = x @ w - y
+        losses.append(np.mean(errors**2))
+        if row not in skip:
+            w = w - LEARNING_RATE * 2 * x.T @ errors / len(y)
+    return np.array(losses), w
+
+
+@contextlib.contextmanager
+def compile_counter():
+    """A list with one entry for each program compiled in the block."""
+    durations = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            durations.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield durations
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# The same numbers, however the loop is cut
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4, 7])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch):
+    # 10 steps of 16 examples, the last of 9: rows of weight 0 fill it up.
+    cut = list(batches(make_data(153), 16))
+    step = build_step()
+    state = init(step)
+    with compile_counter() as compiled:
+        state, history = run(
+            step,
+            state,
+            cut,
+            steps_per_call=steps_per_call,
+            prefetch=prefetch,
+            progress=False,
+        )
+    assert len(compiled) == 1
+    losses, w = oracle(cut)
+    np.testing.assert_array_equal(history.steps, np.arange(1, 11))
+    np.testing.assert_array_equal(history.metrics["step"], np.arange(10))
+    # Ten steps, each of a few sums over at most 16 terms.
+    bound = 10 * 16 * EPS
+    np.testing.assert_allclose(history.metrics["loss"], losses, rtol=bound)
+    np.testing.assert_allclose(state.params["w"], w, rtol=bound)
+    assert history.metrics["bias"].shape == (10,)
+    assert history.summary.examples == 153
+    assert int(state.step) == 10
+
+
+def test_steps_end_a_run_of_endless_data_and_take_no_more(train_step):
+    source = batches(make_data(32), 16, epochs=None)
+    taken = []
+    state, history = run(
+        train_step,
+        init(train_step),
+        (taken.append(1) or batch for batch in source),
+        steps=5,
+        progress=False,
+    )
+    assert int(state.step) == len(history.steps) == len(taken) == 5
+
+
+def test_step_numbers_go_on_where_the_state_stopped(train_step):
+    cut, seen = list(batches(make_data(80), 16)), []
+    state, _ = run(train_step, init(train_step), cut[:2], progress=False)
+    state, history = run(
+        train_step,
+        state,
+        cut[2:],
+        progress=False,
+        hooks=[lambda number, metrics: seen.append(number)],
+    )
+    assert seen == history.steps.tolist() == [3, 4, 5]
+    np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=80 * EPS)
+
+
+def test_a_second_run_compiles_nothing(train_step):
+    cut = list(batches(make_data(48), 16))
+    state, _ = run(train_step, init(train_step), cut, progress=False)
+    with compile_counter() as compiled:
+        _, history = run(train_step, state, cut, progress=False)
+    assert compiled == []
+    assert history.summary.compile_seconds < 0.05
+
+
+def test_the_caller_keeps_a_state_that_is_not_donated():
+    step = build_step(donate=False)
+    state = init(step)
+    after, _ = run(step, state, batches(make_data(32), 16), progress=False)
+    np.testing.assert_array_equal(state.params["w"], np.float32([0.5, -1.0, 2.0]))
+    assert int(after.step) == 2
+
+
+def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
+    cut, lags, dispatched = list(batches(make_data(160), 16)), [], 0
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(train_step, name)
+
+        def dispatch(self, state, batch):
+            nonlocal dispatched
+            dispatched += 1
+            return train_step.dispatch(state, batch)
+
+    def hook(number, metrics):
+        lags.append(dispatched - number)
+
+    for in_flight in (1, 3):
+        lags.clear()
+        dispatched = 0
+        run(
+            Spy(),
+            init(train_step),
+            cut,
+            in_flight=in_flight,
+            progress=False,
+            hooks=[hook],
+        )
+        assert max(lags) == in_flight - 1
+
+
+def test_loading_overlaps_with_the_steps():
+    # The device sleeps in a callback, as if it were busy elsewhere.
+    def slow_loss(params, batch, tower):
+        wait = jax.ShapeDtypeStruct((), jnp.float32)
+        zero = jax.pure_callback(pause, wait, jax.lax.stop_gradient(params))
+        return tj.Weighted.mean(params * batch + zero, tower.weight)
+
+    def pause(params):
+        time.sleep(0.03)
+        return np.float32(0)
+
+    def loader():
+        for _ in range(12):
+            time.sleep(0.03)
+            yield np.ones(4, np.float32)
+
+    step = tj.build_train_step(slow_loss, optax.sgd(0.1), tj.OneDevice("cpu:0"))
+    state = step.init(jnp.float32(1.0))
+    state, _ = run(step, state, [np.ones(4, np.float32)], progress=False)
+    start_s = time.perf_counter()
+    run(step, state, loader(), progress=False)
+    # In line it would be 24 * 0.03 = 0.72 s, overlapped 13 * 0.03 = 0.39 s.
+    assert time.perf_counter() - start_s < 0.6
+
+
+@pytest.mark.parametrize("in_flight", [2, 64])
+def test_3000_steps_never_waited_for_finish_on_8_devices(train_step, in_flight):
+    data = batches(make_data(16), 16, epochs=None)
+    state, history = run(
+        train_step,
+        init(train_step),
+        data,
+        steps=3000,
+        in_flight=in_flight,
+        progress=False,
+    )
+    assert int(state.step) == 3000
+    assert np.isfinite(history.metrics["loss"]).all()
+
+
+def test_3000_steps_of_an_own_loop_finish_on_8_devices(train_step):
+    state = init(train_step)
+    [batch] = batches(make_data(16), 16)
+    placed = train_step.place_batch(batch)
+    for _ in range(3000):
+        state, metrics = train_step(state, placed)
+    assert int(state.step) == 3000
+
+
+# Evaluation
+
+
+def eval_data(num_examples):
+    data = make_data(num_examples, seed=1)
+    weight = np.random.default_rng(2).uniform(0, 3, num_examples).astype(np.float32)
+    return {**data, "weight": weight}
+
+
+def exact_metrics(data, w):
+    x, y, weight = (data[name].astype(np.float64) for name in ("x", "y", "weight"))
+    squares = (x @ np.asarray(w, np.float64) - y) ** 2
+    return (weight * squares).sum() / weight.sum(), x.mean(axis=0)
+
+
+@pytest.mark.parametrize("batch_size", [37, 16, 10])
+def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
+    data = eval_data(37)
+    w = np.array([0.5, -1.0, 2.0], np.float32)
+    step = tj.build_eval_step(metric_fn, tj.Mirrored(), max_programs=2)
+    values = evaluate_all(step, {"w": w}, batches(data, batch_size))
+    mse, column = exact_metrics(data, w)
+    assert isinstance(values["mse"], float)
+    np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
+    np.testing.assert_allclose(values["column"], column, atol=37 * EPS)
+
+
+def test_batches_are_added_in_float64():
+    # In float32, 2**24 + 1 is 2**24: a sum over many batches would stand still.
+    def count(params, batch, tower):
+        return {"ones": tj.Weighted(batch.sum(), jnp.float32(0.125) + 0 * params)}
+
+    step = tj.build_eval_step(count, tj.Mirrored())
+    data = [np.full(8, 2.0**21, np.float32)] + [np.full(8, 0.125, np.float32)] * 4
+    values = evaluate_all(step, jnp.float32(0), data)
+    assert values == {"ones": (2.0**24 + 4) / 5}
+
+
+def test_the_last_batch_speaks_for_metrics_that_cannot_be_merged():
+    def metrics(params, batch, tower):
+        mean = tj.Weighted.mean(batch, tower.weight)
+        return {"mean": mean, "highest": tower.reduce(tj.Reduction.MEAN, batch.max())}
+
+    step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
+    data = [np.float32([1, 3]), np.float32([5, 7])]
+    values = evaluate_all(step, jnp.float32(0), data)
+    assert values == {"mean": 4.0, "highest": 6.0}
+
+
+def test_a_weight_of_zero_gives_zero():
+    def metrics(params, batch, tower):
+        return {"mean": tj.Weighted.mean(batch, 0 * tower.weight)}
+
+    step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
+    assert evaluate_all(step, jnp.float32(0), [np.ones(2)]) == {"mean": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("eval_every", "steps_per_call", "expected"),
+    [
+        (None, 1, [7]),
+        (3, 1, [3, 6, 7]),
+        (7, 1, [7]),  # not twice at the end
+        (4, 2, [4, 7]),
+        (100, 1, [7]),
+    ],
+)
+def test_evaluations_come_when_asked_and_at_the_end(
+    train_step, eval_step, eval_every, steps_per_call, expected
+):
+    cut, data = list(batches(make_data(112), 16)), eval_data(20)
+    _, history = run(
+        train_step,
+        init(train_step),
+        cut,
+        evaluate=eval_step,
+        eval_batches=lambda: batches(data, 16),
+        eval_every=eval_every,
+        steps_per_call=steps_per_call,
+        progress=False,
+    )
+    assert [number for number, _ in history.evaluations] == expected
+    for number, values in history.evaluations:
+        mse, _ = exact_metrics(data, oracle(cut[:number])[1])
+        np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
+
+
+def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(train_step, eval_step):
+    # From step 3 with calls of 2: 5 reaches the 4, 7 passes none, 9 the 8.
+    cut = list(batches(make_data(144), 16))
+    state, _ = run(train_step, init(train_step), cut[:3], progress=False)
+    _, history = run(
+        train_step,
+        state,
+        cut[3:],
+        evaluate=eval_step,
+        eval_batches=list(batches(eval_data(16), 16)),
+        eval_every=4,
+        steps_per_call=2,
+        progress=False,
+    )
+    assert [number for number, _ in history.evaluations] == [5, 9]
+
+
+def test_rates_leave_out_compiling_and_evaluating(train_step, eval_step):
+    def slow():
+        time.sleep(0.3)
+        return batches(eval_data(16), 16)
+
+    step = build_step()
+    start_s = time.perf_counter()
+    _, history = run(
+        step,
+        init(step),
+        batches(make_data(320), 16),
+        evaluate=eval_step,
+        eval_batches=slow,
+        progress=False,
+    )
+    seconds = time.perf_counter() - start_s
+    summary = history.summary
+    assert summary.compile_seconds > 0
+    training_s = summary.steps / summary.steps_per_second
+    assert training_s < seconds - 0.3 - summary.compile_seconds
+    np.testing.assert_allclose(
+        summary.examples_per_second, 16 * summary.steps_per_second
+    )
+
+
+# Options and inputs that are refused
+
+
+def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
+    state = init(train_step)
+    data = list(batches(eval_data(16), 16))
+    one_shot = batches(eval_data(16), 16)
+    table = [
+        ({"steps": 0}, "steps=0 must be a whole number >= 1"),
+        ({"steps_per_call": 0}, "steps_per_call=0 must"),
+        ({"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
+        ({"in_flight": 0}, "in_flight=0 must"),
+        ({"evaluate": eval_step}, "only evaluate was given"),
+        ({"eval_batches": data}, "only eval_batches was given"),
+        ({"eval_every": 2}, "without anything to evaluate"),
+        (
+            {"evaluate": eval_step, "eval_batches": one_shot},
+            "eval_batches is a generator, which can be gone through only once",
+        ),
+        (
+            {
+                "evaluate": eval_step,
+                "eval_batches": data,
+                "eval_every": 3,
+                "steps_per_call": 2,
+            },
+            "eval_every=3 must be a multiple of steps_per_call=2",
+        ),
+        ({"progress": "bar"}, "progress='bar' must be None"),
+    ]
+    for arguments, message in table:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(train_step, state, [], **arguments)
+    assert int(state.step) == 0
+
+
+def test_a_state_of_another_step_is_refused(train_step):
+    other = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
+    with pytest.raises(ValueError, match=r"Move it with step.place\(state\)"):
+        run(train_step, init(other), [], progress=False)
+
+
+def test_a_function_that_gives_no_batches_is_told_of(eval_step):
+    with pytest.raises(ValueError, match="no batches to evaluate"):
+        evaluate_all(eval_step, {"w": np.zeros(3, np.float32)}, [])
+
+
+def test_a_prediction_is_no_evaluation():
+    predict = tj.build_predict_step(lambda p, batch, tower: batch, tj.Mirrored())
+    with pytest.raises(ValueError, match="Pass a step of tj.build_eval_step"):
+        evaluate_all(predict, jnp.float32(0), [np.ones(8, np.float32)])
+
+
+# Nothing is lost
+
+
+class LoaderError(Exception):
+    pass
+
+
+def loader_that_fails(cut, error):
+    yield from cut
+    raise error
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("error", [LoaderError("gone"), KeyboardInterrupt()])
+def test_after_a_loader_error_the_run_can_go_on(
+    train_step, prefetch, steps_per_call, error
+):
+    cut = list(batches(make_data(112), 16))
+    options = {
+        "steps_per_call": steps_per_call,
+        "prefetch": prefetch,
+        "progress": False,
+    }
+    with pytest.raises(type(error)) as caught:
+        run(train_step, init(train_step), loader_that_fails(cut[:5], error), **options)
+    assert caught.value is error
+    losses, w = oracle(cut)
+    assert int(error.state.step) == 5
+    assert "error.state is the state after step 5" in error.__notes__[-1]
+    np.testing.assert_allclose(
+        error.history.metrics["loss"], losses[:5], rtol=5 * 16 * EPS
+    )
+    state, history = run(train_step, error.state, cut[5:], **options)
+    assert history.steps.tolist() == [6, 7]
+    np.testing.assert_allclose(state.params["w"], w, rtol=7 * 16 * EPS)
+
+
+def test_hooks_see_the_steps_before_a_loader_error(train_step):
+    cut, seen = list(batches(make_data(64), 16)), []
+    with pytest.raises(LoaderError):
+        run(
+            train_step,
+            init(train_step),
+            loader_that_fails(cut, LoaderError()),
+            in_flight=8,
+            progress=False,
+            hooks=[lambda number, metrics: seen.append(number)],
+        )
+    assert seen == [1, 2, 3, 4]
+
+
+def test_hooks_are_called_in_order_for_every_step(train_step):
+    cut, seen = list(batches(make_data(112), 16)), []
+    _, history = run(
+        train_step,
+        init(train_step),
+        cut,
+        steps_per_call=4,
+        progress=False,
+        hooks=[
+            lambda number, metrics: seen.append((number, "first", metrics["loss"])),
+            lambda number, metrics: seen.append((number, "second", metrics["loss"])),
+        ],
+    )
+    expected = [
+        (number, who, loss)
+        for number, loss in zip(history.steps, history.metrics["loss"], strict=True)
+        for who in ("first", "second")
+    ]
+    assert seen == expected
+    assert isinstance(seen[0][2], np.float32)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
+    train_step, steps_per_call
+):
+    cut, seen = list(batches(make_data(160), 16)), []
+
+    def hook(number, metrics):
+        seen.append(number)
+        if number == 4:
+            raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough") as caught:
+        run(
+            train_step,
+            init(train_step),
+            cut,
+            steps_per_call=steps_per_call,
+            progress=False,
+            hooks=[hook],
+        )
+    assert seen == [1, 2, 3, 4]
+    done = int(caught.value.state.step)
+    assert 4 <= done < 10
+    assert caught.value.history.steps.tolist() == list(range(1, done + 1))
+    _, w = oracle(cut[:done])
+    np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_a_step_that_is_not_finite_is_named_and_changes_nothing(steps_per_call):
+    step, seen = build_step(), []
+    with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
+        run(
+            step,
+            init(step),
+            broken(2),
+            steps_per_call=steps_per_call,
+            progress=False,
+            hooks=[lambda number, metrics: seen.append(number)],
+        )
+    error = caught.value
+    assert error.step == 2
+    assert seen == [1, 2]
+    # Index 2 is the third step, which the history counts as 3.
+    assert error.history.skipped == (3,)
+    done = int(error.state.step)
+    _, w = oracle(broken(2)[:done], skip={2})
+    np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_skipped_steps_are_counted(steps_per_call):
+    step = build_step(on_nonfinite="skip")
+    cut = broken(1)
+    cut[3] = cut[1]
+    state, history = run(
+        step, init(step), cut, steps_per_call=steps_per_call, progress=False
+    )
+    assert history.skipped == (2, 4)
+    assert np.isnan(history.metrics["loss"]).tolist() == [False, True] * 2 + [False]
+    _, w = oracle(cut, skip={1, 3})
+    np.testing.assert_allclose(state.params["w"], w, rtol=80 * EPS)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_call):
+    with pytest.raises(ValueError, match="steps=9 .* ended after 5") as caught:
+        run(
+            train_step,
+            init(train_step),
+            batches(make_data(80), 16),
+            steps=9,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+    assert int(caught.value.state.step) == 5
+    assert len(caught.value.history.steps) == 5
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_no_data_at_all_is_told_of(train_step, steps):
+    with pytest.raises(ValueError, match="batches is empty") as caught:
+        run(train_step, init(train_step), iter([]), steps=steps, progress=False)
+    assert caught.value.history.steps.tolist() == []
+    assert int(caught.value.state.step) == 0
+
+
+def test_a_malformed_batch_leaves_the_state_usable(train_step):
+    cut = [*batches(make_data(32), 16), {"x": np.zeros((16, 3)), "y": 3.0}]
+    with pytest.raises(ValueError, match="batch\\['y'\\] is 3.0") as caught:
+        run(train_step, init(train_step), cut, progress=False)
+    assert int(caught.value.state.step) == 2
+
+
+def test_a_batch_of_another_kind_leaves_the_state_usable():
+    step = build_step(remainder="error")
+    cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
+    with pytest.raises(ValueError, match="The batch has changed") as caught:
+        run(step, init(step), cut, progress=False)
+    assert int(caught.value.state.step) == 2
+
+
+def test_a_state_lost_on_the_devices_is_not_handed_over(train_step):
+    class Failing:
+        def __getattr__(self, name):
+            return getattr(train_step, name)
+
+        def dispatch(self, state, batch):
+            train_step.dispatch(state, batch)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory") as caught:
+        run(
+            Failing(),
+            init(train_step),
+            batches(make_data(16), 16),
+            progress=False,
+        )
+    assert caught.value.state is None
+    assert "The state is lost" in caught.value.__notes__[-1]
+
+
+def test_ctrl_c_during_a_call_loses_nothing(train_step):
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(train_step, name)
+
+        def dispatch(self, state, batch):
+            results = train_step.dispatch(state, batch)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)  # Python handles the signal here, if anywhere.
+            return results
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(Interrupted(), init(train_step), batches(make_data(32), 16), progress=False)
+    assert int(caught.value.state.step) == 1
+    assert caught.value.history.steps.tolist() == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    guard = InterruptGuard()
+    finished = False
+    with pytest.raises(KeyboardInterrupt), guard.installed(), guard:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        finished = True
+    assert finished
+
+
+def test_a_run_in_another_thread_works(train_step):
+    results = []
+    state = init(train_step)
+    thread = threading.Thread(
+        target=lambda: results.append(
+            run(train_step, state, batches(make_data(32), 16), progress=False)
+        )
+    )
+    thread.start()
+    thread.join()
+    assert int(results[0][0].step) == 2
+
+
+def test_a_run_that_stops_leaves_no_thread(train_step):
+    with pytest.raises(ZeroDivisionError):
+        run(
+            train_step,
+            init(train_step),
+            batches(make_data(32), 16, epochs=None),
+            progress=False,
+            hooks=[lambda number, metrics: 1 // (3 - number)],
+        )
+    names = [thread.name for thread in threading.enumerate()]
+    assert "towerjax-prefetch" not in names
+
+
+def test_a_metric_whose_shape_changes_is_kept():
+    def loss(params, batch, tower):
+        mean = tj.Weighted.mean(params * batch, tower.weight)
+        size = batch.shape[0]
+        sizes = tj.Weighted(jnp.ones(size), jnp.ones(size))
+        return tj.TowerOutput(mean, {"sizes": sizes})
+
+    strategy = tj.Mirrored(towers=2)
+    step = tj.build_train_step(loss, optax.sgd(0.1), strategy, max_programs=2)
+    cut = [np.ones(4, np.float32), np.ones(2, np.float32)]
+    _, history = run(step, step.init(jnp.float32(1)), cut, progress=False)
+    assert [row.shape for row in history.metrics["sizes"]] == [(2,), (1,)]
+
+
+# What a person sees
+
+
+def test_lines_without_a_terminal(train_step, eval_step, capsys):
+    run(
+        train_step,
+        init(train_step),
+        batches(make_data(80), 16),
+        steps=5,
+        evaluate=eval_step,
+        eval_batches=list(batches(eval_data(16), 16)),
+    )
+    lines = capsys.readouterr().out.splitlines()
+    # The first and the last one: between two lines there are seconds.
+    assert len(lines) == 3
+    assert re.fullmatch(r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left", lines[0])
+    assert re.fullmatch(r"step 5/5  loss [\d.]+  [\d.]+ steps/s", lines[1])
+    assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", lines[2])
+
+
+def test_silence(train_step, capsys):
+    run(train_step, init(train_step), batches(make_data(32), 16), progress=False)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("steps", [None, 4])
+def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    data = batches(make_data(64), 16)
+    run(train_step, init(train_step), data, steps=steps, progress=True)
+    text = screen.getvalue()
+    assert f"step 4{'' if steps is None else '/4'}  loss " in text
+    assert "steps/s" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # cursor off, on
+
+
+def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    loader = loader_that_fails(batches(make_data(64), 16), LoaderError())
+    with pytest.raises(LoaderError):
+        run(train_step, init(train_step), loader, progress=True)
+    assert "step 4  loss" in screen.getvalue()
+    assert screen.getvalue().endswith("\x1b[?25h")
+    assert sys.stdout is screen
+
+
+def test_a_notebook_gets_an_html_bar(train_step, monkeypatch, capsys):
+    pages = []
+
+    class Handle:
+        def update(self, page):
+            pages.append(page)
+
+    def display(page, display_id):
+        assert display_id is True
+        pages.append(page)
+        return Handle()
+
+    fake = types.SimpleNamespace(
+        get_ipython=lambda: types.SimpleNamespace(kernel=object()),
+        display=types.SimpleNamespace(display=display, HTML=str),
+    )
+    monkeypatch.setitem(sys.modules, "IPython", fake)
+    run(train_step, init(train_step), batches(make_data(64), 16), steps=4)
+    assert pages[0] == "<progress></progress> <code>compiling</code>"
+    pattern = r'<progress value="4" max="4"></progress> <code>step 4/4  loss .*</code>'
+    assert re.fullmatch(pattern, pages[-1])
+    assert capsys.readouterr().out == ""
+
+
+def test_ipython_is_not_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    assert shown.in_notebook() is False
+    assert "IPython" not in sys.modules
+    assert isinstance(shown.choose_display(None), shown.Lines)
+
+
+def test_what_is_shown_is_thinned_out():
+    class Counting(shown.Nothing):
+        seconds_between = 0.1
+        texts: list[str] = []
+
+        def show(self, done, total, text):
+            self.texts.append(text)
+
+    progress = shown.Progress(Counting(), 0, None)
+    start_s = time.monotonic()
+    for number in itertools.count(1):
+        progress.step(number, {"loss": 1.0}, 1e4)
+        if time.monotonic() - start_s > 0.35:
+            break
+    progress.close()
+    assert len(Counting.texts) <= 5
+    assert Counting.texts[-1].startswith(f"step {number} ")
+
+
+def test_a_history_is_a_table(train_step, eval_step):
+    _, history = run(
+        train_step,
+        init(train_step),
+        batches(make_data(16), 16, epochs=50),
+        evaluate=eval_step,
+        eval_batches=list(batches(eval_data(16), 16)),
+        eval_every=33,
+        progress=False,
+    )
+    screen = io.StringIO()
+    Console(file=screen, width=150).print(history.table(rows=5))
+    text = screen.getvalue()
+    first_column = re.findall(r"^│\s+(\d+)", text, re.MULTILINE)
+    # Five even steps and the evaluated 33; the evaluated 50 is among the five.
+    assert [int(n) for n in first_column] == [1, 13, 25, 33, 37, 50]
+    assert "evaluated mse" in text
+    assert f"{history.metrics['loss'][12]:.4g}" in text
+    assert f"{history.evaluations[0][1]['mse']:.4g}" in text
+    assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)

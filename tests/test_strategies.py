@@ -1,0 +1,346 @@
+"""Strategies: plain values that check themselves, print themselves and name devices."""
+
+import copy
+import dataclasses
+import pickle
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+CPUS = jax.devices("cpu")
+FOUR = tuple(f"cpu:{i}" for i in range(4))
+
+# Options, and the text that pastes back: only what differs from the defaults.
+STRATEGIES = [
+    (tj.Mirrored(), "Mirrored()"),
+    (tj.Mirrored(devices=("gpu:0",)), "Mirrored(devices=('gpu:0',))"),
+    (tj.Mirrored(num_gpus=0), "Mirrored(num_gpus=0)"),  # 0 is no default
+    (tj.Mirrored(num_gpus=2), "Mirrored(num_gpus=2)"),
+    (tj.Mirrored(num_gpus_per_worker=3), "Mirrored(num_gpus_per_worker=3)"),
+    (tj.Mirrored(num_gpus=2, towers=6), "Mirrored(num_gpus=2, towers=6)"),
+    (tj.Mirrored(towers=4096), "Mirrored(towers=4096)"),
+    (tj.Mirrored(devices=FOUR, towers=12), f"Mirrored(devices={FOUR}, towers=12)"),
+    (tj.Mirrored(local="scan"), "Mirrored(local='scan')"),
+    (tj.Mirrored(executor="pmap"), "Mirrored(executor='pmap')"),
+    (
+        tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree()),
+        "Mirrored(towers=8, local='scan', cross_tower_ops=PinnedTree())",
+    ),
+    (
+        tj.Mirrored(cross_tower_ops=tj.AllReduce(pack_below_bytes=0)),
+        "Mirrored(cross_tower_ops=AllReduce(pack_below_bytes=0))",
+    ),
+    (tj.Mirrored(cross_tower_ops=tj.AllReduce()), "Mirrored()"),
+    (tj.OneDevice(), "OneDevice()"),
+    (tj.OneDevice("CUDA:1"), "OneDevice(device='gpu:1')"),
+]
+
+
+@pytest.mark.parametrize("strategy, text", STRATEGIES, ids=[t for _, t in STRATEGIES])
+def test_text_pastes_back_as_an_equal_object(strategy, text):
+    assert repr(strategy) == text
+    again = eval(text, vars(tj))
+    assert again == strategy and again is not strategy
+    assert hash(again) == hash(strategy)
+
+
+def test_different_options_are_different_objects():
+    different = {strategy for strategy, _ in STRATEGIES}
+    assert len(different) == len(STRATEGIES) - 1  # AllReduce() is the default
+
+
+@pytest.mark.parametrize("strategy", [tj.Mirrored(), tj.OneDevice()])
+def test_strategies_are_frozen(strategy):
+    for field in dataclasses.fields(strategy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(strategy, field.name, None)
+
+
+@pytest.mark.parametrize(
+    "strategy", [tj.Mirrored(devices=FOUR, towers=8), tj.OneDevice("cpu:1")]
+)
+def test_a_used_strategy_can_be_copied_and_pickled(strategy):
+    used = copy.copy(strategy)
+    assert used.placement.mesh.size == len(used.worker_devices)  # looked up: Devices
+    for again in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
+        assert again == used and repr(again) == repr(used)
+        assert again.placement.jax_devices == used.placement.jax_devices
+
+
+def test_replacing_an_option_checks_it_again():
+    strategy = tj.Mirrored(devices=FOUR, towers=8)
+    assert dataclasses.replace(strategy, towers=4).num_towers == 4
+    with pytest.raises(ValueError, match="towers=6 is not a multiple of the 4"):
+        dataclasses.replace(strategy, towers=6)
+
+
+# Names of devices.
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"],
+)
+def test_spellings_of_one_device_are_one_device(written):
+    assert tj.Mirrored(devices=(written,)) == tj.Mirrored(devices=("gpu:0",))
+    with pytest.raises(ValueError, match="devices names gpu:0 more than once in"):
+        tj.Mirrored(devices=("gpu:1", "gpu:0", written))
+
+
+def test_leading_zeros_are_no_other_device():
+    with pytest.raises(ValueError, match="devices names cpu:1 more than once"):
+        tj.Mirrored(devices=("cpu:1", "cpu:01"))
+
+
+def test_device_objects_and_names_are_the_same():
+    by_object = tj.Mirrored(devices=[CPUS[2], CPUS[0]])
+    assert by_object == tj.Mirrored(devices=("CPU:2", "cpu:0"))
+    assert by_object.devices == ("cpu:2", "cpu:0")  # a tuple: hashable
+    assert tj.OneDevice(CPUS[3]) == tj.OneDevice("/device:CPU:3")
+    with pytest.raises(ValueError, match="devices names cpu:2 more than once"):
+        tj.Mirrored(devices=(CPUS[2], "cpu:2"))
+
+
+# What was written, and what the error says.
+BAD = [
+    (
+        dict(devices=("cpu:0", "cpu:1", "cpu:0")),
+        "devices names cpu:0 more than once in ('cpu:0', 'cpu:1', 'cpu:0'). For several"
+        " towers on a device write towers=..., not the device twice.",
+    ),
+    (dict(devices=()), "devices is empty; name at least one, or leave it out to use"),
+    (dict(devices=[]), "devices is empty; name at least one"),
+    (
+        dict(devices="gpu:0"),
+        "devices='gpu:0' must be a tuple of names or of jax.Device objects, such as"
+        " devices=('gpu:0',).",
+    ),
+    (dict(devices={"cpu:0"}), "such as devices=('gpu:0', 'gpu:1')."),  # unordered
+    (dict(devices=2), "devices=2 must be a tuple of names"),
+    (
+        dict(devices=("gpu",)),
+        "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"
+        " 'cpu:3', or pass a jax.Device.",
+    ),
+    (dict(devices=("gpu:a",)), "'gpu:a' is not a device name"),
+    (dict(devices=("gpu:-1",)), "'gpu:-1' is not a device name"),
+    (dict(devices=(0, 1)), "devices: 0 is not a device name"),
+    (dict(devices=("/job:worker/task:0/gpu:0",)), "is not a device name"),
+    (
+        dict(devices=("gpu:0", "cpu:0")),
+        "devices are of several platforms, cpu and gpu, in ('gpu:0', 'cpu:0'); one"
+        " program runs on one platform. Name devices of one.",
+    ),
+    (
+        dict(num_gpus=2, num_gpus_per_worker=2),
+        "num_gpus and num_gpus_per_worker mean the same; give one of them.",
+    ),
+    (
+        dict(devices=("gpu:0",), num_gpus=1),
+        "devices already says how many GPUs there are; leave out num_gpus and"
+        " num_gpus_per_worker.",
+    ),
+    (dict(devices=("gpu:0",), num_gpus_per_worker=0), "leave out num_gpus and"),
+    (dict(num_gpus=-1), "num_gpus=-1 must be an int >= 0."),
+    (dict(num_gpus=True), "num_gpus=True must be an int >= 0."),
+    (dict(num_gpus_per_worker=1.0), "num_gpus_per_worker=1.0 must be an int >= 0."),
+    (dict(towers=0), "towers=0 must be an int >= 1."),
+    (dict(towers=True), "towers=True must be an int >= 1."),
+    (dict(towers=2.0), "towers=2.0 must be an int >= 1."),
+    (dict(towers="8"), "towers='8' must be an int >= 1."),
+    (
+        dict(devices=FOUR, towers=6),
+        "towers=6 is not a multiple of the 4 devices, so they cannot share the towers"
+        " evenly. Use towers=4 or 8, or another number of devices.",
+    ),
+    (dict(devices=FOUR, towers=3), "evenly. Use towers=4, or another number"),
+    (dict(num_gpus=2, towers=3), "towers=3 is not a multiple of the 2 devices"),
+    (dict(num_gpus_per_worker=4, towers=9), "Use towers=8 or 12, or another"),
+    (dict(local="pmap"), "local='pmap' must be one of ('vmap', 'scan')."),
+    (dict(local=None), "local=None must be one of ('vmap', 'scan')."),
+    (dict(local=True), "local=True must be one of ('vmap', 'scan')."),
+    (dict(executor="vmap"), "executor='vmap' must be one of ('shard_map', 'pmap')."),
+    (
+        dict(cross_tower_ops="nccl"),
+        "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce() or"
+        " tj.PinnedTree().",
+    ),
+    (dict(cross_tower_ops=None), "cross_tower_ops=None is not a cross-tower op"),
+    (dict(cross_tower_ops=tj.PinnedTree), "write tj.AllReduce() or tj.PinnedTree()."),
+]
+
+
+@pytest.mark.parametrize("options, text", BAD, ids=[str(o) for o, _ in BAD])
+def test_bad_options_say_what_to_write(options, text):
+    with pytest.raises(ValueError) as error:
+        tj.Mirrored(**options)
+    assert text in str(error.value)
+
+
+def test_one_device_refuses_what_is_no_name():
+    with pytest.raises(ValueError, match=r"\('cpu:0',\) is not a device name"):
+        tj.OneDevice(("cpu:0",))
+
+
+# Devices that this machine does not have: a strategy may still be written down.
+
+
+def build(strategy):
+    def loss_fn(w, batch, tower):
+        raise AssertionError("traced, although a device is missing")
+
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+
+
+MISSING = [
+    (tj.Mirrored(devices=[f"cpu:{i}" for i in range(9)]), "'cpu:8' is not on this"),
+    (tj.Mirrored(devices=("cpu:0", "cpu:11")), "'jax_num_cpu_devices', 12) before"),
+    (tj.Mirrored(devices=("tpu:0",)), "'tpu:0' is not on this machine, which has none"),
+    (tj.OneDevice("tpu:7"), "Name devices that it has, or ask for towers=..."),
+]
+
+
+@pytest.mark.parametrize("strategy, text", MISSING, ids=[t for _, t in MISSING])
+def test_missing_devices_are_named_before_anything_is_traced(strategy, text):
+    assert strategy.num_towers == len(strategy.worker_devices)  # known without devices
+    step = build(strategy)
+    elsewhere = build(tj.OneDevice("cpu:0")).init(np.float32(1))
+    batch = np.ones(2 * strategy.num_towers, np.float32)
+    for use in (
+        lambda: step.init(np.float32(1)),
+        lambda: step(elsewhere, batch),
+        lambda: strategy.call_for_each_tower(lambda tower: tower.num_towers + tower.id),
+    ):
+        with pytest.raises(ValueError) as error:
+            use()
+        assert text in str(error.value)
+
+
+# Defaults.
+
+
+def test_all_devices_by_default():
+    here = jax.local_devices()
+    strategy = tj.Mirrored()
+    assert strategy.num_towers == len(here)
+    assert strategy.placement.jax_devices == tuple(here)
+    assert strategy.parameter_devices == strategy.worker_devices
+    assert not strategy.is_single_tower or len(here) == 1
+    assert tj.OneDevice().placement.jax_devices == (here[0],)
+
+
+def test_no_gpus_is_the_cpu():
+    strategy = tj.Mirrored(num_gpus=0)
+    assert strategy.worker_devices == ("cpu:0",)
+    assert strategy.is_single_tower
+    assert tj.Mirrored(num_gpus=0, towers=5).num_towers == 5
+
+
+@pytest.mark.parametrize("name", ["num_gpus", "num_gpus_per_worker"])
+def test_a_count_of_gpus_is_the_first_ones(name):
+    strategy = tj.Mirrored(**{name: 3}, towers=6)
+    assert strategy.worker_devices == ("gpu:0", "gpu:1", "gpu:2")
+    assert strategy.num_towers == 6
+
+
+eight_devices = pytest.mark.skipif(
+    len(jax.local_devices()) != 8, reason="counts on 8 default devices"
+)
+
+
+@eight_devices
+@pytest.mark.parametrize("towers, used", [(8, 8), (16, 8), (6, 6), (5, 5), (1, 1)])
+def test_as_many_devices_as_divide_the_towers(towers, used):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy = tj.Mirrored(towers=towers)
+        assert strategy.num_towers == towers
+        assert len(strategy.worker_devices) == used
+
+
+@eight_devices
+@pytest.mark.parametrize("towers, used", [(12, 6), (9, 3), (11, 1)])
+def test_idle_devices_are_warned_of(towers, used):
+    text = (
+        f"{towers} towers share {used} of 8 devices evenly; {8 - used} stay idle."
+        " Choose towers as a multiple of 8, or name the devices."
+    )
+    strategy = tj.Mirrored(towers=towers)
+    with pytest.warns(UserWarning) as caught:
+        assert len(strategy.worker_devices) == used
+    assert [str(w.message) for w in caught] == [text]
+    assert strategy.num_towers == towers  # told once
+
+
+# Where towers lie.
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize("towers", [3, 6])
+def test_tower_i_lies_on_device_i(towers, executor):
+    order = (5, 1, 3)
+    strategy = tj.Mirrored(
+        devices=[f"cpu:{i}" for i in order], towers=towers, executor=executor
+    )
+    ids = strategy.call_for_each_tower(lambda tower: tower.id).values
+    k = towers // 3
+    found = {shard.device: shard.data.tolist() for shard in ids.addressable_shards}
+    assert found == {
+        CPUS[device]: [k * place + i for i in range(k)]
+        for place, device in enumerate(order)
+    }
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_mirrored_values_lie_on_every_device(executor):
+    strategy = tj.Mirrored(devices=("cpu:4", "cpu:2"), executor=executor)
+    total = strategy.call_for_each_tower(
+        lambda tower: tower.reduce(tj.Reduction.SUM, tower.id + 1)
+    )
+    copies = {shard.device: int(shard.data) for shard in total.addressable_shards}
+    assert copies == {CPUS[4]: 3, CPUS[2]: 3}
+
+
+def test_rows_of_a_batch_go_to_towers_in_order():
+    strategy = tj.Mirrored(devices=("cpu:3", "cpu:0", "cpu:6"))
+    step = tj.build_train_step(
+        lambda w, batch, tower: tj.Weighted.mean(w * batch), optax.sgd(0.1), strategy
+    )
+    rows = step.place_batch(np.arange(6, dtype=np.float32)).args[0]
+    found = {shard.device: shard.data.tolist() for shard in rows.addressable_shards}
+    assert found == {CPUS[3]: [0, 1], CPUS[0]: [2, 3], CPUS[6]: [4, 5]}
+
+
+def test_one_device_lies_where_it_says():
+    strategy = tj.OneDevice("cpu:5")
+    ids = strategy.call_for_each_tower(lambda tower: tower.id)
+    assert ids.values.devices() == {CPUS[5]}
+    assert strategy.num_towers == 1 and strategy.is_single_tower
+    assert strategy.worker_device_index.values.tolist() == [0]
+
+
+def test_one_device_is_one_mirrored_tower():
+    def states(strategy):
+        step = tj.build_train_step(
+            lambda w, batch, tower: tj.Weighted.mean(
+                (w * batch - tower.id - 2) ** 2, tower.weight
+            ),
+            optax.sgd(0.1),
+            strategy,
+        )
+        state = step.init(np.float32(1.5))
+        return step(state, np.float32([1, 2, 4]))
+
+    (one, metrics), (other, others) = map(
+        states, (tj.OneDevice("cpu:1"), tj.Mirrored(devices=("cpu:1",)))
+    )
+    # d/dw mean((w x - 2)^2) at 1.5 over x = 1, 2, 4
+    gradient = np.mean([2 * x * (1.5 * x - 2) for x in (1.0, 2.0, 4.0)])
+    np.testing.assert_allclose(one.params, 1.5 - 0.1 * gradient, rtol=1e-6)
+    assert float(one.params) == float(other.params)
+    assert float(metrics["loss"]) == float(others["loss"])

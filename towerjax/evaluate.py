@@ -1,0 +1,95 @@
+"""What does a whole data set say? Every batch evaluated, divided once, exactly."""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax import feed
+from towerjax.inference import InferenceStep
+from towerjax.types import PyTree, Weighted
+
+Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
+"""Batches that can be gone through again, or a function that gives them anew."""
+
+
+def evaluate_all(
+    evaluate: InferenceStep,
+    state: Any,
+    batches: Batches,
+    *,
+    prefetch: int = 2,
+    in_flight: int = 2,
+) -> dict[str, Any]:
+    """The metrics over a whole data set, exact however it is cut into batches.
+
+    ``sum_b s_b / sum_b w_b`` over the batches' ``Weighted`` metrics, added in float64
+    on the host and divided once. A metric that is not ``Weighted`` cannot be merged:
+    its value is that of the last batch.
+
+    Args:
+      evaluate: As `build_eval_step` returns it.
+      state: A ``TrainState``, or parameters alone.
+      batches: Global batches, or a function that gives them.
+      prefetch: How many placed batches may wait; 0 uses no thread.
+      in_flight: How many evaluations may run without being waited for.
+
+    Returns:
+      Name -> float, or an array for a metric that has dims.
+
+    Raises:
+      ValueError: There are no batches, or ``evaluate`` returns no metrics.
+
+    Example:
+      >>> import jax.numpy as jnp, towerjax as tj
+      >>> def metric_fn(params, batch, tower):
+      ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
+      >>> evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(towers=2))
+      >>> data = np.array([1, 2, 3, 4, 10], np.float32)
+      >>> evaluate_all(evaluate, jnp.float32(2), feed.batches(data, 4))
+      {'mean': 8.0}
+    """
+    source = batches if isinstance(batches, Iterable) else batches()
+    totals: dict[str, Any] = {}
+    running: collections.deque[Any] = collections.deque()
+    count = 0
+    placed_batches = feed.prefetch(source, evaluate.place_batch, depth=prefetch)
+    with contextlib.closing(placed_batches):
+        for placed in placed_batches:
+            if len(running) == in_flight:
+                _add_metrics(totals, running.popleft())
+            running.append(evaluate(state, placed))
+            count += 1
+    while running:
+        _add_metrics(totals, running.popleft())
+    if count == 0:
+        raise ValueError(
+            "There are no batches to evaluate. An iterator is empty the second time:"
+            " pass a list, or a function that gives the batches anew."
+        )
+    return {name: _divided(total) for name, total in totals.items()}
+
+
+def _add_metrics(totals: dict[str, Any], metrics: Any) -> None:
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"evaluate returned a {type(metrics).__name__} instead of metrics by name."
+            " Pass a step of tj.build_eval_step."
+        )
+    for name, metric in jax.device_get(metrics).items():
+        if isinstance(metric, Weighted):
+            exact = [np.asarray(x, np.float64) for x in (metric.sum, metric.weight)]
+            metric = Weighted(*exact)
+            metric = totals[name] + metric if name in totals else metric
+        totals[name] = metric
+
+
+def _divided(total: Any) -> Any:
+    if isinstance(total, Weighted):
+        empty = total.weight == 0
+        total = np.where(empty, 0.0, total.sum / np.where(empty, 1.0, total.weight))
+    total = np.asarray(total)
+    return total.item() if total.ndim == 0 else total

@@ -1,0 +1,188 @@
+"""What does a run leave behind? Its metrics, its evaluations, its rates."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from towerjax.progress import format_value
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSummary:
+    """How much a run did, and how fast.
+
+    Attributes:
+      towers: ``T``.
+      devices: ``D``.
+      steps: Steps done.
+      examples: Examples in them, padding not counted.
+      compile_seconds: How long the calls waited for compiling.
+      steps_per_second: Without the time for compiling and evaluating.
+      examples_per_second: The same.
+
+    Example:
+      >>> print(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5))
+      300 steps, 9,600 examples on 8 towers, 4 devices: 45.61 steps/s, 1,460 examples/s, 1.2 s of compiling
+    """  # noqa: E501
+
+    towers: int
+    devices: int
+    steps: int
+    examples: int
+    compile_seconds: float
+    steps_per_second: float
+    examples_per_second: float
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.steps:,} steps, {self.examples:,} examples on {self.towers} towers,"
+            f" {self.devices} devices: {self.steps_per_second:,.4g} steps/s,"
+            f" {self.examples_per_second:,.0f} examples/s,"
+            f" {self.compile_seconds:.1f} s of compiling"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class History:
+    """What a run saw; ``n`` is the number of its steps.
+
+    A step's number is how many steps the state had done after it, so the first
+    step of a new state is 1.
+
+    Attributes:
+      steps: ``[n]`` int, the steps' numbers.
+      metrics: Name -> ``[n, ...]``, row ``i`` for ``steps[i]``. A metric whose
+        shape changed on the way is an array of objects.
+      evaluations: ``(step number, {name: float or array})``, in order.
+      skipped: The numbers of the steps that left the parameters as they were,
+        because a loss or gradient was not finite.
+      summary: How much and how fast.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, towerjax as tj
+      >>> from towerjax.run import run
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
+      >>> data = [np.full(4, 2.0, np.float32)] * 3
+      >>> _, history = run(step, step.init(jnp.float32(0)), data, progress=False)
+      >>> history.steps.tolist(), history.metrics["loss"].tolist()
+      ([1, 2, 3], [4.0, 1.0, 0.25])
+    """
+
+    steps: np.ndarray
+    metrics: dict[str, np.ndarray]
+    evaluations: tuple[tuple[int, dict[str, Any]], ...]
+    skipped: tuple[int, ...]
+    summary: RunSummary
+
+    def table(self, *, rows: int = 20) -> "Table":
+        """The history as a table for ``rich.print``.
+
+        Args:
+          rows: The most steps to show, evenly chosen; those with an evaluation
+            come on top.
+
+        Returns:
+          A table: a row a step, a column a metric.
+        """
+        from rich.table import Table
+
+        evaluated = dict(self.evaluations)
+        table = Table("step", *self.metrics, title=str(self.summary))
+        names = list(dict.fromkeys(name for e in evaluated.values() for name in e))
+        for name in names:
+            table.add_column(f"evaluated {name}")
+        last = len(self.steps) - 1
+        chosen = np.unique(np.linspace(0, last, min(rows, last + 1)).astype(int))
+        row_of = {int(number): row for row, number in enumerate(self.steps)}
+        shown = {int(self.steps[row]) for row in chosen} | set(evaluated)
+        for number in sorted(shown):
+            row = row_of.get(number)
+            cells = [
+                "" if row is None else format_value(column[row])
+                for column in self.metrics.values()
+            ]
+            values = evaluated.get(number, {})
+            cells += [format_value(values[n]) if n in values else "" for n in names]
+            table.add_row(str(number), *cells)
+        return table
+
+
+class HistoryLog:
+    """A history being written.
+
+    Args:
+      start: Steps that the state had done before.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.number = start
+        self.evaluations: list[tuple[int, dict[str, Any]]] = []
+        self.examples = 0
+        self._start = start
+        self._columns: dict[str, list[Any]] = {}
+        self._skipped: list[int] = []
+
+    @property
+    def num_steps(self) -> int:
+        """Steps written so far."""
+        return self.number - self._start
+
+    def add(self, metrics: Mapping[str, Any], verdict: int, examples: int) -> None:
+        """Write one step.
+
+        Args:
+          metrics: Host values.
+          verdict: The step's index if it was refused, else -1.
+          examples: How many it saw.
+
+        Raises:
+          ValueError: Other metrics than before.
+        """
+        if not self._columns:
+            self._columns = {name: [] for name in metrics}
+        if metrics.keys() != self._columns.keys():
+            raise ValueError(
+                f"Step {self.number + 1} has the metrics {sorted(metrics)}, but those"
+                f" before had {sorted(self._columns)}. Return the same metrics for"
+                " every kind of batch; one without a value can have weight 0."
+            )
+        for name, value in metrics.items():
+            self._columns[name].append(value)
+        self.number += 1
+        self.examples += examples
+        if verdict >= 0:
+            self._skipped.append(self.number)
+
+    def history(self, summary: RunSummary) -> History:
+        """What is written so far.
+
+        Args:
+          summary: Its summary.
+
+        Returns:
+          A `History`.
+        """
+        return History(
+            steps=np.arange(self._start + 1, self.number + 1),
+            metrics={name: _column(values) for name, values in self._columns.items()},
+            evaluations=tuple(self.evaluations),
+            skipped=tuple(self._skipped),
+            summary=summary,
+        )
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if len({np.shape(value) for value in values}) == 1:
+        return np.stack(values)
+    column = np.empty(len(values), object)
+    for row, value in enumerate(values):
+        column[row] = value
+    return column

@@ -1,0 +1,261 @@
+"""What does a person see of a run? A bar on a terminal or in a notebook, or lines."""
+
+import html
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Display(Protocol):
+    """Where the progress of a run is shown."""
+
+    seconds_between: float
+    """How long a shown text stands before the next one."""
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """Replace what is shown.
+
+        Args:
+          done: Steps of this run that are done.
+          total: Steps of this run, where that is known.
+          text: The line.
+        """
+
+    def note(self, text: str) -> None:
+        """Add a line that stays.
+
+        Args:
+          text: The line.
+        """
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+class Lines:
+    """Plain lines, for logs."""
+
+    seconds_between = 5.0
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """As in `Display`."""
+        print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """As in `Display`."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """As in `Display`."""
+
+
+class Nothing:
+    """Silence."""
+
+    seconds_between = float("inf")
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """As in `Display`."""
+
+    def note(self, text: str) -> None:
+        """As in `Display`."""
+
+    def close(self) -> None:
+        """As in `Display`."""
+
+
+class TerminalBar:
+    """A rich bar; what is printed meanwhile appears above it."""
+
+    seconds_between = 0.1
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        console = Console(file=sys.stdout, force_terminal=True)
+        columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+        # It is redrawn when there is news; a thread of its own would only compete.
+        self._bar = Progress(*columns, console=console, auto_refresh=False)
+        self._task = self._bar.add_task("compiling", total=None)
+        self._bar.start()
+        self._bar.refresh()
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """As in `Display`."""
+        self._bar.update(
+            self._task, completed=done, total=total, description=text, refresh=True
+        )
+
+    def note(self, text: str) -> None:
+        """As in `Display`."""
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """As in `Display`."""
+        self._bar.stop()
+
+
+class NotebookBar:
+    """An HTML ``<progress>`` element, which needs no widgets."""
+
+    seconds_between = 0.25
+
+    def __init__(self) -> None:
+        self._display = sys.modules["IPython"].display
+        self._handle = self._display.display(
+            self._html(0, None, "compiling"), display_id=True
+        )
+
+    def _html(self, done: int, total: int | None, text: str) -> Any:
+        value = "" if total is None else f' value="{done}" max="{total}"'
+        return self._display.HTML(
+            f"<progress{value}></progress> <code>{html.escape(text)}</code>"
+        )
+
+    def show(self, done: int, total: int | None, text: str) -> None:
+        """As in `Display`."""
+        self._handle.update(self._html(done, total, text))
+
+    def note(self, text: str) -> None:
+        """As in `Display`."""
+        print(text, flush=True)
+
+    def close(self) -> None:
+        """As in `Display`."""
+
+
+def in_notebook() -> bool:
+    """Does this process serve a notebook? IPython is never imported for this."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def choose_display(progress: bool | None) -> Display:
+    """Where to show progress.
+
+    Args:
+      progress: None looks where it runs: a bar on a terminal and in a notebook,
+        else plain lines. True is always a bar, False is nothing.
+
+    Returns:
+      A `Display`.
+
+    Raises:
+      ValueError: ``progress`` is something else.
+    """
+    if progress is not None and not isinstance(progress, bool):
+        raise ValueError(
+            f"progress={progress!r} must be None (a bar where there is a screen, else"
+            " lines), True (a bar) or False (nothing)."
+        )
+    if progress is False:
+        return Nothing()
+    if in_notebook():
+        return NotebookBar()
+    is_terminal = getattr(sys.stdout, "isatty", lambda: False)
+    return TerminalBar() if progress or is_terminal() else Lines()
+
+
+class Progress:
+    """What a run tells a person, no more often than one can read.
+
+    Args:
+      display: Where to.
+      start: Steps that the state had done before.
+      steps: Steps that this run will do, where that is known.
+    """
+
+    def __init__(self, display: Display, start: int, steps: int | None) -> None:
+        self._display, self._start, self._steps = display, start, steps
+        self._next_s = 0.0
+        self._waiting: tuple[int, Mapping[str, Any], float] | None = None
+
+    def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
+        """Steps up to this one are done.
+
+        Args:
+          number: The step's number.
+          metrics: Its metrics; the loss is shown.
+          rate: Steps per second so far.
+        """
+        self._waiting = (number, metrics, rate)
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + self._display.seconds_between
+            self._show()
+
+    def _show(self) -> None:
+        if self._waiting is None:
+            return
+        number, metrics, rate = self._waiting
+        self._waiting = None
+        text = describe_step(number, self._start, self._steps, metrics, rate)
+        self._display.show(number - self._start, self._steps, text)
+
+    def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
+        """An evaluation is done.
+
+        Args:
+          number: The number of the step before it.
+          values: Its metrics.
+        """
+        self._show()
+        shown = "  ".join(f"{name} {format_value(v)}" for name, v in values.items())
+        self._display.note(f"evaluation after step {number}  {shown}")
+
+    def close(self) -> None:
+        """Show the last step, and leave the screen in order."""
+        try:
+            self._show()
+        finally:
+            self._display.close()
+
+
+def describe_step(
+    number: int, start: int, steps: int | None, metrics: Mapping[str, Any], rate: float
+) -> str:
+    """The line of one step.
+
+    Args:
+      number: The step's number.
+      start: The number before the run's first step.
+      steps: Steps of the run; None where that is unknown.
+      metrics: The metrics; the loss is named.
+      rate: Steps per second.
+
+    Returns:
+      The text.
+
+    Example:
+      >>> describe_step(120, 0, 300, {"loss": 0.1234567}, 45.61)
+      'step 120/300  loss 0.1235  45.6 steps/s  0:00:03 left'
+    """
+    total = "" if steps is None else f"/{start + steps}"
+    parts = [f"step {number}{total}"]
+    if "loss" in metrics:
+        parts.append(f"loss {format_value(metrics['loss'])}")
+    parts.append(f"{rate:.1f} steps/s")
+    if steps is not None and rate > 0 and number < start + steps:
+        left_s = int((start + steps - number) / rate)
+        parts.append(f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left")
+    return "  ".join(parts)
+
+
+def format_value(value: Any) -> str:
+    """A metric in a few characters.
+
+    Args:
+      value: A number or an array.
+
+    Returns:
+      Four digits of a number; the shape of an array.
+    """
+    value = np.asarray(value)
+    if value.ndim == 0:
+        return f"{value.item():.4g}" if value.dtype.kind in "iuf" else str(value)
+    return f"array{list(value.shape)}"
