@@ -135,12 +135,12 @@ class HistoryLog:
         """Steps written so far."""
         return self.number - self._start
 
-    def add(self, metrics: Mapping[str, Any], verdict: int, examples: int) -> None:
+    def add(self, metrics: Mapping[str, Any], refused: bool, examples: int) -> None:
         """Write one step.
 
         Args:
           metrics: Host values.
-          verdict: The step's index if it was refused, else -1.
+          refused: Was what is guarded not finite?
           examples: How many it saw.
 
         Raises:
@@ -158,7 +158,7 @@ class HistoryLog:
             self._columns[name].append(value)
         self.number += 1
         self.examples += examples
-        if verdict >= 0:
+        if refused:
             self._skipped.append(self.number)
 
     def history(self, summary: RunSummary) -> History:

@@ -134,7 +134,7 @@ class InferenceStep:
           A ``Program``: ``.call.as_text()`` is the compiler's own text.
         """
         model = _model_of(state, self.strategy.placement)
-        return self._runner.program(model, self.place_batch(batch))
+        return self._runner.program((model,), self.place_batch(batch))
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch.
@@ -151,7 +151,8 @@ class InferenceStep:
           ValueError: A malformed batch, before anything is compiled.
         """
         batch = self.place_batch(batch)
-        (result,) = self._runner(_model_of(state, self.strategy.placement), batch)
+        model = _model_of(state, self.strategy.placement)
+        (result,) = self._runner((model,), batch)
         if self._cuts_padding and batch.padded:
             result = jax.tree.map(lambda x: x[: batch.num_examples[0]], result)
         return result

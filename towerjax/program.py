@@ -225,11 +225,11 @@ class Runner:
         self._max_programs = max_programs
         self._in_flight = InFlight(placement)
 
-    def program(self, first: PyTree, batch: PlacedBatch) -> Program:
+    def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.
 
         Args:
-          first: The step's first argument.
+          first: The step's arguments before the batch's.
           batch: The batch.
 
         Returns:
@@ -242,7 +242,7 @@ class Runner:
         program = self.programs.get(batch.signature)
         if program is None:
             self._refuse_endless_kinds(batch)
-            program = build(self.recipe, self.placement, (first, *batch.args))
+            program = build(self.recipe, self.placement, (*first, *batch.args))
             self.programs[batch.signature] = program
         careless = self.recipe.padding_counts and not program.proof.reads_weight
         if batch.padded and careless:
@@ -267,11 +267,11 @@ class Runner:
             " once."
         )
 
-    def __call__(self, first: PyTree, batch: PlacedBatch) -> Any:
+    def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The step's results.
 
         Args:
-          first: The step's first argument.
+          first: The step's arguments before the batch's.
           batch: The batch.
 
         Returns:
@@ -280,6 +280,6 @@ class Runner:
         program = self.programs.get(batch.signature)
         if program is None or batch.padded:
             program = self.program(first, batch)
-        out = program.call(first, *batch.args)
+        out = program.call(*first, *batch.args)
         self._in_flight.add(out[-1])
         return out

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from towerjax import feed
 from towerjax.evaluate import Batches, evaluate_all
@@ -166,7 +167,7 @@ class _Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    verdict: jax.Array
+    guarded: jax.Array
     num_examples: tuple[int, ...]
 
 
@@ -235,30 +236,30 @@ class _Loop:
             self._compile_s += time.perf_counter() - start_s
             self._compiled.add(placed.signature)
         with self.guard:
-            self.state, metrics, verdict = self._step.dispatch(self.state, placed)
-            self._in_flight.append(_Call(metrics, verdict, placed.num_examples))
+            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
+            self._in_flight.append(_Call(metrics, guarded, placed.num_examples))
             self._dispatched += len(placed.num_examples)
 
     def _fetch(self, allowed: int) -> None:
         """Wait for the oldest calls until so many are in flight; look at each step."""
         while len(self._in_flight) > allowed:
             number = self._log.number
-            rows, verdicts = self._record_oldest()
-            for row, verdict in zip(rows, verdicts, strict=True):
+            rows, refused = self._record_oldest()
+            for row, is_refused in zip(rows, refused, strict=True):
                 number += 1
-                if verdict >= 0 and self._step.options.on_nonfinite == "raise":
-                    raise NonFiniteError(verdict)
+                if is_refused and self._step.options.on_nonfinite == "raise":
+                    raise NonFiniteError(number - 1)
                 for hook in self._hooks:
                     hook(number, row)
             self._progress.step(number, rows[-1], self._rate())
 
-    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[int]]:
+    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[bool]]:
         call = self._in_flight[0]
-        metrics, verdicts = jax.device_get((call.metrics, call.verdict))
+        metrics, guarded = jax.device_get((call.metrics, call.guarded))
         # One step gives scalars, several give a dim of steps, not all of them used.
-        indices = range(len(call.num_examples)) if verdicts.ndim else [()]
+        indices = range(len(call.num_examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        refused = [int(verdicts[i]) for i in indices]
+        refused = [not np.isfinite(guarded[i]) for i in indices]
         with self.guard:
             self._in_flight.popleft()
             for step in zip(rows, refused, call.num_examples, strict=True):

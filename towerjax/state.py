@@ -75,14 +75,35 @@ class TrainState:
     rng: jax.Array
 
 
-STATE_LAYOUT: Any = TrainState(
-    step=Layout.MIRRORED,
-    params=Layout.MIRRORED,
-    opt_state=Layout.MIRRORED,
-    local=Layout.PER_TOWER,
-    rng=Layout.MIRRORED,
-)
-"""The layout of each part of a state, as a prefix tree: the state's own type."""
+CARRY_LAYOUT = {
+    "params": Layout.MIRRORED,
+    "opt_state": Layout.MIRRORED,
+    "local": Layout.PER_TOWER,
+}
+"""What a step takes over and hands on, as a prefix tree of layouts; donated."""
+
+CLOCK_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
+"""What a step reads besides; kept, so that old step numbers can still be read."""
+
+STATE_LAYOUT: Any = TrainState(**CARRY_LAYOUT, **CLOCK_LAYOUT)
+"""The layout of each part of a state: the state's own type."""
+
+
+def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state as a program takes it: what is donated, and what is not.
+
+    Args:
+      state: The state.
+
+    Returns:
+      ``(carry, clock)``, of the layouts above.
+    """
+    carry = {
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "local": state.local,
+    }
+    return carry, {"step": state.step, "rng": state.rng}
 
 
 def _is_local(x: Any) -> bool:

@@ -1,18 +1,22 @@
-"""The pipeline: batch, shard, tower, merge, reduce, update, next state."""
+"""How is a train step built and called? ``(state, batch) -> (state, metrics)``."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from towerjax.gradient import TowerLoss
-from towerjax.outputs import join_weighted, split_weighted
-from towerjax.placement import TowerAxes, over_local_towers, place
+from towerjax.pipeline import (
+    Guard,
+    OnNonfinite,
+    Pipeline,
+    one_step_recipe,
+    repeated_recipe,
+)
+from towerjax.placement import place
 from towerjax.program import Program, Proof, Recipe, Runner, prove
 from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
 from towerjax.state import (
@@ -21,22 +25,11 @@ from towerjax.state import (
     abstract_state,
     check_state,
     init_state,
-    local_values,
-    with_local_values,
+    split_state,
 )
 from towerjax.strategies import Strategy
-from towerjax.tower import TowerInputs
-from towerjax.types import (
-    Layout,
-    LossFn,
-    PyTree,
-    Reduction,
-    Weighted,
-)
-from towerjax.update import Verdicts, apply_update, update_if
-
-OnNonfinite = Literal["raise", "skip", "ignore"]
-Guard = Literal["loss", "gradients"]
+from towerjax.types import LossFn, PyTree, Reduction
+from towerjax.update import Verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,102 +64,6 @@ class StepOptions:
                 raise ValueError(f"{name}={number!r} must be a whole number >= 1.")
 
 
-def _rows_of_local_towers(batch: PyTree, axes: TowerAxes) -> PyTree:
-    """A device's rows ``[k * b, ...]`` as its towers' rows ``[k, b, ...]``."""
-    return jax.tree.map(lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch)
-
-
-def _train_on_device(
-    loss: TowerLoss,
-    optimizer: optax.GradientTransformation,
-    strategy: Strategy,
-    on_nonfinite: OnNonfinite,
-    guard: Guard,
-    axes: TowerAxes,
-) -> Callable[..., tuple[TrainState, dict[str, Any], jax.Array]]:
-    """One train step as each device runs it: ``(state, batch, num_valid)``."""
-    ops = strategy.cross_tower_ops
-
-    def step(
-        state: TrainState, batch: PyTree, num_valid: jax.Array
-    ) -> tuple[TrainState, dict[str, Any], jax.Array]:
-        inputs = TowerInputs(strategy, axes, state.step, state.rng, num_valid)
-
-        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-            rows, local = own
-            grads, total, metrics, local = loss.gradient(
-                state.params, rows, inputs, tower_id, local
-            )
-            summed, mirrored = split_weighted(metrics)
-            return (total, grads, summed), (mirrored, local)
-
-        own = (_rows_of_local_towers(batch, axes), local_values(state.local))
-        sums, (mirrored, local) = over_local_towers(
-            tower_fn, axes, own, stack_sums=ops.needs_every_tower
-        )
-        guarded = sums[0].sum if guard == "loss" else sums[:2]
-        sums = ops.sum_over_towers(sums, axes)
-        finite = sums.finite(len(jax.tree.leaves(guarded)))
-        total, grads, summed = sums.tree()
-        if loss.reduction is Reduction.SUM:
-            total = Weighted(total.sum, jnp.ones_like(total.sum))
-        # Once and behind a barrier: XLA turns some divisions by the same scalar into
-        # products with its inverse and others not, and then bits depend on D.
-        scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
-
-        def update() -> tuple[PyTree, PyTree, PyTree]:
-            scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-            params, opt_state = apply_update(
-                optimizer, scaled, state.opt_state, state.params, total.value
-            )
-            return params, opt_state, with_local_values(state.local, local)
-
-        if on_nonfinite == "ignore":
-            after = update()
-        else:
-            before = (state.params, state.opt_state, state.local)
-            after = update_if(finite, update, before, axes.platform)
-        metrics = join_weighted(
-            [metric.value for metric in summed],
-            jax.tree.map(lambda x: x[0], mirrored),
-        )
-        next_state = TrainState(state.step + 1, *after, state.rng)
-        verdict = jnp.where(finite, -1, state.step)
-        return next_state, {"loss": total.value, **metrics}, verdict
-
-    return step
-
-
-def _repeat_on_device(
-    make_step: Callable[[TowerAxes], Callable[..., Any]], axes: TowerAxes
-) -> Callable[..., Any]:
-    """The first ``count`` of ``K`` stacked batches in one loop, on each device."""
-    step = make_step(axes)
-
-    def steps(
-        state: TrainState, batches: PyTree, num_valid: jax.Array, count: jax.Array
-    ) -> Any:
-        def at(i: Any) -> tuple[PyTree, jax.Array]:
-            return jax.tree.map(lambda x: x[i], batches), num_valid[i]
-
-        _, *shapes = jax.eval_shape(lambda s: step(s, *at(0)), state)
-        kept = jax.tree.map(
-            lambda s: jnp.zeros((num_valid.shape[0], *s.shape), s.dtype), shapes
-        )
-
-        def body(i: jax.Array, carry: Any) -> Any:
-            state, kept = carry
-            state, *results = step(state, *at(i))
-            kept = jax.tree.map(lambda buffer, x: buffer.at[i].set(x), kept, results)
-            return state, kept
-
-        # The count is a value, not a shape: a shorter last call is no new program.
-        state, kept = lax.fori_loop(0, count, body, (state, kept))
-        return state, *kept
-
-    return steps
-
-
 class TrainStep:
     """A pure training step: ``(state, batch) -> (state, metrics)``.
 
@@ -182,32 +79,10 @@ class TrainStep:
     ) -> None:
         self.strategy, self.options, self.optimizer = strategy, options, optimizer
         loss = TowerLoss(loss_fn, options.loss_reduction, options.micro_batches)
-        device_fn = functools.partial(
-            _train_on_device,
-            loss,
-            optimizer,
-            strategy,
-            options.on_nonfinite,
-            options.guard,
+        pipeline = Pipeline(
+            loss, optimizer, strategy, options.on_nonfinite, options.guard
         )
-        in_layouts = {
-            "state": STATE_LAYOUT,
-            "batch": Layout.PER_TOWER,
-            "num_valid": Layout.MIRRORED,
-        }
-        out_layouts = {
-            "state": STATE_LAYOUT,
-            "metrics": Layout.MIRRORED,
-            "verdict": Layout.MIRRORED,
-        }
-        recipe = Recipe(
-            device_fn,
-            in_layouts,
-            out_layouts,
-            donate=options.donate,
-            padding_counts=True,
-        )
-        self._runner = self._run(recipe)
+        self._runner = self._run(one_step_recipe(pipeline, donate=options.donate))
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
             strategy.placement,
@@ -316,7 +191,8 @@ class TrainStep:
         placement = self.strategy.placement
         state = abstract_state(params, self.optimizer, placement.num_towers, local)
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        return prove(self._runner.recipe, placement, (state, batch, count))
+        args = (*split_state(state), batch, count)
+        return prove(self._runner.recipe, placement, args)
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be.
@@ -329,36 +205,39 @@ class TrainStep:
           A ``Program``: ``.call.as_text()`` is the compiler's own text.
         """
         batch = self.place_batch(batch)
-        return self._runner_for(batch).program(state, batch)
+        return self._runner_for(batch).program(split_state(state), batch)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         if len(batch.args) == 2:
             return self._runner
         steps = batch.args[1].shape[0]
         if steps not in self._repeated:
-            self._repeated[steps] = self._run(_repeated_recipe(self._runner.recipe))
+            self._repeated[steps] = self._run(repeated_recipe(self._runner.recipe))
         return self._repeated[steps]
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """The step and its verdict, without looking at the verdict.
+        """The step, without looking at whether its loss was finite.
 
         Args:
           state: The state; donated.
           batch: A placed batch, or several stacked.
 
         Returns:
-          ``(state, metrics, verdict)``; the verdict is ``()`` int32, the number of
-          the step when what is guarded was not finite, else -1. For stacked
-          batches metrics and verdict are ``[K]``, of which the first so many count.
+          ``(state, metrics, guarded)``; ``guarded`` is ``()`` float32 and not finite
+          when the step was refused. For stacked batches metrics and ``guarded`` are
+          ``[K]``, of which the first so many count.
         """
         try:
-            return self._runner_for(batch)(state, batch)
+            carry, step, metrics, guarded = self._runner_for(batch)(
+                split_state(state), batch
+            )
         except (AttributeError, TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
+        return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -380,18 +259,11 @@ class TrainStep:
           NonFiniteError: With ``on_nonfinite="raise"``, up to 16 steps after one
             whose loss was not finite. That step changed nothing.
         """
-        state, metrics, verdict = self.dispatch(state, self.place_batch(batch))
+        number = state.step
+        state, metrics, guarded = self.dispatch(state, self.place_batch(batch))
         if self.options.on_nonfinite == "raise":
-            self._verdicts.add(verdict)
+            self._verdicts.add(number, guarded)
         return state, metrics
-
-
-def _repeated_recipe(recipe: Recipe) -> Recipe:
-    """Several steps in one program: ``(state, [K, B, ...], [K], count)``."""
-    layouts = {**recipe.in_layouts, "batch": Layout.PER_TOWER_STEPS}
-    layouts["count"] = Layout.MIRRORED
-    device_fn = functools.partial(_repeat_on_device, recipe.device_fn)
-    return dataclasses.replace(recipe, device_fn=device_fn, in_layouts=layouts)
 
 
 def build_train_step(

@@ -1,10 +1,10 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
-import collections
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -132,35 +132,36 @@ class NonFiniteError(FloatingPointError):
 
 
 class Verdicts:
-    """Verdicts of steps that are still running, looked at some steps later.
+    """Were the last steps refused? Looked at some steps later.
 
     Looking at each at once would stall the devices at every step.
     """
 
     def __init__(self) -> None:
-        self._pending: collections.deque[jax.Array] = collections.deque()
+        self._pending: list[tuple[jax.Array, jax.Array]] = []
 
-    def add(self, verdict: jax.Array) -> None:
-        """Note a verdict; now and then look at the old ones.
+    def add(self, number: jax.Array, guarded: jax.Array) -> None:
+        """Note a step; now and then look at the old ones.
 
         Args:
-          verdict: ``()`` int32, the step's number if it was refused, else -1.
+          number: ``()`` int32, which step it is.
+          guarded: ``()``, not finite if it was refused.
 
         Raises:
           NonFiniteError: A step was refused.
         """
-        self._pending.append(verdict)
+        self._pending.append((number, guarded))
         if len(self._pending) >= 16:
             self.settle()
 
     def settle(self) -> None:
-        """Look at all verdicts, waiting for them.
+        """Look at all steps, waiting for them.
 
         Raises:
           NonFiniteError: A step was refused; the first one is named.
         """
-        verdicts = jax.device_get(list(self._pending))
-        self._pending.clear()
-        for verdict in verdicts:
-            if verdict >= 0:
-                raise NonFiniteError(int(verdict))
+        pending, self._pending = self._pending, []
+        values = jax.device_get([guarded for _, guarded in pending])
+        for (number, _), value in zip(pending, values, strict=True):
+            if not np.isfinite(value):
+                raise NonFiniteError(int(number))

@@ -1,0 +1,206 @@
+"""What does one device do in a train step? Tower, reduce, update, next state."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from towerjax.gradient import TowerLoss
+from towerjax.outputs import join_weighted, split_weighted
+from towerjax.placement import TowerAxes, over_local_towers
+from towerjax.program import Recipe
+from towerjax.state import (
+    CARRY_LAYOUT,
+    CLOCK_LAYOUT,
+    local_values,
+    with_local_values,
+)
+from towerjax.strategies import Strategy
+from towerjax.tower import TowerInputs
+from towerjax.types import Layout, PyTree, Reduction, Weighted
+from towerjax.update import apply_update, update_if
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+Guard = Literal["loss", "gradients"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A train step before it is compiled.
+
+    Attributes:
+      loss: The loss function and what is known about it.
+      optimizer: Any optax transformation.
+      strategy: Which towers, where, and how they reduce.
+      on_nonfinite: Is a step whose ``guard`` is not finite refused?
+      guard: What has to be finite.
+    """
+
+    loss: TowerLoss
+    optimizer: optax.GradientTransformation
+    strategy: Strategy
+    on_nonfinite: OnNonfinite
+    guard: Guard
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The step as each device runs it.
+
+        Args:
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, guarded)``.
+        """
+
+        def step(
+            carry: dict[str, Any],
+            clock: dict[str, jax.Array],
+            batch: PyTree,
+            num_valid: jax.Array,
+        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array]:
+            inputs = TowerInputs(
+                self.strategy, axes, clock["step"], clock["rng"], num_valid
+            )
+            sums, (mirrored, local) = self._towers(carry, batch, inputs)
+            sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
+            total, grads, summed = sums.tree()
+            if self.loss.reduction is Reduction.SUM:
+                total = Weighted(total.sum, jnp.ones_like(total.sum))
+            guarded = loss = total.value
+            if self.guard == "gradients":
+                num_guarded = len(jax.tree.leaves((total, grads)))
+                guarded = jnp.where(sums.finite(num_guarded), loss, jnp.nan)
+            local = with_local_values(carry["local"], local)
+            carry = self._update(carry, grads, total, local, guarded, axes)
+            metrics = join_weighted(
+                [metric.value for metric in summed],
+                jax.tree.map(lambda x: x[0], mirrored),
+            )
+            return carry, clock["step"] + 1, {"loss": loss, **metrics}, guarded
+
+        return step
+
+    def _towers(
+        self, carry: dict[str, Any], batch: PyTree, inputs: TowerInputs
+    ) -> tuple[PyTree, PyTree]:
+        """What this device's towers add up, and what each keeps, ``[k, ...]``."""
+        axes = inputs.axes
+
+        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+            rows, local = own
+            grads, total, metrics, local = self.loss.gradient(
+                carry["params"], rows, inputs, tower_id, local
+            )
+            summed, mirrored = split_weighted(metrics)
+            return (total, grads, summed), (mirrored, local)
+
+        rows = jax.tree.map(
+            lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
+        )
+        stack_sums = self.strategy.cross_tower_ops.needs_every_tower
+        own = (rows, local_values(carry["local"]))
+        return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+
+    def _update(
+        self,
+        carry: dict[str, Any],
+        grads: PyTree,
+        total: Weighted,
+        local: PyTree,
+        guarded: jax.Array,
+        axes: TowerAxes,
+    ) -> dict[str, Any]:
+        """The next carry, or this one when the step is refused."""
+        # Once and behind a barrier: XLA turns some divisions by the same scalar into
+        # products with its inverse and others not, and then bits depend on D.
+        scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
+
+        def update() -> dict[str, Any]:
+            scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            params, opt_state = apply_update(
+                self.optimizer, scaled, carry["opt_state"], carry["params"], total.value
+            )
+            return {"params": params, "opt_state": opt_state, "local": local}
+
+        if self.on_nonfinite == "ignore":
+            return update()
+        return update_if(jnp.isfinite(guarded), update, carry, axes.platform)
+
+
+def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
+    """The recipe of a single step.
+
+    Args:
+      pipeline: The step.
+      donate: May the next carry take over the carry's buffers?
+
+    Returns:
+      A `Recipe`: ``(carry, clock, batch, num_valid)``.
+    """
+    in_layouts = {
+        "state": CARRY_LAYOUT,
+        "clock": CLOCK_LAYOUT,
+        "batch": Layout.PER_TOWER,
+        "num_valid": Layout.MIRRORED,
+    }
+    out_layouts = {
+        "state": CARRY_LAYOUT,
+        "step": Layout.MIRRORED,
+        "metrics": Layout.MIRRORED,
+        "guarded": Layout.MIRRORED,
+    }
+    return Recipe(
+        pipeline.on_device, in_layouts, out_layouts, donate=donate, padding_counts=True
+    )
+
+
+def repeated_recipe(recipe: Recipe) -> Recipe:
+    """Several steps in one program.
+
+    Args:
+      recipe: Of a single step.
+
+    Returns:
+      A `Recipe`: ``(carry, clock, [K, B, ...], [K], count)``, of which the first
+      ``count`` steps are done.
+    """
+
+    def on_device(axes: TowerAxes) -> Callable[..., Any]:
+        return _repeated(recipe.device_fn(axes))
+
+    in_layouts = {**recipe.in_layouts, "batch": Layout.PER_TOWER_STEPS}
+    in_layouts["count"] = Layout.MIRRORED
+    return dataclasses.replace(recipe, device_fn=on_device, in_layouts=in_layouts)
+
+
+def _repeated(step: Callable[..., Any]) -> Callable[..., Any]:
+    def steps(
+        carry: Any, clock: Any, batches: PyTree, num_valid: jax.Array, count: jax.Array
+    ) -> Any:
+        def at(carry: Any, number: jax.Array, i: Any) -> Any:
+            batch = jax.tree.map(lambda x: x[i], batches)
+            return step(carry, {**clock, "step": number}, batch, num_valid[i])
+
+        shapes = jax.eval_shape(lambda: at(carry, clock["step"], 0))[2:]
+        kept = jax.tree.map(
+            lambda s: jnp.zeros((num_valid.shape[0], *s.shape), s.dtype), shapes
+        )
+
+        def body(i: jax.Array, done: Any) -> Any:
+            carry, number, kept = done
+            carry, number, *results = at(carry, number, i)
+            kept = jax.tree.map(
+                lambda buffer, x: buffer.at[i].set(x), kept, tuple(results)
+            )
+            return carry, number, kept
+
+        # The count is a value, not a shape: a shorter last call is no new program.
+        done = lax.fori_loop(0, count, body, (carry, clock["step"], tuple(kept)))
+        carry, number, kept = done
+        return carry, number, *kept
+
+    return steps
