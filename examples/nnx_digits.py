@@ -1,8 +1,8 @@
 """The digits of ``digits.py`` with a ``flax.nnx`` model, split and merged in a tower.
 
 nnx modules hold their arrays; a tower function is pure. So the module is split once:
-parameters are mirrored, batch statistics are tower-local, and the dropout's stream
-is seeded anew from ``tower.rng``. Inside a tower it is merged again.
+parameters are mirrored and batch statistics tower-local. Inside a tower it is merged
+again, and the dropout's stream is seeded anew from ``tower.rng``.
 
     python examples/nnx_digits.py
 """
@@ -26,6 +26,7 @@ class Network(nnx.Module):
     """One convolution and two dense layers: ``[b, 8, 8, 1]`` -> ``[b, 10]``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
+        """The layers with their arrays."""
         self.conv = nnx.Conv(1, 16, (3, 3), strides=2, rngs=rngs)
         self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
         self.hidden = nnx.Linear(4 * 4 * 16, 64, rngs=rngs)
@@ -50,7 +51,7 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def main() -> None:
-    model = Network(nnx.Rngs(0))
+    model = Network(nnx.Rngs(params=0, dropout=1))
     graph, params, batch_stats, streams = nnx.split(
         model, nnx.Param, nnx.BatchStat, nnx.RngState
     )
@@ -62,7 +63,8 @@ def main() -> None:
     def loss_fn(params: Any, batch: Any, tower: tj.Tower) -> tj.TowerOutput:
         model = merge(params, tower)
         model.train()
-        nnx.reseed(model, default=tower.rng)
+        # By the name of the stream that there is: another name reseeds nothing.
+        nnx.reseed(model, dropout=tower.rng)
         losses = optax.softmax_cross_entropy_with_integer_labels(
             model(batch["image"]), batch["label"]
         )

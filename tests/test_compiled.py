@@ -1,0 +1,273 @@
+"""What is compiled, and how often: traces, collectives, donated buffers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+LAYERS, WIDTH = 25, 8  # 50 parameters
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5,
+            "b": np.zeros(WIDTH, np.float32),
+        }
+        for _ in range(LAYERS)
+    ]
+
+
+def loss_fn(params, batch, tower):
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"] + layer["b"][None])
+    return tj.TowerOutput(
+        loss=tj.Weighted.mean((x**2).mean(-1), tower.weight),
+        metrics={"largest": tj.Weighted.mean(jnp.abs(x).max(-1), tower.weight)},
+    )
+
+
+def batch(rows=32):
+    rng = np.random.default_rng(1)
+    return {"x": rng.normal(size=(rows, WIDTH)).astype(np.float32)}
+
+
+def devices(count):
+    return tuple(f"cpu:{i}" for i in range(count))
+
+
+def lines_with(text, *operations):
+    return [
+        line
+        for line in text.splitlines()
+        if any(f" {op}(" in line or f" {op}-start(" in line for op in operations)
+    ]
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
+               "collective-permute", "collective-broadcast")  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_one_all_reduce_for_fifty_gradients(micro_batches, executor):
+    strategy = tj.Mirrored(devices=devices(8), executor=executor)
+    step = tj.build_train_step(
+        loss_fn, optax.adam(1e-3), strategy, micro_batches=micro_batches
+    )
+    program = step.program(step.init(params()), batch())
+    found = lines_with(program.call.as_text(), *COLLECTIVES)
+    assert len(found) == 1 and " all-reduce(" in found[0], found
+    # One flat buffer of all gradients, two sums and two weights, not 54 operands.
+    numbers = LAYERS * (WIDTH * WIDTH + WIDTH) + 4
+    assert f"f32[{numbers}]" in found[0]
+
+
+def test_large_leaves_travel_alone_in_the_same_all_reduce():
+    wide = {"w": np.ones((200, 200), np.float32), "b": np.zeros(200, np.float32)}
+
+    def loss_fn(params, batch, tower):
+        out = batch["x"][:, :1] * params["w"].sum(0)[None] + params["b"][None]
+        return tj.Weighted.mean((out**2).sum(-1), tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(devices(2)))
+    text = step.program(step.init(wide), batch()).call.as_text()
+    found = lines_with(text, *COLLECTIVES)
+    assert len(found) == 1
+    assert "f32[200,200]" in found[0] and "f32[202]" in found[0]
+
+
+def test_pinned_tree_moves_its_parts_once():
+    strategy = tj.Mirrored(devices=devices(8), cross_tower_ops=tj.PinnedTree())
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
+    text = step.program(step.init(params()), batch()).call.as_text()
+    assert len(lines_with(text, "all-to-all")) == 1
+    assert len(lines_with(text, "all-gather")) == 1
+    assert len(lines_with(text, *COLLECTIVES)) == 2
+
+
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+@pytest.mark.parametrize("towers", [1, 4])
+@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
+def test_one_device_has_no_collective(towers, local, ops):
+    strategy = tj.Mirrored(
+        devices=devices(1), towers=towers, local=local, cross_tower_ops=ops
+    )
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
+    program = step.program(step.init(params()), batch())
+    assert lines_with(program.call.as_text(), *COLLECTIVES) == []
+
+
+def test_the_proof_lists_the_one_reduction():
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(towers=4096))
+    shapes = {"x": jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)}
+    (collective,) = step.check(params(), shapes).analysis.collectives
+    assert collective.primitive == "psum" and collective.trips == 1
+    assert collective.bytes == 4 * (LAYERS * (WIDTH * WIDTH + WIDTH) + 4)
+
+
+@pytest.fixture
+def compiles():
+    """Counts backend compilations from here on."""
+    events = []
+
+    def listen(name, seconds, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            events.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_one_compile_and_no_trace_after_the_first_step(count, executor, compiles):
+    traces = []
+
+    def counting(params, batch, tower):
+        traces.append(tower)
+        return loss_fn(params, batch, tower)
+
+    strategy = tj.Mirrored(devices=devices(count), executor=executor)
+    step = tj.build_train_step(counting, optax.adam(1e-3), strategy, remainder="pad")
+    state = step.init(params())
+    placed = step.place_batch(batch())
+    compiles.clear()
+    state, _ = step(state, placed)
+    assert len(compiles) == 1
+    # Where a device runs one tower the proof reads the program's own trace.
+    expected = 1 if executor == "shard_map" and count == 8 else 2
+    assert len(traces) == expected
+    for rows in (32, 32, 27, 1):  # ragged batches are filled up: no new program
+        state, _ = step(state, batch(rows))
+    assert len(traces) == expected
+    assert len(compiles) == 1
+    assert int(state.step) == 5
+
+
+@pytest.mark.parametrize(
+    ("count", "executor", "local"),
+    [(1, "shard_map", "vmap"), (8, "shard_map", "vmap"), (4, "shard_map", "scan"),
+     (8, "pmap", "vmap")],
+)  # fmt: skip
+def test_donated_buffers_really_alias(count, executor, local):
+    strategy = tj.Mirrored(
+        devices=devices(count), towers=8, executor=executor, local=local
+    )
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
+    state = step.init(params())
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    size = sum(x.nbytes for x in leaves)
+    program = step.program(state, batch())
+    assert program.call.memory_analysis().alias_size_in_bytes >= size
+    state, _ = step(state, batch())  # the first buffers came from the host
+    where = [x.addressable_shards[0].data.unsafe_buffer_pointer()
+             for x in jax.tree.leaves(state.params)]  # fmt: skip
+    before = state
+    state, _ = step(state, batch())
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.params))
+    now = [x.addressable_shards[0].data.unsafe_buffer_pointer()
+           for x in jax.tree.leaves(state.params)]  # fmt: skip
+    assert now == where
+
+
+def test_without_donation_the_state_stays():
+    step = tj.build_train_step(
+        loss_fn, optax.adam(1e-3), tj.Mirrored(devices(2)), donate=False
+    )
+    state = step.init(params())
+    again, _ = step(state, batch())
+    twice, _ = step(state, batch())
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(twice), strict=True):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_init_copies_so_donation_spares_the_callers_arrays():
+    mine = jax.tree.map(jnp.asarray, params())
+    kept = jax.tree.map(np.array, mine)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0",)))
+    state = step.init(mine)
+    for _ in range(2):
+        state, _ = step(state, batch())
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rng_depends_on_seed_step_tower_and_not_on_devices():
+    def noisy(params, batch, tower):
+        noise = jax.random.normal(tower.rng, batch["x"].shape[:1])
+        loss = tj.Weighted.mean(params * batch["x"][:, 0], tower.weight)
+        return tj.TowerOutput(loss=loss, local={"noise": noise})
+
+    seen = {}
+    for count, local in ((1, "vmap"), (1, "scan"), (2, "vmap"), (4, "vmap")):
+        strategy = tj.Mirrored(devices=devices(count), towers=4, local=local)
+        step = tj.build_train_step(noisy, optax.sgd(0.1), strategy)
+        zeros = tj.TowerLocal(np.zeros(2, np.float32), tj.Reduction.MEAN)
+        state = step.init(np.float32(1), local={"noise": zeros}, rng=jax.random.key(5))
+        noises = []
+        for _ in range(3):
+            state, _ = step(state, batch(8))
+            noises.append(np.asarray(state.local["noise"].value))
+        seen[count, local] = np.stack(noises)
+    first = seen[1, "vmap"]
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(5), 2), 3)
+    np.testing.assert_array_equal(first[2, 3], jax.random.normal(key, (2,)))
+    assert len(np.unique(first)) == first.size  # no tower, no step shares a key
+    for other in seen.values():
+        np.testing.assert_array_equal(other, first)
+
+
+def test_micro_batches_draw_their_own_noise():
+    def noisy(params, batch, tower):
+        noise = jax.random.normal(tower.rng, ())
+        loss = tj.Weighted.mean(params * batch["x"][:, 0], tower.weight)
+        seen = jnp.roll(tower.local["noise"], 1).at[0].set(noise)
+        return tj.TowerOutput(loss=loss, local={"noise": seen})
+
+    step = tj.build_train_step(
+        noisy, optax.sgd(0.1), tj.Mirrored(devices(2)), micro_batches=4
+    )
+    zeros = tj.TowerLocal(np.zeros(4, np.float32), tj.Reduction.MEAN)
+    state, _ = step(step.init(np.float32(1), local={"noise": zeros}), batch(16))
+    assert len(np.unique(np.asarray(state.local["noise"].value))) == 8
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adam(1e-2), optax.lamb(1e-2), optax.contrib.muon(1e-2),
+     optax.chain(optax.clip(0.1), optax.sgd(0.1, momentum=0.9)),
+     optax.contrib.reduce_on_plateau(), optax.MultiSteps(optax.sgd(0.1), 2)],
+    ids=["adam", "lamb", "muon", "clip", "plateau", "multi_steps"],
+)  # fmt: skip
+def test_the_optimizer_sees_one_whole_gradient(optimizer):
+    def reference(params, batch):
+        losses = (batch["x"] @ params["w"]) ** 2
+        return losses.mean()
+
+    def tower_loss(params, batch, tower):
+        return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2, tower.weight)
+
+    rng = np.random.default_rng(3)
+    start = {"w": rng.normal(size=(WIDTH, 4)).astype(np.float32)}
+    step = tj.build_train_step(tower_loss, optimizer, tj.Mirrored(devices(4)))
+    state = step.init(start)
+    mine, opt_state = jax.tree.map(jnp.asarray, start), optimizer.init(start)
+    for _ in range(4):
+        state, _ = step(state, batch())
+        loss, grads = jax.value_and_grad(reference)(mine, batch())
+        updates, opt_state = optax.with_extra_args_support(optimizer).update(
+            grads, opt_state, mine, value=loss
+        )
+        mine = optax.apply_updates(mine, updates)
+    np.testing.assert_allclose(state.params["w"], mine["w"], rtol=0, atol=2e-5)
+    if "plateau" not in str(optimizer):
+        assert jax.tree.structure(state.opt_state) == jax.tree.structure(opt_state)

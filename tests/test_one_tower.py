@@ -1,0 +1,230 @@
+"""N towers equal one tower: against the NumPy float64 oracle, on every executor."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+
+import towerjax as tj
+
+FEATURES, CLASSES, DECAY, RATE = 5, 3, 0.9, 0.5
+EPS = np.finfo(np.float32).eps
+# The longest sum has 24 examples; each of the handful of operations on the way to a
+# result rounds once, and 3 steps compound: 24 * 3 roundings, with a factor 2 for tanh.
+TOLERANCE = 2 * 24 * 3 * EPS
+SIZES = {"divisible": 24, "ragged": 19, "fewer than towers": 3}
+EXECUTORS = {
+    "shard_map": dict(executor="shard_map", local="vmap"),
+    "pmap": dict(executor="pmap", local="vmap"),
+    "shard_map scan": dict(executor="shard_map", local="scan"),
+    "pmap scan": dict(executor="pmap", local="scan"),
+}
+KINDS = {
+    "weighted": None,
+    "sum": tj.Reduction.SUM,
+    "mean": tj.Reduction.MEAN,
+}
+
+
+def layouts():
+    for towers in (1, 2, 3, 4, 8):
+        for devices in range(1, towers + 1):
+            if towers % devices == 0:
+                yield towers, devices
+
+
+def data(num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(num_rows, FEATURES)).astype(np.float32),
+        "y": rng.normal(size=(num_rows, CLASSES)).astype(np.float32),
+        "weight": rng.uniform(0.05, 1, size=num_rows).astype(np.float32),
+    }
+
+
+def loss_fn(kind, params, batch, tower):
+    logits = batch["x"] @ params["w"] + params["b"][None]
+    losses = (jnp.tanh(logits - batch["y"]) ** 2).sum(-1) / 2
+    weight = tower.weight * batch["weight"]
+    loss = tj.Weighted.mean(losses, weight)
+    hits = logits.argmax(-1) == batch["y"].argmax(-1)
+    inputs = tj.Weighted(weight @ batch["x"], weight.sum())
+    mean = DECAY * tower.local["mean"] + (1 - DECAY) * inputs.value
+    mean = jnp.where(inputs.weight > 0, mean, tower.local["mean"])
+    return tj.TowerOutput(
+        loss=loss if kind == "weighted" else loss.sum,
+        metrics={
+            "accuracy": tj.Weighted.mean(hits, weight),
+            "weight_norm": jnp.sqrt((params["w"] ** 2).sum()),
+        },
+        local={"mean": mean},
+    )
+
+
+def start():
+    rng = np.random.default_rng(7)
+    return {
+        "w": rng.normal(size=(FEATURES, CLASSES)).astype(np.float32),
+        "b": rng.normal(size=CLASSES).astype(np.float32),
+    }
+
+
+@functools.cache
+def trainer(executor, towers, devices, kind):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(devices=names, towers=towers, **EXECUTORS[executor])
+    return tj.build_train_step(
+        functools.partial(loss_fn, kind),
+        optax.sgd(RATE),
+        strategy,
+        loss_reduction=KINDS[kind],
+        remainder="pad",
+    )
+
+
+def close(got, expected, what):
+    scale = max(np.abs(expected).max(), 1.0)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), expected, rtol=0, atol=TOLERANCE * scale,
+        err_msg=what,
+    )  # fmt: skip
+
+
+def check(executor, towers, devices, kind, size):
+    # The full batch comes first, so that a ragged one is padded up to its size.
+    step = trainer(executor, towers, devices, kind)
+    params = start()
+    local = {"mean": np.zeros(FEATURES, np.float32)}
+    local = {"mean": tj.TowerLocal(local["mean"], tj.Reduction.MEAN)}
+    state = step.init(params, local=local)
+    model = oracle.Model(
+        params["w"].astype(np.float64),
+        params["b"].astype(np.float64),
+        np.zeros((towers, FEATURES)),
+    )
+    full = 24  # every T here divides it
+    for number, rows in enumerate((full, SIZES[size], full)):
+        batch = data(rows, seed=number)
+        before = jax.device_get(state.params)
+        state, metrics = step(state, batch)
+        wide = {name: x.astype(np.float64) for name, x in batch.items()}
+        shares = full if size != "divisible" or rows == full else towers
+        model, grads, expected = oracle.step(
+            model, wide, num_towers=towers, shares=shares, kind=kind,
+            learning_rate=RATE, decay=DECAY,
+        )  # fmt: skip
+        for name in ("w", "b"):
+            moved = (before[name] - jax.device_get(state.params)[name]) / RATE
+            assert np.abs(grads[name]).max() > 0.01, "the test would prove nothing"
+            close(moved, grads[name], f"gradient of {name}, step {number}")
+            close(state.params[name], getattr(model, name), name)
+        close(state.local["mean"].value, model.mean, "tower-local means")
+        for name, value in expected.items():
+            close(metrics[name], value, name)
+    read = tj.read_local(state.local)["mean"]
+    close(read, model.mean.mean(0), "aggregate of the means")
+    assert int(state.step) == 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (3, 3), (8, 1), (8, 4)])
+def test_towers_equal_one_tower(executor, towers, devices, kind, size):
+    check(executor, towers, devices, kind, size)
+
+
+REST = [x for x in layouts() if x not in [(1, 1), (3, 3), (8, 1), (8, 4)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("towers", "devices"), REST)
+def test_all_layouts_equal_one_tower(executor, towers, devices, kind, size):
+    check(executor, towers, devices, kind, size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("towers", "devices", "local"), [(1, 1, "vmap"), (2, 2, "vmap"), (4, 2, "scan")]
+)
+@pytest.mark.parametrize("rows", [24, 21])
+def test_micro_batches_are_sums_over_weights(towers, devices, local, kind, rows):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(devices=names, towers=towers, local=local)
+    step = tj.build_train_step(
+        functools.partial(loss_fn_without_local, kind), optax.sgd(RATE), strategy,
+        loss_reduction=KINDS[kind], remainder="pad", micro_batches=3,
+    )  # fmt: skip
+    params, batch = start(), data(rows)
+    state, metrics = step(step.init(params), batch)
+    model = oracle.Model(params["w"], params["b"], np.zeros((towers, FEATURES)))
+    wide = {name: x.astype(np.float64) for name, x in batch.items()}
+    model, grads, expected = oracle.step(
+        model, wide, num_towers=towers, shares=3 * towers, kind=kind,
+        learning_rate=RATE, decay=DECAY,
+    )  # fmt: skip
+    if kind == "mean":  # a tower's mean is the mean of its micro-batches' values
+        grads = {name: grad / 3 for name, grad in grads.items()}
+        expected["loss"] /= 3
+    for name in ("w", "b"):
+        moved = (params[name] - jax.device_get(state.params)[name]) / RATE
+        assert np.abs(grads[name]).max() > 0.01
+        close(moved, grads[name], name)
+    close(metrics["loss"], expected["loss"], "loss")
+    close(metrics["accuracy"], expected["accuracy"], "accuracy")
+
+
+def loss_fn_without_local(kind, params, batch, tower):
+    class Stateless:
+        weight, local = tower.weight, {"mean": jnp.zeros(FEATURES)}
+
+    out = loss_fn(kind, params, batch, Stateless)
+    metrics = {"accuracy": out.metrics["accuracy"]}
+    return tj.TowerOutput(loss=out.loss, metrics=metrics)
+
+
+@pytest.mark.parametrize(("towers", "devices"), [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 24])
+def test_evaluation_and_prediction_are_exact_for_any_size(towers, devices, rows):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(devices=names, towers=towers)
+    params, batch = start(), data(rows)
+
+    def metric_fn(params, batch, tower):
+        out = loss_fn_without_local("weighted", params, batch, tower)
+        return {"loss": out.loss, **out.metrics}
+
+    metrics = tj.build_eval_step(metric_fn, strategy)(params, batch)
+    wide = {name: x.astype(np.float64) for name, x in batch.items()}
+    losses, _, _ = oracle.losses_and_gradients(
+        params["w"].astype(np.float64), params["b"], wide["x"], wide["y"]
+    )
+    weight = wide["weight"]
+    close(metrics["loss"].value, (weight * losses).sum() / weight.sum(), "loss")
+    close(metrics["loss"].weight, weight.sum(), "weight")
+    predict = tj.build_predict_step(
+        lambda p, b, tower: {"logits": b["x"] @ p["w"] + p["b"][None]}, strategy
+    )
+    logits = predict(params, batch)["logits"]
+    expected = wide["x"] @ params["w"].astype(np.float64) + params["b"]
+    assert logits.shape == (rows, CLASSES)
+    close(logits, expected, "logits, in row order")
+
+
+def test_all_weights_zero_changes_nothing_and_is_no_nan():
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
+    step = tj.build_train_step(
+        functools.partial(loss_fn_without_local, "weighted"), optax.sgd(RATE), strategy
+    )
+    params, batch = start(), data(4)
+    batch["weight"][:] = 0
+    state, metrics = step(step.init(params), batch)
+    assert float(metrics["loss"]) == 0.0
+    np.testing.assert_array_equal(state.params["w"], params["w"])

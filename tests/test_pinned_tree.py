@@ -1,0 +1,109 @@
+"""PinnedTree: the same bits on any number of devices."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.collectives import _add_pairwise
+
+ROWS = 61  # ragged: 8 towers have 8 rows each, the last one 5
+
+
+class Network(nn.Module):
+    """A convolution, dropout and two dense layers."""
+
+    @nn.compact
+    def __call__(self, x, dropout_rng):
+        x = nn.relu(nn.Conv(4, (3, 3))(x))
+        x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(16)(x))
+        x = nn.Dropout(0.2, deterministic=False)(x, rng=dropout_rng)
+        return nn.Dense(10)(x)
+
+
+def loss_fn(params, batch, tower):
+    logits = Network().apply({"params": params}, batch["x"], tower.rng)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    hits = logits.argmax(-1) == batch["y"]
+    return tj.TowerOutput(
+        loss=tj.Weighted.mean(losses, tower.weight * batch["weight"]),
+        metrics={"accuracy": tj.Weighted.mean(hits, tower.weight)},
+    )
+
+
+def batches(steps):
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        yield {
+            "x": rng.normal(size=(ROWS, 8, 8, 1)).astype(np.float32),
+            "y": rng.integers(0, 10, ROWS),
+            "weight": rng.uniform(size=ROWS).astype(np.float32),
+        }
+
+
+def train(ops, towers, devices, *, steps, optimizer, **options):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(
+        devices=names, towers=towers, local="scan", cross_tower_ops=ops
+    )
+    step = tj.build_train_step(loss_fn, optimizer, strategy, remainder="pad", **options)
+    first = next(batches(1))
+    params = Network().init(jax.random.key(1), first["x"], jax.random.key(2))["params"]
+    state, metrics = step.init(params, rng=jax.random.key(3)), []
+    for batch in batches(steps):
+        state, one = step(state, batch)
+        metrics.append(one)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, state.params)
+    assert min(jax.tree.leaves(moved)) > 1e-4, "a parameter did not train"
+    return jax.device_get((state.params, state.opt_state, metrics))
+
+
+def differing_leaves(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return [i for i, (x, y) in enumerate(pairs) if x.tobytes() != y.tobytes()]
+
+
+ADAM = optax.adam(1e-2)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def test_fifty_adam_steps_have_the_same_bits_on_any_devices():
+    runs = [
+        train(tj.PinnedTree(), 8, devices, steps=50, optimizer=ADAM)
+        for devices in (1, 2, 4, 8)
+    ]
+    for other in runs[1:]:
+        assert differing_leaves(runs[0], other) == []
+
+
+def test_the_plain_all_reduce_does_not():
+    one = train(tj.AllReduce(), 8, 1, steps=10, optimizer=ADAM)
+    eight = train(tj.AllReduce(), 8, 8, steps=10, optimizer=ADAM)
+    assert len(differing_leaves(one, eight)) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [3, 6])
+def test_towers_that_are_no_power_of_two_too(towers):
+    devices = [d for d in range(1, towers + 1) if towers % d == 0]
+    runs = [
+        train(tj.PinnedTree(), towers, d, steps=10, optimizer=CLIPPED, micro_batches=2)
+        for d in devices
+    ]
+    for other in runs[1:]:
+        assert differing_leaves(runs[0], other) == []
+
+
+def test_the_tree_depends_on_the_number_of_towers_alone():
+    rows = np.random.default_rng(0).normal(size=(12, 1000)).astype(np.float32)
+    whole = _add_pairwise(jnp.asarray(rows))
+    for local in (1, 2, 4):  # powers of two: a device's towers are a subtree
+        parts = [_add_pairwise(jnp.asarray(x)) for x in np.split(rows, 12 // local)]
+        again = _add_pairwise(jnp.stack(parts))
+        np.testing.assert_array_equal(whole, again)
+    thirds = [_add_pairwise(jnp.asarray(x)) for x in np.split(rows, 4)]
+    assert (np.asarray(_add_pairwise(jnp.stack(thirds))) != np.asarray(whole)).any()
