@@ -120,7 +120,7 @@ def analyse(
     found = []
     outs, _ = _walk(body, ins, _Context(towers, found, None, 1, None))
     return Analysis(
-        outputs=tuple(m and Dependence(m.source, _line(m.site)) for m in outs),
+        outputs=tuple(m and Dependence(m.source, _made_at(m)) for m in outs),
         hangs=tuple(hang for _, hang in found if hang),
         collectives=tuple(collective for collective, _ in found),
     )
@@ -184,6 +184,7 @@ class _Mark(NamedTuple):  # the value may differ along `axes`; made at `site`
     axes: frozenset[str]
     source: str
     site: _Site | None
+    before: Any = None  # the operand's mark
 
 
 class _Context(NamedTuple):  # around the walk: equations, trips, split control
@@ -231,7 +232,7 @@ def _rule_of(eqn: JaxprEqn) -> Callable[[JaxprEqn, _Marks, _Context], _Marks]:
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     mark = functools.reduce(_merge, ins, None)
-    mark = mark and mark._replace(site=(eqn, context.outer))
+    mark = mark and mark._replace(site=(eqn, context.outer), before=mark)
     # A Ref is written in place: from here on it holds what went into the equation.
     return [mark] * (len(eqn.outvars) + len(_refs(eqn)))
 
@@ -250,7 +251,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     _record(eqn, context, bool(axes))
     groups = eqn.params.get("axis_index_groups")
     if name in _REDUCTIONS and groups is None:
-        left = [m and m._replace(axes=m.axes - axes, site=site) for m in ins]
+        left = [m and m._replace(axes=m.axes - axes, site=site, before=m) for m in ins]
         return [m if m and m.axes else None for m in left]
     # Sums over groups of unequal size differ even when their operands are equal.
     even = groups is not None and len({len(group) for group in groups}) == 1
@@ -364,6 +365,15 @@ def _is_full(eqn: JaxprEqn) -> bool:
     sizes = eqn.invars[0].aval.sharding.mesh.shape
     size = math.prod(sizes.get(name, math.inf) for name in _named_axes(eqn))
     return len({target for _, target in eqn.params["perm"]}) == size
+
+
+def _made_at(mark: _Mark | None) -> str:
+    """The last line of the user's on the way to the value; ours may have come after."""
+    while mark is not None:
+        if line := _line(mark.site):
+            return line
+        mark = mark.before
+    return ""
 
 
 def _line(site: _Site | None) -> str:

@@ -146,8 +146,10 @@ def _names_where(
     return [name if flag else None for name, flag in zip(names, flags, strict=True)]
 
 
-def build(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Program:
-    """The step proved and compiled for arguments of these shapes.
+def prepare(
+    recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
+) -> tuple[Proof, Callable[[], Program]]:
+    """The step proved, and a function that compiles it.
 
     Args:
       recipe: The step.
@@ -155,7 +157,7 @@ def build(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
       args: Arrays or shapes.
 
     Returns:
-      The `Program`.
+      The `Proof`, and what makes the `Program`.
 
     Raises:
       ReplicationError: As `prove`.
@@ -173,12 +175,15 @@ def build(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
         # What is traced for the devices is one tower's program: prove that one.
         traced = jitted.trace(*shapes)
         proof = _prove_body(recipe, traced.jaxpr, shapes, traced.out_info, axes)
-        lowered = traced.lower()
     else:
         proof = prove(recipe, placement, args)
-        lowered = jitted.lower(*shapes)
-    compiled = lowered.compile()
-    return Program(compiled, proof, time.perf_counter() - start)
+        traced = jitted.trace(*shapes)
+
+    def compile_it() -> Program:
+        compiled = traced.lower().compile()
+        return Program(compiled, proof, time.perf_counter() - start)
+
+    return proof, compile_it
 
 
 class InFlight:
@@ -240,11 +245,18 @@ class Runner:
             be no more; or it is padded and nothing reads ``tower.weight``.
         """
         program = self.programs.get(batch.signature)
-        if program is None:
-            self._refuse_endless_kinds(batch)
-            program = build(self.recipe, self.placement, (*first, *batch.args))
-            self.programs[batch.signature] = program
-        careless = self.recipe.padding_counts and not program.proof.reads_weight
+        if program is not None:
+            self._refuse_unread_weight(batch, program.proof)
+            return program
+        self._refuse_endless_kinds(batch)
+        args = (*first, *batch.args)
+        proof, compile_it = prepare(self.recipe, self.placement, args)
+        self._refuse_unread_weight(batch, proof)
+        self.programs[batch.signature] = program = compile_it()
+        return program
+
+    def _refuse_unread_weight(self, batch: PlacedBatch, proof: Proof) -> None:
+        careless = self.recipe.padding_counts and not proof.reads_weight
         if batch.padded and careless:
             raise ValueError(
                 f"A batch of {min(batch.num_examples)} examples was padded, but nothing"
@@ -252,7 +264,6 @@ class Runner:
                 " tj.Weighted.mean(losses, tower.weight), or use remainder='drop' or"
                 " 'error'."
             )
-        return program
 
     def _refuse_endless_kinds(self, batch: PlacedBatch) -> None:
         if len(self.programs) < self._max_programs:

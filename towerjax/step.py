@@ -204,6 +204,7 @@ class TrainStep:
         Returns:
           A ``Program``: ``.call.as_text()`` is the compiler's own text.
         """
+        check_state(state, self.strategy.placement)
         batch = self.place_batch(batch)
         return self._runner_for(batch).program(split_state(state), batch)
 
@@ -229,11 +230,13 @@ class TrainStep:
           when the step was refused. For stacked batches metrics and ``guarded`` are
           ``[K]``, of which the first so many count.
         """
+        runner = self._runner_for(batch)
+        on_device = isinstance(getattr(state, "step", None), jax.Array)
+        if batch.signature not in runner.programs or not on_device:
+            check_state(state, self.strategy.placement)
         try:
-            carry, step, metrics, guarded = self._runner_for(batch)(
-                split_state(state), batch
-            )
-        except (AttributeError, TypeError, ValueError):
+            carry, step, metrics, guarded = runner(split_state(state), batch)
+        except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
@@ -257,13 +260,14 @@ class TrainStep:
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
           NonFiniteError: With ``on_nonfinite="raise"``, up to 16 steps after one
-            whose loss was not finite. That step changed nothing.
+            whose loss was not finite. That step changed nothing, and ``state`` is
+            still usable.
         """
-        number = state.step
-        state, metrics, guarded = self.dispatch(state, self.place_batch(batch))
+        self._verdicts.check()
+        after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
         if self.options.on_nonfinite == "raise":
-            self._verdicts.add(number, guarded)
-        return state, metrics
+            self._verdicts.add(state.step, guarded)
+        return after, metrics
 
 
 def build_train_step(

@@ -141,27 +141,27 @@ class Verdicts:
         self._pending: list[tuple[jax.Array, jax.Array]] = []
 
     def add(self, number: jax.Array, guarded: jax.Array) -> None:
-        """Note a step; now and then look at the old ones.
+        """Note a step.
 
         Args:
           number: ``()`` int32, which step it is.
           guarded: ``()``, not finite if it was refused.
-
-        Raises:
-          NonFiniteError: A step was refused.
         """
         self._pending.append((number, guarded))
-        if len(self._pending) >= 16:
-            self.settle()
 
-    def settle(self) -> None:
-        """Look at all steps, waiting for them.
+    def check(self) -> None:
+        """Look at old steps when there are many; the newest may still run.
+
+        To be called before a step, whose state would be lost with an error after it.
 
         Raises:
           NonFiniteError: A step was refused; the first one is named.
         """
-        pending, self._pending = self._pending, []
-        values = jax.device_get([guarded for _, guarded in pending])
-        for (number, _), value in zip(pending, values, strict=True):
+        if len(self._pending) < 16:
+            return
+        old, self._pending = self._pending[:-4], self._pending[-4:]
+        values = jax.device_get([guarded for _, guarded in old])
+        for (number, _), value in zip(old, values, strict=True):
             if not np.isfinite(value):
+                self._pending = []
                 raise NonFiniteError(int(number))

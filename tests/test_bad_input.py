@@ -1,0 +1,422 @@
+"""Each mistake gets one clear error before compilation, and loses nothing."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+TWO = ("cpu:0", "cpu:1")
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2, tower.weight)
+
+
+def good(rows=4):
+    rng = np.random.default_rng(rows)
+    return {"x": rng.normal(size=(rows, 3)).astype(np.float32)}
+
+
+def start():
+    return {"w": np.array([1.0, 2.0, 3.0], np.float32)}
+
+
+def build(fn=loss_fn, strategy=None, **options):
+    strategy = strategy or tj.Mirrored(TWO)
+    return tj.build_train_step(fn, optax.sgd(0.01), strategy, **options)
+
+
+@pytest.fixture
+def no_compiles():
+    """Fails if anything but tiny placement helpers is compiled for the devices."""
+    names = []
+
+    def listen(name, seconds, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def refused(step, state, batch, text, names, error=ValueError):
+    names.clear()
+    with pytest.raises(error, match=text):
+        step(state, batch)
+    assert "step" not in names and "steps" not in names, names
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    return True
+
+
+BATCHES = {
+    "indivisible": (good(5), r"batch\['x'\] has 5 examples, which 2 towers.*remainder"),
+    "different sizes": (
+        {"x": np.ones((4, 3), np.float32), "y": np.ones(2)},
+        r"batch\['x'\]: 4, batch\['y'\]: 2",
+    ),
+    "scalar": ({"x": np.ones((4, 3)), "k": np.float32(1)}, r"batch\['k'\] is "),
+    "numbers": ({"x": np.ones((4, 3)), "k": 3}, r"batch\['k'\] is 3 of type int"),
+    "list": ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is 1.0 of type float.*np.asarray"),
+    "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
+    "no leaves": ({}, "holds no arrays"),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_malformed_batches_are_refused(name, no_compiles):
+    batch, text = BATCHES[name]
+    step = build()
+    state = step.init(start())
+    refused(step, state, batch, text, no_compiles)
+    state, _ = step(state, good())  # nothing was lost
+    refused(step, state, batch, text, no_compiles)
+    state, _ = step(state, good())
+    assert int(state.step) == 2
+
+
+CHANGES = {
+    "new leaf": ({**good(), "y": np.ones(4)}, r"batch\['y'\] is new: float32\[4\]"),
+    "other name": (
+        {"z": good()["x"]},
+        r"(?s)batch\['x'\] is missing.*batch\['z'\] is new",
+    ),
+    "dtype": ({"x": np.ones((4, 3), np.int32)}, r"was float32\[4, 3\] and is int32"),
+    "trailing shape": ({"x": np.ones((4, 5), np.float32)}, r"\[4, 3\].*\[4, 5\]"),
+    "size": (good(6), r"was float32\[4, 3\] and is float32\[6, 3\].*"),
+    "container": ([good()["x"]], r"(?s)batch\['x'\] is missing.*batch\[0\] is new"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_batch_that_changes_is_refused_saying_what(name, no_compiles):
+    batch, text = CHANGES[name]
+    step = build()
+    state, _ = step(step.init(start()), good())
+    refused(step, state, batch, "has changed since", no_compiles)
+    refused(step, state, batch, text, no_compiles)
+    refused(step, state, batch, r"max_programs=\.\.\. \(now 1\)", no_compiles)
+    state, _ = step(state, good())
+
+
+def test_several_kinds_of_batch_compile_once_each_when_asked():
+    step = build(max_programs=2)
+    state = step.init(start())
+    for rows in (4, 6, 4, 6):
+        state, _ = step(state, good(rows))
+    with pytest.raises(ValueError, match=r"now 2"):
+        step(state, good(8))
+
+
+def test_padding_that_nothing_masks_is_refused(no_compiles):
+    def careless(params, batch, tower):
+        return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)
+
+    step = build(careless, remainder="pad")
+    state = step.init(start())
+    refused(step, state, good(5), "nothing reads tower.weight", no_compiles)
+    state, _ = step(state, good(6))
+    refused(step, state, good(5), "nothing reads tower.weight", no_compiles)
+    evaluate = tj.build_eval_step(
+        lambda p, b, tower: {"m": tj.Weighted.mean(b["x"])}, tj.Mirrored(TWO)
+    )
+    with pytest.raises(ValueError, match="nothing reads tower.weight"):
+        evaluate(state, good(5))
+
+
+def test_drop_leaves_the_rows_over_out():
+    step = build(remainder="drop")
+    state, metrics = step(step.init(start()), good(5))
+    kept = good(5)["x"][:4]
+    expected = ((kept @ start()["w"]) ** 2).mean()
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="leaves nothing of a batch of 1"):
+        step(state, good(1))
+
+
+def test_a_state_from_elsewhere_is_refused(no_compiles):
+    local = {"n": tj.TowerLocal(np.zeros(()), tj.Reduction.SUM)}
+    there = build(strategy=tj.Mirrored(("cpu:2", "cpu:3")))
+    here = build()
+    strange = there.init(start())
+    refused(here, strange, good(), r"elsewhere .*\['cpu:0', 'cpu:1'\]", no_compiles)
+    state, _ = here(here.place(strange), good())
+    refused(here, strange, good(), r"step\.place\(state\)", no_compiles)
+    four = build(strategy=tj.Mirrored(TWO, towers=4)).init(start(), local=local)
+    text = r"another number of towers than 2: state\.local\['n'\]"
+    refused(here, four, good(), text, no_compiles)
+    host = jax.device_get(state)
+    with pytest.raises(ValueError, match="the host"):
+        here(host, good())
+    for wrong in (start(), None, (state, 1)):
+        with pytest.raises(ValueError, match="not a TrainState. Make it with step.in"):
+            here(wrong, good())
+
+
+def test_a_state_of_other_parameters_is_refused_by_name():
+    step = build()
+    step(step.init(start()), good())
+    other = step.init({"w": np.ones(3, np.float32), "b": np.ones(1, np.float32)})
+    with pytest.raises((ValueError, TypeError), match="'b'"):
+        step(other, good())
+
+
+LOSSES = {
+    "vector": (lambda p, b, t: tj.Weighted(p["w"], 1.0), r"sum has shape \(3,\)"),
+    "vector weight": (
+        lambda p, b, t: tj.Weighted(p["w"].sum(), t.weight),
+        r"weight shape \(2,\)",
+    ),
+    "integer": (lambda p, b, t: tj.Weighted(jnp.int32(1), 1.0), "dtype int32"),
+    "boolean": (lambda p, b, t: tj.Weighted(p["w"][0] > 0, 1.0), "dtype bool"),
+    "bare": (lambda p, b, t: p["w"].sum(), r"bare scalar.*Weighted\.mean.*loss_reduc"),
+    "tuple": (lambda p, b, t: (p["w"].sum(), {}), r"returned a tuple.*TowerOutput"),
+    "none": (lambda p, b, t: None, "returned a NoneType"),
+    "negative weight": (
+        lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
+        "weight must be >= 0, got -1.0",
+    ),
+    "negative weights": (
+        lambda p, b, t: tj.Weighted.mean(b["x"][:, 0], np.array([1.0, -2.0])),
+        r"weight must be >= 0, got -2\.0",
+    ),
+    "weights of another shape": (
+        lambda p, b, t: tj.Weighted.mean(b["x"].T, t.weight),
+        r"shape \(3, 2\) and weights of shape \(2,\)",
+    ),
+    "loss as metric": (
+        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"loss": 1}),
+        "the name of the global loss",
+    ),
+    "metrics not named": (
+        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), [1]),
+        "mapping of name to",
+    ),
+    "local not there": (
+        lambda p, b, t: tj.TowerOutput(
+            tj.Weighted(p["w"].sum(), 1.0), local={"n": jnp.ones(())}
+        ),
+        r"local\['n'\] is not in tower\.local",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_are_none_are_refused(name, no_compiles):
+    fn, text = LOSSES[name]
+    for towers in (1, 2):
+        step = build(fn, tj.Mirrored(TWO[:1], towers=towers))
+        state = step.init(start())
+        rows = good(2 * towers)
+        refused(step, state, rows, text, no_compiles)
+
+
+def test_a_weighted_loss_needs_no_loss_reduction(no_compiles):
+    step = build(loss_reduction=tj.Reduction.MEAN)
+    text = "gives a meaning to a scalar loss"
+    refused(step, step.init(start()), good(), text, no_compiles)
+
+
+def test_local_that_changes_its_type_is_refused(no_compiles):
+    def fn(params, batch, tower):
+        return tj.TowerOutput(
+            tj.Weighted(params["w"].sum(), 1.0), local={"n": jnp.ones(2)}
+        )
+
+    step = build(fn)
+    local = {"n": tj.TowerLocal(np.zeros((), np.float32), tj.Reduction.SUM)}
+    state = step.init(start(), local=local)
+    text = r"local\['n'\] was float32\[\] and is float32\[2\]"
+    refused(step, state, good(), text, no_compiles)
+
+
+def test_an_optimizer_that_changes_types_is_refused(no_compiles):
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -g, grads), state.astype(jnp.float32)
+
+    optimizer = optax.GradientTransformation(lambda p: jnp.int32(0), update)
+    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(TWO))
+    text = r"state\.opt_state was int32\[\] and becomes float32\[\]"
+    refused(step, step.init(start()), good(), text, no_compiles)
+
+
+def forgotten(params, batch, tower):
+    out = batch["x"] @ params["w"]
+    return tj.TowerOutput(
+        loss=tj.Weighted.mean(out**2, tower.weight),
+        metrics={"fine": tj.Weighted.mean(out), "worst": jnp.abs(out).max()},
+    )
+
+
+def hanging(params, batch, tower):
+    loss = jax.lax.cond(
+        tower.id == 0,
+        lambda x: tower.reduce(tj.Reduction.SUM, x),
+        lambda x: x,
+        (batch["x"] @ params["w"]).sum(),
+    )
+    return tj.Weighted(loss, 4.0)
+
+
+@pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_forgotten_reduction_is_refused_naming_leaf_and_line(
+    towers, devices, no_compiles
+):
+    if towers % devices:
+        devices = 1
+    strategy = tj.Mirrored(TWO[:devices], towers=towers)
+    step = build(forgotten, strategy)
+    with pytest.raises(tj.ReplicationError) as caught:
+        step(step.init(start()), good(16))
+    line = forgotten.__code__.co_firstlineno + 4
+    assert re.search(
+        rf"metrics\['worst'\].*batch\['x'\].*test_bad_input\.py:{line} \(forgotten\)",
+        str(caught.value), re.DOTALL,
+    ), str(caught.value)  # fmt: skip
+    assert "fine" not in str(caught.value)
+    assert "step" not in no_compiles
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_a_collective_that_could_hang_is_refused(towers):
+    step = build(hanging, tj.Mirrored(TWO[:1], towers=towers))
+    with pytest.raises(tj.ReplicationError, match=r"psum.*test_bad_input\.py:\d+"):
+        step(step.init(start()), good(8))
+
+
+def test_check_refuses_without_a_device():
+    strategy = tj.Mirrored(tuple(f"gpu:{i}" for i in range(64)))
+    step = build(forgotten, strategy)
+    with pytest.raises(tj.ReplicationError, match="worst"):
+        step.check(start(), {"x": jax.ShapeDtypeStruct((128, 3), jnp.float32)})
+    build(strategy=strategy).check(start(), good(128))
+    with pytest.raises(ValueError, match="'gpu:0' is not on this machine"):
+        step.init(start())
+
+
+@pytest.mark.parametrize("call", ["merge_call", "reduce", "all_gather", "axis_names"])
+def test_towers_cannot_meet_when_they_run_in_turn(call, no_compiles):
+    def fn(params, batch, tower):
+        out = (batch["x"] @ params["w"]).sum()
+        if call == "merge_call":
+            tower.merge_call(lambda strategy, x: x, out)
+        elif call == "reduce":
+            tower.reduce(tj.Reduction.SUM, out)
+        elif call == "all_gather":
+            tower.all_gather(out)
+        else:
+            _ = tower.axis_names
+        return tj.Weighted(out, 1.0)
+
+    step = build(fn, tj.Mirrored(TWO, local="scan"))
+    text = rf"tower\.{call}.*local='scan'.*local='vmap'"
+    refused(step, step.init(start()), good(), text, no_compiles)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_nan_on_one_tower_gives_one_verdict(towers, micro_batches):
+    poisoned = good(4)
+    poisoned["x"][3, 0] = np.nan
+    for policy in ("raise", "skip", "ignore"):
+        step = build(
+            strategy=tj.Mirrored(TWO[:towers]), on_nonfinite=policy,
+            micro_batches=micro_batches,
+        )  # fmt: skip
+        state, _ = step(step.init(start()), good())
+        before = jax.device_get(state.params)
+        state, metrics = step(state, poisoned)
+        assert np.isnan(metrics["loss"]) and int(state.step) == 2
+        after = jax.device_get(state.params)["w"]
+        if policy == "ignore":
+            assert np.isnan(after).all()
+            continue
+        np.testing.assert_array_equal(after, before["w"])
+        for shard in state.params["w"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, before["w"])
+        if policy == "skip":
+            for _ in range(40):
+                state, _ = step(state, good())
+            continue
+        with pytest.raises(tj.NonFiniteError, match="of step 1 was not finite") as e:
+            for _ in range(40):
+                state, _ = step(state, good())
+        assert e.value.step == 1
+        assert np.isfinite(jax.device_get(state.params)["w"]).all()
+
+
+def test_a_gradient_that_is_not_finite_is_refused_when_guarded():
+    def fn(params, batch, tower):  # the loss is finite, its gradient is not
+        root = jnp.sqrt(jnp.abs(params["w"] - 1.0)).sum()
+        return tj.Weighted(root + 0 * batch["x"].sum(), 1.0)
+
+    for towers in (1, 2):
+        strategy = tj.Mirrored(TWO[:towers])
+        state = build(fn, strategy, guard="gradients", on_nonfinite="skip").init(
+            {"w": np.ones(3, np.float32)}
+        )
+        step = build(fn, strategy, guard="gradients", on_nonfinite="skip")
+        state, metrics = step(state, good())
+        assert np.isfinite(metrics["loss"])
+        np.testing.assert_array_equal(state.params["w"], np.ones(3))
+        state, _ = build(fn, strategy)(state, good())
+        assert not np.isfinite(np.asarray(state.params["w"])).all()
+
+
+OPTIONS = {
+    "remainder": ("fill", "'pad'"),
+    "on_nonfinite": ("warn", "'skip'"),
+    "guard": ("params", "'gradients'"),
+    "loss_reduction": (tj.Reduction.NONE, "SUM or"),
+    "micro_batches": (0, "whole number >= 1"),
+    "max_programs": (1.5, "whole number >= 1"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_there_are_not_are_refused(name):
+    value, text = OPTIONS[name]
+    with pytest.raises(ValueError, match=f"{name}=.*{text}"):
+        build(**{name: value})
+
+
+PARAMS = {
+    "integer": ({"w": np.ones(2), "n": np.ones(2, int)}, r"params\['n'\] is int"),
+    "nothing": ({}, "params holds no arrays"),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_params_without_gradient_are_refused(name):
+    params, text = PARAMS[name]
+    with pytest.raises(ValueError, match=text):
+        build().init(params)
+
+
+def test_local_and_rng_are_checked_by_init():
+    with pytest.raises(ValueError, match=r"local\['n'\].*tj\.TowerLocal\(value"):
+        build().init(start(), local={"n": np.zeros(3)})
+    with pytest.raises(ValueError, match="rng is float32"):
+        build().init(start(), rng=np.zeros(2, np.float32))
+    with pytest.raises(ValueError, match=r"holds \(2,\) keys"):
+        build().init(start(), rng=jax.random.split(jax.random.key(0)))
+    with pytest.raises(ValueError, match="TowerLocal.reduction is 'mean'"):
+        tj.TowerLocal(np.zeros(3), "mean")
+    raw = build().init(start(), rng=jax.random.key_data(jax.random.key(3)))
+    assert (
+        jax.random.key_data(raw.rng) == jax.random.key_data(jax.random.key(3))
+    ).all()
+
+
+def test_predictions_without_a_row_each_are_refused():
+    predict = tj.build_predict_step(
+        lambda p, b, tower: {"mean": b["x"].mean(0), "ok": b["x"]}, tj.Mirrored(TWO)
+    )
+    with pytest.raises(ValueError, match=r"predictions\['mean'\] has shape \(3,\)"):
+        predict(start(), good())

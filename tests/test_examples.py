@@ -1,0 +1,174 @@
+"""The examples and the notebook run as a reader runs them, and print what is true."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import matplotlib.image
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+pytestmark = pytest.mark.slow
+
+ROOT = pathlib.Path(__file__).parents[1]
+NOTEBOOK = ROOT / "notebooks" / "01_one_tower_many_devices.ipynb"
+TIMEOUT_S = 120
+BITS_ROW = re.compile(r"^ +(\d) +(\d+) of (\d+) +([\d,]+) of ([\d,]+) +([\d.]+)$", re.M)
+
+
+def run_python(*args, cwd):
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env=os.environ | {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT_S,
+    )
+
+
+def run_example(name, *flags, cwd):
+    done = run_python(ROOT / "examples" / name, *flags, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def final_accuracy(output):
+    """The accuracy of the last line, whose parts must agree."""
+    last = output.splitlines()[-1]
+    match = re.fullmatch(r"test accuracy (\d\.\d{4}) \((\d+) of 357\)", last)
+    assert match, last
+    assert match[1] == f"{int(match[2]) / 357:.4f}"
+    return float(match[1])
+
+
+def evaluations(output):
+    """``[(step, accuracy)]`` of the lines of the run."""
+    found = re.findall(r"^evaluation after step (\d+)  accuracy (\S+)", output, re.M)
+    return [(int(step), float(accuracy)) for step, accuracy in found]
+
+
+def test_digits_reaches_its_accuracy(tmp_path):
+    output = run_example("digits.py", cwd=tmp_path)
+    accuracy = final_accuracy(output)
+    assert accuracy >= 0.97
+    seen = evaluations(output)
+    assert [step for step, _ in seen] == list(range(15, 301, 15))
+    assert seen[-1][1] == pytest.approx(accuracy, abs=5e-5)
+    picture = matplotlib.image.imread(tmp_path / "runs/digits/learning_curve.png")
+    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.01
+
+
+def test_digits_takes_towers_devices_and_epochs(tmp_path):
+    flags = ("--towers", "4", "--devices", "2", "--epochs", "3")
+    output = run_example("digits.py", *flags, cwd=tmp_path)
+    assert final_accuracy(output) >= 0.85  # three epochs; chance is 0.1
+    assert [step for step, _ in evaluations(output)] == [15, 30, 45]
+    (row,) = re.findall(r"│ (\d+) +│ (\d+) +│ +([\d,]+) +│ +([\d,]+) +│", output)
+    towers, devices, steps_rate, examples_rate = (int(x.replace(",", "")) for x in row)
+    assert (towers, devices) == (4, 2)
+    assert examples_rate == pytest.approx(96 * steps_rate, rel=0.05)
+
+
+def test_digits_fails_below_its_accuracy(tmp_path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import digits;"
+        " digits.LEAST_ACCURACY, digits.EPOCHS = 1.01, 1; digits.main()"
+    )
+    done = run_python(
+        "-c",
+        program,
+        ROOT / "examples",
+        "--epochs",
+        "1",
+        "--devices",
+        "8",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    expected = r"1 epochs should reach a test accuracy of 1.01, but reached 0\.\d{4}\."
+    assert re.fullmatch(expected, done.stderr.strip()), done.stderr
+
+
+def test_nnx_digits_reaches_its_accuracy(tmp_path):
+    output = run_example("nnx_digits.py", cwd=tmp_path)
+    assert final_accuracy(output) >= 0.95
+    assert [step for step, _ in evaluations(output)] == list(range(15, 121, 15))
+
+
+def test_regression_prints_the_least_squares_weights(tmp_path):
+    output = run_example("regression.py", cwd=tmp_path)
+    rows = re.findall(r"^ *(true|fitted|least squares) +(.*)$", output, re.M)
+    weights = {name: np.array(numbers.split(), float) for name, numbers in rows}
+    np.testing.assert_array_equal(weights["true"], [2.0, -1.0, 0.5])
+    # Both are printed to 5 digits. The padded row, if it counted, would move them by
+    # more than 1e-3.
+    np.testing.assert_allclose(weights["fitted"], weights["least squares"], atol=1.1e-5)
+    assert 0 < np.abs(weights["fitted"] - weights["true"]).max() < 0.3
+
+
+def printed(cell):
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream")
+
+
+def bits_tables(notebook):
+    """``[D, leaves that differ, leaves, numbers that differ, numbers]`` a row."""
+    texts = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    tables = [BITS_ROW.findall(text) for text in texts if BITS_ROW.search(text)]
+    return [
+        np.array([[int(x.replace(",", "")) for x in row[:5]] for row in table])
+        for table in tables
+    ]
+
+
+def check_bits(notebook):
+    """Every bit of the pinned runs agrees; most of the plain ones do not."""
+    pinned, plain = bits_tables(notebook)
+    for table in (pinned, plain):
+        assert table[:, 0].tolist() == [1, 2, 4, 8]
+        assert (table[:, 2] > 20).all() and (table[:, 4] > 50_000).all()
+    assert not pinned[:, [1, 3]].any()
+    assert (plain[1:, 3] > 0.1 * plain[1:, 4]).all() and not plain[0, [1, 3]].any()
+
+
+def check_outputs(notebook):
+    """Three figures, eight progress bars at their ends, no complaints."""
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    data = [o.data for o in outputs if "data" in o]
+    assert sum("image/png" in d for d in data) == 3
+    bars = [d["text/html"] for d in data if "<progress" in d.get("text/html", "")]
+    assert len(bars) == 8 and all("step 150/150" in bar for bar in bars)
+
+
+def test_notebook_runs_and_its_bits_agree(tmp_path):
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    check_bits(notebook)
+    check_outputs(notebook)
+
+
+def test_notebook_as_stored_is_whole_small_and_clean():
+    text = NOTEBOOK.read_text()
+    assert len(text) < 400_000
+    notebook = nbformat.reads(text, as_version=4)
+    nbformat.validate(notebook)
+    check_bits(notebook)
+    check_outputs(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    counts = [cell.execution_count for cell in code_cells]
+    assert counts == list(range(1, len(counts) + 1))  # run once, in order
+    assert not any(cell.metadata for cell in notebook.cells)
+    readable = re.sub(r'"image/png": "[^"]*"', "", text)
+    assert not re.search(r"/(home|root|tmp|work|usr|Users)/", readable)
