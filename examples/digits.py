@@ -86,9 +86,9 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def choose_strategy(towers: int, num_devices: int | None) -> tj.Mirrored:
-    # As many CPU devices as towers, where there is no accelerator: on two cores 8
-    # towers do 350 to 550 steps/s on 1, 2, 4 or 8 devices alike, but the program of
-    # one tower a device compiles soonest, in 1.1 s, against 1.6 s on 1 or 2.
+    # As many CPU devices as towers, where there is no accelerator. On two cores 8
+    # towers do 400 to 600 steps/s on 1, 2, 4 or 8 devices, the most on 2; but one
+    # tower a device compiles soonest, in 1.1 s against 1.6 s, and so ends soonest.
     jax.config.update("jax_num_cpu_devices", num_devices or towers)
     if num_devices is None:
         return tj.Mirrored(towers=towers)

@@ -20,12 +20,11 @@ from towerjax.analysis import (
     Collective,
     Dependence,
     Hang,
-    ReplicationError,
     analyse,
     body_of_shard_map,
-    prove_mirrored,
     reads_input,
 )
+from towerjax.proof import ReplicationError, prove_mirrored
 
 AXIS = "device"
 

@@ -1,6 +1,5 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
-from towerjax.analysis import ReplicationError as ReplicationError
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
@@ -10,6 +9,7 @@ from towerjax.history import History as History
 from towerjax.history import RunSummary as RunSummary
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
+from towerjax.proof import ReplicationError as ReplicationError
 from towerjax.run import run as run
 from towerjax.state import TowerLocal as TowerLocal
 from towerjax.state import TrainState as TrainState

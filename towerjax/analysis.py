@@ -27,16 +27,6 @@ _IDENTITIES = (
 _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{Path(__file__).parent}/")
 _Marks = list["_Mark | None"]
 _Site = tuple[JaxprEqn, Any]  # an equation and the site of the one around it, or None
-_DIFFERING = "These outputs must be the same on every tower, but are not:"
-_REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
-or keep it per tower in TowerOutput(local=...)."""
-_HANGING = "Only some towers reach these collectives, so devices would hang:"
-_AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
-merge_call or reduction out of the cond or while."""
-
-
-class ReplicationError(ValueError):
-    """A value declared MIRRORED differs between towers, or a collective would hang."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,36 +116,16 @@ def analyse(
     )
 
 
-def prove_mirrored(analysis: Analysis, names: Sequence[str | None]) -> None:
-    """Nothing, when every output declared MIRRORED is proved so and nothing hangs.
+def reads_input(jaxpr: Jaxpr | ClosedJaxpr, index: int) -> bool:
+    """Whether an equation or an output of the jaxpr uses an input.
 
     Args:
-        analysis: the result of `analyse`.
-        names: for each output, its name when it is declared MIRRORED, else None.
+        jaxpr: any jaxpr.
+        index: which of its inputs.
 
-    Raises:
-        ReplicationError: lists every output that differs and every hang, with lines.
-        ValueError: `names` is longer or shorter than the outputs.
+    Returns:
+        True when something does.
     """
-    differing = [
-        f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
-        + (f"made at {d.line}" if d.line else "returned as it came in")
-        for name, d in zip(names, analysis.outputs, strict=True)
-        if name is not None and d is not None
-    ]
-    hanging = [
-        f"  - {hang.primitive} at {hang.line}, under the {hang.control} at "
-        f"{hang.control_line}, whose predicate differs from tower to tower"
-        for hang in analysis.hangs
-    ]
-    text = differing and [_DIFFERING, *differing, _REDUCE]
-    text += hanging and [_HANGING, *hanging, _AGREE]
-    if text:
-        raise ReplicationError("\n".join(text))
-
-
-def reads_input(jaxpr: Jaxpr | ClosedJaxpr, index: int) -> bool:
-    """Whether an equation or an output of the jaxpr uses its input `index`."""
     body = _open(jaxpr)
     readers = [body.outvars, *(eqn.invars for eqn in body.eqns)]
     return any(v is body.invars[index] for variables in readers for v in variables)
@@ -163,6 +133,12 @@ def reads_input(jaxpr: Jaxpr | ClosedJaxpr, index: int) -> bool:
 
 def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The per-tower body: the jaxpr inside the one `shard_map`, found through jit.
+
+    Args:
+        jaxpr: of a function that calls `jax.shard_map`.
+
+    Returns:
+        The body, its closed-over values as leading inputs.
 
     Raises:
         ValueError: there is no `shard_map`, or more than one.
@@ -194,9 +170,12 @@ class _Context(NamedTuple):  # around the walk: equations, trips, split control
     trips: int | None
     control: _Site | None
 
-    def enter(self, eqn, trips=1, predicate=None) -> "_Context":
+    def enter(
+        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Any = None
+    ) -> "_Context":
         site = (eqn, self.outer)
-        trips = None if None in (trips, self.trips) else trips * self.trips
+        outer = self.trips
+        trips = None if trips is None or outer is None else trips * outer
         control = self.control if predicate is None else site
         return self._replace(outer=site, trips=trips, control=control)
 
@@ -264,7 +243,8 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
 
 def _record(eqn: JaxprEqn, context: _Context, over_towers: bool) -> None:
     name, line = eqn.primitive.name, _line((eqn, context.outer))
-    size = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     control = context.control if over_towers else None
     hang = control and Hang(name, line, control[0].primitive.name, _line(control))
     collective = Collective(name, _named_axes(eqn), size, context.trips, line)
@@ -362,7 +342,8 @@ def _named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _is_full(eqn: JaxprEqn) -> bool:
     """Whether a ppermute gives every tower a value; the others would get zeros."""
-    sizes = eqn.invars[0].aval.sharding.mesh.shape
+    aval: Any = eqn.invars[0].aval
+    sizes = aval.sharding.mesh.shape
     size = math.prod(sizes.get(name, math.inf) for name in _named_axes(eqn))
     return len({target for _, target in eqn.params["perm"]}) == size
 
@@ -403,7 +384,7 @@ def _sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    return getattr(jaxpr, "jaxpr", jaxpr)
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _refs(eqn: JaxprEqn) -> list[Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.analysis import analyse, body_of_shard_map, prove_mirrored
+from towerjax.analysis import analyse, body_of_shard_map
 from towerjax.devices import canonical_device_name, find_device
 from towerjax.merge import is_mergeable, stacked_rows
 from towerjax.placement import (
@@ -20,6 +20,7 @@ from towerjax.placement import (
     place,
     trace_one_tower,
 )
+from towerjax.proof import prove_mirrored
 from towerjax.reduce import check_reduction, reduce_stacked
 from towerjax.state import TowerLocal
 from towerjax.tower import Tower, TowerInputs

@@ -1,8 +1,11 @@
 """Which device does a name mean? ``"platform:index"`` and back."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+
+Device: TypeAlias = Any
+"""A ``jax.Device``, which type checkers take for a variable."""
 
 
 def canonical_device_name(device: Any) -> str:
@@ -41,7 +44,7 @@ def _canonical_platform(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def platform_devices(platform: str) -> list[jax.Device]:
+def platform_devices(platform: str) -> list[Device]:
     """The devices of a platform; an empty list where JAX has no such platform."""
     try:
         return jax.devices(platform)
@@ -49,7 +52,7 @@ def platform_devices(platform: str) -> list[jax.Device]:
         return []
 
 
-def find_device(name: str) -> jax.Device:
+def find_device(name: str) -> Device:
     """The device of that canonical name.
 
     Args:

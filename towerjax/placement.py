@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from towerjax.devices import find_device
+from towerjax.devices import Device, find_device
 from towerjax.types import Layout, PyTree
 
 DEVICE_AXIS = "device"
@@ -117,7 +117,7 @@ class Placement:
         return one_each and self.executor == "shard_map"
 
     @functools.cached_property
-    def jax_devices(self) -> tuple[jax.Device, ...]:
+    def jax_devices(self) -> tuple[Device, ...]:
         """The devices themselves, in tower order."""
         return tuple(find_device(name) for name in self.devices)
 

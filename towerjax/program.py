@@ -12,7 +12,6 @@ from towerjax.analysis import (
     Analysis,
     analyse,
     body_of_shard_map,
-    prove_mirrored,
     reads_input,
 )
 from towerjax.placement import (
@@ -23,6 +22,7 @@ from towerjax.placement import (
     shapes_of,
     trace_one_tower,
 )
+from towerjax.proof import prove_mirrored
 from towerjax.shard import PlacedBatch, explain_change
 from towerjax.types import Layout, PyTree, named_leaves
 

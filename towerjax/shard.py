@@ -253,7 +253,8 @@ class Placer:
         self, placement: Placement, *, shares: int, remainder: Remainder
     ) -> None:
         self.placement = placement
-        self._shares, self._remainder = shares, remainder
+        self._shares: int = shares
+        self._remainder: Remainder = remainder
         self._full_size: int | None = None
         self._numbers: dict[int, jax.Array] = {}
 

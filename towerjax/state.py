@@ -85,7 +85,8 @@ CARRY_LAYOUT = {
 CLOCK_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
 """What a step reads besides; kept, so that old step numbers can still be read."""
 
-STATE_LAYOUT: Any = TrainState(**CARRY_LAYOUT, **CLOCK_LAYOUT)
+_LAYOUTS: Any = {**CARRY_LAYOUT, **CLOCK_LAYOUT}
+STATE_LAYOUT = TrainState(**_LAYOUTS)
 """The layout of each part of a state: the state's own type."""
 
 

@@ -247,7 +247,7 @@ def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contende
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--small", action="store_true", help="few rounds, for CI")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 8])
     options = parser.parse_args()

@@ -1,0 +1,143 @@
+"""The habits of the project: names, imports, docstrings, sizes."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+import towerjax as tj
+
+ROOT = pathlib.Path(tj.__file__).parent
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
+PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
+PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
+TrainState Weighted __version__ batches build_eval_step build_predict_step
+build_train_step evaluate_all read_local run""".split()
+
+# Each layer may import the ones before it, and its own names to the left of it.
+LAYERS = """
+    version types devices analysis proof
+    placement shard reduce merge tower outputs gradient
+    collectives update state
+    cross_tower strategies
+    program pipeline step inference
+    feed interrupt progress history evaluate run
+    bench bench.overhead
+""".split()
+
+
+def test_public_names_are_exactly_these():
+    source = ast.parse((ROOT / "__init__.py").read_text())
+    names = [
+        alias.asname
+        for node in source.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert sorted(names) == sorted(PUBLIC)
+    for name in names:
+        assert getattr(tj, name) is not None
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "towerjax":
+                yield from (alias.name for alias in node.names)
+            elif node.module.startswith("towerjax."):
+                yield node.module.removeprefix("towerjax.")
+
+
+def test_imports_run_one_way():
+    known = {name.removeprefix("towerjax.") for name in MODULES}
+    assert known == set(LAYERS), "a module is missing from LAYERS, or gone"
+    for name in LAYERS:
+        path = ROOT / (name.replace(".", "/") + ".py")
+        path = path if path.exists() else ROOT / name / "__init__.py"
+        for imported in imports_of(path):
+            assert LAYERS.index(imported) < LAYERS.index(name), f"{name}: {imported}"
+
+
+def test_only_placement_names_the_executors():
+    words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
+    # The benchmark only names what it measures against.
+    allowed = {"placement.py", "overhead.py"}
+    for path in ROOT.rglob("*.py"):
+        found = words.search(path.read_text())
+        assert not found or path.name in allowed, f"{path.name}: {found[0]}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_short_and_says_what_it_answers(name):
+    module = importlib.import_module(name)
+    lines = pathlib.Path(module.__file__).read_text().splitlines()
+    assert len(lines) <= 400
+    assert len(module.__doc__.splitlines()[0]) <= 88
+
+
+def functions_of(module):
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__ or name[0] == "_":
+            continue
+        if inspect.isfunction(value):
+            yield name, value
+        if inspect.isclass(value):
+            for inner, method in vars(value).items():
+                method = getattr(method, "__func__", method)
+                if inner[0] != "_" and inspect.isfunction(method):
+                    yield f"{name}.{inner}", method
+
+
+def documented_arguments(doc):
+    section = re.search(r"^ *Args:\n(.*?)(?:\n *\n|\Z)", doc, re.DOTALL | re.MULTILINE)
+    if not section:
+        return []
+    lines = section[1].splitlines()
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    heads = [line for line in lines if re.match(rf" {{{indent}}}[\w*]", line)]
+    return [head.strip().split(":")[0].lstrip("*") for head in heads]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_documented_arguments_are_the_signatures(name):
+    for function_name, function in functions_of(importlib.import_module(name)):
+        doc = inspect.getdoc(function)
+        assert doc, f"{function_name} has no docstring"
+        parameters = list(inspect.signature(function).parameters)
+        parameters = [p for p in parameters if p not in ("self", "cls")]
+        arguments = documented_arguments(doc)
+        if arguments or len(doc.splitlines()) > 1:
+            assert arguments == parameters, f"{name}.{function_name}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    module = importlib.import_module(name)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.testmod(module, optionflags=flags)
+    assert result.failed == 0
+
+
+def test_what_users_call_has_an_example():
+    for name in PUBLIC:
+        value = getattr(tj, name)
+        if inspect.isfunction(value):
+            assert ">>>" in value.__doc__, f"{name} shows no example"
+
+
+def test_the_python_body_of_a_function_is_short():
+    long = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                has_text = ast.get_docstring(node) and len(node.body) > 1
+                first = node.body[1 if has_text else 0]
+                lines = node.end_lineno - first.lineno + 1
+                if lines > 40:
+                    long.append(f"{path.name}: {node.name} has {lines} lines")
+    assert long == []
