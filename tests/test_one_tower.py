@@ -228,3 +228,44 @@ def test_all_weights_zero_changes_nothing_and_is_no_nan():
     state, metrics = step(step.init(params), batch)
     assert float(metrics["loss"]) == 0.0
     np.testing.assert_array_equal(state.params["w"], params["w"])
+
+
+@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
+@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (3, 3), (4, 2), (4, 1)])
+def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices, ops):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(devices=names, towers=towers, cross_tower_ops=ops)
+
+    def own_values(params, batch, tower):
+        values = {name: tower.id + 2.0 for name in ("sum", "mean", "first", "none")}
+        return tj.TowerOutput(tj.Weighted(params["w"].sum(), 1.0), local=values)
+
+    kinds = {
+        "sum": tj.Reduction.SUM,
+        "mean": tj.Reduction.MEAN,
+        "first": tj.Reduction.ONLY_FIRST_TOWER,
+        "none": tj.Reduction.NONE,
+    }
+    zero = np.zeros((), np.float32)
+    local = {name: tj.TowerLocal(zero, kind) for name, kind in kinds.items()}
+    step = tj.build_train_step(own_values, optax.sgd(0.1), strategy)
+    state, _ = step(step.init(start(), local=local), data(towers))
+
+    def metric_fn(params, batch, tower):
+        assert tower.local["none"] is None
+        rows = tower.weight.sum()
+        return {
+            name: tj.Weighted(tower.local[name] * rows, rows)
+            for name in ("sum", "mean", "first")
+        }
+
+    metrics = tj.build_eval_step(metric_fn, strategy)(state, data(2 * towers - 1))
+    own = 2.0 + np.arange(towers)
+    for name, expected in {"sum": own.sum(), "mean": own.mean(), "first": 2}.items():
+        close(metrics[name].value, np.float64(expected), name)
+    with pytest.raises(ValueError, match="Reduction.NONE"):
+        tj.read_local(state.local)
+    predict = tj.build_predict_step(
+        lambda params, batch, tower: batch["x"][:, 0] * 0 + tower.local["sum"], strategy
+    )
+    close(predict(state, data(5)), np.full(5, own.sum()), "prediction")

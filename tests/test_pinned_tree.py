@@ -80,6 +80,19 @@ def test_fifty_adam_steps_have_the_same_bits_on_any_devices():
         assert differing_leaves(runs[0], other) == []
 
 
+@pytest.mark.parametrize("policy", ["ignore", "skip"])
+def test_the_bits_do_not_hang_on_the_branch_around_the_update(policy):
+    momentum = optax.sgd(0.1, momentum=0.9)
+    runs = [
+        train(
+            tj.PinnedTree(), 8, devices, steps=5, optimizer=momentum,
+            on_nonfinite=policy,
+        )
+        for devices in (1, 2)
+    ]  # fmt: skip
+    assert differing_leaves(*runs) == []
+
+
 def test_the_plain_all_reduce_does_not():
     one = train(tj.AllReduce(), 8, 1, steps=10, optimizer=ADAM)
     eight = train(tj.AllReduce(), 8, 8, steps=10, optimizer=ADAM)

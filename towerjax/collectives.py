@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from towerjax.placement import DEVICE_AXIS, TowerAxes
-from towerjax.types import PyTree
+from towerjax.types import PyTree, short_repr
 
 
 class CrossTowerOps(Protocol):
@@ -186,7 +186,7 @@ class Sums:
         return functools.reduce(jnp.logical_and, checks, jnp.bool_(True))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class AllReduce:
     """One all-reduce over flat buffers: the fastest, right up to rounding.
 
@@ -205,6 +205,10 @@ class AllReduce:
     """
 
     pack_below_bytes: int = 65536
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return short_repr(self)
 
     def __post_init__(self) -> None:
         """Check the option."""

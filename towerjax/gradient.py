@@ -79,8 +79,6 @@ class TowerLoss:
             body, (zeros, local), (indices, parts)
         )
         loss = jax.tree.map(lambda x: x.sum(axis=0), loss)
-        if self.reduction is Reduction.MEAN:  # a tower's mean is that of its parts
-            grads, loss = jax.tree.map(lambda x: x / self.micro_batches, (grads, loss))
         return grads, loss, join_micro_batches(metrics), local
 
     def _gradient_of_part(

@@ -82,6 +82,11 @@ class History:
     skipped: tuple[int, ...]
     summary: RunSummary
 
+    @property
+    def final(self) -> dict[str, Any]:
+        """The metrics of the last evaluation; empty where there was none."""
+        return self.evaluations[-1][1] if self.evaluations else {}
+
     def table(self, *, rows: int = 20) -> "Table":
         """The history as a table for ``rich.print``.
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from towerjax.types import PyTree, Reduction, TowerOutput, Weighted, named_leaves
 
@@ -66,7 +65,7 @@ def _checked_loss(loss: Weighted) -> Weighted:
             " floating. Convert the losses before they are added."
         )
     wide = jnp.promote_types(total.dtype, jnp.float32)
-    return Weighted(total.astype(wide), lax.stop_gradient(weight.astype(wide)))
+    return Weighted(total.astype(wide), weight.astype(wide))
 
 
 def widened(dtype: Any) -> Any:

@@ -204,8 +204,11 @@ class Progress:
           number: The number of the step before it.
           values: Its metrics.
         """
-        self._show()
-        shown = "  ".join(f"{name} {format_value(v)}" for name, v in values.items())
+        is_last = self._steps is not None and number == self._start + self._steps
+        if is_last or time.monotonic() >= self._next_s:
+            self._show()  # else a log would hold a line of both for each evaluation
+        names = sorted(values, key=lambda name: (name != "loss", name))
+        shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self._display.note(f"evaluation after step {number}  {shown}")
 
     def close(self) -> None:
@@ -257,5 +260,5 @@ def format_value(value: Any) -> str:
     """
     value = np.asarray(value)
     if value.ndim == 0:
-        return f"{value.item():.4g}" if value.dtype.kind in "iuf" else str(value)
+        return f"{value.item():#.4g}" if value.dtype.kind == "f" else str(value)
     return f"array{list(value.shape)}"

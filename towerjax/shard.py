@@ -239,6 +239,11 @@ class PlacedBatch:
     padded: bool
     signature: Any
 
+    @property
+    def arrays(self) -> PyTree:
+        """The batch itself, on the devices."""
+        return self.args[0]
+
 
 class Placer:
     """Checks, fits and places the batches of one step.

@@ -24,7 +24,9 @@ from towerjax.types import Layout, PyTree, Reduction, named_leaves
 class TowerLocal:
     """A tower-local variable: one copy a tower, aggregated only when read.
 
-    Batch-norm statistics and metric accumulators are such variables.
+    Batch-norm statistics and metric accumulators are such variables. A tower sees
+    them, and returns them, without this wrapper: ``tower.local`` and
+    ``TowerOutput(local=...)`` are plain values.
 
     Attributes:
       value: For ``step.init``: the initial value of every tower, a pytree. In a

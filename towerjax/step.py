@@ -294,10 +294,12 @@ def build_train_step(
       optimizer: Any optax transformation; it sees the whole reduced gradient.
       strategy: Which towers, where, and how they reduce.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers,
-        MEAN the mean of the towers' values. None refuses bare scalars.
+        MEAN the mean of the towers' values. None refuses bare scalars. A total is
+        a bare scalar with SUM; ``Weighted(total, 1)`` would divide by ``T``.
       micro_batches: ``A``: each tower works its rows off in so many parts.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
-        weight 0, ``"drop"`` the rows over, or ``"error"``.
+        weight 0, ``"drop"`` the rows over, or ``"error"``. Batch norm sees padded
+        rows too, unless told: ``BatchNorm(...)(x, mask=tower.weight[:, None] > 0)``.
       on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
         ``"skip"`` leave parameters, optimizer state and local variables as they
         were, and ``"raise"`` says so; ``"ignore"`` updates all the same.

@@ -14,7 +14,7 @@ from towerjax.collectives import AllReduce, CrossTowerOps
 from towerjax.devices import canonical_device_name
 from towerjax.placement import Placement
 from towerjax.state import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types import PerTower, PyTree, Reduction, short_repr
 
 
 class _CrossTowerMethods:
@@ -155,16 +155,6 @@ class _CrossTowerMethods:
         )
 
 
-def _short_repr(options: Any) -> str:
-    """The call that makes an equal object: only what differs from the defaults."""
-    shown = [
-        f"{field.name}={getattr(options, field.name)!r}"
-        for field in dataclasses.fields(options)
-        if getattr(options, field.name) != field.default
-    ]
-    return f"{type(options).__name__}({', '.join(shown)})"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mirrored(_CrossTowerMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
@@ -209,7 +199,7 @@ class Mirrored(_CrossTowerMethods):
 
     def __repr__(self) -> str:
         """Text that can be pasted back."""
-        return _short_repr(self)
+        return short_repr(self)
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -274,7 +264,7 @@ class OneDevice(_CrossTowerMethods):
 
     def __repr__(self) -> str:
         """Text that can be pasted back."""
-        return _short_repr(self)
+        return short_repr(self)
 
     @property
     def cross_tower_ops(self) -> CrossTowerOps:

@@ -103,7 +103,8 @@ class Tower:
           value: This tower's value, a pytree of arrays.
 
         Returns:
-          Like ``value``; a MEAN of integers is float32.
+          Like ``value``; a MEAN of integers is float32, a SUM of booleans and small
+          integers int32 or uint32.
 
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.

@@ -144,7 +144,8 @@ class PerTower:
     """One value a tower, side by side.
 
     Attributes:
-      values: An array ``[T, ...]``; row ``t`` is tower ``t``'s value.
+      values: An array ``[T, ...]`` (or a pytree of them); row ``t`` is tower ``t``'s
+        value. Or a tuple of the towers' values, whose shapes may differ.
 
     Example:
       >>> PerTower(np.array([3.0, 4.0])).values.shape
@@ -188,6 +189,23 @@ MetricFn: TypeAlias = Callable[[PyTree, PyTree, Any], Mapping[str, Any]]
 
 PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 """``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""
+
+
+def short_repr(options: Any) -> str:
+    """The call that makes an equal object: only what differs from the defaults.
+
+    Args:
+      options: A dataclass of plain values.
+
+    Returns:
+      Text that can be pasted back.
+    """
+    shown = [
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != field.default
+    ]
+    return f"{type(options).__name__}({', '.join(shown)})"
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
