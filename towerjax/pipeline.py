@@ -53,7 +53,8 @@ class Pipeline:
           axes: The axes that the towers meet over.
 
         Returns:
-          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, guarded)``.
+          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, finite)``;
+          ``finite`` is None where the loss alone is guarded.
         """
 
         def step(
@@ -61,7 +62,7 @@ class Pipeline:
             clock: dict[str, jax.Array],
             batch: PyTree,
             num_valid: jax.Array,
-        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array]:
+        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array | None]:
             inputs = TowerInputs(
                 self.strategy, axes, clock["step"], clock["rng"], num_valid
             )
@@ -70,17 +71,17 @@ class Pipeline:
             total, grads, summed = sums.tree()
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
-            guarded = loss = total.value
+            loss, finite = total.value, None
             if self.guard == "gradients":
-                num_guarded = len(jax.tree.leaves((total, grads)))
-                guarded = jnp.where(sums.finite(num_guarded), loss, jnp.nan)
+                finite = sums.finite(len(jax.tree.leaves((total, grads))))
             local = with_local_values(carry["local"], local)
-            carry = self._update(carry, grads, total, local, guarded, axes)
+            accepted = jnp.isfinite(loss) if finite is None else finite
+            carry = self._update(carry, grads, total, local, accepted)
             metrics = join_weighted(
                 [metric.value for metric in summed],
                 jax.tree.map(lambda x: x[0], mirrored),
             )
-            return carry, clock["step"] + 1, {"loss": loss, **metrics}, guarded
+            return carry, clock["step"] + 1, {"loss": loss, **metrics}, finite
 
         return step
 
@@ -111,24 +112,26 @@ class Pipeline:
         grads: PyTree,
         total: Weighted,
         local: PyTree,
-        guarded: jax.Array,
-        axes: TowerAxes,
+        accepted: jax.Array,
     ) -> dict[str, Any]:
         """The next carry, or this one when the step is refused."""
         # Once and behind a barrier: XLA turns some divisions by the same scalar into
         # products with its inverse and others not, and then bits depend on D.
         scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
 
-        def update() -> dict[str, Any]:
+        def update(
+            carry: dict[str, Any], grads: PyTree, scale: jax.Array, loss: jax.Array
+        ) -> dict[str, Any]:
             scaled = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
             params, opt_state = apply_update(
-                self.optimizer, scaled, carry["opt_state"], carry["params"], total.value
+                self.optimizer, scaled, carry["opt_state"], carry["params"], loss
             )
             return {"params": params, "opt_state": opt_state, "local": local}
 
+        args = (carry, grads, scale, total.value)
         if self.on_nonfinite == "ignore":
-            return update()
-        return update_if(jnp.isfinite(guarded), update, carry, axes.platform)
+            return update(*args)
+        return update_if(accepted, update, *args)
 
 
 def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
@@ -151,7 +154,7 @@ def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
         "state": CARRY_LAYOUT,
         "step": Layout.MIRRORED,
         "metrics": Layout.MIRRORED,
-        "guarded": Layout.MIRRORED,
+        "finite": Layout.MIRRORED,
     }
     return Recipe(
         pipeline.on_device, in_layouts, out_layouts, donate=donate, padding_counts=True

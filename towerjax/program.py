@@ -204,7 +204,7 @@ class InFlight:
         """Note a call's result, and wait for the one four calls ago.
 
         Args:
-          result: Arrays that no later call donates.
+          result: A pytree of arrays of which no later call donates the first.
         """
         if self._results is None:
             return
@@ -292,5 +292,5 @@ class Runner:
         if program is None or batch.padded:
             program = self.program(first, batch)
         out = program.call(*first, *batch.args)
-        self._in_flight.add(out[-1])
+        self._in_flight.add(out[1:] or out)  # the first of several is donated
         return out

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from towerjax import feed
 from towerjax.evaluate import Batches, evaluate_all
@@ -21,7 +20,7 @@ from towerjax.shard import PlacedBatch
 from towerjax.state import TrainState, check_state
 from towerjax.step import TrainStep
 from towerjax.types import PyTree
-from towerjax.update import NonFiniteError
+from towerjax.update import NonFiniteError, is_refused
 
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
@@ -245,9 +244,9 @@ class _Loop:
         while len(self._in_flight) > allowed:
             number = self._log.number
             rows, refused = self._record_oldest()
-            for row, is_refused in zip(rows, refused, strict=True):
+            for row, was_refused in zip(rows, refused, strict=True):
                 number += 1
-                if is_refused and self._step.options.on_nonfinite == "raise":
+                if was_refused and self._step.options.on_nonfinite == "raise":
                     raise NonFiniteError(number - 1)
                 for hook in self._hooks:
                     hook(number, row)
@@ -259,7 +258,7 @@ class _Loop:
         # One step gives scalars, several give a dim of steps, not all of them used.
         indices = range(len(call.num_examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        refused = [not np.isfinite(guarded[i]) for i in indices]
+        refused = [is_refused(guarded[i]) for i in indices]
         with self.guard:
             self._in_flight.popleft()
             for step in zip(rows, refused, call.num_examples, strict=True):

@@ -226,20 +226,21 @@ class TrainStep:
           batch: A placed batch, or several stacked.
 
         Returns:
-          ``(state, metrics, guarded)``; ``guarded`` is ``()`` float32 and not finite
-          when the step was refused. For stacked batches metrics and ``guarded`` are
-          ``[K]``, of which the first so many count.
+          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool,
+          and NaN, infinite or False when the step was refused. For stacked batches
+          metrics and ``guarded`` are ``[K]``, of which the first so many count.
         """
         runner = self._runner_for(batch)
         on_device = isinstance(getattr(state, "step", None), jax.Array)
         if batch.signature not in runner.programs or not on_device:
             check_state(state, self.strategy.placement)
         try:
-            carry, step, metrics, guarded = runner(split_state(state), batch)
+            carry, step, metrics, finite = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
+        guarded = metrics["loss"] if finite is None else finite
         return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
 
     def __call__(

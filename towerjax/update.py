@@ -1,12 +1,14 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import Literal
 
 from towerjax.types import PyTree, named_leaves
 
@@ -47,29 +49,48 @@ def apply_update(
 
 
 def update_if(
-    accepted: jax.Array,
-    update: Callable[[], PyTree],
-    before: PyTree,
-    platform: str,
+    accepted: jax.Array, update: Callable[..., PyTree], carry: PyTree, *args: PyTree
 ) -> PyTree:
-    """``update()`` where the step is accepted, else ``before``.
+    """``update(carry, *args)`` where the step is accepted, else ``carry``.
+
+    Each new value is selected where it is made, and what follows is computed from
+    the selected one. When the step is accepted that is the same value; when not,
+    nothing of what follows is used. Selecting at the end would keep a value and its
+    successor alive at once, which costs a copy of the whole state at every step, and
+    a branch would make the update wait for the last gradient.
 
     Args:
       accepted: ``()`` bool, one verdict for all towers.
-      update: Makes the next value, like ``before``.
-      before: The present value.
-      platform: The device's.
+      update: Makes the next carry, of the same tree, shapes and dtypes.
+      carry: The present one.
+      *args: What else the update reads.
 
     Returns:
-      One of the two.
+      Like ``carry``.
     """
-    if platform == "cpu":
-        # A select of old and new would keep both alive: a copy of the whole state at
-        # each step. A GPU fuses the select, and would wait for a branch.
-        return lax.cond(accepted, update, lambda: before)
-    return jax.tree.map(
-        lambda new, old: jnp.where(accepted, new, old), update(), before
-    )
+    closed = jax.make_jaxpr(update)(carry, *args)
+    jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
+    olds = dict(zip(jaxpr.outvars, before, strict=True))
+    inputs = jax.tree.leaves((carry, *args))
+    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else values[var]
+
+    for eqn in jaxpr.eqns:
+        params = eqn.primitive.get_bind_params(eqn.params)
+        out = eqn.primitive.bind(*map(read, eqn.invars), **params)
+        outs = out if eqn.primitive.multiple_results else [out]
+        for var, value in zip(eqn.outvars, outs, strict=True):
+            known = var in olds
+            values[var] = jnp.where(accepted, value, olds[var]) if known else value
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    leaves = [
+        read(var) if var in made else jnp.where(accepted, read(var), old)
+        for var, old in zip(jaxpr.outvars, before, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(carry), leaves)
 
 
 def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
@@ -131,6 +152,18 @@ class NonFiniteError(FloatingPointError):
         self.step = step
 
 
+def is_refused(guarded: np.ndarray | np.generic) -> bool:
+    """Was a step refused?
+
+    Args:
+      guarded: ``()``, a loss or a bool, as ``TrainStep.dispatch`` returns it.
+
+    Returns:
+      True for NaN, infinity and False.
+    """
+    return not (guarded if guarded.dtype == np.bool_ else np.isfinite(guarded))
+
+
 class Verdicts:
     """Were the last steps refused? Looked at some steps later.
 
@@ -145,7 +178,7 @@ class Verdicts:
 
         Args:
           number: ``()`` int32, which step it is.
-          guarded: ``()``, not finite if it was refused.
+          guarded: As `is_refused` takes it, on the devices.
         """
         self._pending.append((number, guarded))
 
@@ -162,6 +195,6 @@ class Verdicts:
         old, self._pending = self._pending[:-4], self._pending[-4:]
         values = jax.device_get([guarded for _, guarded in old])
         for (number, _), value in zip(old, values, strict=True):
-            if not np.isfinite(value):
+            if is_refused(value):
                 self._pending = []
                 raise NonFiniteError(int(number))
