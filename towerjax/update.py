@@ -83,11 +83,11 @@ def update_if(
         out = eqn.primitive.bind(*map(read, eqn.invars), **params)
         outs = out if eqn.primitive.multiple_results else [out]
         for var, value in zip(eqn.outvars, outs, strict=True):
-            known = var in olds
-            values[var] = jnp.where(accepted, value, olds[var]) if known else value
+            is_new = var in olds
+            values[var] = lax.select(accepted, value, olds[var]) if is_new else value
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
     leaves = [
-        read(var) if var in made else jnp.where(accepted, read(var), old)
+        read(var) if var in made else lax.select(accepted, read(var), old)
         for var, old in zip(jaxpr.outvars, before, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(carry), leaves)
@@ -110,26 +110,32 @@ def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTr
     Raises:
       ValueError: Trees, shapes or dtypes differ; names every such leaf.
     """
+    same_tree = jax.tree.structure(before) == jax.tree.structure(after)
+    if not same_tree or _types(before) != _types(after):
+        raise ValueError(_explain_types(before, after, root, culprit))
+    # Drops the weak type of what was computed with Python numbers.
+    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
-    def types(tree: PyTree) -> dict[str, str]:
-        return {
-            name: f"{jnp.result_type(x)}{list(jnp.shape(x))}"
-            for name, x in named_leaves(root, tree)
-        }
 
-    was, now = types(before), types(after)
+def _types(tree: PyTree) -> list[tuple[tuple[int, ...], Any]]:
+    return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+
+
+def _explain_types(before: PyTree, after: PyTree, root: str, culprit: str) -> str:
+    was, now = (
+        {name: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for name, x in leaves}
+        for leaves in (named_leaves(root, before), named_leaves(root, after))
+    )
     bad = [
         f"{name} was {was.get(name, 'absent')} and becomes {now.get(name, 'absent')}"
         for name in sorted(was.keys() | now.keys())
         if was.get(name) != now.get(name)
     ]
-    if bad:
-        raise ValueError(
-            "The step would change the type of its state, and so compile anew each"
-            " time: " + "; ".join(bad) + f". Look at {culprit}."
-        )
-    # Drops the weak type of what was computed with Python numbers.
-    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
+    return (
+        "The step would change the type of its state, and so compile anew each time: "
+        + ("; ".join(bad) or "its containers change")
+        + f". Look at {culprit}."
+    )
 
 
 class NonFiniteError(FloatingPointError):
