@@ -48,7 +48,9 @@ def final_accuracy(output):
 
 def evaluations(output):
     """``[(step, accuracy)]`` of the lines of the run."""
-    found = re.findall(r"^evaluation after step (\d+)  accuracy (\S+)", output, re.M)
+    found = re.findall(
+        r"^evaluation after step (\d+)  loss \S+  accuracy (\S+)", output, re.M
+    )
     return [(int(step), float(accuracy)) for step, accuracy in found]
 
 
