@@ -1,6 +1,7 @@
 """How does a global batch become tower slices? Checks, padding, placing, weights."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -30,17 +31,46 @@ def check_remainder(remainder: str) -> None:
         )
 
 
-def batch_signature(batch: PyTree) -> Any:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Signature:
     """What must stay the same from step to step for one program to serve them all.
+
+    Attributes:
+      treedef: The batch's tree.
+      leaves: Each leaf's shape and dtype.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.leaves))
+
+    def __hash__(self) -> int:
+        """Looked up at every step, so computed once."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """The same tree of the same shapes and dtypes?"""
+        return self is other or (
+            isinstance(other, Signature)
+            and self.treedef == other.treedef
+            and self.leaves == other.leaves
+        )
+
+
+def batch_signature(batch: PyTree) -> Signature:
+    """The signature of a batch.
 
     Args:
       batch: A pytree of arrays.
 
     Returns:
-      A hashable value: the tree, and each leaf's shape and dtype.
+      A hashable value.
     """
     leaves, treedef = jax.tree.flatten(batch)
-    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 def count_examples(batch: PyTree) -> int:
@@ -175,7 +205,7 @@ def pad_rows(batch: PyTree, size: int) -> PyTree:
     return jax.tree.map(pad, batch)
 
 
-def explain_change(expected: Any, got: Any) -> str:
+def explain_change(expected: Signature, got: Signature) -> str:
     """Which leaves differ between two signatures, one bullet a leaf.
 
     Args:
@@ -196,13 +226,15 @@ def explain_change(expected: Any, got: Any) -> str:
         elif old != new:
             lines.append(f"  * batch{name} was {old} and is {new}")
     if not lines:
-        lines.append(f"  * the containers were {expected[0]} and are {got[0]}")
+        lines.append(
+            f"  * the containers were {expected.treedef} and are {got.treedef}"
+        )
     return "\n".join(lines)
 
 
-def _signature_leaves(signature: Any) -> dict[str, str]:
-    treedef, leaves = signature
-    tree = jax.tree.unflatten(treedef, [f"{dtype}{list(s)}" for s, dtype in leaves])
+def _signature_leaves(signature: Signature) -> dict[str, str]:
+    texts = [f"{dtype}{list(shape)}" for shape, dtype in signature.leaves]
+    tree = jax.tree.unflatten(signature.treedef, texts)
     paths = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): text for path, text in paths}
 
@@ -237,7 +269,7 @@ class PlacedBatch:
     args: tuple[PyTree, ...]
     num_examples: tuple[int, ...]
     padded: bool
-    signature: Any
+    signature: Signature
 
     @property
     def arrays(self) -> PyTree:
@@ -262,6 +294,7 @@ class Placer:
         self._remainder: Remainder = remainder
         self._full_size: int | None = None
         self._numbers: dict[int, jax.Array] = {}
+        self._signatures: dict[Signature, Signature] = {}
 
     def place(self, batch: PyTree) -> PlacedBatch:
         """One batch for one step.
@@ -280,10 +313,9 @@ class Placer:
         """
         batch, num_valid = self._fit(batch)
         arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
-        signature = batch_signature(arrays)
-        padded = num_valid < signature[1][0][0][0]
+        padded = num_valid < jax.tree.leaves(arrays)[0].shape[0]
         args = (arrays, self._number(num_valid))
-        return PlacedBatch(args, (num_valid,), padded, signature)
+        return PlacedBatch(args, (num_valid,), padded, self._signature(arrays))
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps.
@@ -316,7 +348,7 @@ class Placer:
         num_valid = place(num_valid, self.placement, Layout.MIRRORED)
         args = (arrays, num_valid, self._number(len(counts)))
         padded = min(counts) < full
-        return PlacedBatch(args, tuple(counts), padded, batch_signature(arrays))
+        return PlacedBatch(args, tuple(counts), padded, self._signature(arrays))
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
         batch, num_valid = fit_batch(
@@ -325,6 +357,11 @@ class Placer:
         size = jax.tree.leaves(batch)[0].shape[0]
         self._full_size = max(size, self._full_size or 0)
         return batch, num_valid
+
+    def _signature(self, arrays: PyTree) -> Signature:
+        """The one object for all batches of a kind, so that look-ups are short."""
+        signature = batch_signature(arrays)
+        return self._signatures.setdefault(signature, signature)
 
     def _number(self, number: int) -> jax.Array:
         """The number as a mirrored scalar; the few that occur are placed once."""
