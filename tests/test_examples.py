@@ -49,7 +49,7 @@ def final_accuracy(output):
 def evaluations(output):
     """``[(step, accuracy)]`` of the lines of the run."""
     found = re.findall(
-        r"^evaluation after step (\d+)  loss \S+  accuracy (\S+)", output, re.M
+        r"^evaluation after step (\d+)  (?:loss \S+  )?accuracy (\S+)", output, re.M
     )
     return [(int(step), float(accuracy)) for step, accuracy in found]
 
