@@ -353,10 +353,11 @@ def check_state(state: Any, placement: Placement) -> None:
             " variables with tj.read_local and start them anew with"
             " step.init(state.params, local=...)."
         )
+    expected = set(placement.jax_devices)
     elsewhere = [
         f"{name} is on {_where(x)}"
         for name, x in named_leaves("state", state)
-        if _where(x) != _names(placement.jax_devices)
+        if not isinstance(x, jax.Array) or x.devices() != expected
     ]
     if elsewhere:
         shown = "; ".join(elsewhere[:4]) + (" ..." if len(elsewhere) > 4 else "")
@@ -369,8 +370,4 @@ def check_state(state: Any, placement: Placement) -> None:
 def _where(x: Any) -> str:
     if not isinstance(x, jax.Array):
         return f"the host ({type(x).__name__})"
-    return _names(sorted(x.devices(), key=lambda device: device.id))
-
-
-def _names(devices: Any) -> str:
-    return ", ".join(str(d) for d in sorted(devices, key=lambda device: device.id))
+    return ", ".join(sorted(str(device) for device in x.devices()))
