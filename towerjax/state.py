@@ -235,9 +235,10 @@ def _stacked_local(local: PyTree, num_towers: int) -> PyTree:
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
 
-    def stack(x: Any) -> np.ndarray:
-        x = np.asarray(x)
-        return np.broadcast_to(x, (num_towers, *x.shape))
+    def stack(x: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return jnp.broadcast_to(x, (num_towers, *x.shape))
+        return np.broadcast_to(np.asarray(x), (num_towers, *np.shape(x)))
 
     return jax.tree.map(stack, local)
 

@@ -1,0 +1,121 @@
+"""What a step carries over: dtypes, keys, None, places, tower-local variables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+LAYOUTS = [
+    (1, 1, {}),
+    (4, 4, {}),
+    (4, 2, {}),
+    (4, 2, {"local": "scan"}),
+    (4, 2, {"executor": "pmap"}),
+    (4, 1, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}),
+]
+
+
+def strategy(towers, devices, options):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    return tj.Mirrored(names, towers=towers, **options)
+
+
+def data(rows=16):
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.integers(-2, 3, size=(rows, 3)).astype(np.float32),
+        "row": np.arange(rows),
+        "nested": (np.ones((rows, 2), np.float32), None),
+    }
+
+
+def loss_fn(params, batch, tower):
+    out = batch["x"].astype(jnp.bfloat16) @ params["w"]
+    local = {
+        "key": jax.random.split(tower.local["key"])[0],
+        "seen": tower.local["seen"] + batch["row"].shape[0],
+        "last": jnp.maximum(tower.local["last"], batch["row"].max()),
+    }
+    metrics = {"deep": {"mean": tj.Weighted.mean(out, tower.weight)}}
+    return tj.TowerOutput(tj.Weighted.mean(out**2, tower.weight), metrics, local)
+
+
+@pytest.mark.parametrize(("towers", "devices", "options"), LAYOUTS)
+def test_bfloat16_keys_counters_and_none_live_in_a_state(towers, devices, options):
+    labels = {"w": "train", "frozen": "keep", "none": None}
+    optimizer = optax.multi_transform(
+        {"train": optax.sgd(0.125), "keep": optax.set_to_zero()}, labels
+    )
+    step = tj.build_train_step(
+        loss_fn, optimizer, strategy(towers, devices, options), micro_batches=2
+    )
+    zero, none = np.int32(0), tj.Reduction.NONE
+    params = {
+        "w": jnp.ones(3, jnp.bfloat16),
+        "frozen": np.ones(2, np.float32),
+        "none": None,
+    }
+    state = step.init(
+        params,
+        local={
+            "key": tj.TowerLocal(jax.random.key(3), none),
+            "seen": tj.TowerLocal(zero, tj.Reduction.SUM),
+            "last": tj.TowerLocal(zero, none),
+        },
+    )
+    batch = data()
+    state, metrics = step(state, batch)
+    x, ones = batch["x"].astype(np.float64), np.ones(3)
+    gradient = (2 * (x @ ones)[:, None] * x).mean(0)
+    assert state.params["w"].dtype == jnp.bfloat16
+    # One rounding to bfloat16 of the gradient and one of the update.
+    moved = 1 - np.asarray(state.params["w"], np.float64)
+    np.testing.assert_allclose(moved / 0.125, gradient, rtol=0, atol=2**-4)
+    np.testing.assert_array_equal(state.params["frozen"], np.ones(2))
+    np.testing.assert_allclose(metrics["loss"], ((x @ ones) ** 2).mean(), rtol=2**-7)
+    assert metrics["deep"]["mean"].shape == ()
+    assert int(tj.read_local(state.local["seen"])) == 16
+    last = np.arange(towers) * (16 // towers) + 16 // towers - 1
+    np.testing.assert_array_equal(state.local["last"].value, last)
+    key = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
+    keys = jax.random.key_data(state.local["key"].value)
+    np.testing.assert_array_equal(keys, [jax.random.key_data(key)] * towers)
+
+
+def test_place_moves_a_state_and_leaves_the_old_one():
+    here = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(4, 4, {}))
+    there = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(4, 2, {}))
+    zero = np.int32(0)
+    local = {
+        "key": tj.TowerLocal(jax.random.key(3), tj.Reduction.NONE),
+        "seen": tj.TowerLocal(zero, tj.Reduction.SUM),
+        "last": tj.TowerLocal(zero, tj.Reduction.NONE),
+    }
+    state, _ = here(here.init({"w": jnp.ones(3, jnp.bfloat16)}, local=local), data())
+    moved = there.place(state)
+    one, _ = here(state, data())
+    other, _ = there(moved, data())
+    np.testing.assert_array_equal(one.local["last"].value, other.local["last"].value)
+    assert other.params["w"].devices() == set(jax.devices()[:2])
+    assert int(other.step) == 2
+
+
+def test_a_user_may_keep_using_the_arrays_that_init_was_given():
+    key, params = jax.random.key(1), {"w": jnp.ones(3, jnp.bfloat16)}
+    stats = jnp.int32(0)
+    local = {
+        "key": tj.TowerLocal(key, tj.Reduction.NONE),
+        "seen": tj.TowerLocal(stats, tj.Reduction.SUM),
+        "last": tj.TowerLocal(stats, tj.Reduction.NONE),
+    }
+    for devices in (1, 2):
+        step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(2, devices, {}))
+        state = step.init(params, local=local, rng=key)
+        for _ in range(3):
+            state, _ = step(state, data())
+    for array in (key, params["w"], stats):
+        assert not array.is_deleted()
+    np.testing.assert_array_equal(params["w"].astype(np.float32), np.ones(3))
