@@ -7,6 +7,8 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -141,3 +143,16 @@ def test_the_python_body_of_a_function_is_short():
                 if lines > 40:
                     long.append(f"{path.name}: {node.name} has {lines} lines")
     assert long == []
+
+
+def test_importing_towerjax_brings_nothing_heavy():
+    program = (
+        "import sys, jax, optax; before = set(sys.modules); import towerjax;"
+        " print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    roots = set(done.stdout.split())
+    assert "towerjax" in roots
+    assert not roots & {"rich", "IPython", "matplotlib", "sklearn", "flax", "orbax"}

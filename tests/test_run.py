@@ -224,12 +224,12 @@ def test_loading_overlaps_with_the_steps():
         return tj.Weighted.mean(params * batch + zero, tower.weight)
 
     def pause(params):
-        time.sleep(0.03)
+        time.sleep(0.06)
         return np.float32(0)
 
     def loader():
         for _ in range(12):
-            time.sleep(0.03)
+            time.sleep(0.06)
             yield np.ones(4, np.float32)
 
     step = tj.build_train_step(slow_loss, optax.sgd(0.1), tj.OneDevice("cpu:0"))
@@ -237,8 +237,8 @@ def test_loading_overlaps_with_the_steps():
     state, _ = run(step, state, [np.ones(4, np.float32)], progress=False)
     start_s = time.perf_counter()
     run(step, state, loader(), progress=False)
-    # In line it would be 24 * 0.03 = 0.72 s, overlapped 13 * 0.03 = 0.39 s.
-    assert time.perf_counter() - start_s < 0.6
+    # In line it would be 24 * 0.06 = 1.44 s, overlapped 13 * 0.06 = 0.78 s.
+    assert time.perf_counter() - start_s < 1.25
 
 
 @pytest.mark.parametrize("in_flight", [2, 64])
@@ -256,7 +256,10 @@ def test_3000_steps_never_waited_for_finish_on_8_devices(train_step, in_flight):
     assert np.isfinite(history.metrics["loss"]).all()
 
 
-def test_3000_steps_of_an_own_loop_finish_on_8_devices(train_step):
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+def test_3000_steps_of_an_own_loop_finish_on_8_devices(policy):
+    # Looking at verdicts waits now and then; "ignore" never looks.
+    train_step = build_step(on_nonfinite=policy)
     state = init(train_step)
     [batch] = batches(make_data(16), 16)
     placed = train_step.place_batch(batch)
