@@ -119,13 +119,35 @@ def test_padding_that_nothing_masks_is_refused(no_compiles):
 
     step = build(careless, remainder="pad")
     state = step.init(start())
-    refused(step, state, good(5), "nothing reads tower.weight", no_compiles)
+    refused(step, state, good(5), "does not depend on tower.weight", no_compiles)
     state, _ = step(state, good(6))
-    refused(step, state, good(5), "nothing reads tower.weight", no_compiles)
+    refused(step, state, good(5), "does not depend on tower.weight", no_compiles)
     evaluate = tj.build_eval_step(
         lambda p, b, tower: {"m": tj.Weighted.mean(b["x"])}, tj.Mirrored(TWO)
     )
-    with pytest.raises(ValueError, match="nothing reads tower.weight"):
+    with pytest.raises(ValueError, match="does not depend on tower.weight"):
+        evaluate(state, good(5))
+
+
+def test_padding_that_only_a_metric_masks_is_refused(no_compiles):
+    def careless(params, batch, tower):
+        losses = (batch["x"] @ params["w"]) ** 2
+        metrics = {"masked": tj.Weighted.mean(losses, tower.weight)}
+        return tj.TowerOutput(tj.Weighted.mean(losses), metrics)
+
+    for towers in (1, 2, 4):
+        step = build(careless, tj.Mirrored(TWO[: min(towers, 2)], towers=towers))
+        step = build(careless, step.strategy, remainder="pad")
+        state, _ = step(step.init(start()), good(8))
+        refused(step, state, good(5), r"loss\.sum does not depend", no_compiles)
+    evaluate = tj.build_eval_step(
+        lambda p, b, tower: {
+            "right": tj.Weighted.mean(b["x"], tower.weight),
+            "wrong": tj.Weighted.mean(b["x"]),
+        },
+        tj.Mirrored(TWO),
+    )
+    with pytest.raises(ValueError, match=r"metrics\['wrong'\]\.sum does not depend"):
         evaluate(state, good(5))
 
 
@@ -196,6 +218,16 @@ LOSSES = {
     "metrics not named": (
         lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), [1]),
         "mapping of name to",
+    ),
+    "nested metrics": (
+        lambda p, b, t: tj.TowerOutput(
+            tj.Weighted(p["w"].sum(), 1.0), {"group": {"a": tj.Weighted(1.0, 1.0)}}
+        ),
+        r"metrics\['group'\] is a dict.*'group/part'",
+    ),
+    "metric that is none": (
+        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"m": None}),
+        r"metrics\['m'\] is a NoneType",
     ),
     "local not there": (
         lambda p, b, t: tj.TowerOutput(
@@ -420,3 +452,77 @@ def test_predictions_without_a_row_each_are_refused():
     )
     with pytest.raises(ValueError, match=r"predictions\['mean'\] has shape \(3,\)"):
         predict(start(), good())
+
+
+def test_a_state_that_was_donated_says_so():
+    step = build()
+    state = step.init(start())
+    step(state, good())
+    with pytest.raises(ValueError, match="donated to an earlier step"):
+        step(state, good())
+    with pytest.raises(ValueError, match="donated to an earlier step"):
+        step.program(state, good())
+
+
+def test_a_short_loop_is_settled():
+    poisoned = good(4)
+    poisoned["x"][3, 0] = np.nan
+    step = build()
+    state = step.init(start())
+    state, metrics = step(state, poisoned)
+    with pytest.raises(tj.NonFiniteError, match="of step 0 "):
+        step.settle()
+    step.settle()
+    np.testing.assert_array_equal(state.params["w"], start()["w"])
+
+
+def test_no_examples_change_nothing_whatever_the_losses_are():
+    def fn(params, batch, tower):
+        losses = (batch["x"] @ params["w"]) ** 2
+        return tj.Weighted(losses.sum() * 0.0, tower.weight.sum() * 0)
+
+    for optimizer in (optax.adamw(0.1), optax.sgd(0.1)):
+        step = tj.build_train_step(fn, optimizer, tj.Mirrored(TWO))
+        state, metrics = step(step.init(start()), good())
+        assert float(metrics["loss"]) == 0.0
+        np.testing.assert_array_equal(state.params["w"], start()["w"])
+    empty = build(lambda p, b, t: tj.Weighted((b["x"] @ p["w"]).sum() * jnp.nan, 0.0))
+    state, metrics = empty(empty.init(start()), good())
+    assert np.isnan(metrics["loss"])
+    np.testing.assert_array_equal(state.params["w"], start()["w"])
+
+
+def test_keys_whose_draws_depend_on_the_devices_are_refused():
+    key = jax.random.key(0, impl="rbg")
+    with pytest.raises(ValueError, match="rbg.*threefry"):
+        build(strategy=tj.Mirrored(TWO, towers=4)).init(start(), rng=key)
+    build(strategy=tj.Mirrored(TWO)).init(start(), rng=key)
+
+
+def test_complex_params_are_refused():
+    with pytest.raises(ValueError, match=r"params\['w'\] is complex64"):
+        build().init({"w": np.zeros(3, np.complex64)})
+
+
+def test_text_in_a_batch_is_refused_by_name(no_compiles):
+    step = build()
+    state = step.init(start())
+    batch = {**good(), "name": np.array(list("abcd"))}
+    text = r"batch\['name'\] is an array of dtype <U1"
+    refused(step, state, batch, text, no_compiles)
+
+
+def test_one_batch_is_no_iterable_of_batches():
+    step = build()
+    with pytest.raises(ValueError, match=r"is one batch.*Pass \[batch\]"):
+        tj.run(step, step.init(start()), good(), progress=False)
+
+
+def test_evaluating_a_state_from_elsewhere_says_where_it_is():
+    def metric_fn(params, batch, tower):
+        return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
+
+    there = build(strategy=tj.Mirrored(("cpu:2", "cpu:3"))).init(start())
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
+    with pytest.raises(ValueError, match=r"elsewhere .*\['cpu:0', 'cpu:1'\]"):
+        evaluate(there, good())

@@ -144,11 +144,12 @@ def test_one_compile_and_no_trace_after_the_first_step(count, executor, compiles
     # Where a device runs one tower the proof reads the program's own trace.
     expected = 1 if executor == "shard_map" and count == 8 else 2
     assert len(traces) == expected
-    for rows in (32, 32, 27, 1):  # ragged batches are filled up: no new program
+    for rows in (32, 32, 27, 1, 31):  # ragged batches are filled up: no new program
         state, _ = step(state, batch(rows))
-    assert len(traces) == expected
+    # The first padded batch is traced to see that padding is masked; none after it.
+    assert len(traces) == expected + 1
     assert len(compiles) == 1
-    assert int(state.step) == 5
+    assert int(state.step) == 6
 
 
 @pytest.mark.parametrize(
@@ -245,8 +246,11 @@ def test_micro_batches_draw_their_own_noise():
     "optimizer",
     [optax.adam(1e-2), optax.lamb(1e-2), optax.contrib.muon(1e-2),
      optax.chain(optax.clip(0.1), optax.sgd(0.1, momentum=0.9)),
-     optax.contrib.reduce_on_plateau(), optax.MultiSteps(optax.sgd(0.1), 2)],
-    ids=["adam", "lamb", "muon", "clip", "plateau", "multi_steps"],
+     optax.contrib.reduce_on_plateau(), optax.MultiSteps(optax.sgd(0.1), 2),
+     optax.optimistic_adam_v2(1e-2), optax.contrib.dog(),
+     optax.apply_if_finite(optax.adam(1e-2), 2)],
+    ids=["adam", "lamb", "muon", "clip", "plateau", "multi_steps", "optimistic", "dog",
+         "if_finite"],
 )  # fmt: skip
 def test_the_optimizer_sees_one_whole_gradient(optimizer):
     def reference(params, batch):
@@ -271,3 +275,31 @@ def test_the_optimizer_sees_one_whole_gradient(optimizer):
     np.testing.assert_allclose(state.params["w"], mine["w"], rtol=0, atol=2e-5)
     if "plateau" not in str(optimizer):
         assert jax.tree.structure(state.opt_state) == jax.tree.structure(opt_state)
+
+
+def twins():
+    """An optimizer whose state holds constants, inputs and one value twice."""
+
+    def update_fn(grads, state, params=None):
+        same = state["a"] + 1
+        state = {"a": same, "b": same, "c": jnp.float32(5), "d": state["d"]}
+        return jax.tree.map(lambda g: -0.1 * g, grads), state
+
+    start = {"a": 0.0, "b": 10.0, "c": 7.0, "d": 3.0}
+    state = {name: jnp.float32(value) for name, value in start.items()}
+    return optax.GradientTransformation(lambda params: state, update_fn)
+
+
+def test_a_refused_step_leaves_each_leaf_as_it_was():
+    step = tj.build_train_step(
+        loss_fn, twins(), tj.Mirrored(devices(2)), on_nonfinite="skip"
+    )
+    state = step.init(params())
+    poisoned = batch()
+    poisoned["x"][0, 0] = np.nan
+    state, _ = step(state, poisoned)
+    kept = jax.tree.map(float, state.opt_state)
+    assert kept == {"a": 0.0, "b": 10.0, "c": 7.0, "d": 3.0}
+    state, _ = step(state, batch())
+    kept = jax.tree.map(float, state.opt_state)
+    assert kept == {"a": 1.0, "b": 1.0, "c": 5.0, "d": 3.0}

@@ -267,3 +267,13 @@ def test_a_step_takes_prefetched_batches():
         state, _ = step(state, batch)
     expected = 1.0 - 0.1 * data.astype(np.float64).reshape(3, 8).mean(axis=1).sum()
     np.testing.assert_allclose(state.params, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_drop_remainder_leaves_the_smaller_last_batch_out(seed):
+    found = list(batches(np.arange(11), 4, epochs=2, seed=seed, drop_remainder=True))
+    assert [len(batch) for batch in found] == [4, 4, 4, 4]
+    for epoch in (found[:2], found[2:]):
+        assert len(np.unique(np.concatenate(epoch))) == 8
+    with pytest.raises(ValueError, match="leaves nothing of 3 examples"):
+        batches(np.arange(3), 4, drop_remainder=True)

@@ -269,3 +269,41 @@ def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices,
         lambda params, batch, tower: batch["x"][:, 0] * 0 + tower.local["sum"], strategy
     )
     close(predict(state, data(5)), np.full(5, own.sum()), "prediction")
+
+
+@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
+@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (4, 2), (4, 4), (4, 1)])
+def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
+    towers, devices, ops
+):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(devices=names, towers=towers, cross_tower_ops=ops)
+    values = [np.int32(1001), np.int8(100), True, np.float16(0.1), jnp.bfloat16(3)]
+    kinds = (tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
+    local = {
+        f"{i} {kind.name}": tj.TowerLocal(value, kind)
+        for i, value in enumerate(values)
+        for kind in kinds
+    }
+    first = tj.Reduction.ONLY_FIRST_TOWER
+    local["key"] = tj.TowerLocal(jax.random.key(7), first)
+    step = tj.build_train_step(
+        lambda p, b, t: tj.Weighted.mean(b["x"] @ p["w"], t.weight),
+        optax.sgd(0.1),
+        strategy,
+    )
+    state = step.init({"w": np.ones((FEATURES, 1), np.float32)}, local=local)
+    seen = {}
+
+    def metric_fn(params, batch, tower):
+        seen.update({name: x.dtype for name, x in tower.local.items()})
+        read = {k: x.astype(jnp.float32) for k, x in tower.local.items() if k != "key"}
+        draw = jax.random.normal(tower.local["key"])
+        return {**read, "draw": draw, "n": tj.Weighted(tower.weight.sum(), 1.0)}
+
+    metrics = tj.build_eval_step(metric_fn, strategy)(state, data(8))
+    outside = tj.read_local({k: v for k, v in state.local.items() if k != "key"})
+    for name, value in outside.items():
+        assert seen[name] == value.dtype, name
+        np.testing.assert_array_equal(metrics[name], np.asarray(value, np.float32))
+    np.testing.assert_array_equal(metrics["draw"], jax.random.normal(jax.random.key(7)))

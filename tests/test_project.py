@@ -25,7 +25,7 @@ build_train_step evaluate_all read_local run""".split()
 LAYERS = """
     version types devices analysis proof
     placement shard reduce merge tower outputs gradient
-    collectives update state
+    collectives update tower_local state
     cross_tower strategies
     program pipeline step inference
     feed interrupt progress history evaluate run

@@ -39,7 +39,7 @@ def loss_fn(params, batch, tower):
         "seen": tower.local["seen"] + batch["row"].shape[0],
         "last": jnp.maximum(tower.local["last"], batch["row"].max()),
     }
-    metrics = {"deep": {"mean": tj.Weighted.mean(out, tower.weight)}}
+    metrics = {"deep/mean": tj.Weighted.mean(out, tower.weight)}
     return tj.TowerOutput(tj.Weighted.mean(out**2, tower.weight), metrics, local)
 
 
@@ -76,7 +76,7 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state(towers, devices, option
     np.testing.assert_allclose(moved / 0.125, gradient, rtol=0, atol=2**-4)
     np.testing.assert_array_equal(state.params["frozen"], np.ones(2))
     np.testing.assert_allclose(metrics["loss"], ((x @ ones) ** 2).mean(), rtol=2**-7)
-    assert metrics["deep"]["mean"].shape == ()
+    assert metrics["deep/mean"].shape == ()
     assert int(tj.read_local(state.local["seen"])) == 16
     last = np.arange(towers) * (16 // towers) + 16 // towers - 1
     np.testing.assert_array_equal(state.local["last"].value, last)

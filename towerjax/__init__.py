@@ -11,13 +11,13 @@ from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.proof import ReplicationError as ReplicationError
 from towerjax.run import run as run
-from towerjax.state import TowerLocal as TowerLocal
 from towerjax.state import TrainState as TrainState
-from towerjax.state import read_local as read_local
 from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored
 from towerjax.strategies import OneDevice as OneDevice
 from towerjax.tower import Tower as Tower
+from towerjax.tower_local import TowerLocal as TowerLocal
+from towerjax.tower_local import read_local as read_local
 from towerjax.types import Layout as Layout
 from towerjax.types import PerTower as PerTower
 from towerjax.types import Reduction as Reduction

@@ -253,6 +253,11 @@ class PinnedTree:
     are added before they travel; otherwise each tower's values travel, ``k`` times
     the bytes. A device holds ``k`` gradients at once.
 
+    What follows the sum is the same program on every ``D`` too, as far as the compiler
+    can be held to it: optimizers that branch inside (``optax.MultiSteps``,
+    ``optax.contrib.mechanize``) were seen to differ in last bits between one device
+    and several, on the CPU.
+
     Example:
       >>> PinnedTree()
       PinnedTree()

@@ -22,8 +22,8 @@ from towerjax.placement import (
 )
 from towerjax.proof import prove_mirrored
 from towerjax.reduce import check_reduction, reduce_stacked
-from towerjax.state import TowerLocal
 from towerjax.tower import Tower, TowerInputs
+from towerjax.tower_local import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
 
 

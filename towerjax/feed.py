@@ -36,7 +36,12 @@ def check_whole(name: str, number: Any, lowest: int) -> None:
 
 
 def batches(
-    data: PyTree, batch_size: int, *, epochs: int | None = 1, seed: int | None = None
+    data: PyTree,
+    batch_size: int,
+    *,
+    epochs: int | None = 1,
+    seed: int | None = None,
+    drop_remainder: bool = False,
 ) -> Iterator[PyTree]:
     """The data cut into global batches, epoch after epoch.
 
@@ -49,6 +54,7 @@ def batches(
       epochs: How often to go through the data; None never ends.
       seed: None keeps the order, and batches are views of the data. A number
         shuffles anew each epoch, the same way for the same ``(seed, epoch)``.
+      drop_remainder: Leave the smaller last batch of each epoch out?
 
     Returns:
       An iterator of pytrees ``[B, ...]``.
@@ -66,17 +72,28 @@ def batches(
         check_whole("epochs", epochs, 1)
     if seed is not None:
         check_whole("seed", seed, 0)
-    return _cut(data, num_examples, batch_size, epochs, seed)
+    if drop_remainder and num_examples < batch_size:
+        raise ValueError(
+            f"drop_remainder leaves nothing of {num_examples} examples in batches of"
+            f" {batch_size}."
+        )
+    used = num_examples - num_examples % batch_size if drop_remainder else num_examples
+    return _cut(data, num_examples, used, batch_size, epochs, seed)
 
 
 def _cut(
-    data: PyTree, num_examples: int, batch_size: int, epochs: int | None, seed: Any
+    data: PyTree,
+    num_examples: int,
+    used: int,
+    batch_size: int,
+    epochs: int | None,
+    seed: Any,
 ) -> Iterator[PyTree]:
     for epoch in itertools.count() if epochs is None else range(epochs):
         order = None
         if seed is not None:
             order = np.random.default_rng((seed, epoch)).permutation(num_examples)
-        for start in range(0, num_examples, batch_size):
+        for start in range(0, used, batch_size):
             rows: Any = slice(start, start + batch_size)
             if order is not None:
                 rows = order[rows]

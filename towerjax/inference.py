@@ -1,10 +1,12 @@
 """What do the towers say without training? Evaluation and prediction steps."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from towerjax.collectives import sum_rows_over_towers
 from towerjax.outputs import (
@@ -12,13 +14,15 @@ from towerjax.outputs import (
     check_rows,
     join_weighted,
     split_weighted,
+    weighted_alone,
 )
 from towerjax.placement import TowerAxes, over_local_towers
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
-from towerjax.state import TrainState, read_local_over_towers
+from towerjax.state import TrainState, check_state
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs
+from towerjax.tower_local import read_local_over_towers
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree
 
 _MODEL_LAYOUT = {
@@ -47,18 +51,66 @@ def _model_of(state: Any, placement: Any) -> dict[str, Any]:
     return jax.device_put(alone, placement.shardings(_MODEL_LAYOUT))
 
 
-def _on_device(
-    fn: Callable[..., Any],
-    strategy: Strategy,
-    finish: Callable[..., tuple[PyTree, PyTree]],
-    combine: Callable[..., Any],
-    axes: TowerAxes,
-) -> Callable[..., Any]:
-    """One pass as each device runs it: ``(model, batch, num_valid)``."""
-    ops = strategy.cross_tower_ops
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One pass over a batch before it is compiled.
 
-    def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
-        inputs = TowerInputs(strategy, axes, model["step"], model["rng"], num_valid)
+    Attributes:
+      fn: The user's function of ``(params, batch, tower)``.
+      strategy: Which towers, where.
+      finish: ``(what it returned, rows) -> (sums, kept)``.
+      combine: ``(reduced sums, kept [k, ...]) -> result``.
+    """
+
+    fn: Callable[..., Any]
+    strategy: Strategy
+    finish: Callable[..., tuple[PyTree, PyTree]]
+    combine: Callable[..., Any]
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The pass as each device runs it.
+
+        Args:
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(model, batch, num_valid) -> (result,)``.
+        """
+        ops = self.strategy.cross_tower_ops
+
+        def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
+            sums, kept = self._towers(axes, model, batch, num_valid)
+            return (self.combine(sum_rows_over_towers(ops, sums, axes), kept),)
+
+        return run
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's ``Weighted`` metrics, before they are reduced.
+
+        Args:
+          axes: One tower a device.
+
+        Returns:
+          ``(model, batch, num_valid) -> {"metrics": ...}``, leaves ``[1, ...]``.
+        """
+
+        def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
+            metrics = join_weighted(*self._towers(axes, model, batch, num_valid))
+            return {"metrics": weighted_alone(metrics)}
+
+        return run
+
+    def _towers(
+        self,
+        axes: TowerAxes,
+        model: dict[str, Any],
+        batch: PyTree,
+        num_valid: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        inputs = TowerInputs(
+            self.strategy, axes, model["step"], model["rng"], num_valid
+        )
+        ops = self.strategy.cross_tower_ops
         local = read_local_over_towers(model["local"], ops, axes)
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
@@ -67,12 +119,9 @@ def _on_device(
         def tower_fn(tower_id: jax.Array, rows: PyTree) -> tuple[PyTree, PyTree]:
             size = jax.tree.leaves(rows)[0].shape[0]
             tower = inputs.tower(tower_id, local, tower_id * size, size)
-            return finish(fn(model["params"], rows, tower), size)
+            return self.finish(self.fn(model["params"], rows, tower), size)
 
-        sums, kept = over_local_towers(tower_fn, axes, rows, stack_sums=True)
-        return (combine(sum_rows_over_towers(ops, sums, axes), kept),)
-
-    return run
+        return over_local_towers(tower_fn, axes, rows, stack_sums=True)
 
 
 class InferenceStep:
@@ -83,25 +132,24 @@ class InferenceStep:
 
     def __init__(
         self,
-        strategy: Strategy,
-        device_fn: Callable[[TowerAxes], Callable[..., Any]],
+        one_pass: Pass,
         result_layout: Layout,
         remainder: Remainder,
         max_programs: int,
     ) -> None:
         check_remainder(remainder)
-        self.strategy = strategy
+        self.strategy = strategy = one_pass.strategy
         in_layouts = {
             "state": _MODEL_LAYOUT,
             "batch": Layout.PER_TOWER,
             "num_valid": Layout.MIRRORED,
         }
         recipe = Recipe(
-            device_fn,
+            one_pass.on_device,
             in_layouts,
             {"result": result_layout},
             donate=False,
-            padding_counts=result_layout is Layout.MIRRORED,
+            counted=one_pass.counted if result_layout is Layout.MIRRORED else None,
         )
         self._runner = Runner(recipe, strategy.placement, max_programs=max_programs)
         self._placer = Placer(
@@ -152,9 +200,17 @@ class InferenceStep:
         """
         batch = self.place_batch(batch)
         model = _model_of(state, self.strategy.placement)
-        (result,) = self._runner((model,), batch)
+        try:
+            (result,) = self._runner((model,), batch)
+        except (TypeError, ValueError):
+            # JAX refuses a wrong state before it runs; say it in our words.
+            if isinstance(state, TrainState):
+                check_state(state, self.strategy.placement)
+            raise
         if self._cuts_padding and batch.padded:
-            result = jax.tree.map(lambda x: x[: batch.num_examples[0]], result)
+            # By way of the host: a slice on the devices compiles for every new size.
+            rows = batch.num_examples[0]
+            result = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:rows]), result)
         return result
 
 
@@ -199,10 +255,8 @@ def build_eval_step(
     def combine(summed: PyTree, mirrored: PyTree) -> PyTree:
         return join_weighted(summed, jax.tree.map(lambda x: x[0], mirrored))
 
-    def device_fn(axes: TowerAxes) -> Callable[..., Any]:
-        return _on_device(metric_fn, strategy, finish, combine, axes)
-
-    return InferenceStep(strategy, device_fn, Layout.MIRRORED, remainder, max_programs)
+    one_pass = Pass(metric_fn, strategy, finish, combine)
+    return InferenceStep(one_pass, Layout.MIRRORED, remainder, max_programs)
 
 
 def build_predict_step(
@@ -240,7 +294,5 @@ def build_predict_step(
     def combine(summed: PyTree, outputs: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), outputs)
 
-    def device_fn(axes: TowerAxes) -> Callable[..., Any]:
-        return _on_device(predict_fn, strategy, finish, combine, axes)
-
-    return InferenceStep(strategy, device_fn, Layout.PER_TOWER, remainder, max_programs)
+    one_pass = Pass(predict_fn, strategy, finish, combine)
+    return InferenceStep(one_pass, Layout.PER_TOWER, remainder, max_programs)

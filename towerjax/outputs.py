@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from towerjax.types import PyTree, Reduction, TowerOutput, Weighted, named_leaves
 
@@ -84,6 +85,12 @@ def _is_weighted(x: Any) -> bool:
     return isinstance(x, Weighted)
 
 
+def _is_metric(x: Any) -> bool:
+    return _is_weighted(x) or isinstance(
+        x, jax.Array | np.ndarray | np.generic | int | float
+    )
+
+
 def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
     """Metrics as a dict of float32-or-wider ``Weighted`` and plain arrays.
 
@@ -95,7 +102,8 @@ def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
       The same names.
 
     Raises:
-      ValueError: It is not a mapping, or it names a metric ``"loss"``.
+      ValueError: It is not a mapping of strings to ``Weighted`` or arrays, or it
+        names a metric ``"loss"``.
     """
     if not hasattr(metrics, "items"):
         raise ValueError(
@@ -106,6 +114,17 @@ def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
         raise ValueError(
             "metrics['loss'] is the name of the global loss; give yours another name."
         )
+    bad = [
+        f"metrics[{name!r}] is a {type(metric).__name__}"
+        for name, metric in metrics.items()
+        if not isinstance(name, str) or not _is_metric(metric)
+    ]
+    if bad:
+        raise ValueError(
+            "Each metric is one tj.Weighted or one array, under a name that is a"
+            f" string, but {'; '.join(bad)}. Give nested metrics names of their own,"
+            " such as 'group/part'."
+        )
 
     def widen(x: Any) -> Any:
         if not _is_weighted(x):
@@ -114,10 +133,7 @@ def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
         wide = jnp.promote_types(widened(total.dtype), weight.dtype)
         return Weighted(total.astype(wide), weight.astype(wide))
 
-    return {
-        name: jax.tree.map(widen, metric, is_leaf=_is_weighted)
-        for name, metric in metrics.items()
-    }
+    return {name: widen(metric) for name, metric in metrics.items()}
 
 
 def split_weighted(metrics: dict[str, Any]) -> tuple[list[Weighted], dict[str, Any]]:
@@ -150,6 +166,18 @@ def join_weighted(summed: list[Any], mirrored: dict[str, Any]) -> dict[str, Any]
     return jax.tree.map(
         lambda x: next(pool) if x is None else x, mirrored, is_leaf=lambda x: x is None
     )
+
+
+def weighted_alone(metrics: dict[str, Any]) -> dict[str, Weighted]:
+    """The metrics that are ``Weighted``.
+
+    Args:
+      metrics: As `join_weighted` returns them.
+
+    Returns:
+      Those names.
+    """
+    return {name: metric for name, metric in metrics.items() if _is_weighted(metric)}
 
 
 def join_micro_batches(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +221,10 @@ def check_rows(outputs: PyTree, rows: int) -> PyTree:
             f"Predictions are joined row by row, so each leaf has {rows} rows for a"
             f" tower's {rows} rows, but " + "; ".join(bad) + "."
         )
+    if not jax.tree.leaves(outputs):
+        raise ValueError(
+            f"The predict function returned {outputs!r}, which holds no arrays."
+        )
     return jax.tree.map(jnp.asarray, outputs)
 
 
@@ -213,6 +245,8 @@ def check_local(before: PyTree, after: PyTree) -> PyTree:
     new = dict(named_leaves("local", after))
     bad = [f"{name} is missing" for name in old.keys() - new.keys()]
     bad += [f"{name} is not in tower.local" for name in new.keys() - old.keys()]
+    if not bad and jax.tree.structure(before) != jax.tree.structure(after):
+        bad = [f"its containers changed to {jax.tree.structure(after)}"]
     for name in sorted(old.keys() & new.keys()):
         was, now = jnp.asarray(old[name]), jnp.asarray(new[name])
         if (was.shape, was.dtype) != (now.shape, now.dtype):

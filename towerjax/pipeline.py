@@ -10,17 +10,13 @@ import optax
 from jax import lax
 
 from towerjax.gradient import TowerLoss
-from towerjax.outputs import join_weighted, split_weighted
+from towerjax.outputs import join_weighted, split_weighted, weighted_alone
 from towerjax.placement import TowerAxes, over_local_towers
 from towerjax.program import Recipe
-from towerjax.state import (
-    CARRY_LAYOUT,
-    CLOCK_LAYOUT,
-    local_values,
-    with_local_values,
-)
+from towerjax.state import CARRY_LAYOUT, CLOCK_LAYOUT
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs
+from towerjax.tower_local import local_values, with_local_values
 from towerjax.types import Layout, PyTree, Reduction, Weighted
 from towerjax.update import apply_update, update_if
 
@@ -71,11 +67,14 @@ class Pipeline:
             total, grads, summed = sums.tree()
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
-            loss, finite = total.value, None
+            # A sum that is not finite shows even where the weight is 0.
+            loss = jnp.where(jnp.isfinite(total.sum), total.value, total.sum)
+            finite = None
             if self.guard == "gradients":
                 finite = sums.finite(len(jax.tree.leaves((total, grads))))
             local = with_local_values(carry["local"], local)
             accepted = jnp.isfinite(loss) if finite is None else finite
+            accepted = accepted & (total.weight != 0)  # no examples, nothing to learn
             carry = self._update(carry, grads, total, local, accepted)
             metrics = join_weighted(
                 [metric.value for metric in summed],
@@ -105,6 +104,31 @@ class Pipeline:
         stack_sums = self.strategy.cross_tower_ops.needs_every_tower
         own = (rows, local_values(carry["local"]))
         return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's loss and ``Weighted`` metrics, before they are reduced.
+
+        Args:
+          axes: One tower a device.
+
+        Returns:
+          ``(carry, clock, batch, num_valid) -> {"loss": ..., "metrics": ...}`` with
+          leaves ``[1, ...]``.
+        """
+
+        def sums(
+            carry: Any, clock: Any, batch: PyTree, num_valid: jax.Array
+        ) -> dict[str, Any]:
+            inputs = TowerInputs(
+                self.strategy, axes, clock["step"], clock["rng"], num_valid
+            )
+            (total, _, summed), (mirrored, _) = self._towers(carry, batch, inputs)
+            if not self.strategy.cross_tower_ops.needs_every_tower:
+                total, summed = jax.tree.map(lambda x: x[None], (total, summed))
+            metrics = weighted_alone(join_weighted(summed, mirrored))
+            return {"loss": total, "metrics": metrics}
+
+        return sums
 
     def _update(
         self,
@@ -157,7 +181,11 @@ def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
         "finite": Layout.MIRRORED,
     }
     return Recipe(
-        pipeline.on_device, in_layouts, out_layouts, donate=donate, padding_counts=True
+        pipeline.on_device,
+        in_layouts,
+        out_layouts,
+        donate=donate,
+        counted=pipeline.counted,
     )
 
 
@@ -175,9 +203,22 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
     def on_device(axes: TowerAxes) -> Callable[..., Any]:
         return _repeated(recipe.device_fn(axes))
 
+    def counted(axes: TowerAxes) -> Callable[..., Any]:
+        of_one_step: Any = recipe.counted
+
+        def first_step(
+            carry: Any, clock: Any, batches: PyTree, num_valid: jax.Array, count: Any
+        ) -> Any:
+            batch = jax.tree.map(lambda x: x[0], batches)
+            return of_one_step(axes)(carry, clock, batch, num_valid[0])
+
+        return first_step
+
     in_layouts = {**recipe.in_layouts, "batch": Layout.PER_TOWER_STEPS}
     in_layouts["count"] = Layout.MIRRORED
-    return dataclasses.replace(recipe, device_fn=on_device, in_layouts=in_layouts)
+    return dataclasses.replace(
+        recipe, device_fn=on_device, in_layouts=in_layouts, counted=counted
+    )
 
 
 def _repeated(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from towerjax.devices import Device, find_device
 from towerjax.types import Layout, PyTree
 
-DEVICE_AXIS = "device"
-LOCAL_AXIS = "local"
+# Names that nobody writes by chance: a psum over the device axis alone would leave out
+# the towers of the same device. Users ask for ``tower.axis_names``, which has both.
+DEVICE_AXIS = "towerjax_device"
+LOCAL_AXIS = "towerjax_local"
 
 _SPECS = {
     Layout.MIRRORED: PartitionSpec(),

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,6 @@ from towerjax.analysis import (
     Analysis,
     analyse,
     body_of_shard_map,
-    reads_input,
 )
 from towerjax.placement import (
     Placement,
@@ -36,14 +36,15 @@ class Recipe:
       in_layouts: Argument name -> a prefix tree of layouts.
       out_layouts: Result name -> a prefix tree of layouts; results are a tuple.
       donate: May the results take over the first argument's buffers?
-      padding_counts: Would padded rows count unless ``tower.weight`` is read?
+      counted: ``axes -> f(*args)``: each device's sums in which padded rows would
+        count, leaves ``[1, ...]``; None where padding is cut off again.
     """
 
     device_fn: Callable[[TowerAxes], Callable[..., PyTree]]
     in_layouts: dict[str, PyTree]
     out_layouts: dict[str, PyTree]
     donate: bool
-    padding_counts: bool
+    counted: Callable[[TowerAxes], Callable[..., PyTree]] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +53,12 @@ class Proof:
 
     Attributes:
       analysis: Every output's dependence on the tower, and the collectives.
-      reads_weight: Does anything read ``tower.weight``?
+      unmasked: Gives the counted sums that depend on the rows of the batch and not
+        on which of them are examples. Looked for when a batch is padded.
     """
 
     analysis: Analysis
-    reads_weight: bool
+    unmasked: Callable[[], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +116,37 @@ def _prove_body(
     closed_over = len(body.invars) - len(inputs)
     found = analyse(body, [None] * closed_over + inputs, axes.device_names)
     prove_mirrored(found, outputs)
-    reads_weight = any(
-        reads_input(body, closed_over + index)
-        for index, name in enumerate(_all_names(recipe.in_layouts, args))
-        if name == "num_valid"
+
+    return Proof(found, functools.partial(_unmasked, recipe, args, axes))
+
+
+def _unmasked(recipe: Recipe, args: PyTree, axes: TowerAxes) -> list[str]:
+    """Counted sums that depend on rows, and not on which rows are examples."""
+    if recipe.counted is None:
+        return []
+    layouts = tuple(recipe.in_layouts.values())
+    jaxpr, out = trace_one_tower(
+        recipe.counted(axes), axes, layouts, Layout.PER_TOWER, args
     )
-    return Proof(found, reads_weight)
+    body, names = body_of_shard_map(jaxpr), _all_names(recipe.in_layouts, args)
+    names = [""] * (len(body.invars) - len(names)) + names
+    by_rows = _depends(body, [n if n.startswith("batch") else None for n in names])
+    by_count = _depends(body, [n if n == "num_valid" else None for n in names])
+    sums = [
+        name.removeprefix("['").replace("']", "", 1)
+        for name, _ in named_leaves("", out)
+    ]
+    return [
+        name
+        for name, rows, count in zip(sums, by_rows, by_count, strict=True)
+        if rows and not count
+    ]
+
+
+def _depends(body: Any, inputs: list[str | None]) -> list[bool]:
+    """Which outputs depend on the named inputs, whatever is reduced on the way."""
+    no_axis = ("",)  # so that no reduction ends a dependence
+    return [found is not None for found in analyse(body, inputs, no_axis).outputs]
 
 
 def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
@@ -208,7 +235,7 @@ class InFlight:
         """
         if self._results is None:
             return
-        self._results.append(jax.tree.leaves(result)[0])
+        self._results += jax.tree.leaves(result)[:1]
         if len(self._results) > 4:
             self._results.popleft().block_until_ready()
 
@@ -227,6 +254,7 @@ class Runner:
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self.programs: dict[Any, Program] = {}
+        self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._max_programs = max_programs
         self._in_flight = InFlight(placement)
 
@@ -247,6 +275,8 @@ class Runner:
         program = self.programs.get(batch.signature)
         if program is not None:
             self._refuse_unread_weight(batch, program.proof)
+            if batch.padded:
+                self._masked.add(batch.signature)
             return program
         self._refuse_endless_kinds(batch)
         args = (*first, *batch.args)
@@ -256,13 +286,14 @@ class Runner:
         return program
 
     def _refuse_unread_weight(self, batch: PlacedBatch, proof: Proof) -> None:
-        careless = self.recipe.padding_counts and not proof.reads_weight
-        if batch.padded and careless:
+        if not batch.padded or self.recipe.counted is None:
+            return
+        if unmasked := proof.unmasked():
             raise ValueError(
-                f"A batch of {min(batch.num_examples)} examples was padded, but nothing"
-                " reads tower.weight, so the padding would count. Write"
-                " tj.Weighted.mean(losses, tower.weight), or use remainder='drop' or"
-                " 'error'."
+                f"A batch of {min(batch.num_examples)} examples was padded, but"
+                f" {', '.join(unmasked)} does not depend on tower.weight, so padding"
+                " would count. Write tj.Weighted.mean(losses, tower.weight), or use"
+                " remainder='drop' or 'error'."
             )
 
     def _refuse_endless_kinds(self, batch: PlacedBatch) -> None:
@@ -273,7 +304,8 @@ class Runner:
             "The batch has changed since the step was compiled:\n"
             + explain_change(last, batch.signature)
             + "\nMake it like the first one (a smaller last batch is filled up under"
-            " remainder='pad'). If batches of several shapes are meant, build the step"
+            " remainder='pad'; tj.batches(..., drop_remainder=True) leaves it out). If"
+            " batches of several shapes are meant, build the step"
             f" with max_programs=... (now {self._max_programs}): each shape compiles"
             " once."
         )
@@ -289,7 +321,7 @@ class Runner:
           The results, as in the recipe.
         """
         program = self.programs.get(batch.signature)
-        if program is None or batch.padded:
+        if program is None or (batch.padded and batch.signature not in self._masked):
             program = self.program(first, batch)
         out = program.call(*first, *batch.args)
         self._in_flight.add(out[1:] or out)  # the first of several is donated

@@ -1,6 +1,5 @@
 """What is one value of T towers' values? A Reduction, applied inside or outside."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,17 +92,17 @@ def reduce_over_towers(
 
     def one(x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
-        dtype = _reduced_dtype(reduction, x.dtype)
+        dtype = reduced_dtype(reduction, x.dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
             x = jnp.where(tower_id == 0, x, jnp.zeros_like(x))
         # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
-        x = x.astype(_addable(dtype))
+        x = x.astype(addable(dtype))
         total = lax.psum(x, axes.names) if axes.names else x
         if reduction is Reduction.MEAN:
             total = total / axes.num_towers
         return total.astype(dtype)
 
-    return jax.tree.map(lambda x: _on_key_data(one, x), value)
+    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
 
 
 def _is_key(x: Any) -> bool:
@@ -111,15 +110,43 @@ def _is_key(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _on_key_data(fn: Callable[[jax.Array], jax.Array], x: Any) -> jax.Array:
-    """``fn(x)``; for a typed key, which no collective takes, ``fn`` of its data."""
+def key_data(x: jax.Array) -> jax.Array:
+    """The numbers of a typed key, which no collective takes; else the array itself.
+
+    Args:
+      x: An array or typed keys.
+
+    Returns:
+      An array of numbers.
+    """
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
+    """The inverse of `key_data`.
+
+    Args:
+      data: What became of ``key_data(x)``.
+      x: An array or typed keys.
+
+    Returns:
+      ``data``, as keys where ``x`` is keys.
+    """
     if not _is_key(x):
-        return fn(x)
-    data = fn(jax.random.key_data(x))
+        return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
 
 
-def _reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
+def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
+    """The dtype of a reduced value.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      dtype: Of the towers' values.
+
+    Returns:
+      A dtype.
+    """
     if reduction is Reduction.ONLY_FIRST_TOWER:
         return dtype
     if reduction is Reduction.MEAN:
@@ -128,8 +155,15 @@ def _reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
-def _addable(dtype: Any) -> Any:
-    """The dtype to add in: 16-bit floats in float32, booleans as integers."""
+def addable(dtype: Any) -> Any:
+    """The dtype to add in: 16-bit floats in float32, booleans as integers.
+
+    Args:
+      dtype: Of the result.
+
+    Returns:
+      A dtype.
+    """
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
@@ -156,4 +190,4 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
             x = lax.all_gather(x, DEVICE_AXIS)
         return x.reshape(shape)
 
-    return jax.tree.map(lambda x: _on_key_data(one, x), value)
+    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)

@@ -5,7 +5,14 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 import jax
@@ -148,6 +155,11 @@ def run(
     options = LoopOptions(steps, eval_every, steps_per_call, prefetch, in_flight)
     evaluation = _Evaluation(evaluate, eval_batches, eval_every)
     check_state(state, step.strategy.placement)
+    if isinstance(batches, Mapping | PlacedBatch):
+        raise ValueError(
+            "batches is one batch, but run goes through an iterable of them. Pass"
+            " [batch], or tj.batches(data, batch_size)."
+        )
     start = int(state.step)
     display = choose_display(progress)
     with contextlib.closing(Progress(display, start, steps)) as shown:

@@ -99,11 +99,14 @@ def count_examples(batch: PyTree) -> int:
     bad = [
         f"{name} is {_describe(leaf)}"
         for name, leaf in leaves
-        if not isinstance(leaf, np.ndarray | jax.Array) or leaf.ndim == 0
+        if not isinstance(leaf, np.ndarray | jax.Array)
+        or leaf.ndim == 0
+        or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSM")
     ]
     if bad:
         raise ValueError(
-            "Every leaf of a batch is an array whose dim 0 runs over examples, but "
+            "Every leaf of a batch is an array of numbers, dim 0 of which runs over"
+            " examples, but "
             + "; ".join(bad)
             + ". Wrap lists in np.asarray, and give constants to the loss function by"
             " a closure instead of the batch."
@@ -126,7 +129,8 @@ def count_examples(batch: PyTree) -> int:
 
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
-        return f"a scalar of dtype {leaf.dtype}"
+        kind = "a scalar" if leaf.ndim == 0 else "an array"
+        return f"{kind} of dtype {leaf.dtype}"
     return f"{leaf!r} of type {type(leaf).__name__}"
 
 

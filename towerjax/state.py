@@ -1,4 +1,4 @@
-"""What does a step carry over? TrainState and its tower-local variables."""
+"""What does a step carry over? TrainState: made, placed, checked."""
 
 import dataclasses
 from typing import Any
@@ -8,46 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.collectives import CrossTowerOps, sum_rows_over_towers
-from towerjax.placement import (
-    Placement,
-    TowerAxes,
-    first_tower_of_device,
-    place,
-)
-from towerjax.reduce import reduce_stacked
-from towerjax.types import Layout, PyTree, Reduction, named_leaves
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TowerLocal:
-    """A tower-local variable: one copy a tower, aggregated only when read.
-
-    Batch-norm statistics and metric accumulators are such variables. A tower sees
-    them, and returns them, without this wrapper: ``tower.local`` and
-    ``TowerOutput(local=...)`` are plain values.
-
-    Attributes:
-      value: For ``step.init``: the initial value of every tower, a pytree. In a
-        ``TrainState``: leaves ``[T, ...]``, split over the devices.
-      reduction: How it is read as one value; NONE when it never is.
-
-    Example:
-      >>> TowerLocal({"mean": np.zeros(3)}, Reduction.MEAN).reduction
-      Reduction.MEAN
-    """
-
-    value: PyTree
-    reduction: Reduction = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        """Refuse a reduction that is none."""
-        if not isinstance(self.reduction, Reduction):
-            raise ValueError(
-                f"TowerLocal.reduction is {self.reduction!r}; write"
-                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
-            )
+from towerjax.placement import Placement, place
+from towerjax.tower_local import stacked_local
+from towerjax.types import Layout, PyTree, named_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -109,40 +72,6 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return carry, {"step": state.step, "rng": state.rng}
 
 
-def _is_local(x: Any) -> bool:
-    return isinstance(x, TowerLocal)
-
-
-def local_values(local: PyTree) -> PyTree:
-    """The tree with each ``TowerLocal`` replaced by its value.
-
-    Args:
-      local: A pytree of ``TowerLocal``.
-
-    Returns:
-      The values alone.
-    """
-    return jax.tree.map(lambda x: x.value, local, is_leaf=_is_local)
-
-
-def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """The inverse of `local_values`.
-
-    Args:
-      local: A pytree of ``TowerLocal``.
-      values: What `local_values` returned, changed.
-
-    Returns:
-      The tree of ``TowerLocal`` with these values.
-    """
-    return jax.tree.map(
-        lambda x, value: TowerLocal(value, x.reduction),
-        local,
-        values,
-        is_leaf=_is_local,
-    )
-
-
 def init_state(
     params: PyTree,
     optimizer: optax.GradientTransformation,
@@ -172,8 +101,8 @@ def init_state(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
         opt_state=optimizer.init(params),
-        local=_stacked_local(local, placement.num_towers),
-        rng=_checked_key(rng),
+        local=stacked_local(local, placement.num_towers),
+        rng=_checked_key(rng, placement),
     )
     return place(state, placement, STATE_LAYOUT)
 
@@ -197,7 +126,7 @@ def abstract_state(
     """
 
     def make(params: PyTree) -> TrainState:
-        stacked = jax.tree.map(jnp.asarray, _stacked_local(local, num_towers))
+        stacked = jax.tree.map(jnp.asarray, stacked_local(local, num_towers))
         opt_state = optimizer.init(params)
         return TrainState(jnp.int32(0), params, opt_state, stacked, jax.random.key(0))
 
@@ -211,7 +140,7 @@ def _checked_params(params: PyTree) -> PyTree:
     bad = [
         f"{name} is {getattr(leaf, 'dtype', type(leaf).__name__)}"
         for name, leaf in leaves
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     ]
     if bad:
         raise ValueError(
@@ -222,28 +151,7 @@ def _checked_params(params: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, params)
 
 
-def _stacked_local(local: PyTree, num_towers: int) -> PyTree:
-    local = {} if local is None else local
-    bare = [
-        name
-        for name, leaf in named_leaves("local", local, is_leaf=_is_local)
-        if not _is_local(leaf)
-    ]
-    if bare:
-        raise ValueError(
-            f"{', '.join(bare)}: a tower-local variable says how it is read as one"
-            " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
-        )
-
-    def stack(x: Any) -> Any:
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            return jnp.broadcast_to(x, (num_towers, *x.shape))
-        return np.broadcast_to(np.asarray(x), (num_towers, *np.shape(x)))
-
-    return jax.tree.map(stack, local)
-
-
-def _checked_key(rng: Any) -> jax.Array:
+def _checked_key(rng: Any, placement: Placement) -> jax.Array:
     if rng is None:
         return jax.random.key(0)
     rng = jnp.asarray(rng)
@@ -256,74 +164,37 @@ def _checked_key(rng: Any) -> jax.Array:
         rng = jax.random.wrap_key_data(rng)
     if rng.shape:
         raise ValueError(f"rng holds {rng.shape} keys; pass one, jax.random.key(0).")
+    axes = placement.axes
+    in_batches = axes.num_local > 1 and not axes.in_turn
+    if in_batches and "rbg" in str(jax.random.key_impl(rng)):
+        raise ValueError(
+            f"rng is a key of {jax.random.key_impl(rng)}, whose draws under vmap depend"
+            " on how many towers share a device. Use jax.random.key(seed) (threefry),"
+            " local='scan', or one tower a device."
+        )
     return rng
 
 
-def read_local(local: PyTree) -> PyTree:
-    """Tower-local variables as one value each, from outside a step.
+def is_usable(state: Any) -> bool:
+    """Is it a state on devices whose buffers no step has taken over?
+
+    Looks at one leaf, in a moment: JAX 0.10 does not raise but abort the process
+    when several CPU devices are given a donated array.
 
     Args:
-      local: A ``TowerLocal`` of a ``TrainState``, or a pytree of them.
+      state: What was passed to the step.
 
     Returns:
-      The values, SUM, MEAN or ONLY_FIRST_TOWER of the towers' copies.
-
-    Raises:
-      ValueError: A variable's reduction is NONE.
-
-    Example:
-      >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
-      2.0
+      False also for what is no ``TrainState``.
     """
-    return jax.tree.map(
-        lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=_is_local
-    )
-
-
-def read_local_over_towers(
-    local: PyTree, ops: CrossTowerOps, axes: TowerAxes
-) -> PyTree:
-    """Tower-local variables as one value each, inside a device function.
-
-    Args:
-      local: A pytree of ``TowerLocal`` with leaves ``[k, ...]``.
-      ops: How the sums travel.
-      axes: The axes that the towers meet over.
-
-    Returns:
-      The values, mirrored; None for a variable whose reduction is NONE.
-    """
-    ids = first_tower_of_device(axes) + jnp.arange(axes.num_local)
-
-    def addend(variable: TowerLocal) -> PyTree:
-        def one(x: jax.Array) -> jax.Array:
-            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
-                first = (ids == 0).reshape((-1,) + (1,) * (x.ndim - 1))
-                return jnp.where(first, x, jnp.zeros_like(x))
-            if variable.reduction is Reduction.MEAN:
-                return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            return x
-
-        if variable.reduction is Reduction.NONE:
-            return None
-        return jax.tree.map(one, variable.value)
-
-    def finish(variable: TowerLocal, total: PyTree) -> PyTree:
-        if variable.reduction is not Reduction.MEAN:
-            return total
-        return jax.tree.map(
-            lambda s, x: (s / axes.num_towers).astype(
-                jnp.promote_types(x.dtype, jnp.bfloat16)
-            ),
-            total,
-            variable.value,
-        )
-
-    rows = jax.tree.map(addend, local, is_leaf=_is_local)
-    if not jax.tree.leaves(rows):
-        return rows
-    totals = sum_rows_over_towers(ops, rows, axes)
-    return jax.tree.map(finish, local, totals, is_leaf=_is_local)
+    if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
+        return False
+    leaf = state.params
+    while isinstance(leaf, dict | list | tuple) and leaf:
+        leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
+    if not isinstance(leaf, jax.Array):
+        leaf = jax.tree.leaves(state.params)[0]
+    return isinstance(leaf, jax.Array) and not leaf.is_deleted()
 
 
 def check_state(state: Any, placement: Placement) -> None:
@@ -353,6 +224,11 @@ def check_state(state: Any, placement: Placement) -> None:
             f" {placement.num_towers}: {'; '.join(wrong_towers)}. Read its tower-local"
             " variables with tj.read_local and start them anew with"
             " step.init(state.params, local=...)."
+        )
+    if any(x.is_deleted() for x in jax.tree.leaves(state) if isinstance(x, jax.Array)):
+        raise ValueError(
+            "The state was donated to an earlier step. Go on with the state which that"
+            " step returned, or build the step with donate=False to keep both."
         )
     expected = set(placement.jax_devices)
     elsewhere = [

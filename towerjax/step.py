@@ -25,6 +25,7 @@ from towerjax.state import (
     abstract_state,
     check_state,
     init_state,
+    is_usable,
     split_state,
 )
 from towerjax.strategies import Strategy
@@ -231,8 +232,7 @@ class TrainStep:
           metrics and ``guarded`` are ``[K]``, of which the first so many count.
         """
         runner = self._runner_for(batch)
-        on_device = isinstance(getattr(state, "step", None), jax.Array)
-        if batch.signature not in runner.programs or not on_device:
+        if batch.signature not in runner.programs or not is_usable(state):
             check_state(state, self.strategy.placement)
         try:
             carry, step, metrics, finite = runner(split_state(state), batch)
@@ -260,15 +260,23 @@ class TrainStep:
         Raises:
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
-          NonFiniteError: With ``on_nonfinite="raise"``, up to 16 steps after one
-            whose loss was not finite. That step changed nothing, and ``state`` is
-            still usable.
+          NonFiniteError: With ``on_nonfinite="raise"``, some steps after one whose
+            loss was not finite (at most 16; `settle` looks at once). That step
+            changed nothing, and ``state`` is still usable.
         """
         self._verdicts.check()
         after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
         if self.options.on_nonfinite == "raise":
             self._verdicts.add(state.step, guarded)
         return after, metrics
+
+    def settle(self) -> None:
+        """Wait for the steps so far and look at each: for the end of a loop.
+
+        Raises:
+          NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
+        """
+        self._verdicts.settle()
 
 
 def build_train_step(
@@ -299,8 +307,8 @@ def build_train_step(
         a bare scalar with SUM; ``Weighted(total, 1)`` would divide by ``T``.
       micro_batches: ``A``: each tower works its rows off in so many parts.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
-        weight 0, ``"drop"`` the rows over, or ``"error"``. Batch norm sees padded
-        rows too, unless told: ``BatchNorm(...)(x, mask=tower.weight[:, None] > 0)``.
+        weight 0, ``"drop"`` the rows over, or ``"error"``. Padded rows do enter
+        batch statistics: with batch norm use ``"drop"`` or ``"error"``.
       on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
         ``"skip"`` leave parameters, optimizer state and local variables as they
         were, and ``"raise"`` says so; ``"ignore"`` updates all the same.

@@ -13,7 +13,7 @@ from towerjax import cross_tower
 from towerjax.collectives import AllReduce, CrossTowerOps
 from towerjax.devices import canonical_device_name
 from towerjax.placement import Placement
-from towerjax.state import TowerLocal, read_local
+from towerjax.tower_local import TowerLocal, read_local
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
 
 

@@ -90,7 +90,9 @@ class Weighted:
         """The mean of ``values`` in which each example counts by its weight.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
-        An element of weight 0 is left out even when its value is NaN.
+        An element of weight 0 is left out even when its value is NaN. Its gradient
+        is not: NaN times 0 is NaN, so replace bad inputs before the model, with
+        ``jnp.where``, or build the step with ``guard="gradients"``.
 
         Args:
           values: Shape ``[b, ...]`` or ``()``, numbers or booleans.
@@ -164,7 +166,8 @@ class TowerOutput:
       loss: ``Weighted`` of two scalars (or a scalar, with ``loss_reduction``).
       metrics: Name -> ``Weighted``, merged over towers and micro-batches by
         adding; or a plain array that is the same on every tower, which is proved
-        before the step is compiled.
+        before the step is compiled. Of several micro-batches a plain array's last
+        value is kept: make it ``Weighted`` where it depends on the rows.
       local: The next value of the tower-local variables, of the same structure,
         shapes and dtypes as ``tower.local``; None leaves them as they are.
 

@@ -1,5 +1,6 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +71,13 @@ def update_if(
     """
     closed = jax.make_jaxpr(update)(carry, *args)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    olds = dict(zip(jaxpr.outvars, before, strict=True))
+    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    olds: dict[Any, Any] = {}
+    for var, old in zip(jaxpr.outvars, before, strict=True):
+        if not isinstance(var, Literal) and var in made:
+            olds.setdefault(var, old)
     inputs = jax.tree.leaves((carry, *args))
-    values = dict(zip(jaxpr.invars, inputs, strict=True))
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
     def read(var: Any) -> Any:
@@ -85,11 +90,14 @@ def update_if(
         for var, value in zip(eqn.outvars, outs, strict=True):
             is_new = var in olds
             values[var] = lax.select(accepted, value, olds[var]) if is_new else value
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    leaves = [
-        read(var) if var in made else lax.select(accepted, read(var), old)
-        for var, old in zip(jaxpr.outvars, before, strict=True)
-    ]
+
+    def chosen(var: Any, old: Any) -> Any:
+        if not isinstance(var, Literal) and olds.get(var) is old:
+            return values[var]
+        # A constant, an input handed on, or a value that another leaf has too.
+        return lax.select(accepted, jnp.asarray(read(var), old.dtype), old)
+
+    leaves = [chosen(*pair) for pair in zip(jaxpr.outvars, before, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(carry), leaves)
 
 
@@ -114,6 +122,7 @@ def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTr
     if not same_tree or _types(before) != _types(after):
         raise ValueError(_explain_types(before, after, root, culprit))
     # Drops the weak type of what was computed with Python numbers.
+    after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
@@ -177,7 +186,7 @@ class Verdicts:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[jax.Array, jax.Array]] = []
+        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def add(self, number: jax.Array, guarded: jax.Array) -> None:
         """Note a step.
@@ -189,18 +198,32 @@ class Verdicts:
         self._pending.append((number, guarded))
 
     def check(self) -> None:
-        """Look at old steps when there are many; the newest may still run.
+        """Look at the oldest step if it is done, and wait for it if there are many.
 
         To be called before a step, whose state would be lost with an error after it.
 
         Raises:
           NonFiniteError: A step was refused; the first one is named.
         """
-        if len(self._pending) < 16:
-            return
-        old, self._pending = self._pending[:-4], self._pending[-4:]
-        for number, guarded in old:
-            # A tenth of the time of jax.device_get, on one device.
-            if is_refused(np.asarray(guarded)):
-                self._pending = []
-                raise NonFiniteError(int(number))
+        while self._pending:
+            if len(self._pending) < 16 and not self._pending[0][1].is_ready():
+                return
+            self._look()
+            if len(self._pending) < 4:
+                return
+
+    def settle(self) -> None:
+        """Look at all steps so far, waiting for them.
+
+        Raises:
+          NonFiniteError: A step was refused; the first one is named.
+        """
+        while self._pending:
+            self._look()
+
+    def _look(self) -> None:
+        number, guarded = self._pending.popleft()
+        # A tenth of the time of jax.device_get, on one device.
+        if is_refused(np.asarray(guarded)):
+            self._pending.clear()
+            raise NonFiniteError(int(number))

@@ -1,0 +1,180 @@
+"""What has each tower of its own? Tower-local variables, and how they are read."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives import CrossTowerOps, sum_rows_over_towers
+from towerjax.placement import TowerAxes, first_tower_of_device
+from towerjax.reduce import (
+    addable,
+    key_data,
+    like_key,
+    reduce_stacked,
+    reduced_dtype,
+)
+from towerjax.types import PyTree, Reduction, named_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerLocal:
+    """A tower-local variable: one copy a tower, aggregated only when read.
+
+    Batch-norm statistics and metric accumulators are such variables. A tower sees
+    them, and returns them, without this wrapper: ``tower.local`` and
+    ``TowerOutput(local=...)`` are plain values.
+
+    Attributes:
+      value: For ``step.init``: the initial value of every tower, a pytree. In a
+        ``TrainState``: leaves ``[T, ...]``, split over the devices.
+      reduction: How it is read as one value; NONE when it never is.
+
+    Example:
+      >>> TowerLocal({"mean": np.zeros(3)}, Reduction.MEAN).reduction
+      Reduction.MEAN
+    """
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        if not isinstance(self.reduction, Reduction):
+            raise ValueError(
+                f"TowerLocal.reduction is {self.reduction!r}; write"
+                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
+            )
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, TowerLocal)
+
+
+def local_values(local: PyTree) -> PyTree:
+    """The tree with each ``TowerLocal`` replaced by its value.
+
+    Args:
+      local: A pytree of ``TowerLocal``.
+
+    Returns:
+      The values alone.
+    """
+    return jax.tree.map(lambda x: x.value, local, is_leaf=_is_local)
+
+
+def with_local_values(local: PyTree, values: PyTree) -> PyTree:
+    """The inverse of `local_values`.
+
+    Args:
+      local: A pytree of ``TowerLocal``.
+      values: What `local_values` returned, changed.
+
+    Returns:
+      The tree of ``TowerLocal`` with these values.
+    """
+    return jax.tree.map(
+        lambda x, value: TowerLocal(value, x.reduction),
+        local,
+        values,
+        is_leaf=_is_local,
+    )
+
+
+def stacked_local(local: PyTree, num_towers: int) -> PyTree:
+    """Initial tower-local variables, one copy a tower.
+
+    Args:
+      local: A pytree of ``TowerLocal``, or None.
+      num_towers: ``T``.
+
+    Returns:
+      The tree with leaves ``[T, ...]``.
+
+    Raises:
+      ValueError: A leaf is not inside a ``TowerLocal``.
+    """
+    local = {} if local is None else local
+    bare = [
+        name
+        for name, leaf in named_leaves("local", local, is_leaf=_is_local)
+        if not _is_local(leaf)
+    ]
+    if bare:
+        raise ValueError(
+            f"{', '.join(bare)}: a tower-local variable says how it is read as one"
+            " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
+        )
+
+    def stack(x: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return jnp.broadcast_to(x, (num_towers, *x.shape))
+        return np.broadcast_to(np.asarray(x), (num_towers, *np.shape(x)))
+
+    return jax.tree.map(stack, local)
+
+
+def read_local(local: PyTree) -> PyTree:
+    """Tower-local variables as one value each, from outside a step.
+
+    Args:
+      local: A ``TowerLocal`` of a ``TrainState``, or a pytree of them.
+
+    Returns:
+      The values, SUM, MEAN or ONLY_FIRST_TOWER of the towers' copies.
+
+    Raises:
+      ValueError: A variable's reduction is NONE.
+
+    Example:
+      >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
+      2.0
+    """
+    return jax.tree.map(
+        lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=_is_local
+    )
+
+
+def read_local_over_towers(
+    local: PyTree, ops: CrossTowerOps, axes: TowerAxes
+) -> PyTree:
+    """Tower-local variables as one value each, inside a device function.
+
+    Args:
+      local: A pytree of ``TowerLocal`` with leaves ``[k, ...]``.
+      ops: How the sums travel.
+      axes: The axes that the towers meet over.
+
+    Returns:
+      The values, mirrored; None for a variable whose reduction is NONE.
+    """
+    ids = first_tower_of_device(axes) + jnp.arange(axes.num_local)
+
+    def addend(variable: TowerLocal) -> PyTree:
+        def one(x: jax.Array) -> jax.Array:
+            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+                first = (ids == 0).reshape((-1,) + (1,) * (x.ndim - 1))
+                x = jnp.where(first, x, jnp.zeros_like(x))
+            return x.astype(addable(reduced_dtype(variable.reduction, x.dtype)))
+
+        if variable.reduction is Reduction.NONE:
+            return None
+        return jax.tree.map(lambda x: one(key_data(x)), variable.value)
+
+    def finish(variable: TowerLocal, total: PyTree) -> PyTree:
+        def one(total: jax.Array, x: jax.Array) -> jax.Array:
+            if variable.reduction is Reduction.MEAN:
+                total = total / axes.num_towers
+            total = total.astype(reduced_dtype(variable.reduction, key_data(x).dtype))
+            return like_key(total, x)
+
+        if variable.reduction is Reduction.NONE:
+            return None
+        return jax.tree.map(one, total, variable.value)
+
+    rows = jax.tree.map(addend, local, is_leaf=_is_local)
+    totals = sum_rows_over_towers(ops, rows, axes) if jax.tree.leaves(rows) else rows
+    return jax.tree.map(finish, local, totals, is_leaf=_is_local)
