@@ -198,19 +198,17 @@ class Verdicts:
         self._pending.append((number, guarded))
 
     def check(self) -> None:
-        """Look at the oldest step if it is done, and wait for it if there are many.
+        """Look at old steps when there are many; the newest may still run.
 
         To be called before a step, whose state would be lost with an error after it.
 
         Raises:
           NonFiniteError: A step was refused; the first one is named.
         """
-        while self._pending:
-            if len(self._pending) < 16 and not self._pending[0][1].is_ready():
-                return
+        if len(self._pending) < 16:
+            return
+        while len(self._pending) > 4:
             self._look()
-            if len(self._pending) < 4:
-                return
 
     def settle(self) -> None:
         """Look at all steps so far, waiting for them.
