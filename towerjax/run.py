@@ -347,6 +347,6 @@ class _Loop:
 def _is_usable(state: TrainState) -> bool:
     try:
         jax.block_until_ready(state)
-    except Exception:
+    except (RuntimeError, ValueError):  # a failed computation, or a donated array
         return False
     return not any(x.is_deleted() for x in jax.tree.leaves(state))
