@@ -156,3 +156,16 @@ def test_importing_towerjax_brings_nothing_heavy():
     roots = set(done.stdout.split())
     assert "towerjax" in roots
     assert not roots & {"rich", "IPython", "matplotlib", "sklearn", "flax", "orbax"}
+
+
+def test_the_program_of_the_readme_runs(tmp_path):
+    text = (ROOT.parent / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    weights = re.search(
+        r"\[([\d.]+), ([\d.]+), ([\d.]+)\]", done.stdout.splitlines()[-1]
+    )
+    assert [round(float(x), 2) for x in weights.groups()] == [1.0, 2.0, 3.0]
