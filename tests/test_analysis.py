@@ -22,7 +22,6 @@ from towerjax.analysis import (
     Hang,
     analyse,
     body_of_shard_map,
-    reads_input,
 )
 from towerjax.proof import ReplicationError, prove_mirrored
 
@@ -736,12 +735,6 @@ def test_collectives_of_every_branch_are_recorded():
 
 
 # The small functions, and wrong arguments.
-
-
-def test_reads_input():
-    jaxpr = jax.make_jaxpr(lambda a, b, c, d: (jnp.sin(a), jax.jit(jnp.cos)(c), d))
-    closed = jaxpr(1.0, 1.0, 1.0, 1.0)
-    assert [reads_input(closed, i) for i in range(4)] == [True, False, True, True]
 
 
 def test_body_is_found_through_jit():

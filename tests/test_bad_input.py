@@ -526,3 +526,22 @@ def test_evaluating_a_state_from_elsewhere_says_where_it_is():
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
     with pytest.raises(ValueError, match=r"elsewhere .*\['cpu:0', 'cpu:1'\]"):
         evaluate(there, good())
+
+
+def test_a_reduction_hides_neither_the_rows_nor_the_mask(no_compiles):
+    def reduced(weight_of):
+        def fn(params, batch, tower):
+            losses = (batch["x"] @ params["w"]) ** 2
+            own = tj.Weighted.mean(losses, weight_of(tower))
+            total, count = tower.reduce(tj.Reduction.SUM, (own.sum, own.weight))
+            return tj.Weighted(total, count)
+
+        return fn
+
+    masked = build(reduced(lambda tower: tower.weight), remainder="pad")
+    _, metrics = masked(masked.init(start()), good(5))
+    expected = ((good(5)["x"] @ start()["w"]) ** 2).mean()
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    careless = build(reduced(lambda tower: None), remainder="pad")
+    text = r"loss\.sum does not depend"
+    refused(careless, careless.init(start()), good(5), text, no_compiles)

@@ -116,21 +116,6 @@ def analyse(
     )
 
 
-def reads_input(jaxpr: Jaxpr | ClosedJaxpr, index: int) -> bool:
-    """Whether an equation or an output of the jaxpr uses an input.
-
-    Args:
-        jaxpr: any jaxpr.
-        index: which of its inputs.
-
-    Returns:
-        True when something does.
-    """
-    body = _open(jaxpr)
-    readers = [body.outvars, *(eqn.invars for eqn in body.eqns)]
-    return any(v is body.invars[index] for variables in readers for v in variables)
-
-
 def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The per-tower body: the jaxpr inside the one `shard_map`, found through jit.
 
