@@ -9,7 +9,8 @@ import pytest
 
 import towerjax as tj
 from towerjax.collectives import Sums
-from towerjax.placement import Placement, jit_on_devices, over_devices
+from towerjax.executors import jit_on_devices, over_devices
+from towerjax.placement import Placement
 from towerjax.types import Layout
 
 OPS = [

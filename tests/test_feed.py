@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.feed import batches, in_groups, prefetch
+from towerjax.input.feed import batches, in_groups, prefetch
 
 DEPTHS = [0, 1, 3]
 

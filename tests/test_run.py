@@ -19,11 +19,11 @@ import pytest
 from rich.console import Console
 
 import towerjax as tj
-from towerjax import progress as shown
-from towerjax.evaluate import evaluate_all
-from towerjax.feed import batches
-from towerjax.interrupt import InterruptGuard
-from towerjax.run import run
+from towerjax.input.feed import batches
+from towerjax.loop import progress as shown
+from towerjax.loop.evaluate import evaluate_all
+from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.run import run
 
 EPS = np.finfo(np.float32).eps
 LEARNING_RATE = 0.05

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives import sum_rows_over_towers
+from towerjax.executors import over_local_towers
 from towerjax.outputs import (
     check_metrics,
     check_rows,
@@ -16,7 +17,7 @@ from towerjax.outputs import (
     split_weighted,
     weighted_alone,
 )
-from towerjax.placement import TowerAxes, over_local_towers
+from towerjax.placement import TowerAxes
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
 from towerjax.state import TrainState, check_state

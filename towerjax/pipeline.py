@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.outputs import join_weighted, split_weighted, weighted_alone
-from towerjax.placement import TowerAxes, over_local_towers
+from towerjax.placement import TowerAxes
 from towerjax.program import Recipe
 from towerjax.state import CARRY_LAYOUT, CLOCK_LAYOUT
 from towerjax.strategies import Strategy

@@ -14,14 +14,8 @@ from towerjax.analysis import (
     analyse,
     body_of_shard_map,
 )
-from towerjax.placement import (
-    Placement,
-    TowerAxes,
-    jit_on_devices,
-    over_devices,
-    shapes_of,
-    trace_one_tower,
-)
+from towerjax.executors import jit_on_devices, over_devices, shapes_of, trace_one_tower
+from towerjax.placement import Placement, TowerAxes
 from towerjax.proof import prove_mirrored
 from towerjax.shard import PlacedBatch, explain_change
 from towerjax.types import Layout, PyTree, named_leaves

@@ -3,160 +3,19 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
-from towerjax import cross_tower
 from towerjax.collectives import AllReduce, CrossTowerOps
+from towerjax.cross_tower.methods import CrossTowerMethods
 from towerjax.devices import canonical_device_name
 from towerjax.placement import Placement
-from towerjax.tower_local import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction, short_repr
-
-
-class _CrossTowerMethods:
-    """What every strategy can do with towers' values; all of it pure."""
-
-    placement: Placement
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The options alone: devices, once looked up, do not pickle."""
-        names = [field.name for field in dataclasses.fields(self)]  # type: ignore
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, options: dict[str, Any]) -> None:
-        """The options, past the frozen fields."""
-        self.__dict__.update(options)
-
-    @property
-    def num_towers(self) -> int:
-        """``T``."""
-        return self.placement.num_towers
-
-    @property
-    def is_single_tower(self) -> bool:
-        """Is there one tower alone?"""
-        return self.num_towers == 1
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """The names of the devices that the towers run on, in tower order."""
-        return self.placement.devices
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold the parameters: each worker device."""
-        return self.placement.devices
-
-    @property
-    def worker_device_index(self) -> PerTower:
-        """Each tower's id as a per-tower value."""
-        return PerTower(jnp.arange(self.num_towers))
-
-    def call_for_each_tower(
-        self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        """What ``fn(tower, *args, **kwargs)`` returns on every tower.
-
-        See `towerjax.cross_tower.call_for_each_tower`.
-
-        Args:
-          fn: The tower function.
-          *args: ``PerTower`` leaves are handed out row by row, others whole.
-          **kwargs: As ``args``.
-
-        Returns:
-          ``fn``'s tree: bare where the same on every tower, else ``PerTower``.
-        """
-        return cross_tower.call_for_each_tower(self, fn, *args, **kwargs)
-
-    def unwrap(self, value: Any) -> list[Any]:
-        """The towers' values as a list; ``[value]`` when it is one value.
-
-        Args:
-          value: ``PerTower``, ``TowerLocal`` or anything else.
-
-        Returns:
-          ``T`` values in tower order, or one.
-        """
-        return cross_tower.unwrap(value)
-
-    def reduce(
-        self,
-        reduction: Reduction,
-        value: PyTree,
-        *,
-        axis: int | None = None,
-        destinations: Any = None,
-    ) -> PyTree:
-        """One value of all towers' values.
-
-        See `towerjax.cross_tower.reduce_values`.
-
-        Args:
-          reduction: SUM, MEAN or ONLY_FIRST_TOWER.
-          value: A pytree of ``PerTower`` and of values that all towers share.
-          axis: Also reduce over this dim of each tower's value.
-          destinations: A device name, or several: where the result shall lie.
-
-        Returns:
-          The tree with one value a leaf.
-        """
-        return cross_tower.reduce_values(
-            self, reduction, value, axis=axis, destinations=destinations
-        )
-
-    def gather(self, value: PerTower, axis: int) -> jax.Array:
-        """All towers' values joined along a dim; sizes may differ along it alone.
-
-        Args:
-          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays.
-          axis: The dim to join along.
-
-        Returns:
-          One array, in tower order.
-        """
-        return cross_tower.gather_values(self, value, axis)
-
-    def map(
-        self, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
-    ) -> PerTower:
-        """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
-
-        Args:
-          fn: A function of one element.
-          elements: The elements, of one shape.
-          *args: The same for all elements.
-
-        Returns:
-          ``PerTower`` of a tuple: each tower's results, stacked.
-        """
-        return cross_tower.map_over_towers(self, fn, elements, *args)
-
-    def read_var(self, value: PyTree) -> PyTree:
-        """A tower-local variable's aggregate; any other value as it is.
-
-        Args:
-          value: A pytree that may hold ``TowerLocal``.
-
-        Returns:
-          The tree with each ``TowerLocal`` read by its own reduction.
-
-        Raises:
-          ValueError: A variable's reduction is NONE.
-        """
-        return jax.tree.map(
-            lambda x: read_local(x) if isinstance(x, TowerLocal) else x,
-            value,
-            is_leaf=lambda x: isinstance(x, TowerLocal),
-        )
+from towerjax.types import short_repr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mirrored(_CrossTowerMethods):
+class Mirrored(CrossTowerMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
 
     Attributes:
@@ -240,7 +99,7 @@ class Mirrored(_CrossTowerMethods):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OneDevice(_CrossTowerMethods):
+class OneDevice(CrossTowerMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:

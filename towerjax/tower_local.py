@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives import CrossTowerOps, sum_rows_over_towers
-from towerjax.placement import TowerAxes, first_tower_of_device
+from towerjax.executors import first_tower_of_device
+from towerjax.placement import TowerAxes
 from towerjax.reduce import (
     addable,
     key_data,

@@ -18,14 +18,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from towerjax.placement import (
-    DEVICE_AXIS,
-    Placement,
-    jit_on_devices,
-    over_devices,
-    place,
-    shapes_of,
-)
+from towerjax.executors import jit_on_devices, over_devices, shapes_of
+from towerjax.placement import DEVICE_AXIS, Placement, place
 from towerjax.state import TrainState
 from towerjax.step import build_train_step
 from towerjax.strategies import Mirrored

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax import feed
-from towerjax.evaluate import Batches, evaluate_all
-from towerjax.history import History, HistoryLog, RunSummary
 from towerjax.inference import InferenceStep
-from towerjax.interrupt import InterruptGuard
-from towerjax.progress import Progress, choose_display
+from towerjax.input import feed
+from towerjax.loop.evaluate import Batches, evaluate_all
+from towerjax.loop.history import History, HistoryLog, RunSummary
+from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.progress import Progress, choose_display
 from towerjax.shard import PlacedBatch
 from towerjax.state import TrainState, check_state
 from towerjax.step import TrainStep

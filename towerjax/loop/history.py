@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from towerjax.progress import format_value
+from towerjax.loop.progress import format_value
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +66,7 @@ class History:
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj
-      >>> from towerjax.run import run
+      >>> from towerjax.loop.run import run
       >>> def loss_fn(params, batch, tower):
       ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))

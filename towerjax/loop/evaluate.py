@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax import feed
 from towerjax.inference import InferenceStep
+from towerjax.input import feed
 from towerjax.types import PyTree, Weighted
 
 Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]

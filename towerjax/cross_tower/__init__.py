@@ -1,0 +1,1 @@
+"""What can be done with all towers' values outside a step?"""

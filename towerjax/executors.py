@@ -1,0 +1,238 @@
+"""How are towers run? shard_map, pmap, vmap or scan over devices and local towers.
+
+The only file that names these; `placement` says where the towers are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+
+from towerjax.placement import (
+    DEVICE_AXIS,
+    LOCAL_AXIS,
+    SPECS,
+    Placement,
+    TowerAxes,
+)
+from towerjax.types import Layout, PyTree
+
+_PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
+
+
+def over_devices(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+) -> Callable[..., PyTree]:
+    """``device_fn`` on every device at once, as a function of global values.
+
+    Args:
+      device_fn: Sees each ``PER_TOWER`` value's own rows and each ``MIRRORED``
+        value whole; may communicate over ``DEVICE_AXIS`` when there are several
+        devices.
+      placement: Which devices, and by which executor.
+      in_layouts: A prefix tree of layouts for each argument.
+      out_layouts: A prefix tree of layouts for the result.
+
+    Returns:
+      A function of global values, to be compiled by `jit_on_devices`.
+    """
+    if placement.num_devices == 1:
+        return device_fn
+    if placement.executor == "pmap":
+        return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
+    specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
+    return jax.shard_map(
+        device_fn,
+        mesh=placement.mesh,
+        in_specs=specs[0],
+        out_specs=specs[1],
+        # True would sum gradients over towers by itself, and refuses plain user
+        # code; what it proved, analysis.py proves.
+        check_vma=False,
+    )
+
+
+def _over_devices_by_pmap(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+) -> Callable[..., PyTree]:
+    """The legacy path: the same global function by ``jax.pmap``."""
+    num_devices = placement.num_devices
+
+    def split(layout: Layout, tree: PyTree) -> PyTree:
+        axis = _PMAP_AXES[layout]
+        if axis is None:
+            return tree
+
+        def reshape(x: jax.Array) -> jax.Array:
+            return x.reshape(x.shape[:axis] + (num_devices, -1) + x.shape[axis + 1 :])
+
+        return jax.tree.map(reshape, tree)
+
+    def join(layout: Layout, tree: PyTree) -> PyTree:
+        axis = _PMAP_AXES[layout]
+        if axis is None:
+            return tree
+
+        def reshape(x: jax.Array) -> jax.Array:
+            return x.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 2 :])
+
+        return jax.tree.map(reshape, tree)
+
+    def axes_of(layouts: PyTree) -> PyTree:
+        return jax.tree.map(_PMAP_AXES.get, layouts)
+
+    mapped = jax.pmap(
+        device_fn,
+        axis_name=DEVICE_AXIS,
+        in_axes=axes_of(tuple(in_layouts)),
+        out_axes=axes_of(out_layouts),
+        devices=list(placement.jax_devices),
+    )
+
+    def global_fn(*args: PyTree) -> PyTree:
+        args = tuple(jax.tree.map(split, tuple(in_layouts), args))
+        return jax.tree.map(join, out_layouts, mapped(*args))
+
+    return global_fn
+
+
+def trace_one_tower(
+    device_fn: Callable[..., PyTree],
+    axes: TowerAxes,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    args: Sequence[PyTree],
+) -> tuple[Any, PyTree]:
+    """The jaxpr of ``device_fn`` on a mesh of ``axes.num_devices`` absent devices.
+
+    Args:
+      device_fn: As for `over_devices`, written for ``axes``.
+      axes: One tower a device (``Placement.abstract_axes``).
+      in_layouts: A prefix tree of layouts for each argument.
+      out_layouts: A prefix tree of layouts for the result.
+      args: Arrays or ``jax.ShapeDtypeStruct`` trees; only shapes are read.
+
+    Returns:
+      The closed jaxpr, which holds one ``shard_map`` equation, and the result's
+      shapes.
+    """
+    mesh = AbstractMesh(
+        (axes.num_devices,), (DEVICE_AXIS,), axis_types=(AxisType.Auto,)
+    )
+    specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
+    mapped = jax.shard_map(
+        device_fn, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+    )
+    return jax.make_jaxpr(mapped, return_shape=True)(*shapes_of(args))
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree with each array replaced by the shape and dtype it has on a device."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(shape_of, tree)
+
+
+def jit_on_devices(
+    fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    *,
+    donate: bool,
+) -> Any:
+    """``jax.jit`` of a global function with each value where its layout says.
+
+    Args:
+      fn: As `over_devices` returns it.
+      placement: Which devices.
+      in_layouts: A prefix tree of layouts for each argument.
+      out_layouts: A prefix tree of layouts for the result.
+      donate: May the result take over the first argument's buffers?
+
+    Returns:
+      The jitted function, to be lowered and compiled.
+    """
+    return jax.jit(
+        fn,
+        in_shardings=placement.shardings(tuple(in_layouts)),
+        out_shardings=placement.shardings(out_layouts),
+        donate_argnums=(0,) if donate else (),
+    )
+
+
+def first_tower_of_device(axes: TowerAxes) -> jax.Array:
+    """The id of the first local tower, ``()`` int32, inside a device function."""
+    if not axes.device_axis:
+        return jnp.int32(0)
+    return lax.axis_index(DEVICE_AXIS).astype(jnp.int32) * axes.num_local
+
+
+def over_local_towers(
+    tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+    axes: TowerAxes,
+    per_tower: PyTree,
+    *,
+    stack_sums: bool,
+) -> tuple[PyTree, PyTree]:
+    """``tower_fn`` for each tower of this device.
+
+    Args:
+      tower_fn: ``(tower_id, its values) -> (sums, kept)``.
+      axes: How many local towers there are, and whether they run in turn.
+      per_tower: Leaves ``[k, ...]``, row ``l`` for local tower ``l``.
+      stack_sums: Keep each tower's ``sums`` apart, as ``[k, ...]``? Otherwise
+        they are added here, and under ``in_turn`` never held side by side.
+
+    Returns:
+      ``sums`` (added, or ``[k, ...]``) and ``kept`` with leaves ``[k, ...]``.
+    """
+    first = first_tower_of_device(axes)
+    if axes.num_local == 1 and not (axes.in_turn and stack_sums):
+        # A vmap of one would still turn convolutions into grouped ones.
+        sums, kept = tower_fn(first, jax.tree.map(lambda x: x[0], per_tower))
+        kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
+        return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
+    ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
+    if not axes.in_turn:
+        sums, kept = jax.vmap(tower_fn, axis_name=LOCAL_AXIS)(ids, per_tower)
+        return (sums if stack_sums else jax.tree.map(_add_rows, sums)), kept
+    if stack_sums:
+        return lax.map(lambda row: tower_fn(*row), (ids, per_tower))
+    return _running_sum(tower_fn, ids, per_tower)
+
+
+def _add_rows(x: jax.Array) -> jax.Array:
+    return x.sum(axis=0)
+
+
+def _running_sum(
+    tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+    ids: jax.Array,
+    per_tower: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """One tower after another, holding one tower's sums at a time."""
+    row = jax.tree.map(lambda x: x[0], (ids, per_tower))
+    zeros = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tower_fn, *row)[0]
+    )
+
+    def body(total: PyTree, row: PyTree) -> tuple[PyTree, PyTree]:
+        sums, kept = tower_fn(*row)
+        return jax.tree.map(jnp.add, total, sums), kept
+
+    return lax.scan(body, zeros, (ids, per_tower))

@@ -1,0 +1,1 @@
+"""How does data become placed global batches?"""

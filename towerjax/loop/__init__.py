@@ -1,0 +1,1 @@
+"""The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
