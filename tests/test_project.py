@@ -16,16 +16,20 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
-PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
-TrainState Weighted __version__ batches build_eval_step build_predict_step
-build_train_step evaluate_all read_local run""".split()
+PUBLIC = """AllReduce CrossTowerOps Hierarchical History IndexedRows Layout Mirrored
+NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree ReduceToOneDevice
+Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput TrainState Weighted
+__version__ batches build_eval_step build_predict_step build_train_step
+choose_cross_tower_ops evaluate_all read_local run""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types devices analysis proof
+    version types devices grid origin analysis proof
     placement executors shard reduce merge tower outputs gradient
-    collectives update tower_local state
+    collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
+    collectives.packed collectives.one_device collectives.hierarchical
+    collectives.choose collectives
+    update tower_local state
     input input.feed
     cross_tower cross_tower.values cross_tower.call cross_tower.methods strategies
     program pipeline step inference

@@ -2,7 +2,12 @@
 
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
+from towerjax.collectives import Hierarchical as Hierarchical
+from towerjax.collectives import OpsChoice as OpsChoice
+from towerjax.collectives import Packed as Packed
 from towerjax.collectives import PinnedTree as PinnedTree
+from towerjax.collectives import ReduceToOneDevice as ReduceToOneDevice
+from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_ops
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.feed import batches as batches
