@@ -25,13 +25,14 @@ choose_cross_tower_ops evaluate_all read_local run""".split()
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
     version types devices grid origin analysis proof
-    placement executors shard reduce merge tower outputs gradient
+    placement executors shard reduce sparse merge tower outputs gradient
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
     collectives.choose collectives
     update tower_local state
     input input.feed
-    cross_tower cross_tower.values cross_tower.call cross_tower.methods strategies
+    cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
+    cross_tower.batch cross_tower.call cross_tower.methods strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead

@@ -73,7 +73,9 @@ def _over_devices_by_pmap(
             return tree
 
         def reshape(x: jax.Array) -> jax.Array:
-            return x.reshape(x.shape[:axis] + (num_devices, -1) + x.shape[axis + 1 :])
+            # Not -1: an array without elements would not say how many.
+            split_dim = (num_devices, x.shape[axis] // num_devices)
+            return x.reshape(x.shape[:axis] + split_dim + x.shape[axis + 1 :])
 
         return jax.tree.map(reshape, tree)
 
@@ -83,7 +85,8 @@ def _over_devices_by_pmap(
             return tree
 
         def reshape(x: jax.Array) -> jax.Array:
-            return x.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 2 :])
+            joined_dim = (x.shape[axis] * x.shape[axis + 1],)
+            return x.reshape(x.shape[:axis] + joined_dim + x.shape[axis + 2 :])
 
         return jax.tree.map(reshape, tree)
 

@@ -8,8 +8,9 @@ import jax
 
 from towerjax.merge import merge_over_towers, refuse_in_turn
 from towerjax.placement import TowerAxes
-from towerjax.reduce import gather_over_towers, reduce_over_towers
+from towerjax.reduce import gather_over_towers
 from towerjax.shard import row_weights
+from towerjax.sparse import reduce_tree_over_towers
 from towerjax.types import PyTree, Reduction
 
 
@@ -100,7 +101,8 @@ class Tower:
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
-          value: This tower's value, a pytree of arrays.
+          value: This tower's value, a pytree of arrays and of ``IndexedRows``, whose
+            rows are gathered and never added to each other.
 
         Returns:
           Like ``value``; a MEAN of integers is float32, a SUM of booleans and small
@@ -110,7 +112,7 @@ class Tower:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
         refuse_in_turn(self._axes, "tower.reduce")
-        return reduce_over_towers(reduction, value, self.id, self._axes)
+        return reduce_tree_over_towers(reduction, value, self.id, self._axes)
 
     def all_gather(self, value: PyTree) -> PyTree:
         """All towers' values side by side.

@@ -48,7 +48,9 @@ class PinnedTree:
         leaves, treedef = jax.tree.flatten(lax.optimization_barrier(tree))
         packing = Packing.plan(leaves, math.inf, lead=1)
         buffers = [
-            _add_in_tower_order(rows.reshape(rows.shape[0], -1), axes)
+            _add_in_tower_order(
+                rows.reshape(rows.shape[0], math.prod(rows.shape[1:])), axes
+            )
             for rows in packing.pack(leaves, lead=1)
         ]
         buffers = lax.optimization_barrier(buffers)
@@ -58,6 +60,8 @@ class PinnedTree:
 def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     """``[k, n]`` rows of local towers -> ``[n]``, added over all towers."""
     num_local, size = rows.shape
+    if not size:
+        return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
         # A barrier does not keep XLA from fusing these additions into the update; a
         # branch does. Both branches are the same, so the predicate does not matter.
