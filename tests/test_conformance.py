@@ -4,6 +4,8 @@
 through the public API or listed in `WITHOUT_MEANING`.
 """
 
+import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -15,9 +17,11 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.collectives.packed import pack_sizes
+from towerjax.sparse import rows_of
 
 FILE = Path(__file__).parent / "conformance" / "cases.json"
-PREFIXES = "lib merge min defun scope default reduce dist tf2".split()
+PREFIXES = "lib merge min defun scope default reduce dist xops xutils pack tf2".split()
 CASES = {case["id"]: case for case in json.loads(FILE.read_text())}
 WITHOUT_MEANING = {
     "min.optimizer_variables": "names of variables; parameters are a pytree",
@@ -28,7 +32,10 @@ WITHOUT_MEANING = {
 CHECKS = {}
 PASSED = set()
 ANY = 3  # towers, where a case says "any" or nothing
-TWO = "tf2.all_reduce.nest_doc", "tf2.all_reduce.sum.grad", "defun.per_device"
+TWO = (
+    *("tf2.all_reduce.nest_doc", "tf2.all_reduce.sum.grad", "defun.per_device"),
+    *("xops.sparse.mean", "xutils.sum.dense", "xutils.sum.sparse"),
+)
 
 
 def checks(*ids):
@@ -45,7 +52,10 @@ def towers_of(case):
     number = parts[2] if parts[1] == "batchnorm" else parts[-1]
     if number.isdecimal() or case["id"] in TWO:
         return 2 if case["id"] in TWO else int(number)
-    n = case["input"].get("n", ANY)
+    if parts[1] == "collective":
+        workers, devices = number.split("x")
+        return int(workers) * int(devices)
+    n = case["input"].get("n", ANY) if isinstance(case["input"], dict) else ANY
     return n if isinstance(n, int) else ANY
 
 
@@ -162,6 +172,135 @@ def check_reduce_to_cpu(case, strategy):
     out = strategy.reduce(tj.Reduction.SUM, ids, destinations="cpu:0")
     assert int(out) == case["expected"]["value"]
     assert len(out.addressable_shards) == case["expected"]["n_components"]
+
+
+# Cross-tower ops: how sums travel, and where to.
+
+
+def strategies_with_ops(strategy):
+    """The strategy with our counterpart of each op that the original tests."""
+    every = len(strategy.worker_devices)
+    for ops in [
+        tj.ReduceToOneDevice(),
+        tj.ReduceToOneDevice(strategy.worker_devices[-1]),  # an intermediate device
+        tj.AllReduce(),
+        tj.Packed(num_packs=1),
+        tj.Hierarchical(every // 2 if every % 2 == 0 else every),
+        tj.Packed(num_packs=8),
+        tj.Packed(bytes_per_pack=100, max_group=10),
+    ]:
+        yield dataclasses.replace(strategy, cross_tower_ops=ops)
+
+
+def destination_kinds(strategy, value):
+    """Each kind of destinations, and the devices that it means."""
+    cpus, workers = jax.devices("cpu"), strategy.worker_devices
+    everywhere = strategy.broadcast(value)
+    yield everywhere, set(cpus[: len(workers)])
+    yield strategy.broadcast(value, "cpu:7"), {cpus[7]}
+    yield "cpu:1", {cpus[1]}
+    yield ["cpu:0", "cpu:6"], {cpus[0], cpus[6]}
+
+
+def assert_there(out, devices, case, expected):
+    assert {shard.device for shard in out.addressable_shards} == devices
+    for shard in out.addressable_shards:
+        assert_equal(shard.data, case, expected)
+
+
+@checks("xops.reduce.2", "xops.reduce.3", "xops.reduce.4")
+def check_reduce_with_every_op(case, strategy):
+    for one in strategies_with_ops(strategy):
+        for name in ("value1", "value2"):
+            value = tj.PerTower(np.float32(case["input"][name]))
+            for destinations, devices in destination_kinds(one, 0.0):
+                for kind in ("mean", "sum"):
+                    reduction = tj.Reduction[kind.upper()]
+                    out = one.reduce(reduction, value, destinations=destinations)
+                    expected = case["expected"][kind + name[-1]]
+                    assert_there(out, devices, case, expected)
+
+
+@checks("xops.batch_reduce.1", "xops.batch_reduce.8")
+def check_batch_reduce(case, strategy):
+    values = [tj.PerTower(np.float32(case["input"][f"value{i}"])) for i in (1, 2)]
+    kinds = list(destination_kinds(strategy, 0.0))
+    for name, expected in case["expected"].items():
+        for pair in itertools.product(kinds, kinds):
+            pairs = [(v, kind[0]) for v, kind in zip(values, pair, strict=True)]
+            out = strategy.batch_reduce(tj.Reduction[name.upper()], pairs)
+            for x, kind, number in zip(out, pair, expected, strict=True):
+                assert_there(x, kind[1], case, number)
+
+
+@checks("xops.broadcast")
+def check_broadcast(case, strategy):
+    value = case["input"]["value"]
+    for destinations, devices in destination_kinds(strategy, 0.0):
+        out = strategy.broadcast(value, destinations)
+        assert_there(out, devices, case, case["expected"]["every_destination"])
+
+
+@checks("xops.choose.4", "xops.choose.self_links")
+def check_choose(case, strategy):
+    links = case["input"]["links"]
+    choice = tj.choose_cross_tower_ops([f"gpu:{i}" for i in range(len(links))], links)
+    # Packs, whose number the original chooses too, are a matter of the message.
+    of_algorithm = {"nccl": tj.AllReduce(), "hierarchical_copy": tj.Hierarchical(4)}
+    assert choice.ops == of_algorithm[case["expected"]["alg"]]
+
+
+@checks("xops.collective.3x1", "xops.collective.3x2")
+def check_collective(case, strategy):
+    devices = len(case["input"]["value1"])
+    groups = devices if len(strategy.worker_devices) > 1 else None
+    one = dataclasses.replace(strategy, cross_tower_ops=tj.Hierarchical(groups))
+    for kind, number in itertools.product(("mean", "sum"), ("1", "2")):
+        rows = case["input"]["value" + number] * 3  # each worker holds the same
+        out = one.reduce(tj.Reduction[kind.upper()], tj.PerTower(np.float32(rows)))
+        assert_equal(out, case, case["expected"][kind + number])
+
+
+@checks("xops.sparse.mean")
+def check_sparse_mean(case, strategy):
+    given, expected = case["input"], case["expected"]
+    towers = [
+        tj.IndexedRows(
+            np.float32(given[name]["values"]),
+            np.array(given[name]["indices"]),
+            given["shape"],
+        )
+        for name in ("t0", "t1")
+    ]
+    out = strategy.reduce(tj.Reduction.MEAN, tj.PerTower(tuple(towers)))
+    assert_equal(out.values, case, expected["concat"]["values"])
+    assert out.indices.tolist() == expected["concat"]["indices"]
+    assert_equal(out.to_dense(), case, expected["dense"])
+
+
+@checks("xutils.sum.dense", "xutils.sum.sparse")
+def check_sum_of_two(case, strategy):
+    a, b = (np.float32(case["input"][name]) for name in "ab")
+    if case["id"] == "xutils.sum.dense":
+        assert_equal(strategy.reduce(tj.Reduction.SUM, tj.PerTower((a, b))), case)
+        return
+    rows = tj.PerTower((rows_of(a), rows_of(b)))
+    out = strategy.reduce(tj.Reduction.SUM, rows)
+    assert isinstance(out, tj.IndexedRows) == case["expected"]["sparse_type_kept"]
+    assert_equal(out.to_dense(), case, case["expected"]["dense"])
+
+
+@checks("pack.concat_split.sizes")
+def check_pack_sizes(case, strategy):
+    sizes = [pack_sizes(**given) for given in case["input"]]
+    assert sizes == case["expected"]
+
+
+@checks("pack.error.num_packs")
+def check_pack_error(case, strategy):
+    [text] = case["expected"]["message_has"]
+    with pytest.raises(ValueError, match=text):
+        tj.Packed(**case["input"])
 
 
 # What came with version 2.
@@ -481,7 +620,7 @@ def test_empty_batch_is_refused():
 
 
 def test_the_file_holds_every_case_of_its_prefixes():
-    assert len(CASES) == 39
+    assert len(CASES) == 54
     assert {id.split(".")[0] for id in CASES} == set(PREFIXES)
 
 

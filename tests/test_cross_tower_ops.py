@@ -677,3 +677,22 @@ def test_without_links_platform_and_processes_decide(monkeypatch):
 def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.choose_cross_tower_ops(devices, links)
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize("towers, devices", [(2, 1), (2, 2), (6, 3)])
+def test_values_without_elements_are_reduced_too(towers, devices, executor):
+    value = tj.PerTower(
+        {
+            "empty": np.zeros((towers, 0, 3), np.float32),
+            "flat": np.zeros((towers, 0), np.float32),
+            "count": np.ones(towers, np.int32),
+        }
+    )
+    for ops in (*ops_for(devices), tj.PinnedTree()):
+        strategy = mirrored(towers, devices, ops, executor=executor)
+        out = strategy.reduce(R.SUM, value)
+        assert (out["empty"].shape, out["flat"].shape) == ((0, 3), (0,))
+        assert int(out["count"]) == towers
+        empty = strategy.reduce(R.MEAN, tj.PerTower(value.values["empty"]))
+        assert empty.shape == (0, 3)

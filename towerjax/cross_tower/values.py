@@ -170,9 +170,12 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
         return value
-    if not isinstance(value, Tracer) and np.ndim(value) == 0 and value == 0:
+    known = not isinstance(value, Tracer) and not is_rows(value)
+    if known and np.ndim(value) == 0 and value == 0:
         return value
-    if np.ndim(value):
+    if is_rows(value):
+        value = "IndexedRows"
+    elif np.ndim(value):
         value = f"an array of shape {np.shape(value)}"
     raise ValueError(
         f"SUM of {value}, which is the same on all {strategy.num_towers} towers:"
