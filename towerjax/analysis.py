@@ -243,8 +243,10 @@ def _reduced(
 ) -> _Mark | None:
     if mark is None:
         return None
-    grid = isinstance(over, Coordinate)
-    left = (without_coordinate if grid else without_axes)(mark.axes, over)
+    if isinstance(over, Coordinate):
+        left = without_coordinate(mark.axes, over)
+    else:
+        left = without_axes(mark.axes, over)
     return mark._replace(axes=left, site=site, before=mark) if left else None
 
 

@@ -70,7 +70,8 @@ def _devices_of_value(value: Any) -> list[Any]:
             )
         sharding = leaf.sharding
         if isinstance(sharding, NamedSharding):
-            found |= dict.fromkeys(sharding.mesh.devices.flat)
+            devices: Any = sharding.mesh.devices
+            found |= dict.fromkeys(devices.flat)
         else:
             found |= dict.fromkeys(sorted(leaf.devices(), key=lambda d: d.id))
     return list(found)
