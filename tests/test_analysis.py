@@ -783,6 +783,13 @@ def swapped(size, length):
     return [[order[i] for i in group] for group in blocks(size, length)]
 
 
+def crossed(size, length):
+    """Blocks of which the second and third have exchanged a tower."""
+    groups = blocks(size, length)
+    groups[1][-1], groups[2][0] = groups[2][0], groups[1][-1]
+    return groups
+
+
 def uneven(size, length):
     return [[0], list(range(1, size))]
 
@@ -814,6 +821,7 @@ GRID_REFUSED = [
     (inner(2), neighbours, outer(2)),
     (neighbours, outer(2)),
     (in_groups(lax.psum, swapped, 2), outer(2)),
+    (in_groups(lax.psum, crossed, 2), outer(2)),
     (inner(2), in_groups(lax.psum, lambda n, k: strides(n, k)[::-1], 4)),
     (in_groups(lax.psum, uneven, 0), outer(2)),
     (inner(2), in_groups(lax.psum, uneven, 0)),

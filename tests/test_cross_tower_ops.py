@@ -12,7 +12,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.collectives import sum_rows_over_towers
-from towerjax.collectives.packed import pack_sizes
+from towerjax.collectives.packed import cut, pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.cross_tower.travel import _reduced
 from towerjax.executors import jit_on_devices, over_devices
@@ -84,7 +84,7 @@ def assert_is_the_sum(actual, values):
 
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (5, 1), (5, 5)]
-GRIDS += [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7)]
+GRIDS += [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7), (6, 6)]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,9 @@ def test_a_nan_elsewhere_does_not_reach_a_sum_without_one():
 )
 def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
     assert pack_sizes(total, num_packs) == sizes
+    parts = cut(jnp.arange(total), num_packs)
+    assert [x.size for x in parts] == [n for n in sizes if n]  # none is sent empty
+    assert [int(n) for x in parts for n in x] == list(range(total))
 
 
 @pytest.mark.parametrize(
@@ -350,12 +353,14 @@ def params():
         "b": np.zeros((), np.float32),
         "half": rng.normal(size=5).astype(jnp.bfloat16),
         "nothing": np.zeros((0, 2), np.float32),
+        "nothing else": np.zeros(0, np.float16),  # a dtype without elements
     }
 
 
 def loss_fn(params, batch, tower):
     out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
     out = out * params["half"].astype(np.float32)[None] + params["nothing"].sum()
+    out = out + params["nothing else"].sum().astype(np.float32)
     count = tj.Weighted(jnp.int32(batch["x"].shape[0]), jnp.int32(1))
     mean = 0.5 * tower.local + 0.5 * batch["x"].mean()
     loss = tj.Weighted.mean((out**2).sum(-1), tower.weight)
@@ -463,7 +468,8 @@ def test_where_jax_traces_values_are_added_where_they_are():
     assert float(jax.jit(total)(rows)) == 6
     assert jax.grad(lambda x: total(x**2))(jnp.asarray(rows)).tolist() == [0, 2, 4, 6]
     # Known values, but in a function that is being traced.
-    assert float(jax.jit(lambda: total(rows))()) == 6
+    for known in (rows, jnp.asarray(rows)):
+        assert float(jax.jit(lambda known=known: total(known))()) == 6
     out = strategy.call_for_each_tower(
         lambda tower: tower.merge_call(lambda s, v: s.reduce(R.SUM, v), tower.id)
     )
@@ -496,9 +502,10 @@ def test_bfloat16_is_rounded_once():
 
 def test_many_reductions_in_a_row_do_not_hang():
     strategy = mirrored(8, 8, tj.AllReduce())
-    value = tj.PerTower(np.ones(8, np.float32))
+    split = strategy.placement.sharding(Layout.PER_TOWER)
+    value = tj.PerTower(jax.device_put(np.ones((8, 100_000), np.float32), split))
     results = [strategy.reduce(R.SUM, value) for _ in range(100)]
-    assert {float(x) for x in results} == {8}
+    assert {float(x[-1]) for x in results} == {8}
 
 
 def test_batch_reduce_is_one_collective_in_order():
@@ -684,6 +691,7 @@ def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
 def test_values_without_elements_are_reduced_too(towers, devices, executor):
     value = tj.PerTower(
         {
+            "a first": np.zeros((towers, 0), np.float16),
             "empty": np.zeros((towers, 0, 3), np.float32),
             "flat": np.zeros((towers, 0), np.float32),
             "count": np.ones(towers, np.int32),

@@ -224,9 +224,6 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     over = _grid_coordinate(eqn, axes) if groups is not None else None
     if name in _REDUCTIONS and (groups is None or over):
         return [_reduced(mark, over or axes, site) for mark in ins]
-    if name == "reduce_scatter" and over:
-        own = _Mark(frozenset([over]), name, site)
-        return _compute(eqn, [_reduced(m, over, site) for m in ins] + [own], context)
     # Sums over groups of unequal size differ even when their operands are equal.
     even = groups is not None and len({len(group) for group in groups}) == 1
     if (name in _REDUCTIONS and even) or (name == "ppermute" and _is_full(eqn)):
