@@ -1,6 +1,7 @@
 """The tower-dependence analysis: which programs it refuses, and which it lets pass."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 
 import flax.linen as nn
@@ -783,9 +784,9 @@ def swapped(size, length):
     return [[order[i] for i in group] for group in blocks(size, length)]
 
 
-def crossed(size, length):
-    """Blocks of which the second and third have exchanged a tower."""
-    groups = blocks(size, length)
+def crossed(make, size, length):
+    """Groups of which the second and third have exchanged a tower."""
+    groups = make(size, length)
     groups[1][-1], groups[2][0] = groups[2][0], groups[1][-1]
     return groups
 
@@ -821,7 +822,8 @@ GRID_REFUSED = [
     (inner(2), neighbours, outer(2)),
     (neighbours, outer(2)),
     (in_groups(lax.psum, swapped, 2), outer(2)),
-    (in_groups(lax.psum, crossed, 2), outer(2)),
+    (in_groups(lax.psum, partial(crossed, blocks), 2), outer(2)),
+    (inner(4), in_groups(lax.psum, partial(crossed, strides), 4)),
     (inner(2), in_groups(lax.psum, lambda n, k: strides(n, k)[::-1], 4)),
     (in_groups(lax.psum, uneven, 0), outer(2)),
     (inner(2), in_groups(lax.psum, uneven, 0)),

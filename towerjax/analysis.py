@@ -356,7 +356,7 @@ def _named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _is_full(eqn: JaxprEqn) -> bool:
     """Whether a ppermute gives every tower a value; the others would get zeros."""
-    return 0 < len({target for _, target in eqn.params["perm"]}) == _num_towers(eqn)
+    return len({target for _, target in eqn.params["perm"]}) == _num_towers(eqn)
 
 
 def _num_towers(eqn: JaxprEqn) -> int:
