@@ -269,6 +269,10 @@ def test_trees_of_anything_can_be_made():
             "Tower 1 has rows of an array of shape (7, 2) and tower 0 of (6, 2)",
         ),
         (
+            tj.PerTower((of_tower(0), {"x": of_tower(1)})),
+            "Tower 1 has a dict where others have IndexedRows. Give IndexedRows, or an",
+        ),
+        (
             tj.PerTower((of_tower(0),) * 3),
             "holds 3 towers' rows, but the strategy has 2 towers. Give one IndexedRows",
         ),

@@ -202,9 +202,16 @@ def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
       ``IndexedRows``.
 
     Raises:
-      ValueError: They are rows of arrays of different shapes; names the tower.
+      ValueError: They are rows of arrays of different shapes, or one is neither rows
+        nor an array; names the tower.
     """
     check_reduction(reduction)
+    for tower, x in enumerate(towers):
+        if not isinstance(x, IndexedRows | jax.Array | np.ndarray):
+            raise ValueError(
+                f"Tower {tower} has a {type(x).__name__} where others have IndexedRows."
+                " Give IndexedRows, or an array [N, ...] for all its rows."
+            )
     rows = [x if is_rows(x) else rows_of(x) for x in towers]
     for tower, x in enumerate(rows):
         if x.dense_shape != rows[0].dense_shape:
