@@ -23,10 +23,10 @@ build_train_step evaluate_all read_local run""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types devices analysis proof
+    version types devices analysis proof processes
     placement executors shard reduce merge tower outputs gradient
+    input input.feed input.placer
     collectives update tower_local state
-    input input.feed
     cross_tower cross_tower.values cross_tower.call cross_tower.methods strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run

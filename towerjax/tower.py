@@ -35,7 +35,7 @@ class Tower:
     _rng: jax.Array
     _micro_batch: jax.Array | None
     _num_valid: jax.Array
-    _first_row: jax.Array
+    _first_row: Any
     _rows: int
 
     @property
@@ -137,22 +137,21 @@ class TowerInputs:
       axes: The axes that the towers meet over.
       step: ``()`` int32.
       rng: The state's key.
-      num_valid: ``()`` int32, examples in the global batch.
     """
 
     strategy: Any
     axes: TowerAxes
     step: jax.Array
     rng: jax.Array
-    num_valid: jax.Array
 
     def tower(
         self,
         tower_id: jax.Array,
         local: PyTree,
-        first_row: jax.Array,
+        num_valid: jax.Array,
         rows: int,
         *,
+        first_row: Any = 0,
         micro_batch: jax.Array | None = None,
     ) -> Tower:
         """The context of one tower.
@@ -160,8 +159,9 @@ class TowerInputs:
         Args:
           tower_id: ``()`` int32.
           local: The tower-local values it sees.
-          first_row: ``()`` int32, where its rows start in the global batch.
-          rows: How many rows it has.
+          num_valid: ``()`` int32, how many of its rows are examples.
+          rows: How many rows it sees here.
+          first_row: ``()`` int32, which of its rows is the first of these.
           micro_batch: ``()`` int32, which part of its rows, when they are several.
 
         Returns:
@@ -176,7 +176,7 @@ class TowerInputs:
             _axes=self.axes,
             _rng=self.rng,
             _micro_batch=micro_batch,
-            _num_valid=self.num_valid,
+            _num_valid=num_valid,
             _first_row=first_row,
             _rows=rows,
         )

@@ -51,7 +51,7 @@ class _TowerCall:
     def device_fn(self, axes: TowerAxes, rows: list[Any], arrays: list[Any]) -> Any:
         """All towers of a device: the array outputs, leaves ``[k, ...]``."""
         none = jnp.int32(0)
-        inputs = TowerInputs(self.strategy, axes, none, jax.random.key(0), none)
+        inputs = TowerInputs(self.strategy, axes, none, jax.random.key(0))
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
             tower = inputs.tower(tower_id, None, none, 0)
