@@ -16,7 +16,8 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
+PUBLIC = """AllReduce CrossTowerOps DistributedDataset History InputContext
+Layout Mirrored NonFiniteError OneDevice
 PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
 build_train_step evaluate_all read_local run""".split()
@@ -25,9 +26,10 @@ build_train_step evaluate_all read_local run""".split()
 LAYERS = """
     version types devices analysis proof processes
     placement executors shard reduce merge tower outputs gradient
-    input input.feed input.placer
+    input input.feed input.sources input.placer input.distribute
     collectives update tower_local state
-    cross_tower cross_tower.values cross_tower.call cross_tower.methods strategies
+    cross_tower cross_tower.values cross_tower.call cross_tower.methods cross_tower.job
+    strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead

@@ -5,7 +5,9 @@ from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
+from towerjax.input.distribute import DistributedDataset as DistributedDataset
 from towerjax.input.feed import batches as batches
+from towerjax.input.sources import InputContext as InputContext
 from towerjax.loop.evaluate import evaluate_all as evaluate_all
 from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 
 from towerjax.collectives import AllReduce, CrossTowerOps
+from towerjax.cross_tower.job import JobMethods
 from towerjax.cross_tower.methods import CrossTowerMethods
 from towerjax.devices import canonical_device_name, first_of_each_process
 from towerjax.placement import Placement
@@ -15,7 +16,7 @@ from towerjax.types import short_repr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mirrored(CrossTowerMethods):
+class Mirrored(CrossTowerMethods, JobMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
 
     Attributes:
@@ -124,12 +125,13 @@ def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OneDevice(CrossTowerMethods):
+class OneDevice(CrossTowerMethods, JobMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:
       device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
         device.
+      prefetch_on_device: As for `Mirrored`.
 
     Raises:
       ValueError: ``device`` is not a name.
@@ -140,9 +142,11 @@ class OneDevice(CrossTowerMethods):
     """
 
     device: str | None = None
+    prefetch_on_device: int = 2
 
     def __post_init__(self) -> None:
         """Canonicalise the name."""
+        _check_number("prefetch_on_device", self.prefetch_on_device, 0)
         if self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
@@ -178,11 +182,8 @@ def _check_choices(strategy: Mirrored) -> None:
         )
     for name in ("num_gpus", "num_gpus_per_worker", "towers", "prefetch_on_device"):
         number = getattr(strategy, name)
-        least = 1 if name == "towers" else 0
-        if number is None and name != "prefetch_on_device":
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={number!r} must be an int >= {least}.")
+        if number is not None or name == "prefetch_on_device":
+            _check_number(name, number, 1 if name == "towers" else 0)
     for name, allowed in (
         ("local", ("vmap", "scan")),
         ("executor", ("shard_map", "pmap")),
@@ -197,6 +198,11 @@ def _check_choices(strategy: Mirrored) -> None:
             f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce() or"
             " tj.PinnedTree()."
         )
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(f"{name}={number!r} must be an int >= {least}.")
 
 
 def _canonical_devices(devices: Any) -> tuple[str, ...]:

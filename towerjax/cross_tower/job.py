@@ -1,0 +1,79 @@
+"""What does a strategy know of its job: its processes, and their input?"""
+
+from typing import Any
+
+import jax
+
+from towerjax.input.distribute import DistributedDataset, InputOptions, Split
+from towerjax.placement import Placement
+from towerjax.shard import Remainder
+
+
+class JobMethods:
+    """What every strategy can say about its processes, and do with their input."""
+
+    placement: Placement
+    prefetch_on_device: int
+
+    @property
+    def between_graph(self) -> bool:
+        """Does each of several processes build and run the program by itself?"""
+        return self.placement.num_processes > 1
+
+    @property
+    def should_init(self) -> bool:
+        """Is this the process whose initial values all start with? The first is."""
+        return jax.process_index() == 0
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Is this the process that writes what the job writes once?"""
+        return jax.process_index() == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Is this the process that writes summaries for all?"""
+        return jax.process_index() == 0
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        *,
+        split: Split = "batch",
+        remainder: Remainder = "pad",
+        micro_batches: int = 1,
+    ) -> DistributedDataset:
+        """A data set as placed batches, one a step, for steps and ``tj.run``.
+
+        Order is kept. ``prefetch_on_device`` of them are placed in advance.
+
+        Args:
+          source: An iterable of batches or a loader (Grain, ``tf.data``, PyTorch),
+            or a function of no arguments that returns one: of several processes each
+            goes through it and places its own towers' part. A function of one
+            argument, a `InputContext`, returns the process's own part.
+          split: ``"batch"``: an element is a global batch and is split over the
+            towers. ``"elements"``: each tower gets an element of its own, so that a
+            step takes ``T`` of them (what ``MirroredStrategy`` did).
+          remainder: What happens where towers cannot share rows evenly, and where
+            elements or processes run out: ``"pad"`` with rows of weight 0, ``"drop"``
+            or ``"error"``.
+          micro_batches: As the step has it: what else must divide a tower's rows.
+
+        Returns:
+          A `DistributedDataset`.
+
+        Raises:
+          ValueError: ``source`` is nothing to go through, or an option is wrong.
+
+        Example:
+          >>> import numpy as np, towerjax as tj
+          >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+          >>> batches = [np.arange(4), np.arange(4, 7)]
+          >>> for placed in strategy.distribute_dataset(batches):
+          ...     print(placed.arrays.tolist(), placed.counts.tolist())
+          [0, 1, 2, 3] [2, 2]
+          [4, 5, 6, 6] [2, 1]
+        """
+        options = InputOptions(split, remainder, micro_batches, self.prefetch_on_device)
+        return DistributedDataset(self.placement, source, options)
