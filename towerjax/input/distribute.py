@@ -81,10 +81,13 @@ class _WholeBatches:
 
     towers: int
     options: InputOptions
+    may_be_empty: bool
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         shares = self.towers * self.options.micro_batches
         for batch in elements:
+            if self.may_be_empty and _is_empty(batch):
+                return batch, [0]
             if self.options.remainder == "drop" and count_examples(batch) < shares:
                 continue
             batch, num_valid = fit_batch(batch, shares, self.options.remainder)
@@ -97,6 +100,10 @@ class _WholeBatches:
 
     def build(self, taken: PyTree, rows: int) -> PyTree:
         size = self.towers * rows
+        if _is_empty(taken):
+            return jax.tree.map(
+                lambda x: np.zeros((size, *x.shape[1:]), x.dtype), taken
+            )
         return pad_rows(jax.tree.map(lambda x: x[:size], taken), size)
 
     def counts(self, sizes: list[int], rows: int) -> np.ndarray:
@@ -109,6 +116,7 @@ class _Elements:
 
     towers: int
     options: InputOptions
+    may_be_empty: bool
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         taken = [_element(x) for x in itertools.islice(elements, self.towers)]
@@ -137,6 +145,11 @@ class _Elements:
 
     def counts(self, sizes: list[int], rows: int) -> np.ndarray:
         return np.array(sizes, np.int32)
+
+
+def _is_empty(batch: PyTree) -> bool:
+    """Is it this process's part, without rows, of a round that others have rows of?"""
+    return all(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch))
 
 
 def _element(element: PyTree) -> tuple[PyTree, bool]:
@@ -181,10 +194,10 @@ class DistributedDataset:
         self._context = InputContext(here, processes, placement.num_towers)
         towers = placement.num_towers // (processes if self._own_part else 1)
         kind = _WholeBatches if options.split == "batch" else _Elements
-        self._rounds: _Rounds = kind(towers, options)
+        self._asks_peers = self._own_part and processes > 1
+        self._rounds: _Rounds = kind(towers, options, may_be_empty=self._asks_peers)
         shares = placement.num_towers * options.micro_batches
         self._placer = Placer(placement, shares=shares, remainder=options.remainder)
-        self._asks_peers = self._own_part and processes > 1
         name = np.frombuffer(uuid.uuid4().bytes, np.uint8)
         self._name = from_first_process(name) if self._asks_peers else name
         self._passes = 0
@@ -221,6 +234,8 @@ class DistributedDataset:
                     " other processes have batches. Give each process a part."
                 )
             rows = self._rows(sizes_of_all, most_rows)
+            if rows == 0:  # nothing is left of a round that one process has no part of
+                continue
             most_rows = max(rows, most_rows)
             counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
             bare = isinstance(taken, list) and taken[0][1]
