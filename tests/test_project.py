@@ -19,11 +19,13 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax.")
 PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
 PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
-build_train_step evaluate_all read_local run""".split()
+build_train_step cluster evaluate_all read_local run""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
     version types devices analysis proof
+    cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
+    cluster.find cluster.start cluster
     placement executors shard reduce merge tower outputs gradient
     collectives update tower_local state
     input input.feed
@@ -31,6 +33,7 @@ LAYERS = """
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead
+    cli __main__
 """.split()
 
 
