@@ -20,11 +20,13 @@ PUBLIC = """AllReduce CrossTowerOps DistributedDataset History InputContext
 Layout Mirrored NonFiniteError OneDevice
 PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
-build_train_step evaluate_all read_local run""".split()
+build_train_step cluster evaluate_all read_local run""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
     version types devices analysis proof processes
+    cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
+    cluster.find cluster.start cluster
     placement executors shard reduce merge tower outputs gradient
     input input.feed input.sources input.placer input.distribute
     collectives update tower_local state
@@ -33,6 +35,7 @@ LAYERS = """
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead
+    cli __main__
 """.split()
 
 

@@ -114,5 +114,5 @@ def train(options):
 
 
 if __name__ == "__main__":
-    job = tj.cluster.initialize() if hasattr(tj, "cluster") else None
+    tj.cluster.initialize()
     os.write(1, (json.dumps(train(options_of(sys.argv[1]))) + "\n").encode())
