@@ -17,7 +17,7 @@ import towerjax as tj
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
 PUBLIC = """AllReduce CrossTowerOps DistributedDataset History InputContext
-Layout Mirrored NonFiniteError OneDevice
+Layout Mirrored MultiStepContext NonFiniteError OneDevice
 PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
 build_train_step cluster evaluate_all read_local run""".split()
@@ -30,7 +30,8 @@ LAYERS = """
     placement executors shard reduce merge tower outputs gradient
     input input.feed input.sources input.placer input.distribute
     collectives update tower_local state
-    cross_tower cross_tower.values cross_tower.call cross_tower.methods cross_tower.job
+    cross_tower cross_tower.values cross_tower.call cross_tower.methods
+    cross_tower.multi_step cross_tower.job
     strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run

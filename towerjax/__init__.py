@@ -4,6 +4,7 @@ from towerjax import cluster as cluster
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
+from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.distribute import DistributedDataset as DistributedDataset

@@ -1,12 +1,16 @@
 """What does a strategy know of its job: its processes, and their input?"""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from towerjax.cross_tower.multi_step import MultiStepContext, run_steps
 from towerjax.input.distribute import DistributedDataset, InputOptions, Split
+from towerjax.input.placer import PlacedBatch
 from towerjax.placement import Placement
 from towerjax.shard import Remainder
+from towerjax.types import PyTree
 
 
 class JobMethods:
@@ -77,3 +81,38 @@ class JobMethods:
         """
         options = InputOptions(split, remainder, micro_batches, self.prefetch_on_device)
         return DistributedDataset(self.placement, source, options)
+
+    def run_steps_on_dataset(
+        self,
+        fn: Callable[..., PyTree],
+        iterator: Iterator[PlacedBatch],
+        iterations: int = 1,
+        initial: PyTree = None,
+    ) -> MultiStepContext:
+        """Several steps of a function of one's own, in one program.
+
+        See `towerjax.cross_tower.multi_step.run_steps`.
+
+        Args:
+          fn: ``(ctx, carry, *inputs) -> carry``, in cross-tower view.
+          iterator: ``iter(strategy.distribute_dataset(...))``.
+          iterations: ``K``, how many of its batches to take.
+          initial: The carry of the first step, or None.
+
+        Returns:
+          A `MultiStepContext`: ``final``, ``last_step_outputs``,
+          ``non_tensor_outputs``, ``iterations``.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, towerjax as tj
+          >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+          >>> def step(ctx, total, x):
+          ...     sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), x)
+          ...     ctx.set_last_step_output("sum", sums, tj.Reduction.SUM)
+          ...     return total + strategy.reduce(tj.Reduction.SUM, sums)
+          >>> data = iter(strategy.distribute_dataset([np.arange(4.0), np.ones(4)]))
+          >>> ctx = strategy.run_steps_on_dataset(step, data, 2, jnp.float32(0))
+          >>> float(ctx.final), float(ctx.last_step_outputs["sum"])
+          (10.0, 4.0)
+        """
+        return run_steps(self, fn, iterator, iterations, initial)
