@@ -17,17 +17,18 @@ import towerjax as tj
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
 PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
-PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
+MirroredVar PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
 build_train_step evaluate_all read_local run""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types devices analysis proof
+    version types variables devices analysis proof
     placement executors shard reduce merge tower outputs gradient
     collectives update tower_local state
     input input.feed
-    cross_tower cross_tower.values cross_tower.call cross_tower.methods strategies
+    cross_tower cross_tower.values cross_tower.regroup cross_tower.one_by_one
+    cross_tower.call cross_tower.methods strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead

@@ -16,7 +16,6 @@ from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored
 from towerjax.strategies import OneDevice as OneDevice
 from towerjax.tower import Tower as Tower
-from towerjax.tower_local import TowerLocal as TowerLocal
 from towerjax.tower_local import read_local as read_local
 from towerjax.types import Layout as Layout
 from towerjax.types import PerTower as PerTower
@@ -24,4 +23,6 @@ from towerjax.types import Reduction as Reduction
 from towerjax.types import TowerOutput as TowerOutput
 from towerjax.types import Weighted as Weighted
 from towerjax.update import NonFiniteError as NonFiniteError
+from towerjax.variables import MirroredVar as MirroredVar
+from towerjax.variables import TowerLocal as TowerLocal
 from towerjax.version import __version__ as __version__
