@@ -19,7 +19,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax.")
 PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
 MirroredVar PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
 TrainState Weighted __version__ batches build_eval_step build_predict_step
-build_train_step evaluate_all read_local run""".split()
+build_train_step evaluate_all read_local restored_values run saved_values""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -28,7 +28,8 @@ LAYERS = """
     collectives update tower_local state
     input input.feed
     cross_tower cross_tower.values cross_tower.regroup cross_tower.one_by_one
-    cross_tower.call cross_tower.methods strategies
+    cross_tower.assign cross_tower.saving cross_tower.call
+    cross_tower.variable_methods cross_tower.methods strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead

@@ -3,6 +3,8 @@
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
+from towerjax.cross_tower.saving import restored_values as restored_values
+from towerjax.cross_tower.saving import saved_values as saved_values
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.feed import batches as batches

@@ -246,6 +246,6 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
                 f"A constant value {shown} cannot be reduced with the given aggregation"
                 f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
                 f" towers, so is {n} times the value meant, or the value? Create the"
-                " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value itself,"
-                " or assign each tower's share."
+                " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value"
+                " itself, or assign each tower's share."
             )

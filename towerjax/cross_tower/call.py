@@ -138,7 +138,7 @@ class _Call:
             return out
 
         body, consts = _traced(trace_fn, axes, rows, arrays)
-        if self.placement.executor == "pmap":
+        if _is_pmap(self.placement):
             _refuse_tracers(consts)
         per_tower = len(jax.tree.leaves(rows))
         # What the function closes over comes first, the same on all towers.
@@ -210,39 +210,41 @@ def call_for_each_tower(
     if not run_concurrently:
         return call_one_by_one(strategy, fn, args, kwargs)
     _check_hash(fn)
+    placement: Placement = strategy.placement
+    if _is_inside_tower():
+        _refuse_nested_pmap(placement)
+        placement = dataclasses.replace(placement, devices=placement.devices[:1])
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
     found = _kinds_of((args, kwargs), is_leaf=_is_rows)
-    kinds = [kind if kind in (_ROWS, "") else _FREE for kind in found]
-    inside = _is_inside_tower()
-    call = _Call(
-        strategy=strategy,
-        placement=_one_device(strategy.placement) if inside else strategy.placement,
-        fn=fn,
-        treedef=treedef,
-        kinds=tuple(kinds),
-        constants=tuple(
-            _Constant(x) for x, k in zip(leaves, kinds, strict=True) if not k
-        ),
-    )
-    # pmap wants at least one argument of the towers' own: the first, not used.
-    rows = [jnp.arange(strategy.num_towers)]
+    kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
+
+    def of_kind(kind: str) -> list[Any]:
+        return [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
+
+    constants = tuple(_Constant(x) for x in of_kind(""))
+    call = _Call(strategy, placement, fn, treedef, kinds, constants)
+    rows = _own_rows(of_kind(_ROWS), strategy.num_towers)
     traced = isinstance(rows[0], Tracer)
-    rows += [
-        stacked_rows(
-            x if _is_rows(x) else PerTower(x),
-            strategy.num_towers,
-            "A PerTower argument",
-        )
-        for x, kind in zip(leaves, kinds, strict=True)
-        if kind == _ROWS
-    ]
-    arrays = [x for x, kind in zip(leaves, kinds, strict=True) if kind == _FREE]
-    placed = [
-        [_placed(x, call.placement, layout, traced) for x in values]
-        for values, layout in zip((rows, arrays), _IN_LAYOUTS, strict=True)
-    ]
-    out, outputs = _run(call, *placed)
+    rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
+    arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in of_kind(_FREE)]
+    out, outputs = _run(call, rows, arrays)
     return outputs.tree(out)
+
+
+def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
+    """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
+    rows = [x if _is_rows(x) else PerTower(x) for x in values]
+    # pmap wants at least one argument of the towers' own: the first, not used.
+    first = jnp.arange(num_towers)
+    return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
+
+
+def _refuse_nested_pmap(placement: Placement) -> None:
+    if _is_pmap(placement):
+        raise ValueError(
+            "call_for_each_tower in a merge function: executor='pmap' does not nest."
+            " Leave out executor='pmap'."
+        )
 
 
 def _check_hash(fn: Any) -> None:
@@ -274,13 +276,17 @@ def _traced(
     ), jaxpr.consts
 
 
+def _is_pmap(placement: Placement) -> bool:
+    return placement.executor == "pmap" and placement.num_devices > 1
+
+
 def _refuse_tracers(consts: list[Any]) -> None:
     # JAX would hand each device a part of such a value, without an error.
     if any(isinstance(x, Tracer) for x in consts):
         raise ValueError(
-            "call_for_each_tower: fn closes over a value of the jit, grad or scan around"
-            " it, which executor='pmap' cannot take. Pass it as an argument of fn, or"
-            " leave out executor='pmap'."
+            "call_for_each_tower: fn closes over a value of the jit, grad or scan"
+            " around it, which executor='pmap' cannot take. Pass it as an argument of"
+            " fn, or leave out executor='pmap'."
         )
 
 
@@ -332,10 +338,3 @@ def _is_inside_tower() -> bool:
             continue
         return True
     return False
-
-
-def _one_device(placement: Placement) -> Placement:
-    """All towers where we are: no device is left to spread them over."""
-    return dataclasses.replace(
-        placement, devices=placement.devices[:1], executor="shard_map"
-    )

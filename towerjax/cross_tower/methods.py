@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.cross_tower import call, values
+from towerjax.cross_tower.variable_methods import VariableMethods
 from towerjax.placement import Placement
-from towerjax.tower_local import read_local
 from towerjax.types import PerTower, PyTree, Reduction
-from towerjax.variables import TowerLocal
 
 
-class CrossTowerMethods:
+class CrossTowerMethods(VariableMethods):
     """What every strategy can do with towers' values; all of it pure."""
 
     placement: Placement
@@ -163,21 +162,3 @@ class CrossTowerMethods:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
         return values.map_over_towers(self, fn, elements, *args)
-
-    def read_var(self, value: PyTree) -> PyTree:
-        """A tower-local variable's aggregate; any other value as it is.
-
-        Args:
-          value: A pytree that may hold ``TowerLocal``.
-
-        Returns:
-          The tree with each ``TowerLocal`` read by its own reduction.
-
-        Raises:
-          ValueError: A variable's reduction is NONE.
-        """
-        return jax.tree.map(
-            lambda x: read_local(x) if isinstance(x, TowerLocal) else x,
-            value,
-            is_leaf=lambda x: isinstance(x, TowerLocal),
-        )

@@ -169,7 +169,7 @@ class _Rounds:
         inputs = TowerInputs(
             strategy, strategy.placement.axes, none, jax.random.key(0), none
         )
-        disable_jit = bool(jax.config.jax_disable_jit)  # of this thread alone
+        disable_jit = jax.config.read("jax_disable_jit")  # of this thread alone
 
         def run(thread: _TowerThread, t: int) -> PyTree:
             device = strategy.placement.jax_devices[t // per_device]
