@@ -17,8 +17,8 @@ import towerjax as tj
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
 PUBLIC = """AllReduce CrossTowerOps History Layout Mirrored NonFiniteError OneDevice
-MirroredVar PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput
-TrainState Weighted __version__ batches build_eval_step build_predict_step
+MirroredVar PerTower PinnedTree Reduction ReplicationError RunSummary Tower TowerLocal
+TowerOutput TrainState Weighted __version__ batches build_eval_step build_predict_step
 build_train_step evaluate_all read_local restored_values run saved_values""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.

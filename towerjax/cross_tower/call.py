@@ -261,7 +261,7 @@ def _check_hash(fn: Any) -> None:
 def _traced(
     fn: Callable[..., Any], axes: TowerAxes, rows: list[Any], arrays: list[Any]
 ) -> tuple[Any, list[Any]]:
-    """One tower's program, what it closes over as its first inputs; and these."""
+    """One tower's program, and the values that it closes over."""
     if not _is_inside_tower():
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(fn, axes, _IN_LAYOUTS, Layout.PER_TOWER, values)
@@ -270,10 +270,7 @@ def _traced(
     env = [(DEVICE_AXIS, axes.num_devices)]
     row = jax.tree.map(lambda x: x[:1], rows)
     jaxpr = jax.make_jaxpr(fn, axis_env=env)(row, arrays)
-    body = jaxpr.jaxpr
-    return body.replace(
-        constvars=[], invars=[*body.constvars, *body.invars], debug_info=None
-    ), jaxpr.consts
+    return jaxpr.jaxpr, jaxpr.consts
 
 
 def _is_pmap(placement: Placement) -> bool:

@@ -4,6 +4,7 @@ For prints and the debugger. Each tower has a thread, of which one runs at a tim
 holds the baton until it finishes or waits for the others in a merge.
 """
 
+import contextlib
 import operator
 import os
 import sys
@@ -169,11 +170,13 @@ class _Rounds:
         inputs = TowerInputs(
             strategy, strategy.placement.axes, none, jax.random.key(0), none
         )
-        disable_jit = jax.config.read("jax_disable_jit")  # of this thread alone
+        settings = _settings()
 
         def run(thread: _TowerThread, t: int) -> PyTree:
             device = strategy.placement.jax_devices[t // per_device]
-            with jax.default_device(device), jax.disable_jit(disable_jit):
+            with contextlib.ExitStack() as stack:
+                for setting, value in [*settings, (jax.default_device, device)]:
+                    stack.enter_context(setting(value))
                 tower = inputs.tower(jnp.int32(t), None, none, 0, meet=thread.meet)
                 args, kwargs = jax.tree.map(
                     lambda x: _row_of(x, t, strategy.num_towers),
@@ -244,6 +247,14 @@ class _Rounds:
             )
             for t, out in enumerate(outs)
         ]
+
+
+def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
+    """What the caller may have set for its thread alone, to be set in others."""
+    names = "disable_jit debug_nans enable_x64 numpy_rank_promotion"
+    names += " default_matmul_precision"
+    config: Any = jax.config
+    return [(getattr(jax, n), getattr(config, f"jax_{n}")) for n in names.split()]
 
 
 def _no(leaves: Sequence[Any]) -> bool:

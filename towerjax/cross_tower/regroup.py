@@ -123,7 +123,7 @@ def _regrouped(nests: list[Any], where: str, bare: Callable[..., bool]) -> Any:
                 f" {_shown(first)}, tower {tower} {_shown(nests[tower])}. Give all"
                 " towers the same lists, tuples and keys."
             )
-    if jax.tree_util.treedef_is_leaf(structures[0]):
+    if structures[0] == jax.tree.structure(0):  # a leaf, and not an empty list
         return first if bare(nests) else PerTower(_side_by_side(nests))
     if isinstance(first, TowerLocal):
         return jax.tree.map(lambda *rows: jnp.stack(rows), *nests)
