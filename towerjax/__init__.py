@@ -5,6 +5,8 @@ from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import PinnedTree as PinnedTree
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
+from towerjax.cross_tower.saving import restored_values as restored_values
+from towerjax.cross_tower.saving import saved_values as saved_values
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.distribute import DistributedDataset as DistributedDataset
@@ -20,7 +22,6 @@ from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored
 from towerjax.strategies import OneDevice as OneDevice
 from towerjax.tower import Tower as Tower
-from towerjax.tower_local import TowerLocal as TowerLocal
 from towerjax.tower_local import read_local as read_local
 from towerjax.types import Layout as Layout
 from towerjax.types import PerTower as PerTower
@@ -28,4 +29,6 @@ from towerjax.types import Reduction as Reduction
 from towerjax.types import TowerOutput as TowerOutput
 from towerjax.types import Weighted as Weighted
 from towerjax.update import NonFiniteError as NonFiniteError
+from towerjax.variables import MirroredVar as MirroredVar
+from towerjax.variables import TowerLocal as TowerLocal
 from towerjax.version import __version__ as __version__

@@ -12,8 +12,8 @@ from towerjax.devices import canonical_device_name, find_device
 from towerjax.merge import stacked_rows
 from towerjax.placement import Placement, place
 from towerjax.reduce import check_reduction, reduce_stacked
-from towerjax.tower_local import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
+from towerjax.variables import TowerLocal
 
 
 def is_per_tower(x: Any) -> bool:
