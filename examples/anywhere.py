@@ -33,11 +33,8 @@ def count_hits(params, batch, tower):
 
 def main() -> None:
     job = tj.cluster.initialize()  # one process, unless a launcher or cluster says more
-    digits = load_digits()
-    data = {
-        "image": (digits.data / 16).astype(np.float32),
-        "label": digits.target.astype(np.int32),
-    }
+    image, label = load_digits(return_X_y=True)
+    data = {"image": np.float32(image / 16), "label": label.astype(np.int32)}
     strategy = tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree())
     step = tj.build_train_step(loss_fn, optax.adam(3e-3), strategy, remainder="pad")
     numbers = np.random.default_rng(0)

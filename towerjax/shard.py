@@ -264,11 +264,14 @@ def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
     """Which rows are examples.
 
     Args:
-      num_valid: ``()`` int32, how many of the tower's rows are examples.
+      num_valid: ``()`` int32, how many of the tower's rows are examples; or
+        ``[T, 1]``, of each tower's.
       first_row: ``()`` int32, which of the tower's rows is the first of these.
       rows: How many rows these are.
 
     Returns:
-      ``[rows]`` float32, 1 for an example and 0 for padding.
+      ``[rows]``, or ``[T, rows]``, float32: 1 for an example and 0 for padding.
     """
-    return (first_row + jnp.arange(rows) < num_valid).astype(jnp.float32)
+    here = first_row + jnp.arange(rows)
+    here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
+    return (here < num_valid).astype(jnp.float32)

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.cross_tower.values import is_per_tower
 from towerjax.input.feed import check_whole
 from towerjax.input.placer import PlacedBatch, Placer
-from towerjax.placement import Placement
+from towerjax.placement import Placement, place
 from towerjax.reduce import check_reduction
 from towerjax.shard import row_weights
 from towerjax.tower import Tower
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types import Layout, PerTower, PyTree, Reduction
 
 
 @jax.tree_util.register_pytree_node_class
@@ -147,7 +148,7 @@ def _run(
             return PerTower(x if steps.bare else _rows_of_towers(x, num_towers))
 
         rows = jax.tree.leaves(batches)[0].shape[1] // num_towers
-        weight = jnp.stack([row_weights(n, 0, rows) for n in num_valid[i]])
+        weight = row_weights(num_valid[i][:, None], 0, rows)
         ctx = MultiStepContext(steps.strategy, PerTower(weight))
         batch = jax.tree.map(of_towers, batches)
         inputs = batch if isinstance(batch, tuple) else (batch,)
@@ -160,7 +161,29 @@ def _run(
     carry, outputs = lax.fori_loop(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
-    return carry, outputs, kept
+    # As it was placed, so that the next call is no other program.
+    placement: Placement = steps.strategy.placement
+    shardings = jax.tree.map(placement.sharding, _layouts(carry))
+    return lax.with_sharding_constraint(carry, shardings), outputs, kept
+
+
+def _layouts(tree: PyTree) -> PyTree:
+    """Where each array lies: a value that each tower has of its own is split."""
+
+    def layout(node: Any) -> PyTree:
+        one = Layout.PER_TOWER if is_per_tower(node) else Layout.MIRRORED
+        return jax.tree.map(lambda _: one, node)
+
+    return jax.tree.map(layout, tree, is_leaf=is_per_tower)
+
+
+def _placed(tree: PyTree, placement: Placement) -> PyTree:
+    def one(layout: Layout, x: Any) -> Any:
+        sharding = placement.sharding(layout)
+        there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+        return x if there else place(x, placement, layout)
+
+    return jax.tree.map(one, _layouts(tree), tree)
 
 
 def _rows_of_towers(x: jax.Array, num_towers: int) -> jax.Array:
@@ -221,7 +244,7 @@ def run_steps(
     placement: Placement = strategy.placement
     placer = Placer(placement, shares=strategy.num_towers, remainder="error")
     arrays, num_valid, count = placer.place_several(batches, iterations).args
-    carry = jax.tree.map(jnp.asarray, initial)
+    carry = _placed(initial, placement)
     steps = _Steps(strategy, fn, batches[0].bare)
     carry, outputs, kept = _run(steps, carry, arrays, num_valid, count)
     ctx = MultiStepContext(strategy)

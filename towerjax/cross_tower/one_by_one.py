@@ -167,9 +167,8 @@ class _Rounds:
         self.merged: list[Any] = []
         per_device = strategy.num_towers // strategy.placement.num_devices
         none = jnp.int32(0)
-        inputs = TowerInputs(
-            strategy, strategy.placement.axes, none, jax.random.key(0), none
-        )
+        axes = strategy.placement.axes
+        inputs = TowerInputs(strategy, axes, none, jax.random.key(0))
         settings = _settings()
 
         def run(thread: _TowerThread, t: int) -> PyTree:
