@@ -17,12 +17,13 @@ _PATIENCE_MS = 24 * 3600 * 1000
 """A peer may be slow; one that is dead ends the job by JAX's own heartbeat."""
 
 
-def require_same(what: str, text: str) -> None:
+def require_same(what: str, text: str, advice: str) -> None:
     """Raise, on every process, unless it is the same on all of them.
 
     Args:
       what: What is compared, for the message.
       text: This process's own; compared by its hash.
+      advice: What to do, for the message.
 
     Raises:
       ValueError: It differs; names the processes that differ from process 0.
@@ -41,7 +42,7 @@ def require_same(what: str, text: str) -> None:
             f"{what} must be the same on all {jax.process_count()} processes, but"
             f" process{'es' if len(differing) > 1 else ''}"
             f" {', '.join(map(str, differing))} and process 0 differ. On process"
-            f" {jax.process_index()}: {shown}"
+            f" {jax.process_index()}: {shown}. {advice}"
         )
 
 

@@ -276,7 +276,13 @@ class Runner:
             return program
         self._refuse_endless_kinds(batch)
         if self.placement.num_processes > 1:
-            require_same("The global batch", batch.fingerprint or repr(batch.signature))
+            require_same(
+                "The global batch",
+                batch.fingerprint or repr(batch.signature),
+                "A step takes the whole batch on every process and places its own"
+                " towers' part. Give the input one seed, or feed each process a part of"
+                " its own with strategy.distribute_dataset(lambda context: ...).",
+            )
         args = (*first, *batch.args)
         proof, compile_it = prepare(self.recipe, self.placement, args)
         self._refuse_unread_weight(batch, proof)

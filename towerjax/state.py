@@ -119,10 +119,12 @@ def _of_first_process(placement: Placement, tree: PyTree) -> PyTree:
     """Process 0's values on all, once all have values of the same kind."""
     kinds = ", ".join(
         f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
-        for name, x in named_leaves("", tree)
+        for root, part in zip(("params", "local", "rng"), tree, strict=True)
+        for name, x in named_leaves(root, part)
     )
-    require_same("The strategy's towers", f"{placement}")
-    require_same("What step.init was given", f"{kinds}")
+    advice = "Run the same program on every process."
+    require_same("The strategy's towers", f"{placement}", advice)
+    require_same("What step.init was given", kinds, advice)
     first = from_first_process(jax.tree.map(lambda x: np.asarray(key_data(x)), tree))
     return jax.tree.map(lambda data, x: like_key(data, x), first, tree)
 

@@ -1,10 +1,12 @@
 """What does a strategy know of its job: its processes, and their input?"""
 
+import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import jax
 
+from towerjax.cluster.start import initialize
 from towerjax.cross_tower.multi_step import MultiStepContext, run_steps
 from towerjax.input.distribute import DistributedDataset, InputOptions, Split
 from towerjax.input.placer import PlacedBatch
@@ -38,6 +40,34 @@ class JobMethods:
     def should_save_summary(self) -> bool:
         """Is this the process that writes summaries for all?"""
         return jax.process_index() == 0
+
+    def configure(
+        self,
+        *,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> Self:
+        """This strategy in a job of several processes, which this one joins.
+
+        The same as ``tj.cluster.initialize(cluster_spec=...)`` before the strategy is
+        used. Nothing else changes: which cross-tower op is used, the strategy says.
+
+        Args:
+          cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None takes
+            what the environment says.
+          task_type: ``"chief"`` or ``"worker"``: the list in which this process is.
+          task_id: Its place there, from 0.
+
+        Returns:
+          An equal strategy, of all the processes' devices.
+
+        Raises:
+          ValueError: The cluster is wrong or incomplete; says how.
+          RuntimeError: JAX was used before.
+        """
+        initialize(cluster_spec=cluster_spec, task_type=task_type, task_id=task_id)
+        return copy.copy(self)  # without what was looked up before
 
     def distribute_dataset(
         self,
