@@ -1,9 +1,10 @@
 """One process of a job: joins it, sums over all devices, and then does as told.
 
-python job.py '{"num_processes": 2, ...}' sum|raise|loop|shutdown|late|apart
+python job.py '{"num_processes": 2, ...}' sum|raise|loop|shutdown|late|again
 """
 
 import json
+import os
 import sys
 import time
 
@@ -17,8 +18,6 @@ import towerjax as tj
 arguments, task = json.loads(sys.argv[1]), sys.argv[2]
 if task == "late":
     jax.devices()
-if task == "apart":
-    jax.config.update("jax_cpu_collectives_implementation", None)
 cluster = tj.cluster.initialize(**arguments)
 mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
 total = jax.jit(
@@ -39,7 +38,7 @@ print(flush=True)
 print(
     f"process {cluster.process_id} of {cluster.num_processes} from {cluster.how}:"
     f" {jax.device_count()} devices, sum {first:g}, chief {tj.cluster.is_chief()},"
-    f" same {tj.cluster.initialize(**arguments) == cluster}",
+    f" same {tj.cluster.initialize(**arguments) == cluster}, pid {os.getpid()}",
     flush=True,
 )
 if task == "raise" and cluster.process_id == 1:
@@ -47,6 +46,8 @@ if task == "raise" and cluster.process_id == 1:
 while task in ("raise", "loop"):
     step()
     time.sleep(0.01)
+if task == "again":
+    tj.cluster.initialize("127.0.0.1:1", 2, 1)
 if task == "shutdown":
     tj.cluster.shutdown()
     print("all came", flush=True)
