@@ -99,8 +99,11 @@ def until_it_sums(process):
     "processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
 def test_the_launchers_processes_find_each_other(processes, devices):
-    out, err = launched("sum", processes=processes, devices=devices).communicate()
+    job = launched("shutdown", processes=processes, devices=devices)
+    out, err = job.communicate(timeout=WAIT_S)
+    assert job.returncode == 0, err
     for i in range(processes):
+        assert f"[{i}] all came\n" in out
         assert f"[{i}] {said(i, processes, 'towerjax launch', devices)}" in out, err
 
 
@@ -171,6 +174,32 @@ def test_a_killed_process_ends_the_launchers_job():
     assert job.returncode == 128 + 9
     assert re.search(r"launch: process \d was killed by signal 9 \(SIGKILL\)", err)
     assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_job_that_does_not_look_at_it_after_the_grace():
+    job = launched("loop", grace_s=2)
+    pids = [until_it_sums(job) for _ in range(2)]
+    began = time.monotonic()
+    job.terminate()
+    _, err = job.communicate(timeout=WAIT_S)
+    assert 1.9 < time.monotonic() - began < 5
+    assert job.returncode == 128 + 15
+    assert "still running: 0, 1; ended with SIGKILL" in err
+    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.slow
+def test_without_exit_on_exception_a_process_waits_for_the_others():
+    arguments = {"exit_on_exception": False, "shutdown_timeout_s": 3}
+    pairs = [(member, {}) for member in members(2, **arguments)]
+    with bare(pairs, "raise") as processes:
+        until_it_sums(processes[1])
+        began = time.monotonic()
+        _, err = processes[1].communicate(timeout=WAIT_S)
+        assert 2.5 < time.monotonic() - began
+    assert "ArithmeticError: the loss is a fish" in err
+    assert "ends with this exception" not in err
 
 
 @pytest.mark.slow

@@ -231,7 +231,14 @@ ASKED = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_signals_are_passed_on(number):
     with launcher("--processes", "2", "--", *child(ASKED)) as process:
         read_pids(process, 2)
