@@ -275,9 +275,11 @@ def test_nobody_outlives_a_launcher_that_is_killed():
 
 
 def test_a_reader_that_leaves_ends_the_job():
-    with launcher("--processes", "2", "--", "yes") as process:
-        assert process.stdout.readline() in ("[0] y\n", "[1] y\n")
+    command = ["sh", "-c", "sleep 300 & echo pid $!; yes"]
+    with launcher("--processes", "2", "--", *command) as process:
+        pids = read_pids(process, 2)
         process.stdout.close()
         assert process.wait(timeout=10) == 128 + 13
         assert process.stderr.read() == ""
         process.stdout = None
+    assert not any(is_alive(pid) for pid in pids)
