@@ -40,10 +40,11 @@ def test_the_chief_is_first_and_the_workers_follow(jobs, task, expected):
     assert parse_json(text, how="cluster_spec") == found
 
 
-def test_worker_10_comes_after_worker_2():
-    workers = [f"host-{i}:2222" for i in range(12)]
-    ids = [parse_spec({"worker": workers}, "worker", i).process_id for i in range(12)]
-    assert ids == list(range(12))
+def test_worker_10_comes_after_worker_2_as_listed():
+    workers = [f"host-{i}:2222" for i in reversed(range(12))]
+    found = [parse_spec({"worker": workers}, "worker", i) for i in range(12)]
+    assert [cluster.process_id for cluster in found] == list(range(12))
+    assert {cluster.coordinator for cluster in found} == {"host-11:2222"}
 
 
 def one(address):

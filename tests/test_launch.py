@@ -13,6 +13,7 @@ import pytest
 
 from towerjax.cli import main
 from towerjax.cluster import launch
+from towerjax.cluster.launcher import _Job, _start
 from towerjax.cluster.ports import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -115,12 +116,13 @@ def test_a_killed_process_is_named(capfd):
 
 def test_the_last_words_come_before_the_news_of_the_end(capfd):
     program = "print('why', file=sys.stderr, end=''); sys.exit(3)"
-    assert launch(child(program), processes=1) == 3
+    environ = {**os.environ, "TOWERJAX_PROCESS_ID": "0"}
+    worker = _start(0, child(program), environ)
+    wait_until(lambda: not is_alive(worker.popen.pid))
+    assert _Job([worker], 1, []).run() == 3
     words, news = capfd.readouterr().err.splitlines()
     assert words == "[0] why"
-    assert re.fullmatch(
-        r"towerjax launch: process 0 exited with code 3 after .* s", news
-    )
+    assert re.fullmatch(r"towerjax launch: process 0 exited with code 3 after .*", news)
 
 
 def test_what_holds_sigterm_back_is_killed_after_the_grace(capfd):
