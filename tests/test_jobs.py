@@ -65,10 +65,11 @@ def members(num_processes, **arguments):
     ]
 
 
+@contextlib.contextmanager
 def launched(task, *, processes=2, devices=2, grace_s=1, **arguments):
-    """The end of ``towerjax launch`` of a job, and how long it took."""
+    """The same under ``towerjax launch``."""
     arguments = {"initialization_timeout_s": 40, **arguments}
-    return subprocess.Popen(
+    job = subprocess.Popen(
         [sys.executable, "-m", "towerjax", "launch", f"--processes={processes}"]
         + [f"--devices-per-process={devices}", f"--grace-seconds={grace_s}", "--"]
         + [sys.executable, JOB, json.dumps(arguments), task],
@@ -77,6 +78,11 @@ def launched(task, *, processes=2, devices=2, grace_s=1, **arguments):
         text=True,
         env=environment(1),
     )
+    try:
+        yield job
+    finally:
+        job.kill()
+        job.communicate()
 
 
 def said(i, count, how, devices=2):
@@ -88,10 +94,10 @@ def said(i, count, how, devices=2):
 
 
 def until_it_sums(process):
-    """Its pid, once it has taken the first step."""
+    """Which process took its first step, and its pid."""
     for line in process.stdout:
-        if found := re.search(r"sum .* pid (\d+)", line):
-            return int(found[1])
+        if found := re.search(r"process (\d+) of .* sum .* pid (\d+)", line):
+            return int(found[1]), int(found[2])
     raise AssertionError(process.stderr.read())
 
 
@@ -99,8 +105,8 @@ def until_it_sums(process):
     "processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
 def test_the_launchers_processes_find_each_other(processes, devices):
-    job = launched("shutdown", processes=processes, devices=devices)
-    out, err = job.communicate(timeout=WAIT_S)
+    with launched("shutdown", processes=processes, devices=devices) as job:
+        out, err = job.communicate(timeout=WAIT_S)
     assert job.returncode == 0, err
     for i in range(processes):
         assert f"[{i}] all came\n" in out
@@ -152,11 +158,11 @@ def test_one_process_needs_no_cluster(arguments):
 
 
 def test_an_exception_in_one_process_ends_the_job_with_its_traceback():
-    job = launched("raise")
-    until_it_sums(job)
-    began = time.monotonic()
-    out, err = job.communicate(timeout=WAIT_S)
-    assert time.monotonic() - began < 6
+    with launched("raise") as job:
+        until_it_sums(job)
+        began = time.monotonic()
+        _, err = job.communicate(timeout=WAIT_S)
+        assert time.monotonic() - began < 6
     assert job.returncode == 1
     assert "[1] towerjax: process 1 of 2 ends with this exception:\n" in err
     assert "[1] ArithmeticError: the loss is a fish\n" in err
@@ -165,28 +171,28 @@ def test_an_exception_in_one_process_ends_the_job_with_its_traceback():
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_launchers_job():
-    job = launched("loop", grace_s=2)
-    pids = {until_it_sums(job) for _ in range(2)}
-    began = time.monotonic()
-    os.kill(max(pids), signal.SIGKILL)
-    out, err = job.communicate(timeout=WAIT_S)
-    assert time.monotonic() - began < 5
+    with launched("loop", grace_s=2) as job:
+        pids = dict(until_it_sums(job) for _ in range(2))
+        began = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        _, err = job.communicate(timeout=WAIT_S)
+        assert time.monotonic() - began < 5
     assert job.returncode == 128 + 9
-    assert re.search(r"launch: process \d was killed by signal 9 \(SIGKILL\)", err)
-    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+    assert re.search(r"launch: process 1 was killed by signal 9 \(SIGKILL\)", err)
+    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
 @pytest.mark.slow
 def test_sigterm_ends_a_job_that_does_not_look_at_it_after_the_grace():
-    job = launched("loop", grace_s=2)
-    pids = [until_it_sums(job) for _ in range(2)]
-    began = time.monotonic()
-    job.terminate()
-    _, err = job.communicate(timeout=WAIT_S)
-    assert 1.9 < time.monotonic() - began < 5
+    with launched("loop", grace_s=2) as job:
+        pids = dict(until_it_sums(job) for _ in range(2))
+        began = time.monotonic()
+        job.terminate()
+        _, err = job.communicate(timeout=WAIT_S)
+        assert 1.9 < time.monotonic() - began < 5
     assert job.returncode == 128 + 15
     assert "still running: 0, 1; ended with SIGKILL" in err
-    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids)
+    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values())
 
 
 @pytest.mark.slow
