@@ -244,8 +244,8 @@ def test_the_collective_timeout_comes_before_the_heartbeat():
         (
             0,
             "towerjax: process 0 of 3, at ADDRESS, waits for processes 1, 2 (up to",
-            "towerjax: process 0 of 3, at ADDRESS, waited 3 s and ends: missing is"
-            " processes 1, 2, or one of them. Do they run, and call"
+            "towerjax: process 0 of 3, at ADDRESS, waited 3 s and ends: processes 1, 2"
+            " did not come, or not all of them. Do they run, and call"
             " tj.cluster.initialize()?",
         ),
         (

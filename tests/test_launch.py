@@ -283,3 +283,14 @@ def test_a_reader_that_leaves_ends_the_job():
         assert process.stderr.read() == ""
         process.stdout = None
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_the_launcher_names_jax_nowhere():
+    package = ROOT / "towerjax"
+    paths = [package / "cli.py", *(package / "cluster").glob("*.py")]
+    names = {
+        path.stem
+        for path in paths
+        if re.search(r"^ *(import|from) jax", path.read_text(), re.MULTILINE)
+    }
+    assert names == {"start"}

@@ -88,7 +88,8 @@ def initialize(
       task_id: Its place there, from 0.
       heartbeat_timeout_s: After so long without a sign of life from one process JAX
         ends the others.
-      initialization_timeout_s: How long to wait for the others to come.
+      initialization_timeout_s: How long to wait for the others to come. Then the
+        process says who is missing and ends with code 1: no exception leaves the wait.
       shutdown_timeout_s: How long to wait for the others at the end.
       collective_timeout_s: After so long a collective on CPUs fails whose peer is
         gone; None waits for the heartbeat.
@@ -219,7 +220,8 @@ def _start(cluster: Cluster, options: _Options) -> Cluster:
             cluster_detection_method="deactivate",
             coordinator_bind_address=address if is_loopback(address) else None,
         )
-        _check_counts(cluster, jax.process_count(), jax.process_index())
+    # All have come. How long their devices take is not a matter of patience.
+    _check_counts(cluster, jax.process_count(), jax.process_index())
     return cluster
 
 
@@ -229,7 +231,6 @@ def _start_detected(options: _Options) -> Cluster:
     try:
         with _patience("this process", f"the others of {manager}", options):
             _call_jax(options, "this process")
-            ids = jax.process_index(), jax.process_count()
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
             return Cluster(0, 1, None, NONE_NAMED)
@@ -238,7 +239,7 @@ def _start_detected(options: _Options) -> Cluster:
             " Unset JAX_COORDINATOR_ADDRESS and the like, or give coordinator,"
             " num_processes and process_id."
         ) from error
-    return Cluster(*ids, None, manager)
+    return Cluster(jax.process_index(), jax.process_count(), None, manager)
 
 
 def _call_jax(options: _Options, who: str, **where: Any) -> None:
@@ -306,8 +307,8 @@ def _patience(who: str, others: str, options: _Options) -> Iterator[None]:
         # What is waited in is C++ that no exception ends.
         if not done.wait(timeout_s - first):
             _say(
-                f"{who} waited {timeout_s} s and ends: missing is {others}, or one of"
-                " them. Do they run, and call tj.cluster.initialize()?"
+                f"{who} waited {timeout_s} s and ends: {others} did not come, or not"
+                " all of them. Do they run, and call tj.cluster.initialize()?"
             )
             os._exit(1)
 
