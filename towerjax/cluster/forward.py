@@ -53,7 +53,7 @@ class LineForwarder:
         return True
 
     def close(self) -> None:
-        """Read no more."""
+        """Read no more. May be called twice."""
         self.is_open = False
         self.source.close()
 
