@@ -26,9 +26,7 @@ class Table:
         self.prefixes = prefixes.split()
         self.without_meaning = without_meaning
         self.cases = {
-            id: case
-            for id, case in ALL_CASES.items()
-            if prefix_of(id) in self.prefixes
+            id: case for id, case in ALL_CASES.items() if prefix_of(id) in self.prefixes
         }
         self.functions = {}
 
@@ -42,7 +40,9 @@ class Table:
     def runs(self, towers_of):
         """Each case with a device for each tower, and with one device for all."""
         both = [(id, one) for id in self.functions for one in (False, True)]
-        return [run for run in both if not (run[1] and towers_of(self.cases[run[0]]) == 1)]
+        return [
+            run for run in both if not (run[1] and towers_of(self.cases[run[0]]) == 1)
+        ]
 
     def run(self, id, towers_of, one_device):
         case = self.cases[id]

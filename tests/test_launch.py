@@ -78,6 +78,15 @@ def test_each_line_says_whose_it_is(capfd):
     assert sorted(err.splitlines()) == [f"[{i}] err {i}" for i in range(3)]
 
 
+def test_the_transports_connections_are_no_output(capfd):
+    program = child(
+        "print('[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of"
+        " connected peer ranks is : 3'); print('[Gloo] Rank 1 failed')"
+    )
+    assert launch(program, processes=1) == 0
+    assert capfd.readouterr().out == "[0] [Gloo] Rank 1 failed\n"
+
+
 def test_no_line_is_torn_and_none_is_lost(capfd):
     program = (
         "\nfor n in range(400):\n"
