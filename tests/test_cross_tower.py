@@ -51,7 +51,7 @@ def test_arguments_are_the_towers_own_or_shared(T, D, local, executor):
 @LAYOUTS
 def test_a_tower_local_argument_is_the_towers_own(T, D):
     local = tj.TowerLocal({"n": ROWS[:T].astype(np.float32)}, R.NONE)
-    out = mirrored(T, D).call_for_each_tower(lambda tower, x: x["n"] * 2, local)
+    out = mirrored(T, D).call_for_each_tower(lambda tower, x: x.value["n"] * 2, local)
     assert out.values.tolist() == (2 * ROWS[:T]).tolist()
 
 

@@ -174,3 +174,22 @@ def test_notebook_as_stored_is_whole_small_and_clean():
     assert not any(cell.metadata for cell in notebook.cells)
     readable = re.sub(r'"image/png": "[^"]*"', "", text)
     assert not re.search(r"/(home|root|tmp|work|usr|Users)/", readable)
+
+
+def test_anywhere_prints_the_same_bits_everywhere(tmp_path):
+    program = str(ROOT / "examples" / "anywhere.py")
+    launch = ["-m", "towerjax", "launch", "--processes", "2"]
+    launch += ["--devices-per-process", "4", "--", sys.executable, program]
+    last_lines = []
+    for devices, args in (("1", [program]), ("8", [program]), ("1", launch)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_NUM_CPU_DEVICES", devices)
+            done = run_python(*args, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        last_lines.append(done.stdout.splitlines()[-1].removeprefix("[0] "))
+    found = re.fullmatch(
+        r"180 steps of 8 towers, loss 0\.\d+, accuracy (0\.\d+), bits [0-9a-f]{16}",
+        last_lines[0],
+    )
+    assert found and float(found[1]) > 0.94
+    assert last_lines[1:] == last_lines[:1] * 2

@@ -104,6 +104,25 @@ def test_inside_a_tower_rows_join_too(T, D, executor, reduction):
         assert_joined(strategy.reduce(reduction, rows), towers, reduction)
 
 
+@REDUCTIONS
+@pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
+def test_rows_join_where_towers_run_one_by_one(T, D, reduction):
+    towers = [of_tower(t) for t in range(T)]
+
+    def tower_fn(tower):
+        own = towers[int(tower.id)]
+        return tower.reduce(reduction, {"rows": own, "id": tower.id})
+
+    strategy = mirrored(T, D)
+    out = strategy.call_for_each_tower(tower_fn, run_concurrently=False)
+    rows = jax.tree.map(
+        lambda x: strategy.unwrap(x)[0],
+        out["rows"],
+        is_leaf=lambda x: isinstance(x, tj.PerTower),
+    )
+    assert_joined(rows, towers, reduction)
+
+
 def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
     strategy = mirrored(2)
 

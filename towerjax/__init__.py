@@ -1,5 +1,6 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
+from towerjax import cluster as cluster
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical
@@ -8,9 +9,14 @@ from towerjax.collectives import Packed as Packed
 from towerjax.collectives import PinnedTree as PinnedTree
 from towerjax.collectives import ReduceToOneDevice as ReduceToOneDevice
 from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_ops
+from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
+from towerjax.cross_tower.saving import restored_values as restored_values
+from towerjax.cross_tower.saving import saved_values as saved_values
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
+from towerjax.input.distribute import DistributedDataset as DistributedDataset
 from towerjax.input.feed import batches as batches
+from towerjax.input.sources import InputContext as InputContext
 from towerjax.loop.evaluate import evaluate_all as evaluate_all
 from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary
@@ -22,7 +28,6 @@ from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored
 from towerjax.strategies import OneDevice as OneDevice
 from towerjax.tower import Tower as Tower
-from towerjax.tower_local import TowerLocal as TowerLocal
 from towerjax.tower_local import read_local as read_local
 from towerjax.types import Layout as Layout
 from towerjax.types import PerTower as PerTower
@@ -30,4 +35,6 @@ from towerjax.types import Reduction as Reduction
 from towerjax.types import TowerOutput as TowerOutput
 from towerjax.types import Weighted as Weighted
 from towerjax.update import NonFiniteError as NonFiniteError
+from towerjax.variables import MirroredVar as MirroredVar
+from towerjax.variables import TowerLocal as TowerLocal
 from towerjax.version import __version__ as __version__

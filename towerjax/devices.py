@@ -96,6 +96,32 @@ def platform_devices(platform: str) -> list[Device]:
         return []
 
 
+def first_of_each_process(gpus: int) -> tuple[str, ...]:
+    """The names of the first so many GPUs of each process, process after process.
+
+    Args:
+      gpus: How many of each; 0 is the first CPU device of each.
+
+    Returns:
+      Canonical names.
+
+    Raises:
+      ValueError: A process has fewer.
+    """
+    platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
+    devices = platform_devices(platform)
+    names: list[str] = []
+    for process in range(jax.process_count()):
+        own = [i for i, d in enumerate(devices) if d.process_index == process]
+        if len(own) < wanted:
+            raise ValueError(
+                f"num_gpus={gpus} of each process, but process {process} has"
+                f" {len(own)}. Ask for at most that many, or name the devices."
+            )
+        names += [f"{platform}:{i}" for i in own[:wanted]]
+    return tuple(names)
+
+
 def find_device(name: str) -> Device:
     """The device of that canonical name.
 

@@ -3,6 +3,7 @@
 The only file that names these; `placement` says where the towers are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -180,6 +181,25 @@ def jit_on_devices(
     )
 
 
+def stack_on_devices(trees: Sequence[PyTree], placement: Placement) -> PyTree:
+    """Batches that lie on the devices, stacked there.
+
+    Args:
+      trees: ``K`` pytrees of arrays ``[B, ...]`` of layout ``PER_TOWER``.
+      placement: Which devices.
+
+    Returns:
+      Leaves ``[K, B, ...]`` of layout ``PER_TOWER_STEPS``.
+    """
+    sharding = placement.sharding(Layout.PER_TOWER_STEPS)
+    return jax.tree.map(lambda *leaves: _stack(leaves, sharding=sharding), *trees)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _stack(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.stack(leaves), sharding)
+
+
 def first_tower_of_device(axes: TowerAxes) -> jax.Array:
     """The id of the first local tower, ``()`` int32, inside a device function."""
     if not axes.device_axis:
@@ -217,8 +237,38 @@ def over_local_towers(
         sums, kept = jax.vmap(tower_fn, axis_name=LOCAL_AXIS)(ids, per_tower)
         return (sums if stack_sums else jax.tree.map(_add_rows, sums)), kept
     if stack_sums:
-        return lax.map(lambda row: tower_fn(*row), (ids, per_tower))
+        if axes.num_local == 1 and axes.platform == "cpu":
+            return _map_of_one(tower_fn, ids, per_tower)
+        return lax.map(lambda row: _alone(tower_fn, *row), (ids, per_tower))
     return _running_sum(tower_fn, ids, per_tower)
+
+
+def _alone(tower_fn: Callable[..., PyTree], tower_id: jax.Array, row: PyTree) -> PyTree:
+    """One tower's program, fused with nothing that depends on how many are here."""
+    tower_id, row = lax.optimization_barrier((tower_id, row))
+    return lax.optimization_barrier(tower_fn(tower_id, row))
+
+
+def _map_of_one(
+    tower_fn: Callable[..., PyTree], ids: jax.Array, per_tower: PyTree
+) -> PyTree:
+    """``lax.map`` over one tower, compiled as it would be over several.
+
+    XLA:CPU drops a loop of one trip, and barriers before it fuses; then a tower's
+    sums are added in another order than in a loop, and bits depend on ``D``. So the
+    number of trips is one that the compiler cannot know, and rows are a part of more.
+    """
+    row = jax.tree.map(lambda x: x[0], (ids, per_tower))
+    shapes = jax.eval_shape(tower_fn, *row)
+    zeros = jax.tree.map(lambda s: jnp.zeros((1, *s.shape), s.dtype), shapes)
+    count = 1 + jnp.minimum(ids[0], 0)
+    rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), (ids, per_tower))
+
+    def body(i: jax.Array, done: PyTree) -> PyTree:
+        out = _alone(tower_fn, *jax.tree.map(lambda x: x[i], rows))
+        return jax.tree.map(lambda all_of_them, x: all_of_them.at[i].set(x), done, out)
+
+    return lax.fori_loop(0, count, body, zeros)
 
 
 def _add_rows(x: jax.Array) -> jax.Array:

@@ -35,10 +35,9 @@ class TowerLoss:
     def gradient(
         self,
         params: PyTree,
-        rows: PyTree,
+        own: tuple[PyTree, jax.Array, PyTree],
         inputs: TowerInputs,
         tower_id: jax.Array,
-        local: PyTree,
     ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
         """Gradient of one tower's loss *sum*, and what else it returned.
 
@@ -46,19 +45,19 @@ class TowerLoss:
 
         Args:
           params: The mirrored parameters.
-          rows: The tower's rows, leaves ``[b, ...]``.
+          own: What the tower has of its own: its rows, leaves ``[b, ...]``; how many
+            of them are examples, ``()`` int32; its local values.
           inputs: The step's values that all towers share.
           tower_id: ``()`` int32.
-          local: This tower's local values.
 
         Returns:
           ``(grads, loss, metrics, local)``: gradients at least float32; the loss
           and each ``Weighted`` metric as sums; the next local values.
         """
+        rows, num_valid, local = own
         size = jax.tree.leaves(rows)[0].shape[0]
-        first_row = tower_id * size
         if self.micro_batches == 1:
-            tower = inputs.tower(tower_id, local, first_row, size)
+            tower = inputs.tower(tower_id, local, num_valid, size)
             return self._gradient_of_part(params, rows, tower)
         part = size // self.micro_batches
         parts = jax.tree.map(
@@ -68,8 +67,14 @@ class TowerLoss:
         def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
             total, local = carry
             index, rows = numbered
-            first = first_row + index * part
-            tower = inputs.tower(tower_id, local, first, part, micro_batch=index)
+            tower = inputs.tower(
+                tower_id,
+                local,
+                num_valid,
+                part,
+                first_row=index * part,
+                micro_batch=index,
+            )
             grads, loss, metrics, local = self._gradient_of_part(params, rows, tower)
             return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)
 

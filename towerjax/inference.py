@@ -10,6 +10,7 @@ import numpy as np
 
 from towerjax.collectives import sum_rows_over_towers
 from towerjax.executors import over_local_towers
+from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.outputs import (
     check_metrics,
     check_rows,
@@ -17,9 +18,9 @@ from towerjax.outputs import (
     split_weighted,
     weighted_alone,
 )
-from towerjax.placement import TowerAxes
+from towerjax.placement import TowerAxes, on_every_process, place
 from towerjax.program import Program, Recipe, Runner
-from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
+from towerjax.shard import Remainder, check_remainder
 from towerjax.state import TrainState, check_state
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs
@@ -49,7 +50,7 @@ def _model_of(state: Any, placement: Any) -> dict[str, Any]:
         "step": jnp.int32(0),
         "rng": jax.random.key(0),
     }
-    return jax.device_put(alone, placement.shardings(_MODEL_LAYOUT))
+    return place(alone, placement, _MODEL_LAYOUT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +109,20 @@ class Pass:
         batch: PyTree,
         num_valid: jax.Array,
     ) -> tuple[PyTree, PyTree]:
-        inputs = TowerInputs(
-            self.strategy, axes, model["step"], model["rng"], num_valid
-        )
+        inputs = TowerInputs(self.strategy, axes, model["step"], model["rng"])
         ops = self.strategy.cross_tower_ops
         local = read_local_over_towers(model["local"], ops, axes)
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
         )
 
-        def tower_fn(tower_id: jax.Array, rows: PyTree) -> tuple[PyTree, PyTree]:
+        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+            rows, num_valid = own
             size = jax.tree.leaves(rows)[0].shape[0]
-            tower = inputs.tower(tower_id, local, tower_id * size, size)
+            tower = inputs.tower(tower_id, local, num_valid, size)
             return self.finish(self.fn(model["params"], rows, tower), size)
 
-        return over_local_towers(tower_fn, axes, rows, stack_sums=True)
+        return over_local_towers(tower_fn, axes, (rows, num_valid), stack_sums=True)
 
 
 class InferenceStep:
@@ -143,7 +143,7 @@ class InferenceStep:
         in_layouts = {
             "state": _MODEL_LAYOUT,
             "batch": Layout.PER_TOWER,
-            "num_valid": Layout.MIRRORED,
+            "num_valid": Layout.PER_TOWER,
         }
         recipe = Recipe(
             one_pass.on_device,
@@ -208,10 +208,13 @@ class InferenceStep:
             if isinstance(state, TrainState):
                 check_state(state, self.strategy.placement)
             raise
-        if self._cuts_padding and batch.padded:
+        if not self._cuts_padding:
+            return result
+        result = on_every_process(result, self.strategy.placement)
+        if batch.padded:
             # By way of the host: a slice on the devices compiles for every new size.
-            rows = batch.num_examples[0]
-            result = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[:rows]), result)
+            kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
+            result = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[kept]), result)
         return result
 
 

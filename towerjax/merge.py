@@ -11,6 +11,7 @@ from jax import lax
 from towerjax.placement import TowerAxes
 from towerjax.reduce import gather_over_towers
 from towerjax.types import PerTower, PyTree
+from towerjax.variables import MirroredVar, TowerLocal
 
 
 def refuse_in_turn(axes: TowerAxes, what: str) -> None:
@@ -95,8 +96,9 @@ def merge_over_towers(
       axes: The axes that the towers meet over.
       tower_id: ``()`` int32.
       merge_fn: The function of all towers' values.
-      values: This tower's values; each array leaf becomes ``PerTower``, other
-        leaves are handed on as they are.
+      values: This tower's values; each array leaf becomes ``PerTower``, a
+        tower-local variable holds all towers' copies, and mirrored variables and
+        what is no array are handed on as they are.
 
     Returns:
       What ``merge_fn`` returned, with this tower's own row of each ``PerTower``.
@@ -108,15 +110,25 @@ def merge_over_towers(
     refuse_in_turn(axes, "tower.merge_call")
 
     def gather(leaf: Any) -> Any:
+        if isinstance(leaf, TowerLocal):
+            return jax.tree.map(lambda x: gather_over_towers(x, axes), leaf)
         return PerTower(gather_over_towers(leaf, axes)) if is_mergeable(leaf) else leaf
 
+    def row_of(rows: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(rows, tower_id, keepdims=False)
+
     def own_row(leaf: Any) -> Any:
+        if isinstance(leaf, TowerLocal):
+            return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
         if not isinstance(leaf, PerTower):
             return leaf
-        return jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, tower_id, keepdims=False),
-            stacked_rows(leaf, axes.num_towers, "A PerTower that merge_fn returned"),
-        )
+        what = "A PerTower that merge_fn returned"
+        return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
 
-    merged = merge_fn(strategy, *jax.tree.map(gather, values))
-    return jax.tree.map(own_row, merged, is_leaf=lambda x: isinstance(x, PerTower))
+    is_variable = _is_a(MirroredVar | TowerLocal)
+    merged = merge_fn(strategy, *jax.tree.map(gather, values, is_leaf=is_variable))
+    return jax.tree.map(own_row, merged, is_leaf=_is_a(PerTower | TowerLocal))
+
+
+def _is_a(types: Any) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, types)

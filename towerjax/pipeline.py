@@ -60,10 +60,9 @@ class Pipeline:
             batch: PyTree,
             num_valid: jax.Array,
         ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array | None]:
-            inputs = TowerInputs(
-                self.strategy, axes, clock["step"], clock["rng"], num_valid
-            )
-            sums, (mirrored, local) = self._towers(carry, batch, inputs)
+            inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
+            towers = self._towers(carry, batch, num_valid, inputs)
+            sums, (mirrored, local) = towers
             sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
             total, grads, summed = sums.tree()
             if self.loss.reduction is Reduction.SUM:
@@ -86,15 +85,18 @@ class Pipeline:
         return step
 
     def _towers(
-        self, carry: dict[str, Any], batch: PyTree, inputs: TowerInputs
+        self,
+        carry: dict[str, Any],
+        batch: PyTree,
+        num_valid: jax.Array,
+        inputs: TowerInputs,
     ) -> tuple[PyTree, PyTree]:
         """What this device's towers add up, and what each keeps, ``[k, ...]``."""
         axes = inputs.axes
 
         def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-            rows, local = own
             grads, total, metrics, local = self.loss.gradient(
-                carry["params"], rows, inputs, tower_id, local
+                carry["params"], own, inputs, tower_id
             )
             summed, mirrored = split_weighted(metrics)
             return (total, grads, summed), (mirrored, local)
@@ -103,7 +105,7 @@ class Pipeline:
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
         )
         stack_sums = self.strategy.cross_tower_ops.needs_every_tower
-        own = (rows, local_values(carry["local"]))
+        own = (rows, num_valid, local_values(carry["local"]))
         return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
@@ -120,10 +122,9 @@ class Pipeline:
         def sums(
             carry: Any, clock: Any, batch: PyTree, num_valid: jax.Array
         ) -> dict[str, Any]:
-            inputs = TowerInputs(
-                self.strategy, axes, clock["step"], clock["rng"], num_valid
-            )
-            (total, _, summed), (mirrored, _) = self._towers(carry, batch, inputs)
+            inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
+            towers = self._towers(carry, batch, num_valid, inputs)
+            (total, _, summed), (mirrored, _) = towers
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 total, summed = jax.tree.map(lambda x: x[None], (total, summed))
             metrics = weighted_alone(join_weighted(summed, mirrored))
@@ -173,7 +174,7 @@ def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
         "state": CARRY_LAYOUT,
         "clock": CLOCK_LAYOUT,
         "batch": Layout.PER_TOWER,
-        "num_valid": Layout.MIRRORED,
+        "num_valid": Layout.PER_TOWER,
     }
     out_layouts = {
         "state": CARRY_LAYOUT,
@@ -197,7 +198,7 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
       recipe: Of a single step.
 
     Returns:
-      A `Recipe`: ``(carry, clock, [K, B, ...], [K], count)``, of which the first
+      A `Recipe`: ``(carry, clock, [K, B, ...], [K, T], count)``, of which the first
       ``count`` steps are done.
     """
 
@@ -215,7 +216,8 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
 
         return first_step
 
-    in_layouts = {**recipe.in_layouts, "batch": Layout.PER_TOWER_STEPS}
+    stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
+    in_layouts = {**recipe.in_layouts, **stacked}
     in_layouts["count"] = Layout.MIRRORED
     return dataclasses.replace(
         recipe, device_fn=on_device, in_layouts=in_layouts, counted=counted

@@ -137,8 +137,20 @@ class Placement:
 
     @functools.cached_property
     def jax_devices(self) -> tuple[Device, ...]:
-        """The devices themselves, in tower order."""
-        return tuple(find_device(name) for name in self.devices)
+        """The devices themselves, in tower order.
+
+        Raises:
+          ValueError: One is not on this machine, or they do not belong to the
+            processes of this job evenly.
+        """
+        devices = tuple(find_device(name) for name in self.devices)
+        _check_processes(devices)
+        if self.num_processes > 1 and self.executor == "pmap":
+            raise ValueError(
+                f"executor='pmap' runs on the devices of one process, and these belong"
+                f" to {self.num_processes}. Use executor='shard_map'."
+            )
+        return devices
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -155,6 +167,21 @@ class Placement:
         return jax.tree.map(self.sharding, layouts)
 
 
+def _check_processes(devices: tuple[Device, ...]) -> None:
+    """Raise unless all are of this process, or of all processes evenly, in order."""
+    owners = [device.process_index for device in devices]
+    own, all_processes = jax.process_index(), list(range(jax.process_count()))
+    if set(owners) == {own}:
+        return
+    counts = {p: owners.count(p) for p in all_processes}
+    if owners != sorted(owners) or len(set(counts.values())) > 1:
+        raise ValueError(
+            f"The devices belong to the processes {owners}. In a job of"
+            f" {len(all_processes)} processes name as many devices of each, process"
+            " after process, or leave devices out to use all."
+        )
+
+
 def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     """A copy of the tree on the placement's devices.
 
@@ -162,15 +189,24 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     donated state would then delete or overwrite the caller's array.
 
     Args:
-      tree: Arrays, NumPy or JAX, or typed keys.
+      tree: Arrays, NumPy or JAX, or typed keys; on several processes the same on
+        each, or arrays that lie on all of them already.
       placement: Where to.
       layouts: A prefix tree of layouts.
 
     Returns:
       The tree, committed to its shardings, with strong dtypes.
     """
-    copied = jax.tree.map(_own_copy, tree)
-    return jax.device_put(copied, placement.shardings(layouts))
+    shardings = placement.shardings(layouts)
+    if placement.num_processes > 1:
+        return jax.tree.map(
+            lambda sharding, part: jax.tree.map(
+                lambda leaf: _place_on_processes(leaf, sharding), part
+            ),
+            shardings,
+            tree,
+        )
+    return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
 
 
 def _own_copy(leaf: Any) -> Any:
@@ -181,6 +217,18 @@ def _own_copy(leaf: Any) -> Any:
     return np.array(leaf, dtype=jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
+def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Each process places the shards of its own devices."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = _place_on_processes(jax.random.key_data(leaf), sharding)
+        impl = jax.random.key_impl(leaf)
+        return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl))(data)
+    host = _own_copy(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
+
+
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """Rows on the devices of their towers; host arrays are copied first.
 
@@ -188,14 +236,48 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     that reuses its buffer would rewrite a batch in flight.
 
     Args:
-      tree: NumPy or JAX arrays whose split dim the devices divide.
+      tree: NumPy or JAX arrays whose split dim the devices divide; on several
+        processes the same on each, of which each places its own part.
       placement: Where to.
       layout: ``PER_TOWER`` or ``PER_TOWER_STEPS``.
 
     Returns:
       The tree of ``jax.Array``.
     """
+    if placement.num_processes > 1:
+        return place(tree, placement, layout)
     owned = jax.tree.map(
         lambda x: x if isinstance(x, jax.Array) else _own_copy(x), tree
     )
     return jax.device_put(owned, placement.sharding(layout))
+
+
+def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
+    """This process's rows with its own towers, as its part of a global array.
+
+    Args:
+      tree: NumPy arrays ``[B / P, ...]``, the rows of this process's towers.
+      placement: Where to; process ``p`` has the towers ``p T / P`` and following.
+
+    Returns:
+      The tree of ``jax.Array`` ``[B, ...]``.
+    """
+    sharding = placement.sharding(Layout.PER_TOWER)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, _own_copy(x)), tree
+    )
+
+
+def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
+    """The tree whole on each process, so that the host can read it.
+
+    Args:
+      tree: Arrays on the placement's devices.
+      placement: Where they are.
+
+    Returns:
+      The tree; mirrored where it was split over several processes.
+    """
+    if placement.num_processes == 1:
+        return tree
+    return jax.jit(lambda x: x, out_shardings=placement.sharding(Layout.MIRRORED))(tree)

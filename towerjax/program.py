@@ -15,9 +15,11 @@ from towerjax.analysis import (
     body_of_shard_map,
 )
 from towerjax.executors import jit_on_devices, over_devices, shapes_of, trace_one_tower
+from towerjax.input.placer import PlacedBatch
 from towerjax.placement import Placement, TowerAxes
+from towerjax.processes import require_same
 from towerjax.proof import prove_mirrored
-from towerjax.shard import PlacedBatch, explain_change
+from towerjax.shard import explain_change
 from towerjax.types import Layout, PyTree, named_leaves
 
 
@@ -273,6 +275,14 @@ class Runner:
                 self._masked.add(batch.signature)
             return program
         self._refuse_endless_kinds(batch)
+        if self.placement.num_processes > 1:
+            require_same(
+                "The global batch",
+                batch.fingerprint or repr(batch.signature),
+                "A step takes the whole batch on every process and places its own"
+                " towers' part. Give the input one seed, or feed each process a part of"
+                " its own with strategy.distribute_dataset(lambda context: ...).",
+            )
         args = (*first, *batch.args)
         proof, compile_it = prepare(self.recipe, self.placement, args)
         self._refuse_unread_weight(batch, proof)

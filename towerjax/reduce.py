@@ -32,6 +32,26 @@ def check_reduction(reduction: Any) -> None:
         )
 
 
+def check_addable(reduction: Any, value: PyTree) -> None:
+    """Raise unless the reduction gives one value of such values.
+
+    Args:
+      reduction: What the caller passed.
+      value: A pytree of arrays.
+
+    Raises:
+      ValueError: ``reduction`` gives no one value, or would add random keys.
+    """
+    check_reduction(reduction)
+    if reduction is not Reduction.ONLY_FIRST_TOWER and any(
+        map(_is_key, jax.tree.leaves(value))
+    ):
+        raise ValueError(
+            f"{reduction!r} of a random key, which is no number. Use"
+            " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
+        )
+
+
 def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
     """One value of the towers' values that lie side by side.
 
@@ -81,14 +101,7 @@ def reduce_over_towers(
     Raises:
       ValueError: ``reduction`` gives no one value.
     """
-    check_reduction(reduction)
-    if reduction is not Reduction.ONLY_FIRST_TOWER and any(
-        map(_is_key, jax.tree.leaves(value))
-    ):
-        raise ValueError(
-            f"{reduction!r} of a random key, which is no number. Use"
-            " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
-        )
+    check_addable(reduction, value)
 
     def one(x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)

@@ -1,16 +1,14 @@
-"""How does a global batch become tower slices? Checks, padding, placing, weights."""
+"""How does a global batch become tower slices? Checks, padding, weights."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.placement import Placement, place, place_rows
-from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types import PyTree, named_leaves
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
@@ -243,136 +241,37 @@ def _signature_leaves(signature: Signature) -> dict[str, str]:
     return {jax.tree_util.keystr(path): text for path, text in paths}
 
 
-def row_weights(num_valid: jax.Array, first_row: jax.Array, rows: int) -> jax.Array:
-    """Which of a tower's rows are examples.
+def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
+    """How many of each tower's rows are examples, when the examples come first.
 
     Args:
-      num_valid: ``()`` int32, how many rows of the global batch are examples.
-      first_row: ``()`` int32, where in the global batch the tower's rows start.
-      rows: ``b``, how many rows the tower has.
+      num_valid: How many rows of the global batch are examples.
+      rows: ``b``, how many rows each tower has.
+      num_towers: ``T``.
 
     Returns:
-      ``[b]`` float32, 1 for an example and 0 for padding.
+      ``[T]`` int32.
+
+    Example:
+      >>> counts_of_towers(5, 2, 4).tolist()
+      [2, 2, 1, 0]
     """
-    return (first_row + jnp.arange(rows) < num_valid).astype(jnp.float32)
+    left = num_valid - rows * np.arange(num_towers, dtype=np.int32)
+    return np.clip(left, 0, rows).astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedBatch:
-    """A global batch, or several stacked ones, on the devices of its towers.
-
-    Attributes:
-      args: What a program takes of it: ``(arrays, num_valid)`` with leaves
-        ``[B, ...]`` and ``()`` int32; for ``K`` steps ``(arrays, num_valid, count)``
-        with ``[K, B, ...]``, ``[K]`` and ``()``.
-      num_examples: How many rows of each batch are examples.
-      padded: Are there rows that are none?
-      signature: As `batch_signature` gives it, of ``arrays``.
-    """
-
-    args: tuple[PyTree, ...]
-    num_examples: tuple[int, ...]
-    padded: bool
-    signature: Signature
-
-    @property
-    def arrays(self) -> PyTree:
-        """The batch itself, on the devices."""
-        return self.args[0]
-
-
-class Placer:
-    """Checks, fits and places the batches of one step.
+def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
+    """Which rows are examples.
 
     Args:
-      placement: The step's towers and devices.
-      shares: What must divide the rows: ``T`` times the micro-batches.
-      remainder: What to do where it does not.
+      num_valid: ``()`` int32, how many of the tower's rows are examples; or
+        ``[T, 1]``, of each tower's.
+      first_row: ``()`` int32, which of the tower's rows is the first of these.
+      rows: How many rows these are.
+
+    Returns:
+      ``[rows]``, or ``[T, rows]``, float32: 1 for an example and 0 for padding.
     """
-
-    def __init__(
-        self, placement: Placement, *, shares: int, remainder: Remainder
-    ) -> None:
-        self.placement = placement
-        self._shares: int = shares
-        self._remainder: Remainder = remainder
-        self._full_size: int | None = None
-        self._numbers: dict[int, jax.Array] = {}
-        self._signatures: dict[Signature, Signature] = {}
-
-    def place(self, batch: PyTree) -> PlacedBatch:
-        """One batch for one step.
-
-        A smaller batch than one before is padded up to it, under
-        ``remainder="pad"``, so that it needs no program of its own.
-
-        Args:
-          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
-
-        Returns:
-          The `PlacedBatch`.
-
-        Raises:
-          ValueError: As `fit_batch`.
-        """
-        batch, num_valid = self._fit(batch)
-        arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
-        padded = num_valid < jax.tree.leaves(arrays)[0].shape[0]
-        args = (arrays, self._number(num_valid))
-        return PlacedBatch(args, (num_valid,), padded, self._signature(arrays))
-
-    def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
-        """Up to ``steps`` batches stacked, for one call of that many steps.
-
-        Args:
-          batches: One to ``steps`` batches, NumPy or JAX.
-          steps: ``K``; missing batches are filled in and never worked on.
-
-        Returns:
-          The `PlacedBatch`.
-
-        Raises:
-          ValueError: As `fit_batch`; or the batches are not alike.
-        """
-        fitted = [self._fit(batch) for batch in batches]
-        rows, counts = [batch for batch, _ in fitted], [count for _, count in fitted]
-        first = batch_signature(rows[0])
-        for batch in rows[1:]:
-            if batch_signature(batch) != first:
-                raise ValueError(
-                    "steps_per_call stacks batches of one kind, but one changed:\n"
-                    + explain_change(first, batch_signature(batch))
-                    + "\nMake all batches alike, or use steps_per_call=1."
-                )
-        rows += [rows[-1]] * (steps - len(rows))
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
-        arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
-        full = jax.tree.leaves(arrays)[0].shape[1]
-        num_valid = np.array(counts + [0] * (steps - len(counts)), np.int32)
-        num_valid = place(num_valid, self.placement, Layout.MIRRORED)
-        args = (arrays, num_valid, self._number(len(counts)))
-        padded = min(counts) < full
-        return PlacedBatch(args, tuple(counts), padded, self._signature(arrays))
-
-    def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
-        batch, num_valid = fit_batch(
-            batch, self._shares, self._remainder, full_size=self._full_size
-        )
-        size = jax.tree.leaves(batch)[0].shape[0]
-        self._full_size = max(size, self._full_size or 0)
-        return batch, num_valid
-
-    def _signature(self, arrays: PyTree) -> Signature:
-        """The one object for all batches of a kind, so that look-ups are short."""
-        signature = batch_signature(arrays)
-        return self._signatures.setdefault(signature, signature)
-
-    def _number(self, number: int) -> jax.Array:
-        """The number as a mirrored scalar; the few that occur are placed once."""
-        if number not in self._numbers:
-            if len(self._numbers) > 64:
-                self._numbers.clear()
-            self._numbers[number] = place(
-                np.int32(number), self.placement, Layout.MIRRORED
-            )
-        return self._numbers[number]
+    here = first_row + jnp.arange(rows)
+    here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
+    return (here < num_valid).astype(jnp.float32)

@@ -9,6 +9,8 @@ import numpy as np
 import optax
 
 from towerjax.placement import Placement, place
+from towerjax.processes import from_first_process, require_same
+from towerjax.reduce import key_data, like_key
 from towerjax.tower_local import stacked_local
 from towerjax.types import Layout, PyTree, named_leaves
 
@@ -82,6 +84,8 @@ def init_state(
 ) -> TrainState:
     """The state before the first step, a copy, placed where the steps want it.
 
+    On several processes every one starts with the values of process 0.
+
     Args:
       params: Floating arrays; copied, so the caller's stay usable.
       optimizer: Its ``init`` makes the optimizer state.
@@ -97,14 +101,32 @@ def init_state(
         of ``local`` is not inside a ``TowerLocal``; ``rng`` is not one key.
     """
     params = _checked_params(params)
+    local = stacked_local(local, placement.num_towers)
+    key = _checked_key(rng, placement)
+    if placement.num_processes > 1:
+        params, local, key = _of_first_process(placement, (params, local, key))
     state = TrainState(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
         opt_state=optimizer.init(params),
-        local=stacked_local(local, placement.num_towers),
-        rng=_checked_key(rng, placement),
+        local=local,
+        rng=key,
     )
     return place(state, placement, STATE_LAYOUT)
+
+
+def _of_first_process(placement: Placement, tree: PyTree) -> PyTree:
+    """Process 0's values on all, once all have values of the same kind."""
+    kinds = ", ".join(
+        f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
+        for root, part in zip(("params", "local", "rng"), tree, strict=True)
+        for name, x in named_leaves(root, part)
+    )
+    advice = "Run the same program on every process."
+    require_same("The strategy's towers", f"{placement}", advice)
+    require_same("What step.init was given", kinds, advice)
+    first = from_first_process(jax.tree.map(lambda x: np.asarray(key_data(x)), tree))
+    return jax.tree.map(lambda data, x: like_key(data, x), first, tree)
 
 
 def abstract_state(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.gradient import TowerLoss
+from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.pipeline import (
     Guard,
     OnNonfinite,
@@ -18,7 +19,7 @@ from towerjax.pipeline import (
 )
 from towerjax.placement import place
 from towerjax.program import Program, Proof, Recipe, Runner, prove
-from towerjax.shard import PlacedBatch, Placer, Remainder, check_remainder
+from towerjax.shard import Remainder, check_remainder
 from towerjax.state import (
     STATE_LAYOUT,
     TrainState,
@@ -144,9 +145,15 @@ class TrainStep:
         Raises:
           ValueError: The batch is malformed, or does not divide.
         """
-        if isinstance(batch, PlacedBatch):
-            return batch
-        return self._placer.place(batch)
+        if not isinstance(batch, PlacedBatch):
+            return self._placer.place(batch)
+        if batch.rows % self.options.micro_batches:
+            raise ValueError(
+                f"The placed batch gives each tower {batch.rows} rows, which"
+                f" {self.options.micro_batches} micro-batches cannot share. Say"
+                " micro_batches=... where it is placed, or use other batch sizes."
+            )
+        return batch
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call that does them all.
@@ -191,7 +198,7 @@ class TrainStep:
         """
         placement = self.strategy.placement
         state = abstract_state(params, self.optimizer, placement.num_towers, local)
-        count = jax.ShapeDtypeStruct((), jnp.int32)
+        count = jax.ShapeDtypeStruct((placement.num_towers,), jnp.int32)
         args = (*split_state(state), batch, count)
         return prove(self._runner.recipe, placement, args)
 
@@ -210,9 +217,9 @@ class TrainStep:
         return self._runner_for(batch).program(split_state(state), batch)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
-        if len(batch.args) == 2:
+        steps = batch.num_steps
+        if steps is None:
             return self._runner
-        steps = batch.args[1].shape[0]
         if steps not in self._repeated:
             self._repeated[steps] = self._run(repeated_recipe(self._runner.recipe))
         return self._repeated[steps]

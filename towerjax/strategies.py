@@ -3,26 +3,32 @@
 import dataclasses
 import functools
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from towerjax.collectives import AllReduce, ChecksDevices, CrossTowerOps
+from towerjax.cross_tower.job import JobMethods
 from towerjax.cross_tower.methods import CrossTowerMethods
-from towerjax.devices import canonical_device_name, canonical_device_names
+from towerjax.devices import (
+    canonical_device_name,
+    canonical_device_names,
+    first_of_each_process,
+)
 from towerjax.placement import Placement
 from towerjax.types import short_repr
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mirrored(CrossTowerMethods):
+class Mirrored(CrossTowerMethods, JobMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
 
     Attributes:
       devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
-        None takes every local accelerator, or the CPU where there is none.
-      num_gpus: ``devices`` as the first so many GPUs; 0 is the CPU.
-      num_gpus_per_worker: The same, by its name in a job of several processes.
+        None takes every accelerator of every process, or the CPUs where there is
+        none. The index counts over all processes, process after process.
+      num_gpus: ``devices`` as the first so many GPUs of each process; 0 is the CPU.
+      num_gpus_per_worker: The same, by its other name.
       towers: ``T``; None is one a device. A multiple of the number of devices;
         where ``devices`` is None, as many of them are used as divide it.
       local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
@@ -30,6 +36,8 @@ class Mirrored(CrossTowerMethods):
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
       cross_tower_ops: How a reduction travels: `AllReduce`, `PinnedTree`, `Packed`,
         `ReduceToOneDevice` or `Hierarchical`; see `choose_cross_tower_ops`.
+      prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
+        places each when it is asked for.
 
     Raises:
       ValueError: Options that exclude each other, no or duplicate devices, a name
@@ -48,6 +56,7 @@ class Mirrored(CrossTowerMethods):
     local: Literal["vmap", "scan"] = "vmap"
     executor: Literal["shard_map", "pmap"] = "shard_map"
     cross_tower_ops: CrossTowerOps = AllReduce()
+    prefetch_on_device: int = 2
 
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
@@ -79,36 +88,58 @@ class Mirrored(CrossTowerMethods):
         """The devices that the options name; None where they leave it open."""
         if self.devices is not None:
             return self.devices
-        gpus = self.num_gpus if self.num_gpus is not None else self.num_gpus_per_worker
-        if gpus is None:
+        if (gpus := self._gpus_per_process()) is None:
             return None
         return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
 
+    def _gpus_per_process(self) -> int | None:
+        given = (self.num_gpus, self.num_gpus_per_worker)
+        return given[0] if given[0] is not None else given[1]
+
     def _devices(self) -> tuple[str, ...]:
+        if self._gpus_per_process() is not None and jax.process_count() > 1:
+            return first_of_each_process(self._gpus_per_process() or 0)
         named = self._named_devices()
         if named is not None:
             return named
-        found = tuple(canonical_device_name(device) for device in jax.local_devices())
-        if self.towers is None:
-            return found
-        used = max(n for n in range(1, len(found) + 1) if self.towers % n == 0)
-        if used < len(found) <= self.towers:
-            warnings.warn(
-                f"{self.towers} towers share {used} of {len(found)} devices evenly;"
-                f" {len(found) - used} stay idle. Choose towers as a multiple of"
-                f" {len(found)}, or name the devices.",
-                stacklevel=2,
-            )
-        return found[:used]
+        found = tuple(canonical_device_name(device) for device in jax.devices())
+        return found if self.towers is None else _shared_evenly(found, self.towers)
+
+
+def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
+    """As many of the devices as share the towers evenly, as many of each process."""
+    processes = jax.process_count()
+    each = len(found) // processes
+    fitting = [n for n in range(1, each + 1) if towers % (n * processes) == 0]
+    if not fitting:
+        raise ValueError(
+            f"towers={towers} is not a multiple of the {processes} processes, each of"
+            " which runs as many towers. Use"
+            f" towers={-(-towers // processes) * processes}."
+        )
+    used = fitting[-1]
+    if used < each and used * processes < len(found) <= towers:
+        warnings.warn(
+            f"{towers} towers share {used * processes} of {len(found)} devices evenly;"
+            f" {len(found) - used * processes} stay idle. Choose towers as a multiple"
+            f" of {len(found)}, or name the devices.",
+            stacklevel=2,
+        )
+    return tuple(
+        found[process * each + index]
+        for process in range(processes)
+        for index in range(used)
+    )
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OneDevice(CrossTowerMethods):
+class OneDevice(CrossTowerMethods, JobMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:
       device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
         device.
+      prefetch_on_device: As for `Mirrored`.
 
     Raises:
       ValueError: ``device`` is not a name.
@@ -119,9 +150,11 @@ class OneDevice(CrossTowerMethods):
     """
 
     device: str | None = None
+    prefetch_on_device: int = 2
 
     def __post_init__(self) -> None:
         """Canonicalise the name."""
+        _check_number("prefetch_on_device", self.prefetch_on_device, 0)
         if self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
@@ -155,13 +188,10 @@ def _check_choices(strategy: Mirrored) -> None:
             "devices already says how many GPUs there are; leave out num_gpus and"
             " num_gpus_per_worker."
         )
-    for name in ("num_gpus", "num_gpus_per_worker", "towers"):
+    for name in ("num_gpus", "num_gpus_per_worker", "towers", "prefetch_on_device"):
         number = getattr(strategy, name)
-        least = 1 if name == "towers" else 0
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise ValueError(f"{name}={number!r} must be an int >= {least}.")
+        if number is not None or name == "prefetch_on_device":
+            _check_number(name, number, 1 if name == "towers" else 0)
     for name, allowed in (
         ("local", ("vmap", "scan")),
         ("executor", ("shard_map", "pmap")),
@@ -182,6 +212,11 @@ def _check_choices(strategy: Mirrored) -> None:
 def _check_ops(ops: CrossTowerOps, devices: tuple[str, ...]) -> None:
     if isinstance(ops, ChecksDevices):
         ops.check_devices(devices)
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ValueError(f"{name}={number!r} must be an int >= {least}.")
 
 
 def _check_divides(towers: int | None, num_devices: int) -> None:

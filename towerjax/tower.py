@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from towerjax.merge import merge_over_towers, refuse_in_turn
+from towerjax.merge import merge_over_towers, refuse_in_turn, stacked_rows
 from towerjax.placement import TowerAxes
-from towerjax.reduce import gather_over_towers
+from towerjax.reduce import check_addable, gather_over_towers
 from towerjax.shard import row_weights
-from towerjax.sparse import reduce_tree_over_towers
-from towerjax.types import PyTree, Reduction
+from towerjax.sparse import reduce_stacked_tree, reduce_tree_over_towers
+from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.variables import Variable, assigned_in_tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,10 @@ class Tower:
     _rng: jax.Array
     _micro_batch: jax.Array | None
     _num_valid: jax.Array
-    _first_row: jax.Array
+    _first_row: Any
     _rows: int
+    # How towers that run one by one meet; None where one program runs all of them.
+    _meet: Any = None
 
     @property
     def rng(self) -> jax.Array:
@@ -61,9 +65,16 @@ class Tower:
           A tuple for ``axis_name=`` and ``lax.psum``; empty on a lone tower.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet.
+          ValueError: Under ``local="scan"``, where towers never meet, and under
+            ``run_concurrently=False``.
         """
         refuse_in_turn(self._axes, "tower.axis_names")
+        if self._meet is not None:
+            raise ValueError(
+                "tower.axis_names: towers that run one by one, with"
+                " run_concurrently=False, are no axis of one program. Use tower.reduce"
+                " or tower.all_gather, or leave out run_concurrently."
+            )
         return self._axes.names
 
     def merge_call(self, merge_fn: Callable[..., PyTree], *values: PyTree) -> PyTree:
@@ -94,6 +105,9 @@ class Tower:
           >>> out.values.tolist()
           [10, 11]
         """
+        if self._meet is not None:
+            refuse_in_turn(self._axes, "tower.merge_call")
+            return self._meet("tower.merge_call", merge_fn, *values)
         return merge_over_towers(self.strategy, self._axes, self.id, merge_fn, values)
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
@@ -112,6 +126,18 @@ class Tower:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
         refuse_in_turn(self._axes, "tower.reduce")
+        if self._meet is not None:
+            check_addable(reduction, value)
+            treedef = jax.tree.structure(value)
+
+            def reduced(rows: list[Any]) -> list[Any]:
+                stacked = jax.tree.unflatten(treedef, rows)
+                out = reduce_stacked_tree(reduction, stacked, self.num_towers)
+                return jax.tree.leaves(out)
+
+            return self._meet_stacked(
+                f"tower.reduce({reduction!r}, ...)", value, reduced
+            )
         return reduce_tree_over_towers(reduction, value, self.id, self._axes)
 
     def all_gather(self, value: PyTree) -> PyTree:
@@ -127,7 +153,87 @@ class Tower:
           ValueError: Under ``local="scan"``, where towers never meet.
         """
         refuse_in_turn(self._axes, "tower.all_gather")
+        if self._meet is not None:
+            return self._meet_stacked("tower.all_gather", value, lambda rows: rows)
         return gather_over_towers(value, self._axes)
+
+    def _meet_stacked(
+        self, what: str, value: PyTree, fn: Callable[[list[Any]], list[Any]]
+    ) -> PyTree:
+        """``fn`` of leaves ``[T, ...]``, for towers that run one by one."""
+        leaves, treedef = jax.tree.flatten(value)
+        # Strong dtypes, as a compiled reduction has them.
+        leaves = [jnp.asarray(x, jnp.asarray(x).dtype) for x in leaves]
+
+        def merge_fn(strategy: Any, rows: list[PerTower], structure: Any) -> list[Any]:
+            if isinstance(structure, PerTower):
+                raise ValueError(
+                    f"{what} got structures that differ from tower to tower:"
+                    f" {', '.join(structure.values)}. Give all towers the same."
+                )
+            return fn([stacked_rows(row, self.num_towers, what) for row in rows])
+
+        return jax.tree.unflatten(
+            treedef, self._meet(what, merge_fn, leaves, str(treedef))
+        )
+
+    def assign(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a new value.
+
+        A mirrored variable takes the towers' values, reduced by its own reduction,
+        and is the same on all towers; a tower-local one takes this tower's.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, of the variable's structure and shapes.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: A mirrored variable's reduction is NONE; the value does not
+            fit; SUM of a constant that all towers share.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> v = strategy.create_var("v", 1.0, reduction=tj.Reduction.MEAN)
+          >>> out = strategy.call_for_each_tower(lambda tower, v: tower.assign(v,
+          ...     tower.id), v)
+          >>> float(out.value)
+          0.5
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: new)
+
+    def assign_add(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a value added to it; see `assign`.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, reduced before it is added to a mirrored one.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign`.
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: old + new)
+
+    def assign_sub(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a value subtracted from it; see `assign`.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, reduced before it is taken off a mirrored one.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign`.
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: old - new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,32 +245,35 @@ class TowerInputs:
       axes: The axes that the towers meet over.
       step: ``()`` int32.
       rng: The state's key.
-      num_valid: ``()`` int32, examples in the global batch.
     """
 
     strategy: Any
     axes: TowerAxes
     step: jax.Array
     rng: jax.Array
-    num_valid: jax.Array
 
     def tower(
         self,
         tower_id: jax.Array,
         local: PyTree,
-        first_row: jax.Array,
+        num_valid: jax.Array,
         rows: int,
         *,
+        first_row: Any = 0,
         micro_batch: jax.Array | None = None,
+        meet: Any = None,
     ) -> Tower:
         """The context of one tower.
 
         Args:
           tower_id: ``()`` int32.
           local: The tower-local values it sees.
-          first_row: ``()`` int32, where its rows start in the global batch.
-          rows: How many rows it has.
+          num_valid: ``()`` int32, how many of its rows are examples.
+          rows: How many rows it sees here.
+          first_row: ``()`` int32, which of its rows is the first of these.
           micro_batch: ``()`` int32, which part of its rows, when they are several.
+          meet: ``(what, merge_fn, *values) -> result``, for towers that run one by
+            one; None where one program runs all of them.
 
         Returns:
           The ``Tower``.
@@ -178,7 +287,8 @@ class TowerInputs:
             _axes=self.axes,
             _rng=self.rng,
             _micro_batch=micro_batch,
-            _num_valid=self.num_valid,
+            _num_valid=num_valid,
             _first_row=first_row,
             _rows=rows,
+            _meet=meet,
         )

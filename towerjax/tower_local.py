@@ -18,37 +18,7 @@ from towerjax.reduce import (
     reduced_dtype,
 )
 from towerjax.types import PyTree, Reduction, named_leaves
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TowerLocal:
-    """A tower-local variable: one copy a tower, aggregated only when read.
-
-    Batch-norm statistics and metric accumulators are such variables. A tower sees
-    them, and returns them, without this wrapper: ``tower.local`` and
-    ``TowerOutput(local=...)`` are plain values.
-
-    Attributes:
-      value: For ``step.init``: the initial value of every tower, a pytree. In a
-        ``TrainState``: leaves ``[T, ...]``, split over the devices.
-      reduction: How it is read as one value; NONE when it never is.
-
-    Example:
-      >>> TowerLocal({"mean": np.zeros(3)}, Reduction.MEAN).reduction
-      Reduction.MEAN
-    """
-
-    value: PyTree
-    reduction: Reduction = dataclasses.field(metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        """Refuse a reduction that is none."""
-        if not isinstance(self.reduction, Reduction):
-            raise ValueError(
-                f"TowerLocal.reduction is {self.reduction!r}; write"
-                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
-            )
+from towerjax.variables import TowerLocal, named
 
 
 def _is_local(x: Any) -> bool:
@@ -78,7 +48,7 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
       The tree of ``TowerLocal`` with these values.
     """
     return jax.tree.map(
-        lambda x, value: TowerLocal(value, x.reduction),
+        lambda x, value: dataclasses.replace(x, value=value),
         local,
         values,
         is_leaf=_is_local,
@@ -134,9 +104,16 @@ def read_local(local: PyTree) -> PyTree:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
       2.0
     """
-    return jax.tree.map(
-        lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=_is_local
-    )
+
+    def read(variable: TowerLocal) -> PyTree:
+        if variable.reduction is Reduction.NONE:
+            raise ValueError(
+                f"{named(variable)} has Reduction.NONE, so it has no one value. Give it"
+                " SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own with unwrap."
+            )
+        return reduce_stacked(variable.reduction, variable.value)
+
+    return jax.tree.map(read, local, is_leaf=_is_local)
 
 
 def read_local_over_towers(

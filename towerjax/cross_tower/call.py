@@ -1,140 +1,337 @@
 """What does a function return on every tower? Traced for all, proved, compiled."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 
 from towerjax.analysis import analyse, body_of_shard_map
-from towerjax.cross_tower.values import as_per_tower, is_per_tower
-from towerjax.executors import (
-    jit_on_devices,
-    over_devices,
-    over_local_towers,
-    trace_one_tower,
-)
+from towerjax.cross_tower.one_by_one import call_one_by_one
+from towerjax.executors import over_devices, over_local_towers, trace_one_tower
 from towerjax.merge import is_mergeable, stacked_rows
-from towerjax.placement import Placement, TowerAxes, place
+from towerjax.placement import (
+    DEVICE_AXIS,
+    LOCAL_AXIS,
+    Placement,
+    TowerAxes,
+    place_rows,
+)
 from towerjax.proof import prove_mirrored
 from towerjax.tower import Tower, TowerInputs
-from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types import Layout, PerTower, PyTree, named_leaves
+from towerjax.variables import MirroredVar, TowerLocal, is_variable, named
+
+_IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
+# An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
+_ROWS, _FREE = "rows", "free"
 
 
-class _TowerCall:
-    """One call of a function on every tower: what it is given and what it returned.
+class _Constant:
+    """An argument that is no array, as a part of the jit cache's key.
 
-    Values that are no arrays do not pass through JAX: they are kept beside.
+    1, 1.0 and True are equal and yet other arguments; what has no hash is new at
+    each call.
     """
 
-    def __init__(self, strategy: Any, fn: Callable[..., PyTree], args: PyTree) -> None:
-        self.strategy, self.fn = strategy, fn
-        leaves, self.treedef = jax.tree.flatten(args, is_leaf=is_per_tower)
-        self.kinds = [
-            "rows" if is_per_tower(x) else "array" if is_mergeable(x) else "constant"
-            for x in leaves
-        ]
-        self.constants = [
-            x for x, kind in zip(leaves, self.kinds, strict=True) if kind == "constant"
-        ]
-        # pmap wants at least one argument of the towers' own: the first, not used.
-        self.rows = [jnp.arange(strategy.num_towers)]
-        self.rows += [
-            stacked_rows(as_per_tower(x), strategy.num_towers, "A PerTower argument")
-            for x in leaves
-            if is_per_tower(x)
-        ]
-        self.arrays = [jnp.asarray(x) for x in leaves if is_mergeable(x)]
-        self.out_treedef: Any = None
-        self.out_constants: list[Any] = []
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        try:
+            self._key = (type(value), hash(value))
+        except TypeError:
+            self._key = None
 
-    def device_fn(self, axes: TowerAxes, rows: list[Any], arrays: list[Any]) -> Any:
-        """All towers of a device: the array outputs, leaves ``[k, ...]``."""
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Constant) or None in (self._key, other._key):
+            return False
+        if self.value is other.value:
+            return True
+        # By the text too: 0.0 == -0.0.
+        same = self._key == other._key and self.value == other.value
+        floating = isinstance(self.value, float | complex)
+        return bool(same) and (not floating or repr(self.value) == repr(other.value))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Outputs:
+    """What a compiled call returns besides arrays: a pytree node without leaves.
+
+    Compared by identity, so that what it holds needs no hash.
+    """
+
+    treedef: Any
+    constants: tuple[Any, ...]
+    kinds: tuple[str, ...]
+    mirrored: tuple[bool, ...]
+
+    def tree_flatten(self) -> tuple[tuple[()], "_Outputs"]:
+        """No leaves; the object itself."""
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux: "_Outputs", children: Any) -> "_Outputs":
+        """The object itself."""
+        return aux
+
+    def tree(self, arrays: list[Any]) -> PyTree:
+        """The function's own tree of results."""
+        wrapped = iter(
+            x if mirrored or kind == _ROWS else PerTower(x)
+            for x, mirrored, kind in zip(arrays, self.mirrored, self.kinds, strict=True)
+        )
+        leaves = [next(wrapped) if c is None else c[0] for c in self.constants]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Which function is called where and with what structure: the jit cache's key."""
+
+    strategy: Any
+    placement: Placement
+    fn: Callable[..., PyTree]
+    treedef: Any
+    kinds: tuple[str, ...]
+    constants: tuple[_Constant, ...]
+
+    def device_fn(
+        self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
+    ) -> tuple[list[Any], tuple[Any, ...]]:
+        """All towers of a device: array outputs ``[k, ...]``, and the other outputs."""
         none = jnp.int32(0)
-        inputs = TowerInputs(self.strategy, axes, none, jax.random.key(0), none)
+        inputs = TowerInputs(self.strategy, axes, none, jax.random.key(0))
+        others = []
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
             tower = inputs.tower(tower_id, None, none, 0)
-            return (), self._call(tower, row[1:], arrays)
+            out, *kept = _split_outputs(self._called(tower, row[1:], arrays))
+            others[:] = kept
+            return (), out
 
-        return over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
+        out = over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
+        return out, tuple(others)
 
-    def _call(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> list[Any]:
-        pools = {
-            "rows": iter(rows),
-            "array": iter(arrays),
-            "constant": iter(self.constants),
-        }
+    def _called(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
+        constants = [constant.value for constant in self.constants]
+        pools = {_ROWS: iter(rows), _FREE: iter(arrays), "": iter(constants)}
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
-        out = self.fn(tower, *args, **kwargs)
-        leaves, self.out_treedef = jax.tree.flatten(out)
-        traced = [is_mergeable(x) for x in leaves]
-        self.out_constants = [
-            None if t else (x,) for t, x in zip(traced, leaves, strict=True)
-        ]
-        return [x for t, x in zip(traced, leaves, strict=True) if t]
+        return self.fn(tower, *args, **kwargs)
 
-    def result(self, arrays: list[Any]) -> PyTree:
-        """The function's own tree of results."""
-        pool = iter(arrays)
-        leaves = [next(pool) if c is None else c[0] for c in self.out_constants]
-        return jax.tree.unflatten(self.out_treedef, leaves)
+    def prove(self, rows: list[Any], arrays: list[Any]) -> _Outputs:
+        """Which outputs are the same on every tower; refuses what is not and must."""
+        axes, others = self.placement.abstract_axes, []
+
+        def trace_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
+            out, kept = self.device_fn(axes, rows, arrays)
+            others[:] = kept
+            return out
+
+        body, consts = _traced(trace_fn, axes, rows, arrays)
+        if _is_pmap(self.placement):
+            _refuse_tracers(consts)
+        per_tower = len(jax.tree.leaves(rows))
+        # What the function closes over comes first, the same on all towers.
+        closed_over = len(body.invars) - per_tower - len(arrays)
+        names = [None] * closed_over + ["argument"] * per_tower + [None] * len(arrays)
+        found = analyse(body, names, axes.names)
+        treedef, constants, kinds = others
+        prove_mirrored(found, [k if k not in (_ROWS, _FREE) else None for k in kinds])
+        mirrored = [
+            dependence is None and kind != _ROWS
+            for dependence, kind in zip(found.outputs, kinds, strict=True)
+        ]
+        return _Outputs(treedef, constants, kinds, tuple(mirrored))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _Outputs]:
+    """The array outputs of a call and the rest; JAX's own cache knows it again."""
+    outputs = call.prove(rows, arrays)
+    layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in outputs.mirrored]
+
+    def device_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
+        out, _ = call.device_fn(call.placement.axes, rows, arrays)
+        return [x[0] if m else x for x, m in zip(out, outputs.mirrored, strict=True)]
+
+    run = over_devices(device_fn, call.placement, _IN_LAYOUTS, layouts)
+    return run(rows, arrays), outputs
 
 
 def call_for_each_tower(
-    strategy: Any, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
+    strategy: Any,
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    *,
+    run_concurrently: bool = True,
 ) -> PyTree:
     """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
-    Compiles at each call: for looking at towers and for tests, not for a loop.
+    Traced, proved and compiled once for each function and structure of arguments:
+    keep the function, since one made anew (a lambda in a loop) is compiled anew.
+    As under ``jax.jit``, what the function closes over or prints is seen while it is
+    traced. Works inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
     Args:
       strategy: Which towers, where.
       fn: The tower function; may use ``tower.merge_call`` and the like.
-      *args: Each ``PerTower`` leaf is replaced by the tower's own row; other
-        leaves are the same on all towers.
-      **kwargs: As ``args``.
+      args: Each ``PerTower`` leaf is replaced by the tower's own row, a tower-local
+        variable holds the tower's copy; other leaves are the same on all towers.
+      kwargs: As ``args``.
+      run_concurrently: False runs one tower after another, with real values, for
+        prints and the debugger.
 
     Returns:
       ``fn``'s tree. An array that is the same on every tower, by proof, is
-      returned bare; another as ``PerTower``; what is no array as it is.
+      returned bare; another as ``PerTower``; what is no array as it is; a variable
+      as such.
 
     Raises:
       ValueError: A ``PerTower`` argument has another number of rows than there
-        are towers; a collective stands where not every tower would reach it.
+        are towers; ``fn`` has no hash.
+      ReplicationError: A collective stands where not every tower would reach it, or
+        a mirrored variable that comes back is not the same on every tower.
     """
+    if not isinstance(run_concurrently, bool):
+        raise ValueError(
+            f"run_concurrently={run_concurrently!r} must be True or False."
+        )
+    if not run_concurrently:
+        return call_one_by_one(strategy, fn, args, kwargs)
+    _check_hash(fn)
     placement: Placement = strategy.placement
-    call = _TowerCall(strategy, fn, (args, kwargs))
-    in_layouts = (Layout.PER_TOWER, Layout.MIRRORED)
-    values = (call.rows, call.arrays)
+    if _is_inside_tower():
+        _refuse_nested_pmap(placement)
+        placement = dataclasses.replace(placement, devices=placement.devices[:1])
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
+    found = _kinds_of((args, kwargs), is_leaf=_is_rows)
+    kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
 
-    def on(axes: TowerAxes, mirrored: list[bool]) -> Callable[..., Any]:
-        def device_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
-            out = call.device_fn(axes, rows, arrays)
-            return [x[0] if m else x for x, m in zip(out, mirrored, strict=True)]
+    def of_kind(kind: str) -> list[Any]:
+        return [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
 
-        return device_fn
+    constants = tuple(_Constant(x) for x in of_kind(""))
+    call = _Call(strategy, placement, fn, treedef, kinds, constants)
+    rows = _own_rows(of_kind(_ROWS), strategy.num_towers)
+    traced = isinstance(rows[0], Tracer)
+    rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
+    arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in of_kind(_FREE)]
+    out, outputs = _run(call, rows, arrays)
+    return outputs.tree(out)
 
-    def trace_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
-        return call.device_fn(placement.abstract_axes, rows, arrays)
 
-    jaxpr, _ = trace_one_tower(
-        trace_fn, placement.abstract_axes, in_layouts, Layout.PER_TOWER, values
-    )
-    body, per_tower = body_of_shard_map(jaxpr), len(jax.tree.leaves(call.rows))
-    # Arrays that the function closes over come first, the same on all towers.
-    closed_over = len(body.invars) - per_tower - len(call.arrays)
-    names = [None] * closed_over + ["argument"] * per_tower + [None] * len(call.arrays)
-    found = analyse(body, names, placement.abstract_axes.names)
-    prove_mirrored(found, [None] * len(found.outputs))
-    mirrored = [dependence is None for dependence in found.outputs]
-    out_layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
-    global_fn = over_devices(
-        on(placement.axes, mirrored), placement, in_layouts, out_layouts
-    )
-    run = jit_on_devices(global_fn, placement, in_layouts, out_layouts, donate=False)
-    out = run(*place(values, placement, in_layouts))
-    return call.result(
-        [x if m else PerTower(x) for x, m in zip(out, mirrored, strict=True)]
-    )
+def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
+    """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
+    rows = [x if _is_rows(x) else PerTower(x) for x in values]
+    # pmap wants at least one argument of the towers' own: the first, not used.
+    first = jnp.arange(num_towers)
+    return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
+
+
+def _refuse_nested_pmap(placement: Placement) -> None:
+    if _is_pmap(placement):
+        raise ValueError(
+            "call_for_each_tower in a merge function: executor='pmap' does not nest."
+            " Leave out executor='pmap'."
+        )
+
+
+def _check_hash(fn: Any) -> None:
+    try:
+        hash(fn)
+    except TypeError:
+        raise ValueError(
+            f"call_for_each_tower: fn is a {type(fn).__name__} without a hash, so a"
+            " compiled call of it could not be known again. Pass a function that calls"
+            " it: def tower_fn(tower, *args): return fn(tower, *args)."
+        ) from None
+
+
+def _traced(
+    fn: Callable[..., Any], axes: TowerAxes, rows: list[Any], arrays: list[Any]
+) -> tuple[Any, list[Any]]:
+    """One tower's program, and the values that it closes over."""
+    if not _is_inside_tower():
+        values = (rows, arrays)
+        jaxpr, _ = trace_one_tower(fn, axes, _IN_LAYOUTS, Layout.PER_TOWER, values)
+        return body_of_shard_map(jaxpr), jaxpr.consts
+    # JAX takes no absent devices inside a mesh of others; a named axis is enough.
+    env = [(DEVICE_AXIS, axes.num_devices)]
+    row = jax.tree.map(lambda x: x[:1], rows)
+    jaxpr = jax.make_jaxpr(fn, axis_env=env)(row, arrays)
+    return jaxpr.jaxpr, jaxpr.consts
+
+
+def _is_pmap(placement: Placement) -> bool:
+    return placement.executor == "pmap" and placement.num_devices > 1
+
+
+def _refuse_tracers(consts: list[Any]) -> None:
+    # JAX would hand each device a part of such a value, without an error.
+    if any(isinstance(x, Tracer) for x in consts):
+        raise ValueError(
+            "call_for_each_tower: fn closes over a value of the jit, grad or scan"
+            " around it, which executor='pmap' cannot take. Pass it as an argument of"
+            " fn, or leave out executor='pmap'."
+        )
+
+
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, PerTower)
+
+
+def _kinds_of(tree: PyTree, is_leaf: Any = None) -> Iterator[str]:
+    """The kind of each leaf in tree order; "" for what is no array."""
+
+    def stops(x: Any) -> bool:
+        return is_variable(x) or (is_leaf is not None and is_leaf(x))
+
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
+        if isinstance(node, TowerLocal):
+            yield from (_ROWS for _ in jax.tree.leaves(node))
+        elif isinstance(node, PerTower):
+            yield _ROWS
+        elif isinstance(node, MirroredVar):
+            root = f"{named(node)}, the result{jax.tree_util.keystr(path)},"
+            yield from (name for name, _ in named_leaves(root, node.value))
+        else:
+            yield _FREE if is_mergeable(node) else ""
+
+
+def _split_outputs(out: PyTree) -> tuple[list[Any], Any, tuple, tuple]:
+    """Arrays; and treedef, constants (None where an array is), kinds of the arrays."""
+    leaves, treedef = jax.tree.flatten(out)
+    kinds = list(_kinds_of(out))
+    constants = [None if kind else (x,) for x, kind in zip(leaves, kinds, strict=True)]
+    arrays = [jnp.asarray(x) for x, kind in zip(leaves, kinds, strict=True) if kind]
+    return arrays, treedef, tuple(constants), tuple(filter(None, kinds))
+
+
+def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
+    """On the strategy's devices, but for tracers and inside a trace."""
+    leaves = jax.tree.leaves(x)
+    if traced or any(isinstance(leaf, Tracer) for leaf in leaves):
+        return jax.tree.map(jnp.asarray, x)
+    return place_rows(x, placement, layout)
+
+
+def _is_inside_tower() -> bool:
+    """Are we in a merge function, where every tower sees all towers' values?"""
+    for axis in (DEVICE_AXIS, LOCAL_AXIS):
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            continue
+        return True
+    return False

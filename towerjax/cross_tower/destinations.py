@@ -7,8 +7,8 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from towerjax.devices import canonical_device_name
-from towerjax.tower_local import TowerLocal
 from towerjax.types import PerTower
+from towerjax.variables import TowerLocal
 
 _ALLOWED = (
     " destinations may be a device name such as 'cpu:1', a jax.Device, a tuple or list"

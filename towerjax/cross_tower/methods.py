@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.cross_tower import batch, call, values
+from towerjax.cross_tower.variable_methods import VariableMethods
 from towerjax.placement import Placement
-from towerjax.tower_local import TowerLocal, read_local
 from towerjax.types import PerTower, PyTree, Reduction
 
 
-class CrossTowerMethods:
+class CrossTowerMethods(VariableMethods):
     """What every strategy can do with towers' values; all of it pure."""
 
     placement: Placement
@@ -53,21 +53,52 @@ class CrossTowerMethods:
         return PerTower(jnp.arange(self.num_towers))
 
     def call_for_each_tower(
-        self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
+        self,
+        fn: Callable[..., PyTree],
+        /,
+        *args: PyTree,
+        run_concurrently: bool = True,
+        **kwargs: PyTree,
     ) -> PyTree:
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
-        See `towerjax.cross_tower.call.call_for_each_tower`.
+        Compiled once for each function and structure of arguments, so keep the
+        function: a lambda made anew is compiled anew. Works inside ``jax.jit``,
+        ``jax.grad`` and ``lax.scan``.
 
         Args:
-          fn: The tower function.
-          *args: ``PerTower`` leaves are handed out row by row, others whole.
+          fn: The tower function; may use ``tower.merge_call`` and the like.
+          *args: ``PerTower`` leaves are handed out row by row, a tower-local variable
+            holds the tower's copy, others go in whole.
+          run_concurrently: False runs one tower after another, each until it
+            finishes or waits in a merge, with real values: for prints and pdb.
           **kwargs: As ``args``.
 
         Returns:
-          ``fn``'s tree: bare where the same on every tower, else ``PerTower``.
+          ``fn``'s tree: bare where the same on every tower, else ``PerTower``;
+          variables as such.
+
+        Raises:
+          ValueError: A ``PerTower`` argument has not one row a tower; ``fn`` has no
+            hash.
+          ReplicationError: Not every tower would reach a collective, or a mirrored
+            variable comes back that is not the same on every tower.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> own = tj.PerTower(jnp.array([1, 5]))
+          >>> def tower_fn(tower, x):
+          ...     print(f"tower {tower.id} has {x}")
+          ...     return x + tower.reduce(tj.Reduction.SUM, x)
+          >>> strategy.call_for_each_tower(tower_fn, own, run_concurrently=False)
+          tower 0 has 1
+          tower 1 has 5
+          PerTower(values=Array([ 7, 11], dtype=int32))
         """
-        return call.call_for_each_tower(self, fn, *args, **kwargs)
+        return call.call_for_each_tower(
+            self, fn, args, kwargs, run_concurrently=run_concurrently
+        )
 
     def unwrap(self, value: Any) -> list[Any]:
         """The towers' values as a list; ``[value]`` when it is one value.
@@ -162,21 +193,3 @@ class CrossTowerMethods:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
         return values.map_over_towers(self, fn, elements, *args)
-
-    def read_var(self, value: PyTree) -> PyTree:
-        """A tower-local variable's aggregate; any other value as it is.
-
-        Args:
-          value: A pytree that may hold ``TowerLocal``.
-
-        Returns:
-          The tree with each ``TowerLocal`` read by its own reduction.
-
-        Raises:
-          ValueError: A variable's reduction is NONE.
-        """
-        return jax.tree.map(
-            lambda x: read_local(x) if isinstance(x, TowerLocal) else x,
-            value,
-            is_leaf=lambda x: isinstance(x, TowerLocal),
-        )

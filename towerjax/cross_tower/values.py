@@ -15,8 +15,8 @@ from towerjax.merge import stacked_rows
 from towerjax.placement import Placement, place
 from towerjax.reduce import check_reduction
 from towerjax.sparse import IndexedRows, is_rows, reduce_rows, reduce_stacked_rows
-from towerjax.tower_local import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
+from towerjax.variables import TowerLocal
 
 
 def is_per_tower(x: Any) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 
@@ -140,7 +141,8 @@ def choose_display(progress: bool | None) -> Display:
 
     Args:
       progress: None looks where it runs: a bar on a terminal and in a notebook,
-        else plain lines. True is always a bar, False is nothing.
+        else plain lines, and of several processes the first alone. True is always
+        a bar, False is nothing.
 
     Returns:
       A `Display`.
@@ -155,6 +157,8 @@ def choose_display(progress: bool | None) -> Display:
         )
     if progress is False:
         return Nothing()
+    if progress is None and jax.process_index() > 0:
+        return Nothing()  # one process of a job speaks for all
     if in_notebook():
         return NotebookBar()
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)

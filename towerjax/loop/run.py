@@ -19,11 +19,11 @@ import jax
 
 from towerjax.inference import InferenceStep
 from towerjax.input import feed
+from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches, evaluate_all
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
 from towerjax.loop.progress import Progress, choose_display
-from towerjax.shard import PlacedBatch
 from towerjax.state import TrainState, check_state
 from towerjax.step import TrainStep
 from towerjax.types import PyTree
@@ -221,8 +221,8 @@ class _Loop:
             self._evaluate()
 
     def _placed(self, batches: Iterable[PyTree]) -> Generator[PlacedBatch, None, None]:
-        batches = itertools.islice(batches, self._options.steps)
         size, depth = self._options.steps_per_call, self._options.prefetch
+        batches = itertools.islice(batches, self._options.steps)
         if size == 1:
             return feed.prefetch(batches, self._step.place_batch, depth=depth)
         return feed.prefetch(

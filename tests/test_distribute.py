@@ -1,0 +1,374 @@
+"""distribute_dataset: what each tower gets of what may be fed, and how data ends."""
+
+import collections
+import itertools
+import threading
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2), (4, 4)])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def data(rows):
+    x = np.arange(2 * rows, dtype=np.float32).reshape(rows, 2)
+    return {"x": x, "y": x.sum(-1) + 1}
+
+
+def loss_fn(params, batch, tower):
+    errors = batch["x"] @ params - batch["y"]
+    return tj.Weighted.mean(errors**2, tower.weight)
+
+
+def examples_of(placed):
+    """Each tower's examples, without its padding."""
+    per_tower = jax.tree.map(
+        lambda v: np.asarray(v.values),
+        placed.per_tower(),
+        is_leaf=lambda v: isinstance(v, tj.PerTower),
+    )
+    return [
+        jax.tree.map(lambda x, t=t, n=n: x[t][:n].tolist(), per_tower)
+        for t, n in enumerate(placed.counts)
+    ]
+
+
+# Whole batches, split over the towers.
+
+
+@LAYOUTS
+def test_global_batches_are_split_in_order_and_none_is_lost(T, D):
+    dataset = mirrored(T, D).distribute_dataset(tj.batches(np.arange(23), 7))
+    steps = [list(itertools.chain(*examples_of(placed))) for placed in dataset]
+    assert steps == [list(range(i, min(i + 7, 23))) for i in range(0, 23, 7)]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_distributed_data_set_trains_to_the_bits_of_its_batches(steps_per_call):
+    strategy = mirrored(4, 2)
+    states = []
+    for distributed in (False, True):
+        step = tj.build_train_step(loss_fn, optax.sgd(1e-3), strategy, remainder="pad")
+        batches = tj.batches(data(50), 13, epochs=2, seed=0)
+        if distributed:
+            batches = strategy.distribute_dataset(batches)
+        state, history = tj.run(
+            step,
+            step.init(jnp.zeros(2)),
+            batches,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+        assert history.summary.examples == 100
+        states.append(np.asarray(state.params))
+    assert abs(states[0]).min() > 1e-3
+    np.testing.assert_array_equal(*states)
+
+
+@pytest.mark.parametrize(
+    "remainder, expected",
+    [("pad", [8, 8, 3]), ("drop", [8, 8])],  # 3 rows are too few for 4 towers
+)
+def test_the_remainder_of_the_data(remainder, expected):
+    dataset = mirrored(4).distribute_dataset(
+        tj.batches(np.arange(19), 8), remainder=remainder
+    )
+    assert [sum(placed.num_examples) for placed in dataset] == expected
+
+
+def test_a_batch_is_cut_to_what_towers_share():
+    (placed,) = mirrored(4).distribute_dataset([np.arange(10)], remainder="drop")
+    assert placed.arrays.tolist() == list(range(8))
+
+
+def test_remainder_error_names_the_leaf():
+    dataset = mirrored(4).distribute_dataset([data(6)], remainder="error")
+    with pytest.raises(ValueError, match=r"batch.* has 6 examples, which 4 towers"):
+        list(dataset)
+
+
+def test_micro_batches_divide_a_towers_rows():
+    strategy = mirrored(2)
+    step = tj.build_train_step(loss_fn, optax.sgd(1e-3), strategy, micro_batches=3)
+    (good,) = strategy.distribute_dataset([data(8)], micro_batches=3)
+    assert good.rows == 6 and good.counts.tolist() == [6, 2]
+    (bad,) = strategy.distribute_dataset([data(8)])
+    state, metrics = step(step.init(jnp.ones(2)), good)
+    assert float(metrics["loss"]) == 1.0  # x . 1 - y = -1
+    with pytest.raises(ValueError, match="gives each tower 4 rows, which 3 micro"):
+        step(state, bad)
+
+
+# One element a tower.
+
+
+@LAYOUTS
+def test_each_tower_takes_an_element(T, D):
+    strategy = mirrored(T, D)
+    elements = [data(5 + i) for i in range(2 * T)]
+    dataset = strategy.distribute_dataset(elements, split="elements")
+    for i, placed in enumerate(dataset):
+        for t, seen in enumerate(examples_of(placed)):
+            given = elements[i * T + t]
+            assert seen == {name: x.tolist() for name, x in given.items()}
+    assert i == 1
+
+
+def test_elements_of_unequal_size_train_as_one_batch_of_them_all():
+    strategy = mirrored(3, 3)
+    whole = data(12)
+    parts = [
+        jax.tree.map(lambda x, s=s: x[s], whole) for s in np.split(range(12), [5, 6])
+    ]
+    step = tj.build_train_step(loss_fn, optax.sgd(1e-4), strategy)
+    (placed,) = strategy.distribute_dataset(parts, split="elements")
+    state, metrics = step(step.init(jnp.zeros(2)), placed)
+    x, y = (whole[name].astype(np.float64) for name in "xy")
+    expected = 1e-4 * 2 * (y[:, None] * x).mean(0)
+    np.testing.assert_allclose(state.params, expected, rtol=24 * 2**-23)
+    np.testing.assert_allclose(metrics["loss"], (y**2).mean(), rtol=24 * 2**-23)
+
+
+@pytest.mark.parametrize(
+    "remainder, expected",
+    [("pad", [[2, 2, 2], [2, 2, 0]]), ("drop", [[2, 2, 2]])],
+)
+def test_elements_left_over_at_the_end(remainder, expected):
+    dataset = mirrored(3).distribute_dataset(
+        [np.arange(2)] * 5, split="elements", remainder=remainder
+    )
+    assert [placed.counts.tolist() for placed in dataset] == expected
+
+
+def test_elements_left_over_are_an_error_when_asked_for():
+    dataset = mirrored(3).distribute_dataset(
+        [np.arange(2)] * 5, split="elements", remainder="error"
+    )
+    text = r"3 towers take an element each, but got 2 of sizes \[2, 2\].*'drop' for the"
+    with pytest.raises(ValueError, match=text):
+        list(dataset)
+
+
+def test_elements_of_two_kinds_are_refused():
+    elements = [np.zeros((2, 3)), np.zeros((2, 4))]
+    dataset = mirrored(2).distribute_dataset(elements, split="elements")
+    with pytest.raises(ValueError, match=r"tower 1 element float64\[b, \(4,\)\]"):
+        list(dataset)
+
+
+def test_scalar_elements_are_seen_as_scalars():
+    strategy = mirrored(2)
+    steps = strategy.distribute_dataset(range(5), split="elements", remainder="drop")
+    seen = [
+        strategy.call_for_each_tower(lambda tower, x: x * 10 + tower.id, x)
+        for x in steps.per_tower()
+    ]
+    assert [x.values.tolist() for x in seen] == [[0, 11], [20, 31]]
+
+
+# What may be fed.
+
+
+class Tensor:
+    """What a PyTorch tensor offers."""
+
+    def __init__(self, values, grad=True):
+        self.values, self.grad, self.dtype = np.asarray(values), grad, "torch.float32"
+
+    def detach(self):
+        return Tensor(self.values, grad=False)
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        if self.grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        return self.values
+
+
+class TensorFlowDataset:
+    """What a tf.data.Dataset offers."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def as_numpy_iterator(self):
+        return iter(self.values)
+
+
+class HasArray:
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.values, dtype)
+
+
+def grain_loader():
+    return grain.DataLoader(
+        data_source=np.arange(10),
+        sampler=grain.samplers.SequentialSampler(
+            10, shard_options=grain.sharding.NoSharding()
+        ),
+        operations=[grain.transforms.Batch(batch_size=4)],
+    )
+
+
+SOURCES = {
+    "list": [np.arange(4), np.arange(4, 8), np.arange(8, 10)],
+    "generator": (np.arange(i, min(i + 4, 10)) for i in range(0, 10, 4)),
+    "jax arrays": [jnp.arange(4), jnp.arange(4, 8), jnp.arange(8, 10)],
+    "function": lambda: tj.batches(np.arange(10), 4),
+    "function of its process": lambda context: tj.batches(
+        np.arange(10), context.part_of(4)
+    ),
+    "torch": [Tensor(np.arange(4)), Tensor(np.arange(4, 8)), Tensor([8, 9])],
+    "tf.data": TensorFlowDataset([np.arange(4), np.arange(4, 8), np.arange(8, 10)]),
+    "function of tf.data": lambda: TensorFlowDataset([*SOURCES["list"]]),
+    "__array__": [HasArray(range(4)), HasArray(range(4, 8)), HasArray(range(8, 10))],
+    "grain map": grain.MapDataset.source(np.arange(10)).batch(4),
+    "grain iter": grain.MapDataset.source(np.arange(10)).batch(4).to_iter_dataset(),
+    "grain loader": grain_loader(),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources(name):
+    dataset = mirrored(2, 2).distribute_dataset(SOURCES[name])
+    steps = [list(itertools.chain(*examples_of(placed))) for placed in dataset]
+    assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_trees_of_a_loader_keep_their_containers():
+    Pair = collections.namedtuple("Pair", "x y")
+    source = [{"a": [Tensor([1, 2]), Pair(Tensor([3, 4]), Tensor([5, 6]))]}]
+    (placed,) = mirrored(2).distribute_dataset(source)
+    assert placed.arrays["a"][1].y.tolist() == [5, 6]
+
+
+def test_a_function_gives_its_data_anew_each_time():
+    calls = []
+    dataset = mirrored(2).distribute_dataset(
+        lambda: calls.append(1) or iter([np.arange(2)])
+    )
+    assert [len(list(dataset)), len(list(dataset))] == [1, 1] and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "source, text",
+    [
+        ({"x": np.zeros(4)}, r"got a dict. Cut the data .* tj.batches\(data, batch"),
+        (np.zeros(4), "got a ndarray"),
+        (7, "cannot go through 7"),
+        (lambda a, b: [], "with one argument, a tj.InputContext, or with none, but it"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused_at_once(source, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).distribute_dataset(source)
+
+
+def test_a_function_that_returns_no_data_is_refused():
+    dataset = mirrored(2).distribute_dataset(lambda: 7)
+    with pytest.raises(ValueError, match="returned 7, which cannot be gone through"):
+        list(dataset)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"split": "rows"}, "split='rows' is not one of 'batch'"),
+        ({"remainder": "fill"}, "remainder='fill' is not one of"),
+        ({"micro_batches": 0}, "micro_batches=0 must be a whole number >= 1"),
+    ],
+)
+def test_options_are_checked(options, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).distribute_dataset([np.zeros(2)], **options)
+
+
+def test_a_context_shares_a_batch_evenly():
+    context = tj.InputContext(process_index=1, num_processes=2, num_towers=6)
+    assert (context.towers_here, context.part_of(8)) == (3, 4)
+    with pytest.raises(ValueError, match="9 examples cannot be shared evenly by 2"):
+        context.part_of(9)
+
+
+# In advance.
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_prefetch_depth_is_kept(depth):
+    pulled, threads = [], set()
+
+    def source():
+        for i in range(20):
+            pulled.append(i)
+            threads.add(threading.current_thread())
+            yield np.full(2, i)
+
+    strategy = mirrored(2, prefetch_on_device=depth)
+    iterator = iter(strategy.distribute_dataset(source))
+    for i in range(10):
+        assert next(iterator).arrays.tolist() == [i, i]
+        assert len(pulled) <= i + 1 + depth
+    iterator.close()
+    assert (threading.current_thread() in threads) == (depth == 0)
+
+
+def test_a_loader_may_reuse_its_buffer():
+    buffer = np.zeros((1 << 20,), np.float32)  # large enough to be aligned
+
+    def source():
+        for i in range(4):
+            buffer[:] = i
+            yield buffer
+
+    dataset = mirrored(2, 2, prefetch_on_device=2).distribute_dataset(source)
+    placed = list(dataset)
+    assert [float(p.arrays.min()) for p in placed] == [0, 1, 2, 3]
+
+
+def test_an_error_of_the_loader_comes_after_what_came_before():
+    def source():
+        yield np.arange(2)
+        raise OSError("disk")
+
+    iterator = iter(mirrored(2).distribute_dataset(source))
+    assert next(iterator).arrays.tolist() == [0, 1]
+    with pytest.raises(OSError, match="disk"):
+        next(iterator)
+
+
+def test_predictions_of_elements_are_in_the_order_of_towers():
+    strategy = mirrored(3)
+    predict = tj.build_predict_step(lambda params, batch, tower: batch * 2, strategy)
+    sizes = [np.arange(3), np.arange(10, 11), np.arange(20, 22)]
+    (placed,) = strategy.distribute_dataset(sizes, split="elements")
+    assert predict(jnp.float32(0), placed).tolist() == [0, 2, 4, 20, 40, 42]
+
+
+@pytest.mark.parametrize("depth", [True, -1, None])
+def test_the_prefetch_depth_is_a_number(depth):
+    with pytest.raises(ValueError, match="prefetch_on_device=.* must be an int >= 0"):
+        tj.Mirrored(prefetch_on_device=depth)
+    with pytest.raises(ValueError, match="prefetch_on_device=.* must be an int >= 0"):
+        tj.OneDevice(prefetch_on_device=depth)
+
+
+def test_one_process_does_everything_once():
+    for strategy in (mirrored(2), tj.OneDevice("cpu:0")):
+        assert not strategy.between_graph
+        assert strategy.should_init and strategy.should_checkpoint
+        assert strategy.should_save_summary

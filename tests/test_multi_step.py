@@ -1,0 +1,174 @@
+"""run_steps_on_dataset: the same numbers as steps one by one, in one program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+
+R = tj.Reduction
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2), (4, 4)])
+X = np.arange(1, 8, dtype=np.float32)  # 7 rows: 3 and 4 towers share them unevenly
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def descend(ctx, w, x):
+    """One step of gradient descent on the mean of (w x - 1)^2 over all examples."""
+
+    def tower_fn(tower, w, x, weight):
+        loss = tj.Weighted.mean((w * x - 1) ** 2, weight)
+        ctx.set_last_step_output("examples", weight.sum(), R.SUM)
+        return jax.grad(lambda w: (weight * (w * x - 1) ** 2).sum())(w), loss
+
+    grads, losses = ctx.call_for_each_tower(tower_fn, w, x, ctx.weight)
+    loss = ctx.strategy.reduce(R.SUM, losses)
+    ctx.set_last_step_output("loss", loss.value)
+    ctx.set_last_step_output("grads", grads)
+    return w - 0.01 * ctx.strategy.reduce(R.SUM, grads) / loss.weight
+
+
+def by_numpy(steps):
+    w, x = 0.0, X.astype(np.float64)
+    for _ in range(steps):
+        before, w = w, w - 0.01 * (2 * (w * x - 1) * x).mean()
+    return w, ((before * x - 1) ** 2).mean()
+
+
+def feed(strategy, batches):
+    return iter(strategy.distribute_dataset([X] * batches))
+
+
+@LAYOUTS
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_several_steps_are_the_steps_one_by_one(T, D, executor):
+    strategy = mirrored(T, D, executor=executor)
+    ctx = strategy.run_steps_on_dataset(descend, feed(strategy, 5), 5, jnp.float32(0))
+    w, loss = by_numpy(5)
+    outputs = ctx.last_step_outputs
+    np.testing.assert_allclose(ctx.final, w, rtol=5 * 8 * 2**-23)
+    np.testing.assert_allclose(outputs["loss"], loss, rtol=5 * 16 * 2**-23)
+    assert (ctx.iterations, float(outputs["examples"])) == (5, 7.0)
+    assert outputs["grads"].values.shape == (T,)
+    assert len({float(g) for g in outputs["grads"].values}) == T
+
+
+def test_the_last_call_takes_what_is_left_and_is_no_other_program():
+    traces = []
+
+    def step(ctx, w, x):
+        traces.append(1)
+        return descend(ctx, w, x)
+
+    strategy, w, done = mirrored(4, 2), jnp.float32(0), []
+    data = feed(strategy, 7)
+    for _ in range(3):
+        ctx = strategy.run_steps_on_dataset(step, data, 3, w)
+        w, done = ctx.final, [*done, ctx.iterations]
+    assert done == [3, 3, 1]
+    np.testing.assert_allclose(w, by_numpy(7)[0], rtol=7 * 8 * 2**-23)
+    assert len(traces) == 2  # once for the shapes of the outputs, once for the loop
+    with pytest.raises(ValueError, match="the iterator has no batch left. Make it"):
+        strategy.run_steps_on_dataset(step, data, 3, w)
+
+
+def test_variables_are_carried():
+    strategy = mirrored(3, 3)
+    total = strategy.create_var("total", np.float32(0), reduction=R.SUM)
+    seen = strategy.create_var("seen", np.float32(0), reduction=R.SUM, tower_local=True)
+
+    def step(ctx, carry, x):
+        def tower_fn(tower, total, seen, x, weight):
+            total = tower.assign_add(total, (weight * x).sum())
+            return total, tower.assign_add(seen, weight.sum())
+
+        return ctx.call_for_each_tower(tower_fn, *carry, x, ctx.weight)
+
+    ctx = strategy.run_steps_on_dataset(step, feed(strategy, 4), 4, (total, seen))
+    total, seen = ctx.final
+    assert float(strategy.read_var(total)) == 4 * X.sum()
+    assert seen.value.tolist() == [12, 12, 4]
+    assert float(strategy.read_var(seen)) == 28
+
+
+def test_elements_arrive_as_they_are_and_tuples_part_by_part():
+    strategy = mirrored(2)
+
+    def step(ctx, total, n, square):
+        assert n.values.shape == square.values.shape == (2,)
+        return total + strategy.reduce(R.SUM, n) + strategy.reduce(R.SUM, square)
+
+    pairs = [(i, i * i) for i in range(6)]
+    data = iter(strategy.distribute_dataset(pairs, split="elements"))
+    ctx = strategy.run_steps_on_dataset(step, data, 5, jnp.int32(0))
+    assert (int(ctx.final), ctx.iterations) == (15 + 55, 3)
+
+
+def test_outputs_that_are_no_arrays():
+    strategy = mirrored(2)
+
+    def step(ctx, carry, x):
+        def tower_fn(tower):
+            ctx.set_non_tensor_output("foo", "bar")
+            ctx.set_last_step_output("first", 3.0 + tower.id, R.ONLY_FIRST_TOWER)
+            ctx.set_last_step_output("mean", 3.0 + tower.id, R.MEAN)
+
+        ctx.call_for_each_tower(tower_fn)
+        ctx.set_non_tensor_output("where", {"a": [1]})
+        ctx.set_last_step_output("again", 1)
+        ctx.set_last_step_output("again", 2)
+
+    for _ in range(2):  # the second call finds the compiled program
+        ctx = strategy.run_steps_on_dataset(step, feed(strategy, 2), 2)
+        assert ctx.non_tensor_outputs == {"foo": ["bar"], "where": {"a": [1]}}
+        outputs = {name: float(x) for name, x in ctx.last_step_outputs.items()}
+        assert outputs == {"first": 3.0, "mean": 3.5, "again": 2.0}
+    assert ctx.final is None
+
+
+def test_a_tower_must_say_how_its_output_is_reduced():
+    strategy = mirrored(2)
+
+    def step(ctx, carry, x):
+        ctx.call_for_each_tower(lambda tower: ctx.set_last_step_output("v", tower.id))
+
+    with pytest.raises(ValueError, match=r"set_last_step_output\('v'\) in a tower fun"):
+        strategy.run_steps_on_dataset(step, feed(strategy, 1))
+
+
+def test_a_step_returns_what_the_next_one_takes():
+    strategy = mirrored(2)
+    with pytest.raises(ValueError, match="a step returns what the next one takes, of"):
+        strategy.run_steps_on_dataset(
+            lambda ctx, w, x: (w, w), feed(strategy, 1), 1, jnp.float32(0)
+        )
+
+
+@pytest.mark.parametrize(
+    "iterator, text",
+    [
+        ([X], "takes an iterator, so that the next call goes on .* got a list"),
+        (iter([X]), "takes placed batches, but the iterator gave a ndarray"),
+    ],
+)
+def test_what_is_no_iterator_of_placed_batches(iterator, text):
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).run_steps_on_dataset(descend, iterator, 1, 0.0)
+
+
+@pytest.mark.parametrize("iterations", [0, 1.5])
+def test_iterations_are_a_number(iterations):
+    strategy = mirrored(2)
+    with pytest.raises(ValueError, match="iterations=.* must be a whole number >= 1"):
+        strategy.run_steps_on_dataset(descend, feed(strategy, 1), iterations, 0.0)
+
+
+def test_many_calls_that_nobody_waits_for():
+    strategy = mirrored(2, 2)
+    data, w = feed(strategy, 60), jnp.float32(0)
+    for _ in range(60):
+        w = strategy.run_steps_on_dataset(descend, data, 1, w).final
+    np.testing.assert_allclose(w, by_numpy(60)[0], rtol=60 * 8 * 2**-23)

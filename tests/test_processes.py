@@ -1,0 +1,177 @@
+"""Several real processes train what one process trains, to the bit where promised."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+WORKERS = ROOT / "tests" / "workers"
+WORKER = str(WORKERS / "train.py")
+
+
+def run(argv, devices=1, timeout=120):
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    done = subprocess.run(
+        argv, env=env, capture_output=True, encoding="utf-8", timeout=timeout, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def told_by(processes, devices, *argv):
+    """What each process printed as one JSON line; ``devices`` of each."""
+    argv = [sys.executable, *argv]
+    if processes > 1:
+        launch = [sys.executable, "-m", "towerjax", "launch"]
+        launch += ["--processes", str(processes), "--devices-per-process", str(devices)]
+        argv = [*launch, "--", *argv]
+    lines = re.findall(r"(\{\"process\".*\})$", run(argv, devices), re.M)
+    told = sorted(map(json.loads, lines), key=lambda one: one["process"])
+    assert [one["process"] for one in told] == list(range(processes))
+    return told
+
+
+def train(processes, devices, **options):
+    """The run's result, as each process told it."""
+    results = told_by(processes, devices, WORKER, json.dumps(options))
+    assert all(result["processes"] == processes for result in results)
+    return results
+
+
+def without_its_place(result):
+    places = ("process", "processes", "devices", "should_checkpoint", "between_graph")
+    return {name: value for name, value in result.items() if name not in places}
+
+
+def assert_same_bits(results, expected):
+    for result in results:
+        assert without_its_place(result) == without_its_place(expected)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    (result,) = train(1, 8)
+    assert (result["steps"], result["examples"], result["seen"]) == (15, 303, 303.0)
+    assert result["loss"][-1] < 0.5 * result["loss"][0]
+    return result
+
+
+def test_two_processes_train_to_the_bits_of_one(one_process):
+    results = train(2, 4)
+    assert_same_bits(results, one_process)
+    assert [result["devices"] for result in results] == [8, 8]
+    assert [result["should_checkpoint"] for result in results] == [True, False]
+    assert all(result["between_graph"] for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 4])
+def test_virtual_towers_train_to_the_same_bits(one_process, devices):
+    assert_same_bits(train(1, devices), one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_four_processes_train_to_the_bits_of_one(one_process, devices):
+    assert_same_bits(train(4, devices), one_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fed", ["own", "raw"])
+def test_input_of_its_own_or_of_all_is_the_same_training(one_process, fed):
+    assert_same_bits(train(2, 2, input=fed), one_process)
+
+
+@pytest.mark.slow
+def test_several_steps_a_program_and_micro_batches(one_process):
+    options = {"steps_per_call": 4, "micro_batches": 3}
+    (alone,) = train(1, 4, **options)
+    assert alone["bits"] != one_process["bits"]  # dropout is of each micro-batch
+    for fed in ("global", "own"):
+        assert_same_bits(train(2, 2, input=fed, **options), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ops", ["AllReduce", "PinnedTree"])
+def test_one_tower_is_the_same_run_up_to_rounding(ops):
+    """1 tower; 8 towers on 1 device, on 8, and on 2 processes of 4 devices."""
+    (one_tower,) = train(1, 1, towers=1, dropout=0.0, local="vmap", ops=ops)
+    runs = [train(1, 1, dropout=0.0, ops=ops), train(1, 8, dropout=0.0, ops=ops)]
+    runs.append(train(2, 4, dropout=0.0, ops=ops))
+    for result in [result for run in runs for result in run]:
+        for name in ("loss", "mae", "params"):
+            # 15 Adam steps amplify some roundings of 24 examples' sums.
+            np.testing.assert_allclose(
+                result[name], one_tower[name], rtol=2e-4, atol=2e-5
+            )
+
+
+# Two processes of two devices each, what they are told and how their input ends.
+
+
+@pytest.fixture(scope="module")
+def told():
+    return [one["told"] for one in told_by(2, 2, str(WORKERS / "scenarios.py"))]
+
+
+@pytest.mark.parametrize(
+    "scenario, text",
+    [
+        (
+            "differing_batches",
+            "global batch must be .* 1 and process 0 differ.*seed",
+        ),
+        (
+            "differing_towers",
+            "The strategy's towers must be .* {me}: Placement",
+        ),
+        ("differing_params", r"step.init was given .* {me}: params float32\[{size}\]"),
+        (
+            "pmap",
+            "executor='pmap' runs on the devices of one process, and",
+        ),
+        ("one_process_has_more_devices", r"\[0, 0, 1\]. In a job of 2 processes name"),
+        (
+            "devices_out_of_order",
+            r"\[1, 1, 0, 0\]. In a job of 2 processes name",
+        ),
+        ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
+        ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
+    ],
+)
+def test_every_process_is_told_what_does_not_fit(told, scenario, text):
+    for me, one in enumerate(told):
+        assert re.search(text.format(me=me, size=2 + me), one[scenario])
+
+
+EXPECTED = {
+    # Process 0 has batches of 4, 4, 3 rows; process 1 of 4 rows, and an empty one.
+    "ends_pad": [[2, 2, 2, 2], [2, 2, 0, 0], [2, 1, 0, 0]],
+    "ends_drop": [[2, 2, 2, 2]],
+    # 5 elements of 2 rows each and 6 elements of 3 rows, two towers each.
+    "elements_of_each": [[2, 2, 3, 3], [2, 2, 3, 3], [2, 0, 3, 3]],
+    "twice_through": [2, 2],
+    "steps_on_data": [64.0, 36.0],  # 0 + ... + 7 and 1 + ... + 8
+    "towers_values": [60.0, 15.0, [0.0, 10.0, 20.0, 30.0]],
+}
+
+
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_every_process_sees_the_same_values(told, scenario):
+    assert [one[scenario] for one in told] == [EXPECTED[scenario]] * 2
+
+
+def test_each_process_places_its_own_towers_elements(told):
+    assert told[0]["elements_of_all"] == [[[0.0], [1.0]]]
+    assert told[1]["elements_of_all"] == [[[2.0], [3.0]]]
+
+
+def test_a_process_may_work_by_itself_on_its_own_devices(told):
+    # One step from 0 on 0..7, and from 1 on 1..8: gradients -7 each.
+    assert [one["own_devices_alone"] for one in told] == [[False, 0.7], [False, 1.7]]

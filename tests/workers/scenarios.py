@@ -1,0 +1,154 @@
+"""What two processes are told when they disagree, and how their input may end."""
+
+import json
+import os
+import traceback
+
+import jax
+import numpy as np
+import optax
+
+import towerjax as tj
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((params - batch["x"]) ** 2, tower.weight)
+
+
+def step_of(strategy):
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+
+
+def rows(n, start=0):
+    return {"x": np.arange(start, start + n, dtype=np.float32)}
+
+
+def differing_batches(me):
+    step = step_of(tj.Mirrored(towers=4))
+    step(step.init(np.float32(0)), rows(8, start=me))
+
+
+def differing_towers(me):
+    step_of(tj.Mirrored(towers=4 * (me + 1))).init(np.float32(0))
+
+
+def differing_params(me):
+    step_of(tj.Mirrored(towers=4)).init(np.zeros(2 + me, np.float32))
+
+
+def pmap(me):
+    step_of(tj.Mirrored(executor="pmap")).init(np.float32(0))
+
+
+def one_process_has_more_devices(me):
+    step_of(tj.Mirrored(devices=("cpu:0", "cpu:1", "cpu:2"))).init(np.float32(0))
+
+
+def devices_out_of_order(me):
+    names = ("cpu:2", "cpu:3", "cpu:0", "cpu:1")
+    step_of(tj.Mirrored(devices=names)).init(np.float32(0))
+
+
+def towers_not_for_all(me):
+    return tj.Mirrored(towers=3).placement
+
+
+def own_devices_alone(me):
+    """Each process by itself, on its own devices: no job of several."""
+    strategy = tj.Mirrored(devices=(f"cpu:{2 * me}", f"cpu:{2 * me + 1}"))
+    step = step_of(strategy)
+    state, _ = step(step.init(np.float32(me)), rows(8, start=me))
+    return [strategy.between_graph, round(float(state.params), 5)]
+
+
+def counts(strategy, source, **options):
+    dataset = strategy.distribute_dataset(source, **options)
+    return [placed.counts.tolist() for placed in dataset]
+
+
+def ends(remainder):
+    """Process 0 has batches of 4, 4 and 3 rows, process 1 of 4 rows and none."""
+
+    def scenario(me):
+        sizes = [4, 4, 3] if me == 0 else [4, 0]
+        source = lambda context: [rows(n) for n in sizes]  # noqa: E731
+        return counts(tj.Mirrored(towers=4), source, remainder=remainder)
+
+    return scenario
+
+
+def elements_of_each(me):
+    source = lambda context: [rows(2 + me)] * (5 + me)  # noqa: E731
+    return counts(tj.Mirrored(towers=4), source, split="elements")
+
+
+def elements_of_all(me):
+    strategy = tj.Mirrored(towers=4)
+    source = [rows(1, start=i) for i in range(6)]
+    dataset = strategy.distribute_dataset(source, split="elements", remainder="drop")
+    return [
+        [shard.data.tolist() for shard in placed.arrays["x"].addressable_shards]
+        for placed in dataset
+    ]
+
+
+def twice_through(me):
+    source = lambda context: [rows(context.part_of(8))] * 2  # noqa: E731
+    dataset = tj.Mirrored(towers=4).distribute_dataset(source)
+    return [len(list(dataset)), len(list(dataset))]
+
+
+def steps_on_data(me):
+    strategy = tj.Mirrored(towers=4)
+
+    def step(ctx, total, batch):
+        sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), batch["x"])
+        ctx.set_last_step_output("sums", strategy.reduce(tj.Reduction.SUM, sums))
+        return total + strategy.reduce(tj.Reduction.SUM, sums)
+
+    data = iter(strategy.distribute_dataset([rows(8), rows(8, start=1)]))
+    ctx = strategy.run_steps_on_dataset(step, data, 2, np.float32(0))
+    return [float(ctx.final), float(ctx.last_step_outputs["sums"])]
+
+
+def towers_values(me):
+    """call_for_each_tower, reduce and gather over the devices of both processes."""
+    strategy = tj.Mirrored(towers=4)
+    ids = strategy.call_for_each_tower(lambda tower: 10.0 * tower.id)
+    total = strategy.reduce(tj.Reduction.SUM, ids)
+    mean = strategy.call_for_each_tower(
+        lambda tower, x: tower.reduce(tj.Reduction.MEAN, x), ids
+    )
+    return [float(total), float(mean), [float(x) for x in strategy.unwrap(ids)]]
+
+
+SCENARIOS = [
+    differing_batches,
+    differing_towers,
+    differing_params,
+    pmap,
+    one_process_has_more_devices,
+    devices_out_of_order,
+    towers_not_for_all,
+    own_devices_alone,
+    elements_of_each,
+    elements_of_all,
+    twice_through,
+    steps_on_data,
+    towers_values,
+]
+
+if __name__ == "__main__":
+    tj.cluster.initialize()
+    me, told = jax.process_index(), {}
+    named = {scenario.__name__: scenario for scenario in SCENARIOS}
+    named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
+    for name, scenario in named.items():
+        try:
+            told[name] = scenario(me)
+        except ValueError as error:
+            told[name] = str(error)
+        except Exception:
+            told[name] = traceback.format_exc()
+    line = json.dumps({"process": me, "told": told}) + "\n"
+    os.write(1, line.encode())

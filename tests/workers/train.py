@@ -1,0 +1,118 @@
+"""One training run, told as one JSON line: run alone, or by several processes.
+
+python tests/workers/train.py '{"towers": 8, "input": "global"}'
+"""
+
+import hashlib
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+
+
+def options_of(argument):
+    defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
+    defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
+    return defaults | json.loads(argument)
+
+
+def data():
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(size=(ROWS, 6)).astype(np.float32)
+    y = np.tanh(x @ numbers.normal(size=(6, 3))).astype(np.float32)
+    return {"x": x, "y": y, "weight": numbers.uniform(0.05, 1, ROWS).astype(np.float32)}
+
+
+def loss_of(dropout):
+    def loss_fn(params, batch, tower):
+        hidden = jnp.tanh(batch["x"] @ params["w"])
+        keep = jax.random.bernoulli(tower.rng, 1 - dropout, hidden.shape)
+        errors = (hidden * keep) @ params["v"] - batch["y"]
+        losses = (errors**2).sum(-1)
+        return tj.TowerOutput(
+            loss=tj.Weighted.mean(losses, tower.weight * batch["weight"]),
+            metrics={"mae": tj.Weighted.mean(abs(errors).sum(-1), tower.weight)},
+            local={"seen": tower.local["seen"] + tower.weight.sum()},
+        )
+
+    return loss_fn
+
+
+def input_of(kind, strategy, micro_batches):
+    """The same examples in the same order, fed in different ways."""
+
+    def own_part(context):
+        # Process p's rows of each global batch, of which the last is ragged.
+        towers, here = context.num_towers, context.towers_here
+        first = context.process_index * here
+        for batch in tj.batches(data(), BATCH, epochs=3):
+            each = -(-BATCH // (towers * micro_batches)) * micro_batches
+            rows = slice(first * each, (first + here) * each)
+            yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+    if kind == "raw":
+        return tj.batches(data(), BATCH, epochs=3)
+    if kind == "own":
+        return strategy.distribute_dataset(own_part, micro_batches=micro_batches)
+    batches = tj.batches(data(), BATCH, epochs=3)
+    return strategy.distribute_dataset(batches, micro_batches=micro_batches)
+
+
+def digest(tree):
+    leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+    return hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
+
+
+def train(options):
+    strategy = tj.Mirrored(
+        towers=options["towers"],
+        local=options["local"],
+        cross_tower_ops=getattr(tj, options["ops"])(),
+    )
+    parts = options["micro_batches"]
+    step = tj.build_train_step(
+        loss_of(options["dropout"]),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        strategy,
+        remainder="pad",
+        micro_batches=parts,
+    )
+    numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
+    params = {"w": numbers.normal(size=(6, 8)), "v": numbers.normal(size=(8, 3))}
+    params = jax.tree.map(np.float32, params)
+    local = {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
+    state = step.init(params, local=local, rng=jax.random.key(jax.process_index()))
+    batches = input_of(options["input"], strategy, parts)
+    calls = options["steps_per_call"]
+    state, history = tj.run(step, state, batches, steps_per_call=calls, progress=False)
+    predict = tj.build_predict_step(
+        lambda params, batch, tower: jnp.tanh(batch["x"] @ params["w"]), strategy
+    )
+    return {
+        "process": jax.process_index(),
+        "processes": jax.process_count(),
+        "devices": strategy.placement.num_devices,
+        "should_checkpoint": strategy.should_checkpoint,
+        "between_graph": strategy.between_graph,
+        "steps": int(state.step),
+        "examples": history.summary.examples,
+        "loss": history.metrics["loss"].tolist(),
+        "mae": history.metrics["mae"].tolist(),
+        "params": np.asarray(state.params["w"]).ravel().tolist(),
+        "seen": float(tj.read_local(state.local)["seen"]),
+        "bits": digest((state.params, state.opt_state, *history.metrics.values())),
+        "predictions": digest(predict(state, data())),
+    }
+
+
+if __name__ == "__main__":
+    tj.cluster.initialize()
+    os.write(1, (json.dumps(train(options_of(sys.argv[1]))) + "\n").encode())

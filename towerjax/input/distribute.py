@@ -1,0 +1,285 @@
+"""How does a data set reach all towers of all processes? In rounds, one a step.
+
+A round is one global batch split over the towers, or one element for each tower.
+Several processes either go through the same data, of which each places its own
+towers' part, or each has a part of its own; then they tell each other, by the job's
+coordinator, how much each has, so that none waits for a peer whose data has ended.
+"""
+
+import dataclasses
+import itertools
+import uuid
+from collections.abc import Generator, Iterator
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from towerjax.input import feed
+from towerjax.input.placer import PlacedBatch, Placer
+from towerjax.input.sources import InputContext, check_source, elements_of
+from towerjax.placement import Placement, place_own_rows, place_rows
+from towerjax.processes import Exchange, from_first_process
+from towerjax.shard import (
+    Remainder,
+    check_remainder,
+    count_examples,
+    counts_of_towers,
+    fit_batch,
+    pad_rows,
+)
+from towerjax.types import Layout, PyTree, named_leaves
+
+Split: TypeAlias = Literal["batch", "elements"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a data set is distributed; see ``strategy.distribute_dataset``."""
+
+    split: Split
+    remainder: Remainder
+    micro_batches: int
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_remainder(self.remainder)
+        feed.check_whole("micro_batches", self.micro_batches, 1)
+        feed.check_whole("prefetch", self.prefetch, 0)
+        if self.split not in get_args(Split):
+            raise ValueError(
+                f"split={self.split!r} is not one of 'batch' (an element is a global"
+                " batch, split over the towers), 'elements' (each tower gets an"
+                " element of its own)."
+            )
+
+
+class _Rounds(Protocol):
+    """How elements become the rows of some towers; ``sizes`` tells how many."""
+
+    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+        """The next round and its sizes; None where the data ends."""
+        ...
+
+    def rows(self, sizes: list[int]) -> int:
+        """How many rows each tower needs for it."""
+        ...
+
+    def build(self, taken: PyTree, rows: int) -> PyTree:
+        """The round with so many rows a tower, leaves ``[towers * rows, ...]``."""
+        ...
+
+    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
+        """How many of each tower's rows are examples, ``[towers]``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeBatches:
+    """A round is one batch, split over the towers."""
+
+    towers: int
+    options: InputOptions
+    may_be_empty: bool
+
+    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+        shares = self.towers * self.options.micro_batches
+        for batch in elements:
+            if self.may_be_empty and _is_empty(batch):
+                return batch, [0]
+            if self.options.remainder == "drop" and count_examples(batch) < shares:
+                continue
+            batch, num_valid = fit_batch(batch, shares, self.options.remainder)
+            return batch, [num_valid]
+        return None
+
+    def rows(self, sizes: list[int]) -> int:
+        each = -(-sizes[0] // (self.towers * self.options.micro_batches))
+        return each * self.options.micro_batches
+
+    def build(self, taken: PyTree, rows: int) -> PyTree:
+        size = self.towers * rows
+        if _is_empty(taken):
+            return jax.tree.map(
+                lambda x: np.zeros((size, *x.shape[1:]), x.dtype), taken
+            )
+        return pad_rows(jax.tree.map(lambda x: x[:size], taken), size)
+
+    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
+        return counts_of_towers(sizes[0], rows, self.towers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elements:
+    """A round is one element for each tower."""
+
+    towers: int
+    options: InputOptions
+    may_be_empty: bool
+
+    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+        taken = [_element(x) for x in itertools.islice(elements, self.towers)]
+        sizes = [count_examples(rows) for rows, _ in taken]
+        _refuse_unlike([rows for rows, _ in taken])
+        missing = self.towers - len(taken)
+        if not taken or (missing and self.options.remainder == "drop"):
+            return None
+        uneven = missing or len(set(sizes)) > 1
+        if uneven and self.options.remainder != "pad":
+            raise ValueError(
+                f"{self.towers} towers take an element each, but got {len(taken)} of"
+                f" sizes {sizes}. Use remainder='pad' (rows of weight 0; use"
+                " tower.weight in the loss), or give elements of one size"
+                + (", or remainder='drop' for the end." if missing else ".")
+            )
+        return taken + [taken[-1]] * missing, sizes + [0] * missing
+
+    def rows(self, sizes: list[int]) -> int:
+        parts = self.options.micro_batches
+        return -(-max(sizes) // parts) * parts
+
+    def build(self, taken: PyTree, rows: int) -> PyTree:
+        padded = [pad_rows(element, rows) for element, _ in taken]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
+
+    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
+        return np.array(sizes, np.int32)
+
+
+def _is_empty(batch: PyTree) -> bool:
+    """Is it this process's part, without rows, of a round that others have rows of?"""
+    return all(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch))
+
+
+def _element(element: PyTree) -> tuple[PyTree, bool]:
+    """An element with a dim over examples, and whether it had none."""
+    leaves = named_leaves("element", element)
+    bare = any(np.ndim(leaf) == 0 for _, leaf in leaves)
+    if bare:
+        element = jax.tree.map(lambda x: np.asarray(x)[None], element)
+    return element, bare
+
+
+def _refuse_unlike(elements: list[PyTree]) -> None:
+    """Raise unless elements differ in their sizes alone."""
+
+    def kind(element: PyTree) -> str:
+        leaves = named_leaves("element", element)
+        return ", ".join(f"{name} {x.dtype}[b, {x.shape[1:]}]" for name, x in leaves)
+
+    kinds = [kind(element) for element in elements]
+    for tower, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise ValueError(
+                f"The elements of one step are of one kind, but tower 0 got {kinds[0]}"
+                f" and tower {tower} {other}. Only dim 0 may differ."
+            )
+
+
+class DistributedDataset:
+    """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
+
+    Go through it as often as its source allows; each time it starts anew. Steps and
+    `run` take its elements as they take batches.
+    """
+
+    def __init__(
+        self, placement: Placement, source: Any, options: InputOptions
+    ) -> None:
+        processes = placement.num_processes
+        self._own_part = check_source(source)
+        self._placement, self._source, self._options = placement, source, options
+        here = jax.process_index() if processes > 1 else 0
+        self._context = InputContext(here, processes, placement.num_towers)
+        towers = placement.num_towers // (processes if self._own_part else 1)
+        kind = _WholeBatches if options.split == "batch" else _Elements
+        self._asks_peers = self._own_part and processes > 1
+        self._rounds: _Rounds = kind(towers, options, may_be_empty=self._asks_peers)
+        shares = placement.num_towers * options.micro_batches
+        self._placer = Placer(placement, shares=shares, remainder=options.remainder)
+        name = np.frombuffer(uuid.uuid4().bytes, np.uint8)
+        self._name = from_first_process(name) if self._asks_peers else name
+        self._passes = 0
+
+    def __iter__(self) -> Generator[PlacedBatch, None, None]:
+        """The placed batches, some of them in advance."""
+        self._passes += 1
+        return feed.prefetch(self._parts(), self._place, depth=self._options.prefetch)
+
+    def per_tower(self) -> Iterator[PyTree]:
+        """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.
+
+        Yields:
+          Leaves ``[T, b, ...]``; ``[T, ...]`` where elements have no dim over
+          examples.
+        """
+        for placed in self:
+            yield placed.per_tower()
+
+    def _parts(self) -> Iterator[tuple[PyTree, np.ndarray, bool]]:
+        """What to place, each tower's number of examples, and whether it is bare."""
+        elements = elements_of(self._source, self._context)
+        exchange = self._exchange()
+        most_rows, last = 0, None
+        while True:
+            pulled = self._rounds.pull(elements)
+            sizes_of_all = exchange(None if pulled is None else pulled[1])
+            if self._is_end(sizes_of_all):
+                return
+            taken = last = last if pulled is None else pulled[0]
+            if taken is None:
+                raise ValueError(
+                    f"The input of process {self._context.process_index} is empty, but"
+                    " other processes have batches. Give each process a part."
+                )
+            rows = self._rows(sizes_of_all, most_rows)
+            if rows == 0:  # nothing is left of a round that one process has no part of
+                continue
+            most_rows = max(rows, most_rows)
+            counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
+            bare = isinstance(taken, list) and taken[0][1]
+            yield self._rounds.build(taken, rows), np.concatenate(counts), bare
+
+    def _exchange(self) -> Any:
+        if not self._asks_peers:
+            return lambda own: [own]
+        return Exchange(f"{self._name.tobytes().hex()}/{self._passes}").all
+
+    def _is_end(self, sizes_of_all: list[Any]) -> bool:
+        ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
+        if len(ended) == len(sizes_of_all):
+            return True
+        if ended and self._options.remainder == "error":
+            raise ValueError(
+                f"The input of the processes {ended} ended before that of the others."
+                " Give each process as many batches, or say remainder='pad' (rows of"
+                " weight 0) or 'drop' (stop where the first one ends)."
+            )
+        return bool(ended) and self._options.remainder == "drop"
+
+    def _rows(self, sizes_of_all: list[Any], most_rows: int) -> int:
+        needed = [self._rounds.rows(sizes) for sizes in sizes_of_all if sizes]
+        if self._options.remainder == "pad":
+            return max(*needed, most_rows)
+        if self._options.remainder == "error" and len(set(needed)) > 1:
+            raise ValueError(
+                f"The processes gave {needed} rows for each of their towers; one step"
+                " takes as many of each. Use equal batches, or remainder='pad'."
+            )
+        return min(needed)
+
+    def _counts(self, sizes: list[int] | None, rows: int) -> np.ndarray:
+        if sizes is None:
+            towers = self._placement.num_towers // self._context.num_processes
+            return np.zeros(towers, np.int32)
+        return self._rounds.counts(sizes, rows)
+
+    def _place(self, part: tuple[PyTree, np.ndarray, bool]) -> PlacedBatch:
+        tree, counts, bare = part
+        if self._asks_peers:
+            placed = self._placer.placed(place_own_rows(tree, self._placement), counts)
+        else:
+            arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
+            placed = self._placer.placed(arrays, counts, tree)
+        return dataclasses.replace(placed, bare=bare) if bare else placed

@@ -1,0 +1,106 @@
+"""What must several processes agree on, and how do they hear of each other?
+
+Everything here is called by every process of a job, in the same order.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from towerjax.types import PyTree
+
+_PATIENCE_MS = 24 * 3600 * 1000
+"""A peer may be slow; one that is dead ends the job by JAX's own heartbeat."""
+
+
+def require_same(what: str, text: str, advice: str) -> None:
+    """Raise, on every process, unless it is the same on all of them.
+
+    Args:
+      what: What is compared, for the message.
+      text: This process's own; compared by its hash.
+      advice: What to do, for the message.
+
+    Raises:
+      ValueError: It differs; names the processes that differ from process 0.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = hashlib.sha256(text.encode()).digest()
+    own = np.frombuffer(digest, np.uint8)
+    all_of_them = np.asarray(multihost_utils.process_allgather(own))
+    differing = [
+        p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
+    ]
+    if differing:
+        shown = text if len(text) <= 400 else text[:400] + " ..."
+        raise ValueError(
+            f"{what} must be the same on all {jax.process_count()} processes, but"
+            f" process{'es' if len(differing) > 1 else ''}"
+            f" {', '.join(map(str, differing))} and process 0 differ. On process"
+            f" {jax.process_index()}: {shown}. {advice}"
+        )
+
+
+def from_first_process(tree: PyTree) -> PyTree:
+    """Process 0's values, on every process.
+
+    Args:
+      tree: NumPy arrays, of the same shapes and dtypes on every process.
+
+    Returns:
+      The tree of NumPy arrays.
+    """
+    if jax.process_count() == 1:
+        return tree
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+class Exchange:
+    """Small values handed round between processes, from any thread.
+
+    They travel by the job's coordinator and not by the devices, so that a thread
+    which prepares input never meets a running step.
+
+    Args:
+      name: The same on every process, and of this exchange alone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._client = _coordinator_client()
+        self._round = 0
+
+    def all(self, own: Any) -> list[Any]:
+        """Every process's value of this round, in the order of processes.
+
+        Args:
+          own: This process's; what JSON can hold.
+
+        Returns:
+          ``P`` values.
+        """
+        prefix = f"towerjax/{self._name}/{self._round}"
+        mine = jax.process_index()
+        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+        peers = range(jax.process_count())
+        values = [
+            self._client.blocking_key_value_get(f"{prefix}/{p}", _PATIENCE_MS)
+            for p in peers
+        ]
+        if self._round > 1:  # all have read the round before the last
+            old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
+            self._client.key_value_delete(old)
+        self._round += 1
+        return [json.loads(value) for value in values]
+
+
+def _coordinator_client() -> Any:
+    """JAX's client of the job's key-value store; JAX offers it under no public name."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

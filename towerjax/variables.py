@@ -1,0 +1,251 @@
+"""What are variables? A value with a name and a reduction: MirroredVar, TowerLocal."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.types import PyTree, Reduction, named_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerLocal:
+    """A tower-local variable: one copy a tower, aggregated only when read.
+
+    Batch-norm statistics and metric accumulators are such variables. In the local
+    state of a step a tower sees them, and returns them, without this wrapper:
+    ``tower.local`` and ``TowerOutput(local=...)`` are plain values.
+
+    Attributes:
+      value: For ``step.init``, and inside a tower function: one tower's value, a
+        pytree. In a ``TrainState`` and from ``strategy.create_var``: leaves
+        ``[T, ...]``, split over the devices.
+      reduction: How it is read as one value; NONE when it never is.
+      name: What errors call it.
+
+    Raises:
+      ValueError: ``reduction`` is not a `Reduction`.
+
+    Example:
+      >>> TowerLocal({"mean": np.zeros(3)}, Reduction.MEAN).reduction
+      Reduction.MEAN
+    """
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        if not isinstance(self.reduction, Reduction):
+            raise ValueError(
+                f"TowerLocal.reduction is {self.reduction!r}; write"
+                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MirroredVar:
+    """A mirrored variable: one value, the same on every tower, with a name.
+
+    A tower changes it with ``tower.assign`` and the like, which return the new
+    variable; so does ``strategy.assign`` across towers.
+
+    Attributes:
+      value: A pytree of arrays.
+      reduction: How the values that towers assign become one; NONE when only
+        ``strategy.assign`` and ``strategy.update`` change it.
+      name: What errors call it.
+
+    Raises:
+      ValueError: ``reduction`` is not a `Reduction`.
+
+    Example:
+      >>> MirroredVar(np.float32(1), Reduction.MEAN, name="scale").name
+      'scale'
+    """
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(
+        default=Reduction.NONE, metadata={"static": True}
+    )
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        if not isinstance(self.reduction, Reduction):
+            raise ValueError(
+                f"MirroredVar.reduction is {self.reduction!r}; write"
+                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
+            )
+
+
+Variable: TypeAlias = MirroredVar | TowerLocal
+
+
+def is_variable(x: Any) -> bool:
+    """Is it a variable?
+
+    Args:
+      x: Anything.
+
+    Returns:
+      True for ``MirroredVar`` and ``TowerLocal``.
+    """
+    return isinstance(x, MirroredVar | TowerLocal)
+
+
+def named(variable: Variable) -> str:
+    """What errors call a variable.
+
+    Args:
+      variable: A variable, with a name or without.
+
+    Returns:
+      Text such as ``variable 'scale'``.
+    """
+    kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
+    return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
+
+
+def fitted(variable: Variable, value: PyTree, *, copies: bool = False) -> PyTree:
+    """The value in the structure, shapes and dtypes of the variable.
+
+    Args:
+      variable: The variable that is to hold it.
+      value: Arrays and numbers; a number takes the variable's dtype.
+      copies: Does the variable hold ``[T, ...]``, and the value one tower's?
+
+    Returns:
+      The value as arrays of the variable's dtypes.
+
+    Raises:
+      ValueError: Another structure, shape, or a dtype that the variable's cannot
+        hold; lists every leaf.
+    """
+    old = variable.value
+    if jax.tree.structure(value) != jax.tree.structure(old):
+        raise ValueError(
+            f"The value for {named(variable)} is {jax.tree.structure(value)}, but the"
+            f" variable holds {jax.tree.structure(old)}. Pass the same structure."
+        )
+    pairs = zip(named_leaves("value", value), jax.tree.leaves(old), strict=True)
+    problems, leaves = [], []
+    for (name, new), leaf in pairs:
+        leaf = jax.eval_shape(jnp.asarray, leaf)
+        shape = leaf.shape[1:] if copies else leaf.shape
+        if np.shape(new) != shape:
+            problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
+        elif jnp.result_type(new) != leaf.dtype and not _holds(leaf.dtype, new):
+            got = jnp.result_type(new)
+            problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
+        else:
+            leaves.append(jnp.asarray(new, leaf.dtype))
+    if problems:
+        raise ValueError(
+            f"The value does not fit {named(variable)}: {'; '.join(problems)}. Cast or"
+            " reshape it, or create the variable as the value is."
+        )
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def _holds(dtype: Any, value: Any) -> bool:
+    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, _dtype(value))]
+    return not any(extended) and jnp.result_type(dtype, value) == dtype
+
+
+def _dtype(value: Any) -> Any:
+    return getattr(value, "dtype", None) or jnp.result_type(value)
+
+
+def plain(value: PyTree) -> PyTree:
+    """The tree with each variable replaced by what it holds.
+
+    Args:
+      value: A pytree that may hold variables.
+
+    Returns:
+      The values alone.
+    """
+    return jax.tree.map(
+        lambda x: x.value if is_variable(x) else x, value, is_leaf=is_variable
+    )
+
+
+def assigned_in_tower(
+    tower: Any,
+    variable: Variable,
+    value: PyTree,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Any:
+    """The variable after a tower has assigned to it.
+
+    Args:
+      tower: The tower that assigns; only its ``reduce`` and ``num_towers`` are used.
+      variable: Mirrored: the towers' values become one by its reduction.
+        Tower-local: the tower's own copy changes.
+      value: This tower's value; a variable among it is read.
+      combine: ``(old, new) -> next``, leaf by leaf.
+
+    Returns:
+      The new variable.
+
+    Raises:
+      ValueError: It is no variable, its reduction is NONE, the value does not fit,
+        or SUM of a constant that all towers share.
+    """
+    check_variable(variable, "tower.assign")
+    new = fitted(variable, plain(value))
+    if isinstance(variable, MirroredVar):
+        if variable.reduction is Reduction.NONE:
+            raise ValueError(
+                f"{named(variable)} has Reduction.NONE: you must specify an aggregation"
+                " for the towers' values to become one. Create it with"
+                " reduction=tj.Reduction.MEAN (or SUM, ONLY_FIRST_TOWER), or meet first"
+                " and assign across towers: tower.merge_call(lambda strategy, x:"
+                " strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
+                " value)."
+            )
+        _refuse_sum_of_constants(tower, variable, plain(value))
+        new = fitted(variable, tower.reduce(variable.reduction, new))
+    return dataclasses.replace(
+        variable, value=jax.tree.map(combine, variable.value, new)
+    )
+
+
+def check_variable(variable: Any, what: str) -> None:
+    """Raise unless it is a variable.
+
+    Args:
+      variable: What the caller passed.
+      what: The call, for the error.
+
+    Raises:
+      ValueError: It is not.
+    """
+    if not is_variable(variable):
+        raise ValueError(
+            f"{what}: got {type(variable).__name__}, expected a tj.MirroredVar or a"
+            " tj.TowerLocal. Make one with strategy.create_var(name, initial)."
+        )
+
+
+def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> None:
+    if variable.reduction is not Reduction.SUM or tower.num_towers == 1:
+        return
+    for x in jax.tree.leaves(value):
+        if not isinstance(x, jax.Array) and np.any(x):
+            n = tower.num_towers
+            shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
+            raise ValueError(
+                f"A constant value {shown} cannot be reduced with the given aggregation"
+                f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
+                f" towers, so is {n} times the value meant, or the value? Create the"
+                " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value"
+                " itself, or assign each tower's share."
+            )
