@@ -28,7 +28,7 @@ LAYERS = """
     collectives update tower_local state
     input input.feed
     cross_tower cross_tower.values cross_tower.regroup cross_tower.one_by_one
-    cross_tower.assign cross_tower.saving cross_tower.call
+    cross_tower.assign cross_tower.whereabouts cross_tower.saving cross_tower.call
     cross_tower.variable_methods cross_tower.methods strategies
     program pipeline step inference
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
