@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -231,9 +232,8 @@ def test_results_lie_on_the_strategys_devices():
         three: [2, 3],
     }
     assert same.sharding.is_fully_replicated
-    alone = tj.OneDevice("cpu:6").call_for_each_tower(
-        lambda tower, x: x + 1, np.ones(2)
-    )
+    one = tj.OneDevice("cpu:6")
+    alone = one.call_for_each_tower(lambda tower, x: x + 1, np.ones(2))
     assert alone.devices() == {jax.devices("cpu")[6]}
 
 
@@ -272,6 +272,24 @@ def test_towers_are_called_in_a_merge(T, D):
     close(gradients, [10 + t.sum() + 1] * T)
 
 
+def test_towers_are_called_in_a_merge_of_a_train_step():
+    """`L_t = w (x_t + mean_j(j + 1) x_j)` summed: the gradient in closed form."""
+    x = ROWS.astype(np.float64)
+
+    def merge_fn(strategy, v):
+        own = strategy.call_for_each_tower(lambda tower, y: y * (tower.id + 1), v)
+        return strategy.reduce(R.MEAN, own)
+
+    def loss_fn(w, batch, tower):
+        mean = tower.merge_call(merge_fn, w * batch.sum())
+        return tj.Weighted((w * batch).sum() + mean, batch.shape[0])
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), mirrored(4, 2))
+    state, _ = step(step.init(np.float32(1)), ROWS)
+    gradient = (x.sum() + 4 * (np.arange(1, 5) * x).mean()) / 4
+    np.testing.assert_allclose(1 - float(state.params), gradient, rtol=8 * EPS)
+
+
 # Across towers, differentiated: what is joined or reduced outside.
 
 
@@ -306,7 +324,7 @@ def test_reduce_with_an_axis_is_differentiable(reduction):
 
 @LAYOUTS
 def test_all_gather_of_vectors_is_differentiable(T, D):
-    """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk` it is `2 x_jk sum_t c_tjk`."""
+    """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
     rng = np.random.default_rng(0)
     x, c = rng.normal(size=(T, 3)), rng.normal(size=(T, T, 3))
 

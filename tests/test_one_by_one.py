@@ -13,7 +13,7 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (3, 3), (4, 2)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 
 
@@ -502,6 +502,15 @@ def test_what_has_not_a_row_a_tower_is_refused():
             mirrored(2),
             lambda tower: tower.merge_call(lambda strategy: tj.PerTower(np.ones(3))),
         )
+
+
+def test_several_processes_are_refused():
+    strategy = mirrored(2)
+    vars(strategy.placement)["num_processes"] = 4  # what a cluster would say
+    with pytest.raises(
+        ValueError, match="in one process, but the devices are those of 4"
+    ):
+        one_by_one(strategy, lambda tower: 0)
 
 
 @pytest.mark.parametrize("value", [None, 0, "no"])

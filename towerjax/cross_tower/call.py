@@ -179,8 +179,8 @@ def call_for_each_tower(
     """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
     Traced, proved and compiled once for each function and structure of arguments:
-    keep the function, since one made anew (a lambda in a loop) is compiled anew.
-    As under ``jax.jit``, what the function closes over or prints is seen while it is
+    keep the function, since one made anew (a lambda in a loop) is compiled anew, and
+    JAX's cache keeps some thousands of them with what they close over. As under ``jax.jit``, what the function closes over or prints is seen while it is
     traced. Works inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
     Args:
@@ -228,7 +228,15 @@ def call_for_each_tower(
     rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in of_kind(_FREE)]
     out, outputs = _run(call, rows, arrays)
+    _bound_flight(placement, out)
     return outputs.tree(out)
+
+
+def _bound_flight(placement: Placement, out: list[Any]) -> None:
+    # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    # devices deadlock, and a loop of calls would have them.
+    if placement.platform == "cpu" and placement.num_devices > 1:
+        jax.block_until_ready([x for x in out if not isinstance(x, Tracer)])
 
 
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:

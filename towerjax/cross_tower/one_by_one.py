@@ -51,9 +51,16 @@ def call_one_by_one(
       where shapes differ; a variable as such.
 
     Raises:
-      ValueError: An argument is traced; the towers' results differ in structure.
+      ValueError: An argument is traced; the towers' results differ in structure; the
+        devices are those of several processes.
       ReplicationError: The towers do not meet in the same merges.
     """
+    if strategy.placement.num_processes > 1:
+        raise ValueError(
+            "call_for_each_tower: run_concurrently=False runs all towers in one process,"
+            f" but the devices are those of {strategy.placement.num_processes}. Try the"
+            " function on fewer towers, on this process's devices."
+        )
     given = jax.tree.map(_own, (args, kwargs), is_leaf=_is_per_tower)
     if isinstance(jnp.arange(1), Tracer) or _has_tracer(given):
         raise ValueError(
