@@ -180,8 +180,9 @@ def call_for_each_tower(
 
     Traced, proved and compiled once for each function and structure of arguments:
     keep the function, since one made anew (a lambda in a loop) is compiled anew, and
-    JAX's cache keeps some thousands of them with what they close over. As under ``jax.jit``, what the function closes over or prints is seen while it is
-    traced. Works inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+    JAX's cache keeps some thousands of them with what they close over. As under
+    ``jax.jit``, that and what the function prints is seen while it is traced. Works
+    inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
     Args:
       strategy: Which towers, where.

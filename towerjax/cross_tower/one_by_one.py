@@ -57,8 +57,9 @@ def call_one_by_one(
     """
     if strategy.placement.num_processes > 1:
         raise ValueError(
-            "call_for_each_tower: run_concurrently=False runs all towers in one process,"
-            f" but the devices are those of {strategy.placement.num_processes}. Try the"
+            "call_for_each_tower: run_concurrently=False runs all towers in one"
+            " process, but the devices are those of"
+            f" {strategy.placement.num_processes}. Try the"
             " function on fewer towers, on this process's devices."
         )
     given = jax.tree.map(_own, (args, kwargs), is_leaf=_is_per_tower)
@@ -159,9 +160,13 @@ class _TowerThread:
     def stop(self) -> None:
         """End the thread where it waits; one that still runs is left to end."""
         self._stopped = True
-        if self.started and self.arrival is not None and not self.finished:
+        if not self.started:
+            return
+        if not self.finished:
+            if self.arrival is None:
+                return  # it runs: the caller was interrupted
             self._go.release()
-            self._thread.join()
+        self._thread.join()
 
 
 class _Rounds:
