@@ -14,6 +14,11 @@ import towerjax as tj
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
 LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
+EXECUTORS = pytest.mark.parametrize(
+    "T, D, executor",
+    [(*layout, "shard_map") for layout in [(1, 1), (2, 2), (3, 1), (4, 2)]]
+    + [(2, 2, "pmap"), (4, 2, "pmap")],
+)
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 EXACT = ROWS.astype(np.float64)
 C = np.array([2.0, -1.0, 0.5, 4.0])
@@ -49,8 +54,7 @@ def oracle(T, w):
     return value, of_x, of_w
 
 
-@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
-@LAYOUTS
+@EXECUTORS
 def test_called_inside_transformations(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
     f = functools.partial(whole, strategy)
@@ -66,6 +70,8 @@ def test_called_inside_transformations(T, D, executor):
     ws = np.float32([0.7, -0.4, 1.2])
     values = [oracle(T, float(w))[0] for w in ws]
     close(jax.vmap(f, in_axes=(None, 0))(x, ws), values, atol=1e-6)
+    many = jnp.stack([x, x, x])  # a batch that the devices do not divide
+    close(jax.vmap(f, in_axes=(0, None))(many, w), [value] * 3, atol=1e-6)
     scanned = lax.scan(lambda total, w: (total + f(x, w), f(x, w)), jnp.float32(0), ws)
     close(scanned[0], sum(values), atol=1e-5)
     close(scanned[1], values, atol=1e-6)
@@ -134,8 +140,7 @@ def test_pmap_refuses_what_it_would_get_wrong():
 # Compiled once.
 
 
-@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
-@LAYOUTS
+@EXECUTORS
 def test_called_again_it_is_not_traced_again(T, D, executor):
     strategy, traces = mirrored(T, D, executor=executor), []
 

@@ -373,11 +373,23 @@ def other_merge(strategy, v):
     return strategy.reduce(R.MEAN, v)
 
 
+def third_merge(strategy, v):
+    return strategy.reduce(R.SUM, v)
+
+
 @pytest.mark.parametrize(
     "first, second",
     [
         (meets, lambda tower, v: tower.merge_call(other_merge, v)),
         (meets, lambda tower, v: tower.reduce(R.SUM, v)),
+        (
+            lambda tower, v: tower.merge_call(
+                jax.jit(other_merge, static_argnums=0), v
+            ),
+            lambda tower, v: tower.merge_call(
+                jax.jit(third_merge, static_argnums=0), v
+            ),
+        ),
         (
             lambda tower, v: tower.reduce(R.SUM, v),
             lambda tower, v: tower.reduce(R.MEAN, v),

@@ -314,12 +314,15 @@ def test_a_mirrored_variable_made_differently_is_refused_by_proof(T, D):
 def test_towers_make_variables(T, D):
     def tower_fn(tower):
         own = tj.TowerLocal(tower.id * 2, R.SUM, "own")
-        return {"v": tj.MirroredVar(jnp.ones(2), name="v"), "own": own}
+        same = tj.TowerLocal(jnp.float32(3), R.MEAN)
+        v = tj.MirroredVar(jnp.ones(2), name="v")
+        return {"v": v, "own": own, "same": same}
 
     out = mirrored(T, D).call_for_each_tower(tower_fn)
     assert out["v"].value.tolist() == [1, 1]
     assert out["own"].value.tolist() == [2 * t for t in range(T)]
     assert (out["own"].name, out["own"].reduction) == ("own", R.SUM)
+    assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
 
 
 @pytest.mark.parametrize("concurrently", [True, False])
