@@ -70,6 +70,23 @@ def test_a_variable_is_a_copy():
     assert float(v.value.sum()) == float(w.value.sum()) == 1024
 
 
+def test_a_variable_made_inside_jit_is_a_loops_carry():
+    strategy = mirrored(2)
+
+    @jax.jit
+    def program():
+        v = strategy.create_var("v", 1.0, reduction=R.MEAN)
+
+        def body(v, x):
+            out = strategy.call_for_each_tower(lambda t, v, x: t.assign_add(v, x), v, x)
+            return out, out.value
+
+        return jax.lax.scan(body, v, jnp.arange(3.0))
+
+    v, steps = program()
+    assert float(v.value) == 4 and steps.tolist() == [1, 2, 4]
+
+
 def test_variables_are_made_and_changed_inside_jit():
     strategy = mirrored(2, 2)
 
