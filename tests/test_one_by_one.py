@@ -447,6 +447,15 @@ def test_reductions_of_different_structure_or_shape_are_refused():
         one_by_one(mirrored(2), shapes)
 
 
+@pytest.mark.parametrize("reduction", [R.NONE, "sum", None])
+def test_no_reduction_is_refused(reduction):
+    with pytest.raises(ValueError, match="SUM, MEAN or ONLY_FIRST_TOWER") as error:
+        one_by_one(mirrored(2), lambda tower: tower.reduce(reduction, tower.id))
+    assert error.value.__notes__ == ["In tower 0 of 2, run one by one."]
+    with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
+        one_by_one(mirrored(2), lambda tower: tower.reduce(R.SUM, tower.rng))
+
+
 def test_results_of_different_structure_are_refused():
     with pytest.raises(ValueError) as error:
         one_by_one(mirrored(2), lambda tower: [0] * int(tower.id))
