@@ -154,7 +154,8 @@ class _Call:
         return _Outputs(treedef, constants, kinds, tuple(mirrored))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# The unused argument says on which device a call without others runs.
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _Outputs]:
     """The array outputs of a call and the rest; JAX's own cache knows it again."""
     outputs = call.prove(rows, arrays)
@@ -243,7 +244,8 @@ def _bound_flight(placement: Placement, out: list[Any]) -> None:
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
     """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
     rows = [x if _is_rows(x) else PerTower(x) for x in values]
-    # pmap wants at least one argument of the towers' own: the first, not used.
+    # pmap wants at least one argument of the towers' own, and jit one that lies on
+    # the strategy's device: the first, not used.
     first = jnp.arange(num_towers)
     return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
 
