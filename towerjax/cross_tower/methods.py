@@ -63,8 +63,9 @@ class CrossTowerMethods(VariableMethods):
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
         Compiled once for each function and structure of arguments, so keep the
-        function: a lambda made anew is compiled anew. Works inside ``jax.jit``,
-        ``jax.grad`` and ``lax.scan``.
+        function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
+        closes over is looked at while it is traced, the first time. Works inside
+        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
