@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from towerjax.analysis import (
+from towerjax.proof.analysis import (
     Analysis,
     Collective,
     Dependence,
@@ -24,8 +24,8 @@ from towerjax.analysis import (
     analyse,
     body_of_shard_map,
 )
-from towerjax.grid import coordinate_of, without_coordinate
-from towerjax.proof import ReplicationError, prove_mirrored
+from towerjax.proof.grid import coordinate_of, without_coordinate
+from towerjax.proof.mirrored import ReplicationError, prove_mirrored
 
 AXIS = "device"
 

@@ -11,13 +11,13 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.analysis import analyse, body_of_shard_map
 from towerjax.collectives import sum_rows_over_towers
 from towerjax.collectives.packed import cut, pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.cross_tower.travel import _reduced
 from towerjax.executors import jit_on_devices, over_devices, trace_one_tower
 from towerjax.placement import Placement
+from towerjax.proof.analysis import analyse, body_of_shard_map
 from towerjax.types import Layout
 
 R = tj.Reduction

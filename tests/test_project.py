@@ -25,7 +25,9 @@ evaluate_all read_local restored_values run saved_values""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types variables devices grid origin analysis proof processes
+    version types variables devices
+    proof proof.grid proof.origin proof.analysis proof.mirrored
+    processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce sparse merge tower outputs gradient

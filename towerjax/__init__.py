@@ -21,7 +21,7 @@ from towerjax.loop.evaluate import evaluate_all as evaluate_all
 from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.run import run as run
-from towerjax.proof import ReplicationError as ReplicationError
+from towerjax.proof.mirrored import ReplicationError as ReplicationError
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.state import TrainState as TrainState
 from towerjax.step import build_train_step as build_train_step

@@ -54,7 +54,7 @@ def over_devices(
         in_specs=specs[0],
         out_specs=specs[1],
         # True would sum gradients over towers by itself, and refuses plain user
-        # code; what it proved, analysis.py proves.
+        # code; what it proved, towerjax.proof proves.
         check_vma=False,
     )
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-from towerjax.analysis import (
-    Analysis,
-    analyse,
-    body_of_shard_map,
-)
 from towerjax.executors import jit_on_devices, over_devices, shapes_of, trace_one_tower
 from towerjax.input.placer import PlacedBatch
 from towerjax.placement import Placement, TowerAxes
 from towerjax.processes import require_same
-from towerjax.proof import prove_mirrored
+from towerjax.proof.analysis import (
+    Analysis,
+    analyse,
+    body_of_shard_map,
+)
+from towerjax.proof.mirrored import prove_mirrored
 from towerjax.shard import explain_change
 from towerjax.types import Layout, PyTree, named_leaves
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from towerjax.analysis import analyse, body_of_shard_map
 from towerjax.cross_tower.one_by_one import call_one_by_one
 from towerjax.executors import over_devices, over_local_towers, trace_one_tower
 from towerjax.merge import is_mergeable, stacked_rows
@@ -21,7 +20,8 @@ from towerjax.placement import (
     TowerAxes,
     place_rows,
 )
-from towerjax.proof import prove_mirrored
+from towerjax.proof.analysis import analyse, body_of_shard_map
+from towerjax.proof.mirrored import prove_mirrored
 from towerjax.tower import Tower, TowerInputs
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.variables import MirroredVar, TowerLocal, is_variable, named

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from towerjax.cross_tower.regroup import is_same, regroup, select_tower
 from towerjax.merge import is_mergeable, stacked_rows
 from towerjax.placement import Placement, place
-from towerjax.proof import ReplicationError
+from towerjax.proof.mirrored import ReplicationError
 from towerjax.reduce import key_data, like_key
 from towerjax.tower import TowerInputs
 from towerjax.types import Layout, PerTower, PyTree

@@ -3,7 +3,7 @@
 The function is traced, not run: we walk its jaxpr and carry a mark along with every
 value that may differ. A value without a mark is MIRRORED. A mark starts at a per-tower
 input or at `axis_index`, and ends at a reduction over the tower axes, or at two that
-together are one: see `towerjax.grid`.
+together are one: see `towerjax.proof.grid`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.grid import (
+from towerjax.proof.grid import (
     Along,
     Coordinate,
     along_axes,
@@ -22,7 +22,7 @@ from towerjax.grid import (
     without_axes,
     without_coordinate,
 )
-from towerjax.origin import Site, line_of
+from towerjax.proof.origin import Site, line_of
 
 _REDUCTIONS = frozenset(
     "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin "

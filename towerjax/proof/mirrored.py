@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from towerjax.analysis import Analysis
+from towerjax.proof.analysis import Analysis
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
 _REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
