@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import towerjax as tj
 from towerjax.proof.analysis import (
     Analysis,
     Collective,
@@ -661,7 +662,7 @@ def test_path_is_relative_to_the_current_directory(monkeypatch, tmp_path, reques
 
 @pytest.mark.parametrize("folder, skipped", [("towerjax", True), ("towerjax2", False)])
 def test_lines_of_towerjax_itself_are_skipped(folder, skipped):
-    package = Path(inspect.getfile(analyse)).parent
+    package = Path(inspect.getfile(tj)).parent
     names = {}
     path = package.with_name(folder) / "helper.py"
     exec(compile("def twice(x): return x + x", path, "exec"), names)

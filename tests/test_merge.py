@@ -529,3 +529,65 @@ def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
         gradients,
         state.params,
     )
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather_joins_along_a_dim(axis, concurrently):
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
+    rows = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
+
+    def tower_fn(tower, x):
+        return tower.all_gather({"x": x}, axis=axis)
+
+    out = strategy.call_for_each_tower(
+        tower_fn, tj.PerTower(rows), run_concurrently=concurrently
+    )
+    np.testing.assert_array_equal(out["x"], np.concatenate(list(rows), axis))
+
+
+def test_a_joined_all_gather_differentiates():
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=2)
+    rows = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+
+    def tower_fn(tower, x):
+        weights = jnp.arange(1.0, 5.0) * (1 + tower.id)
+        return jax.grad(lambda x: (weights * tower.all_gather(x, axis=0)).sum())(x)
+
+    out = strategy.call_for_each_tower(tower_fn, tj.PerTower(rows))
+    # Each row takes part in both towers' sums, with weights w and 2 w.
+    assert out.values.tolist() == [[3.0, 6.0], [9.0, 12.0]]
+
+
+def test_all_gather_names_a_dim_that_is_not_there():
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+    text = r"axis=1 is not a dim of value\['x'\] of shape \(\)."
+    with pytest.raises(ValueError, match=text):
+        strategy.call_for_each_tower(lambda t: t.all_gather({"x": 1.0 * t.id}, axis=1))
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+def test_merge_call_takes_names(concurrently):
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=2)
+
+    def merge_fn(strategy, a, *, b, word):
+        assert word == "word"
+        return sum(strategy.unwrap(a)) + 10 * sum(strategy.unwrap(b))
+
+    def tower_fn(tower):
+        return tower.merge_call(merge_fn, 1 + tower.id, b=3 + tower.id, word="word")
+
+    out = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
+    assert int(out) == 73
+
+
+def test_other_merge_functions_with_names_are_told_apart():
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+
+    def tower_fn(tower):
+        first = lambda strategy, *, v: v  # noqa: E731
+        second = lambda strategy, *, v: v  # noqa: E731
+        return tower.merge_call(first if tower.id == 0 else second, v=tower.id)
+
+    with pytest.raises(tj.ReplicationError, match="towers meet in different merges"):
+        strategy.call_for_each_tower(tower_fn, run_concurrently=False)

@@ -1,5 +1,6 @@
 """How do towers meet? merge_call: one function sees all towers' values side by side."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,17 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
                 f" {num_towers} towers. Stack one value for each tower."
             )
     return jax.tree.map(jnp.asarray, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithNames:
+    """A merge function whose last value is a mapping of the others, by name."""
+
+    func: Callable[..., PyTree]
+
+    def __call__(self, strategy: Any, *values: PyTree) -> PyTree:
+        """The function, with its own names."""
+        return self.func(strategy, *values[:-1], **values[-1])
 
 
 def merge_over_towers(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
-from towerjax.types import PyTree, Reduction
+from towerjax.types import PyTree, Reduction, named_leaves
 
 
 def check_reduction(reduction: Any) -> None:
@@ -180,6 +180,39 @@ def addable(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
+
+
+def check_dim(value: PyTree, axis: int) -> None:
+    """Raise unless every leaf has the dim.
+
+    Args:
+      value: A pytree of arrays.
+      axis: The dim, negative from the end.
+
+    Raises:
+      ValueError: A leaf has no such dim; names it.
+    """
+    for name, x in named_leaves("value", value):
+        if not -jnp.ndim(x) <= axis < jnp.ndim(x):
+            raise ValueError(
+                f"axis={axis} is not a dim of {name} of shape {jnp.shape(x)}."
+            )
+
+
+def join_rows(rows: jax.Array, axis: int) -> jax.Array:
+    """Values that lie side by side, joined along a dim of theirs.
+
+    Args:
+      rows: ``[T, ...]``.
+      axis: A dim of the values, negative from the end.
+
+    Returns:
+      ``[...]`` with ``T`` times the size along ``axis``.
+    """
+    axis %= rows.ndim - 1
+    shape = list(rows.shape[1:])
+    shape[axis] *= rows.shape[0]
+    return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
 def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.merge import merge_over_towers, refuse_in_turn, stacked_rows
+from towerjax.merge import WithNames, merge_over_towers, refuse_in_turn, stacked_rows
 from towerjax.placement import TowerAxes
-from towerjax.reduce import check_addable, gather_over_towers
+from towerjax.reduce import check_addable, check_dim, gather_over_towers, join_rows
 from towerjax.shard import row_weights
 from towerjax.sparse import reduce_stacked_tree, reduce_tree_over_towers
 from towerjax.types import PerTower, PyTree, Reduction
@@ -77,7 +77,9 @@ class Tower:
             )
         return self._axes.names
 
-    def merge_call(self, merge_fn: Callable[..., PyTree], *values: PyTree) -> PyTree:
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
+    ) -> PyTree:
         """What ``merge_fn(strategy, *per_tower_values)`` returns, on each tower.
 
         All towers meet; ``merge_fn`` sees each array of ``values`` as a
@@ -88,6 +90,7 @@ class Tower:
           merge_fn: The function of all towers' values.
           *values: This tower's values, pytrees; leaves that are no arrays are the
             same on all towers and handed on as they are.
+          **named: The same, by name.
 
         Returns:
           The result, the same on every tower but for ``PerTower`` leaves.
@@ -105,6 +108,8 @@ class Tower:
           >>> out.values.tolist()
           [10, 11]
         """
+        if named:
+            merge_fn, values = WithNames(merge_fn), (*values, named)
         if self._meet is not None:
             refuse_in_turn(self._axes, "tower.merge_call")
             return self._meet("tower.merge_call", merge_fn, *values)
@@ -140,22 +145,37 @@ class Tower:
             )
         return reduce_tree_over_towers(reduction, value, self.id, self._axes)
 
-    def all_gather(self, value: PyTree) -> PyTree:
-        """All towers' values side by side.
+    def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
+        """All towers' values side by side, or joined along a dim.
+
+        One compiled program has one shape for all towers; values whose sizes differ
+        along the dim are joined outside, by ``strategy.gather``.
 
         Args:
           value: This tower's value, leaves ``[...]``.
+          axis: Join the towers' values along this dim of them; None gives them a new
+            leading one.
 
         Returns:
-          Leaves ``[T, ...]`` in tower order, the same on each tower.
+          Leaves ``[T, ...]`` in tower order, or with ``T`` times the size along
+          ``axis``; the same on each tower.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet.
+          ValueError: Under ``local="scan"``, where towers never meet; a leaf has no
+            such dim.
         """
         refuse_in_turn(self._axes, "tower.all_gather")
+        if axis is not None:
+            check_dim(value, axis)
+
+        def joined(rows: PyTree) -> PyTree:
+            if axis is None:
+                return rows
+            return jax.tree.map(lambda x: join_rows(x, axis), rows)
+
         if self._meet is not None:
-            return self._meet_stacked("tower.all_gather", value, lambda rows: rows)
-        return gather_over_towers(value, self._axes)
+            return self._meet_stacked("tower.all_gather", value, joined)
+        return joined(gather_over_towers(value, self._axes))
 
     def _meet_stacked(
         self, what: str, value: PyTree, fn: Callable[[list[Any]], list[Any]]

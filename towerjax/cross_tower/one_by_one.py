@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.cross_tower.regroup import is_same, regroup, select_tower
-from towerjax.merge import is_mergeable, stacked_rows
+from towerjax.merge import WithNames, is_mergeable, stacked_rows
 from towerjax.placement import Placement, place
 from towerjax.proof.mirrored import ReplicationError
 from towerjax.reduce import key_data, like_key
@@ -343,6 +343,8 @@ def _code(fn: Any) -> Any:
 
 def _are_one(fn: Any, other: Any) -> bool:
     """Does it make no difference which of the two is called?"""
+    if isinstance(fn, WithNames) and isinstance(other, WithNames):
+        fn, other = fn.func, other.func
     if fn is other:
         return True
     if not isinstance(fn, types.FunctionType) or type(other) is not type(fn):

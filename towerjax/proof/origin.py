@@ -9,7 +9,8 @@ from jax.extend.core import JaxprEqn
 Site: TypeAlias = tuple[JaxprEqn, Any]
 """An equation and the site of the one around it, or None."""
 
-_LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{Path(__file__).parents[1]}/")
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
 
 
 def line_of(site: Site | None) -> str:
