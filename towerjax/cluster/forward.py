@@ -1,7 +1,14 @@
 """How does the output of many processes become lines that say whose they are?"""
 
 import os
+import re
 from typing import IO, TextIO
+
+# What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
+_TRANSPORT = re.compile(
+    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected"
+    rb" peer ranks is : \d+\n"
+)
 
 
 def split_lines(text: bytes) -> tuple[list[bytes], bytes]:
@@ -23,6 +30,8 @@ def split_lines(text: bytes) -> tuple[list[bytes], bytes]:
 
 class LineForwarder:
     """Reads a process' pipe without waiting, and writes complete lines of it.
+
+    All of them but the transport's own "[Gloo] Rank 0 is connected ...".
 
     Attributes:
       source: The pipe, which this object closes at its end.
@@ -49,11 +58,12 @@ class LineForwarder:
         if not chunk:
             lines = [self._rest + b"\n"] if self._rest else []
             self.close()
-        write(self._target, b"".join(self._prefix + line for line in lines))
+        shown = [line for line in lines if not _TRANSPORT.fullmatch(line)]
+        write(self._target, b"".join(self._prefix + line for line in shown))
         return True
 
     def close(self) -> None:
-        """Read no more."""
+        """Read no more. May be called twice."""
         self.is_open = False
         self.source.close()
 

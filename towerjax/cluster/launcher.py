@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -23,6 +23,8 @@ NOT_FOUND = 127
 _ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP"))
 _TELLING = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
 _LOOK_S = 0.05
+# More than a pipe holds: what left its process group may go on writing for ever.
+_MOST_READS = 64
 
 
 def launch(
@@ -37,11 +39,11 @@ def launch(
     """The exit code of a job of several local processes that all run one command.
 
     `initialize` in each of them joins them. Their output comes line by line, with the
-    number of its process in front. When one fails, says which and why, and ends the
-    others: SIGTERM first, SIGKILL after ``grace_s``. SIGINT, SIGTERM and SIGHUP are
-    passed on with the same grace (a second one ends it); SIGUSR1 and SIGUSR2 are
-    passed on. What the processes started themselves ends with them, unless it moved to
-    another process group; all of it ends also when the launcher is killed.
+    number of its process in front; there is no input. When one fails, says which and
+    why, and ends the others: SIGTERM first, SIGKILL after ``grace_s``. SIGINT, SIGTERM
+    and SIGHUP are passed on with the same grace (a second one ends it); SIGUSR1 and
+    SIGUSR2 are passed on. What the processes started themselves ends with them, unless
+    it moved to another process group; all of it ends also when the launcher is killed.
 
     Note: JAX holds SIGTERM back in a process that called `initialize`, so that a job
     can save before it is preempted. Such processes run on until ``grace_s``.
@@ -87,6 +89,8 @@ def launch(
             for worker in workers:
                 worker.end()
                 tell(b"-%d\n" % worker.popen.pid)
+                for pipe in worker.pipes:
+                    pipe.close()
 
 
 def _check(command: Any, processes: Any, devices: Any, grace_s: Any, port: Any) -> None:
@@ -141,6 +145,7 @@ class _Worker:
     popen: subprocess.Popen
     pipes: tuple[LineForwarder, LineForwarder]
     started: float
+    is_over: bool = False
 
     def send(self, number: int) -> None:
         """A signal to the process and to all that it started."""
@@ -148,12 +153,11 @@ class _Worker:
             os.killpg(self.popen.pid, number)
 
     def end(self) -> None:
-        """Leave nothing of it."""
-        if self.popen.poll() is None:
+        """Leave nothing of the group; its number may then become another's."""
+        if not self.is_over:
             self.send(signal.SIGKILL)
             self.popen.wait()
-        for pipe in self.pipes:
-            pipe.close()
+        self.is_over = True
 
 
 def _start(index: int, command: Sequence[str], environ: Mapping[str, str]) -> _Worker:
@@ -207,10 +211,11 @@ class _Job:
 
     def _forward(self, timeout_s: float) -> None:
         self._pipes = [pipe for pipe in self._pipes if pipe.is_open]
-        ready, _, _ = select.select([p.source for p in self._pipes], [], [], timeout_s)
-        for pipe in self._pipes:
-            if pipe.source in ready:
-                pipe.forward()
+        with selectors.PollSelector() as selector:  # which has no limit on numbers
+            for pipe in self._pipes:
+                selector.register(pipe.source, selectors.EVENT_READ, pipe)
+            for ready, _ in selector.select(timeout_s):
+                ready.data.forward()
 
     def _pass_on(self) -> None:
         while self._arrived:
@@ -232,10 +237,11 @@ class _Job:
 
     def _ended(self, worker: _Worker) -> None:
         self._running.remove(worker)
-        worker.send(signal.SIGKILL)  # what it started and left behind
+        worker.end()
         for pipe in worker.pipes:
-            while pipe.forward():
-                pass
+            for _ in range(_MOST_READS):
+                if not pipe.forward():
+                    break
         code = worker.popen.returncode
         if code == 0 or self._code:
             return

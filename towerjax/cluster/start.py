@@ -31,6 +31,24 @@ class _Process:
 _process = _Process()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What `initialize` was told apart from the cluster."""
+
+    heartbeat_timeout_s: int
+    initialization_timeout_s: int
+    shutdown_timeout_s: int
+    collective_timeout_s: int | None
+    exit_on_exception: bool
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not name.endswith("_s") or value is None and name.startswith("coll"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an int of seconds, >= 1.")
+
+
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -70,7 +88,8 @@ def initialize(
       task_id: Its place there, from 0.
       heartbeat_timeout_s: After so long without a sign of life from one process JAX
         ends the others.
-      initialization_timeout_s: How long to wait for the others to come.
+      initialization_timeout_s: How long to wait for the others to come. Then the
+        process says who is missing and ends with code 1: no exception leaves the wait.
       shutdown_timeout_s: How long to wait for the others at the end.
       collective_timeout_s: After so long a collective on CPUs fails whose peer is
         gone; None waits for the heartbeat.
@@ -91,13 +110,13 @@ def initialize(
       >>> initialize()  # doctest: +SKIP
       Cluster(process_id=0, num_processes=1, coordinator=None, how='one process: ...
     """
-    timeouts = {
-        "heartbeat_timeout_s": heartbeat_timeout_s,
-        "initialization_timeout_s": initialization_timeout_s,
-        "shutdown_timeout_s": shutdown_timeout_s,
-        "collective_timeout_s": collective_timeout_s,
-    }
-    _check_timeouts(timeouts)
+    options = _Options(
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        initialization_timeout_s=initialization_timeout_s,
+        shutdown_timeout_s=shutdown_timeout_s,
+        collective_timeout_s=collective_timeout_s,
+        exit_on_exception=exit_on_exception,
+    )
     named = find_cluster(
         os.environ,
         explicit=(coordinator, num_processes, process_id),
@@ -105,13 +124,15 @@ def initialize(
     )
     if _process.cluster is not None:
         return _same(_process.cluster, named)
+    _refuse_late()
     _set_collective_timeout(collective_timeout_s)
-    cluster = _start_detected(timeouts) if named is None else _start(named, timeouts)
-    _process.cluster = cluster
-    if exit_on_exception and cluster.num_processes > 1:
-        _process.excepthook = sys.excepthook
-        sys.excepthook = _exit_at_once(cluster, sys.excepthook)
-    return cluster
+    if named is None:
+        _process.cluster = _start_detected(options)
+    else:
+        _process.cluster = _start(named, options)
+    if _process.cluster.num_processes == 1:
+        _restore_excepthook()
+    return _process.cluster
 
 
 def shutdown() -> None:
@@ -119,23 +140,14 @@ def shutdown() -> None:
 
     Every process ends with this by itself. Call it to know that all came this far.
     """
-    if _process.excepthook is not None:
-        sys.excepthook = _process.excepthook
-    _process.cluster = _process.excepthook = None
+    _restore_excepthook()
+    _process.cluster = None
     jax.distributed.shutdown()
 
 
 def is_chief() -> bool:
     """Whether this is process 0, which writes what is to be written once."""
     return jax.process_index() == 0
-
-
-def _check_timeouts(timeouts: dict[str, Any]) -> None:
-    for name, value in timeouts.items():
-        if value is None and name == "collective_timeout_s":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an int of seconds, >= 1.")
 
 
 def _same(running: Cluster, named: Cluster | None) -> Cluster:
@@ -151,7 +163,7 @@ def _same(running: Cluster, named: Cluster | None) -> Cluster:
 def _set_collective_timeout(timeout_s: int | None) -> None:
     if timeout_s is None:
         return
-    platforms = jax.config.read("jax_platforms") or ""
+    platforms = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
     if platforms.split(",")[0] != "cpu":
         raise ValueError(
             f"collective_timeout_s={timeout_s} is for collectives on CPUs, and JAX's"
@@ -167,43 +179,58 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={timeout_s}".strip()
 
 
-def _start(cluster: Cluster, timeouts: dict[str, Any]) -> Cluster:
+def _refuse_late() -> None:
+    """Raise where JAX can no longer be told of others, before waiting for them."""
+    if jax.distributed.is_initialized():
+        raise RuntimeError(
+            "jax.distributed.initialize() has run already. Call"
+            " tj.cluster.initialize() in its place."
+        )
+    try:
+        # Without a cluster this starts nothing; JAX looks at its own state first.
+        jax.distributed.initialize(cluster_detection_method="deactivate")
+    except ValueError:
+        return
+    except RuntimeError as error:
+        raise RuntimeError(
+            "tj.cluster.initialize() came after the first use of JAX, which then knows"
+            " only this process' devices. Put it at the start of the program, before"
+            " jax.devices(), any array and any strategy; only imports and"
+            " jax.config.update(...) may come before it."
+        ) from error
+
+
+def _start(cluster: Cluster, options: _Options) -> Cluster:
     """Join the cluster that was named."""
     address, me = cluster.coordinator, cluster.process_id
     assert address is not None
-    until = time.monotonic() + timeouts["initialization_timeout_s"]
+    until = time.monotonic() + options.initialization_timeout_s
     who = f"process {me} of {cluster.num_processes}"
-    with _patience(who, _others(cluster), timeouts["initialization_timeout_s"]):
+    with _patience(f"{who}, at {address},", _others(cluster), options):
         if me == 0:
             _check_port(address)
         else:
             _wait_for_coordinator(who, address, until)
-        bind = {"coordinator_bind_address": address} if is_loopback(address) else {}
         _call_jax(
-            timeouts,
+            options,
+            who,
             coordinator_address=address,
             num_processes=cluster.num_processes,
             process_id=me,
             cluster_detection_method="deactivate",
-            **bind,
+            coordinator_bind_address=address if is_loopback(address) else None,
         )
-        counted = (jax.process_count(), jax.process_index())
-    if counted != (cluster.num_processes, me):
-        raise RuntimeError(
-            f"{cluster.how} says that this is {who}; JAX's platform"
-            f" {jax.default_backend()!r} counts {counted[0]} and calls this process"
-            f" {counted[1]}. Does it communicate between processes? On CPUs"
-            " jax_cpu_collectives_implementation must not be 'none'."
-        )
+    # All have come. How long their devices take is not a matter of patience.
+    _check_counts(cluster, jax.process_count(), jax.process_index())
     return cluster
 
 
-def _start_detected(timeouts: dict[str, Any]) -> Cluster:
+def _start_detected(options: _Options) -> Cluster:
     """Join the cluster that JAX detects; one process where it detects none."""
     manager = manager_name(os.environ)
     try:
-        with _patience("this process", manager, timeouts["initialization_timeout_s"]):
-            _call_jax(timeouts)
+        with _patience("this process", f"the others of {manager}", options):
+            _call_jax(options, "this process")
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
             return Cluster(0, 1, None, NONE_NAMED)
@@ -215,29 +242,28 @@ def _start_detected(timeouts: dict[str, Any]) -> Cluster:
     return Cluster(jax.process_index(), jax.process_count(), None, manager)
 
 
-def _call_jax(timeouts: dict[str, Any], **where: Any) -> None:
-    if jax.distributed.is_initialized():
+def _call_jax(options: _Options, who: str, **where: Any) -> None:
+    jax.distributed.initialize(
+        heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+        # Ours comes first: JAX's ends the process with SIGABRT and names nobody.
+        initialization_timeout=options.initialization_timeout_s + 5,
+        shutdown_timeout_seconds=options.shutdown_timeout_s,
+        **where,
+    )
+    if options.exit_on_exception:
+        _process.excepthook = sys.excepthook
+        sys.excepthook = _exit_at_once(who, sys.excepthook)
+
+
+def _check_counts(cluster: Cluster, num_processes: int, process_id: int) -> None:
+    if (num_processes, process_id) != (cluster.num_processes, cluster.process_id):
         raise RuntimeError(
-            "jax.distributed.initialize() has run already. Call"
-            " tj.cluster.initialize() in its place."
+            f"{cluster.how}: this is process {cluster.process_id} of"
+            f" {cluster.num_processes}, but to JAX it is {process_id} of"
+            f" {num_processes}. Its devices do not communicate between processes, or"
+            " in another order: check the platform, or leave the cluster to JAX to"
+            " detect."
         )
-    try:
-        jax.distributed.initialize(
-            heartbeat_timeout_seconds=timeouts["heartbeat_timeout_s"],
-            # Ours comes first: JAX's ends the process with SIGABRT and names nobody.
-            initialization_timeout=timeouts["initialization_timeout_s"] + 5,
-            shutdown_timeout_seconds=timeouts["shutdown_timeout_s"],
-            **where,
-        )
-    except RuntimeError as error:
-        if "must be called before" not in str(error):
-            raise
-        raise RuntimeError(
-            "tj.cluster.initialize() came after the first use of JAX, which then knows"
-            " only this process' devices. Put it at the start of the program, before"
-            " jax.devices(), any array and any strategy; only imports and"
-            " jax.config.update(...) may come before it."
-        ) from error
 
 
 def _check_port(address: str) -> None:
@@ -254,7 +280,7 @@ def _wait_for_coordinator(who: str, address: str, until: float) -> None:
     while (error := someone_listens(address, timeout_s=1)) is not None:
         if time.monotonic() > until - 0.5:
             raise TimeoutError(
-                f"{who}: nobody listens at {address} after"
+                f"{who} found that nobody listens at {address} after"
                 f" {time.monotonic() - began:.0f} s ({error}). Process 0 does once it"
                 " calls tj.cluster.initialize(): does it run, and is the address right?"
             ) from error
@@ -264,13 +290,14 @@ def _wait_for_coordinator(who: str, address: str, until: float) -> None:
 def _others(cluster: Cluster) -> str:
     ids = [str(i) for i in range(cluster.num_processes) if i != cluster.process_id]
     names = ", ".join(ids if len(ids) < 9 else [*ids[:7], "...", ids[-1]])
-    return f"process{'es' * (len(ids) > 1)} {names} at {cluster.coordinator}"
+    return f"process{'es' * (len(ids) > 1)} {names}"
 
 
 @contextlib.contextmanager
-def _patience(who: str, others: str, timeout_s: int) -> Iterator[None]:
+def _patience(who: str, others: str, options: _Options) -> Iterator[None]:
     """Say what is waited for; end the process when it has not come in time."""
     done = threading.Event()
+    timeout_s = options.initialization_timeout_s
     first = min(_PATIENCE_S, timeout_s / 2)
 
     def watch() -> None:
@@ -280,8 +307,8 @@ def _patience(who: str, others: str, timeout_s: int) -> Iterator[None]:
         # What is waited in is C++ that no exception ends.
         if not done.wait(timeout_s - first):
             _say(
-                f"{who} ends: after {timeout_s} s not all of {others} have come. Do"
-                " they run, and call tj.cluster.initialize()?"
+                f"{who} waited {timeout_s} s and ends: {others} did not come, or not"
+                " all of them. Do they run, and call tj.cluster.initialize()?"
             )
             os._exit(1)
 
@@ -297,15 +324,17 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _exit_at_once(cluster: Cluster, previous: Any) -> Any:
+def _restore_excepthook() -> None:
+    if _process.excepthook is not None:
+        sys.excepthook, _process.excepthook = _process.excepthook, None
+
+
+def _exit_at_once(who: str, previous: Any) -> Any:
     """An excepthook that does not wait for the others, which wait for this process."""
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
         try:
-            _say(
-                f"process {cluster.process_id} of {cluster.num_processes} ends with"
-                " this exception:"
-            )
+            _say(f"{who} ends with this exception:")
             previous(kind, error, trace)
             logging.shutdown()
             sys.stdout.flush()

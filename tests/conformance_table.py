@@ -1,0 +1,69 @@
+"""The original's portable cases, and which of our checks runs which.
+
+`conformance/cases.json` holds them: `status` says whether the original's own tests
+assert a case or its code implies it.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+import towerjax as tj
+
+FILE = Path(__file__).parent / "conformance" / "cases.json"
+ALL_CASES = {case["id"]: case for case in json.loads(FILE.read_text())}
+
+
+def prefix_of(id):
+    return id.split(".")[0]
+
+
+class Table:
+    """The cases of some prefixes: each has a check, or a reason to have none."""
+
+    def __init__(self, prefixes, without_meaning):
+        self.prefixes = prefixes.split()
+        self.without_meaning = without_meaning
+        self.cases = {
+            id: case for id, case in ALL_CASES.items() if prefix_of(id) in self.prefixes
+        }
+        self.functions = {}
+
+    def checks(self, *ids):
+        def register(fn):
+            self.functions.update(dict.fromkeys(ids, fn))
+            return fn
+
+        return register
+
+    def runs(self, towers_of):
+        """Each case with a device for each tower, and with one device for all."""
+        both = [(id, one) for id in self.functions for one in (False, True)]
+        return [
+            run for run in both if not (run[1] and towers_of(self.cases[run[0]]) == 1)
+        ]
+
+    def run(self, id, towers_of, one_device):
+        case = self.cases[id]
+        self.functions[id](case, mirrored(towers_of(case), one_device))
+
+    def check_complete(self):
+        """Every case of the file is run or has a reason, and not both."""
+        assert {prefix_of(id) for id in self.cases} == set(self.prefixes)
+        assert self.functions.keys() | self.without_meaning.keys() == self.cases.keys()
+        assert not self.functions.keys() & self.without_meaning.keys()
+
+
+def mirrored(towers, one_device=False):
+    devices = 1 if one_device else towers
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=towers)
+
+
+def assert_equal(actual, case, expected=None):
+    """Within the file's `tol`; else to a few roundings of float32."""
+    expected = case["expected"] if expected is None else expected
+    tol = case.get("tol", 0)
+    np.testing.assert_allclose(
+        actual, expected, rtol=tol or 4 * np.finfo(np.float32).eps, atol=tol
+    )

@@ -1,0 +1,305 @@
+"""Several processes, one job: how they start, speak, fail and end together."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from towerjax.cli import main
+from towerjax.cluster import launch
+from towerjax.cluster.launcher import _Job, _start
+from towerjax.cluster.ports import free_port
+
+ROOT = pathlib.Path(__file__).parent.parent
+PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]
+INDEX = "import os, sys, time, signal; i = os.environ['TOWERJAX_PROCESS_ID'];"
+
+
+def child(program):
+    return [*PYTHON, INDEX + program]
+
+
+def is_alive(pid):
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"  # nobody may have collected it
+
+
+def wait_until(is_so, timeout_s=10.0):
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def launcher(*arguments, **options):
+    """``towerjax launch`` as a process, as it would be started from a shell."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "towerjax", "launch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **options,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def read_pids(process, count):
+    """The numbers that the children print on lines of their own."""
+    found = []
+    while len(found) < count:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        found += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+    return found
+
+
+def test_each_line_says_whose_it_is(capfd):
+    program = "print('out', i); print('err', i, file=sys.stderr); print('x', end='')"
+    assert launch(child(program), processes=3) == 0
+    out, err = capfd.readouterr()
+    expected = [f"[{i}] {line}" for i in range(3) for line in (f"out {i}", "x")]
+    assert sorted(out.splitlines()) == sorted(expected)
+    assert out.endswith("\n")
+    assert sorted(err.splitlines()) == [f"[{i}] err {i}" for i in range(3)]
+
+
+def test_the_transports_connections_are_no_output(capfd):
+    program = child(
+        "print('[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of"
+        " connected peer ranks is : 3'); print('[Gloo] Rank 1 failed')"
+    )
+    assert launch(program, processes=1) == 0
+    assert capfd.readouterr().out == "[0] [Gloo] Rank 1 failed\n"
+
+
+def test_no_line_is_torn_and_none_is_lost(capfd):
+    program = (
+        "\nfor n in range(400):\n"
+        "    for part in (b'<%d ' % n, b'a' * 700, b' \\xff>\\n'): os.write(1, part)"
+    )
+    assert launch(child(program), processes=3) == 0
+    sys.stdout.flush()
+    out = capfd.readouterr().out
+    for i in range(3):
+        lines = [x for x in out.splitlines() if x.startswith(f"[{i}] ")]
+        numbers = [re.fullmatch(rf"\[{i}\] <(\d+) a{{700}} .>", x)[1] for x in lines]
+        assert numbers == [str(n) for n in range(400)]
+
+
+def test_the_first_that_fails_gives_the_code_and_ends_the_others(capfd):
+    program = "\nif i == '1': sys.exit(7)\ntime.sleep(60)"
+    began = time.monotonic()
+    assert launch(child(program), processes=3) == 7
+    assert time.monotonic() - began < 4
+    assert re.fullmatch(
+        r"towerjax launch: process 1 exited with code 7 after \d\.\d s;"
+        r" stopping the other 2\n",
+        capfd.readouterr().err,
+    )
+
+
+def test_a_killed_process_is_named(capfd):
+    program = "\nif i == '0': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    assert launch(child(program), processes=2) == 128 + 9
+    assert re.search(
+        r"process 0 was killed by signal 9 \(SIGKILL\) after \d\.\d s;"
+        r" stopping the other 1\n",
+        capfd.readouterr().err,
+    )
+
+
+def test_the_last_words_come_before_the_news_of_the_end(capfd):
+    program = "print('why', file=sys.stderr, end=''); sys.exit(3)"
+    environ = {**os.environ, "TOWERJAX_PROCESS_ID": "0"}
+    worker = _start(0, child(program), environ)
+    wait_until(lambda: not is_alive(worker.popen.pid))
+    assert _Job([worker], 1, []).run() == 3
+    words, news = capfd.readouterr().err.splitlines()
+    assert words == "[0] why"
+    assert re.fullmatch(r"towerjax launch: process 0 exited with code 3 after .*", news)
+
+
+def test_what_holds_sigterm_back_is_killed_after_the_grace(capfd):
+    program = (
+        "signal.signal(signal.SIGTERM, lambda *_: print('no'));"
+        "print('ready')\nif i == '1': time.sleep(.3); sys.exit(5)\n"
+        "while True: time.sleep(1)"
+    )
+    began = time.monotonic()
+    assert launch(child(program), processes=2, grace_s=0.5) == 5
+    assert 0.8 < time.monotonic() - began < 4
+    out, err = capfd.readouterr()
+    assert "[0] no\n" in out
+    assert "still running: 0; ended with SIGKILL\n" in err
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_a_process_started_ends_with_it(code, capfd):
+    began = time.monotonic()
+    command = ["sh", "-c", f"sleep 60 & echo pid $!; exit {code}"]
+    assert launch(command, processes=2) == code
+    assert time.monotonic() - began < 4
+    pids = re.findall(r"pid (\d+)", capfd.readouterr().out)
+    assert pids and not any(is_alive(pid) for pid in pids)
+
+
+def test_the_environment_says_which_process_it_is(capfd, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    names = (
+        "TOWERJAX_COORDINATOR TOWERJAX_NUM_PROCESSES TOWERJAX_PROCESS_ID"
+        " JAX_NUM_CPU_DEVICES JAX_PLATFORMS PYTHONUNBUFFERED MINE"
+    )
+    program = f"print(*(os.environ[name] for name in {names.split()}))"
+    port = free_port()
+    options = {"devices_per_process": 4, "port": port, "env": {"MINE": "mine"}}
+    assert launch(child(program), processes=2, **options) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        f"[{i}] 127.0.0.1:{port} 2 {i} 4 cpu 1 mine" for i in range(2)
+    ]
+
+
+def test_nothing_of_a_job_stays_behind():
+    def state():
+        handlers = [signal.getsignal(n) for n in (2, 15, 1, 10, 12)]
+        return sorted(os.listdir("/proc/self/fd")), handlers
+
+    before = state()
+    assert launch(child("sys.exit(int(i))"), processes=2) == 1
+    assert state() == before
+
+
+def test_a_program_that_is_not_there_is_code_127(capfd):
+    assert launch(["no-such-program", "x"], processes=2) == 127
+    says = "towerjax launch: there is no program 'no-such-program'; write its path"
+    assert says in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ({"command": "true"}, "command='true' must be a list of a program and its arg"),
+        ({"command": []}, r"command=\[\] must be a list"),
+        ({"processes": 0}, "processes=0 must be an int >= 1"),
+        ({"processes": True}, "processes=True must be an int >= 1"),
+        ({"devices_per_process": 0}, "devices_per_process=0 must be an int >= 1"),
+        ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
+        ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
+        ({"port": 0}, "port=0 must be an int from 1 to 65535"),
+        (
+            {"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
+            "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        launch(**{"command": ["true"], "processes": 1, **arguments})
+
+
+def test_a_port_in_use_is_refused():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port={port} is in use. Choose another"):
+            launch(["true"], processes=1, port=port)
+
+
+def test_the_shell_command_does_what_the_function_does(capfd):
+    job = ["--processes", "2", "--grace-seconds", "1", "--", *child("sys.exit(9)")]
+    assert main(["launch", *job]) == 9
+    assert main(["launch", "--processes", "0", "--", "true"]) == 2
+    assert "towerjax launch: processes=0 must be" in capfd.readouterr().err
+    for arguments, code in ((["launch", "--help"], 0), ([], 2), (["lunch"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+    assert "towerjax launch --processes 2 --devices" in capfd.readouterr().out
+
+
+ASKED = (
+    "\ndef asked(n, _): print('got', n); n == 10 or sys.exit(0)\n"
+    "for n in (1, 2, 10, 15): signal.signal(n, asked)\n"
+    "print('pid', os.getpid())\n"
+    "while True: time.sleep(.05)"
+)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_signals_are_passed_on(number):
+    with launcher("--processes", "2", "--", *child(ASKED)) as process:
+        read_pids(process, 2)
+        process.send_signal(signal.SIGUSR1)
+        lines = {process.stdout.readline() for _ in range(2)}
+        assert lines == {"[0] got 10\n", "[1] got 10\n"}
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert sorted(out.split("\n")) == ["", f"[0] got {number:d}", f"[1] got {number:d}"]
+    assert f"{number.name} passed on to 2 running; SIGKILL follows after 5 s" in err
+    assert process.returncode == 0
+
+
+def test_a_second_signal_does_not_wait():
+    program = "signal.signal(15, signal.SIG_IGN); print('pid', os.getpid());"
+    command = child(program + "time.sleep(60)")
+    with launcher("--processes", "2", "--grace-seconds", "50", "--", *command) as job:
+        pids = read_pids(job, 2)
+        job.send_signal(signal.SIGTERM)
+        assert "passed on" in job.stderr.readline()
+        assert all(is_alive(pid) for pid in pids)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=5) == 128 + 15
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_nobody_outlives_a_launcher_that_is_killed():
+    command = ["sh", "-c", "sleep 300 & echo pid $!; echo pid $$; wait"]
+    with launcher("--processes", "2", "--", *command) as process:
+        pids = read_pids(process, 4)
+        assert all(is_alive(pid) for pid in pids)
+        process.kill()
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+
+
+def test_a_reader_that_leaves_ends_the_job():
+    command = ["sh", "-c", "sleep 300 & echo pid $!; yes"]
+    with launcher("--processes", "2", "--", *command) as process:
+        pids = read_pids(process, 2)
+        process.stdout.close()
+        assert process.wait(timeout=10) == 128 + 13
+        assert process.stderr.read() == ""
+        process.stdout = None
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_the_launcher_names_jax_nowhere():
+    package = ROOT / "towerjax"
+    paths = [package / "cli.py", *(package / "cluster").glob("*.py")]
+    names = {
+        path.stem
+        for path in paths
+        if re.search(r"^ *(import|from) jax", path.read_text(), re.MULTILINE)
+    }
+    assert names == {"start"}
