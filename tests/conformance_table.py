@@ -48,6 +48,14 @@ class Table:
         case = self.cases[id]
         self.functions[id](case, mirrored(towers_of(case), one_device))
 
+    def counts(self, results):
+        """``(prefix, tested, passed, without meaning)`` of what was run."""
+        for prefix in self.prefixes:
+            tested = {id: out for id, out in results.items() if prefix_of(id) == prefix}
+            passed = [id for id, out in tested.items() if set(out) == {"passed"}]
+            without = [id for id in self.without_meaning if prefix_of(id) == prefix]
+            yield prefix, len(tested), len(passed), len(without)
+
     def check_complete(self):
         """Every case of the file is run or has a reason, and not both."""
         assert {prefix_of(id) for id in self.cases} == set(self.prefixes)

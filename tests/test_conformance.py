@@ -1,42 +1,35 @@
-"""What the original's own tests and code promise, with the numbers from its file.
+"""What the original's own tests and code promise, with the numbers from its file."""
 
-`conformance/cases.json` is a copy of the portable cases; every one is either run here
-through the public API or listed in `WITHOUT_MEANING`.
-"""
-
-import json
+import dataclasses
+import itertools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
+from towerjax.collectives.packed import pack_sizes
+from towerjax.sparse import rows_of
 
-FILE = Path(__file__).parent / "conformance" / "cases.json"
-PREFIXES = "lib merge min defun scope default reduce dist tf2".split()
-CASES = {case["id"]: case for case in json.loads(FILE.read_text())}
 WITHOUT_MEANING = {
     "min.optimizer_variables": "names of variables; parameters are a pytree",
     "scope.error.nested_other": "there is no scope that could be nested",
     "scope.op_names": "names of operations; a traced function has none",
     "tf2.zero_batch_bn": "an empty batch is refused: test_empty_batch_is_refused",
 }
-CHECKS = {}
-PASSED = set()
+TABLE = Table(
+    "lib merge min defun scope default reduce dist xops xutils pack tf2",
+    WITHOUT_MEANING,
+)
 ANY = 3  # towers, where a case says "any" or nothing
-TWO = "tf2.all_reduce.nest_doc", "tf2.all_reduce.sum.grad", "defun.per_device"
-
-
-def checks(*ids):
-    def register(fn):
-        CHECKS.update(dict.fromkeys(ids, fn))
-        return fn
-
-    return register
+TWO = (
+    *("tf2.all_reduce.nest_doc", "tf2.all_reduce.sum.grad", "defun.per_device"),
+    *("xops.sparse.mean", "xutils.sum.dense", "xutils.sum.sparse"),
+)
 
 
 def towers_of(case):
@@ -45,34 +38,17 @@ def towers_of(case):
     number = parts[2] if parts[1] == "batchnorm" else parts[-1]
     if number.isdecimal() or case["id"] in TWO:
         return 2 if case["id"] in TWO else int(number)
-    n = case["input"].get("n", ANY)
+    if parts[1] == "collective":
+        workers, devices = number.split("x")
+        return int(workers) * int(devices)
+    n = case["input"].get("n", ANY) if isinstance(case["input"], dict) else ANY
     return n if isinstance(n, int) else ANY
-
-
-def mirrored(towers, one_device=False):
-    devices = 1 if one_device else towers
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=towers)
-
-
-def assert_equal(actual, case, expected=None):
-    """Within the file's `tol`; else to a few roundings of float32."""
-    expected = case["expected"] if expected is None else expected
-    tol = case.get("tol", 0)
-    np.testing.assert_allclose(
-        actual, expected, rtol=tol or 4 * np.finfo(np.float32).eps, atol=tol
-    )
-
-
-def runs():
-    """Each case with a device for each tower, and with one device for all."""
-    both = [(id, one_device) for id in CHECKS for one_device in (False, True)]
-    return [run for run in both if not (run[1] and towers_of(CASES[run[0]]) == 1)]
 
 
 # One strategy and what it does with values.
 
 
-@checks("lib.device_index")
+@TABLE.checks("lib.device_index")
 def check_device_index(case, strategy):
     seen = strategy.call_for_each_tower(
         lambda tower, index: index, strategy.worker_device_index
@@ -80,7 +56,7 @@ def check_device_index(case, strategy):
     assert [int(x) for x in strategy.unwrap(seen)] == list(range(strategy.num_towers))
 
 
-@checks("lib.map_reduce")
+@TABLE.checks("lib.map_reduce")
 def check_map_reduce(case, strategy):
     given = case["input"]
     products = strategy.map(lambda x, y: x * y, given["map_over"], given["y"])
@@ -90,7 +66,7 @@ def check_map_reduce(case, strategy):
     assert int(total) == case["expected"]
 
 
-@checks("default.merge_call")
+@TABLE.checks("default.merge_call")
 def check_default_merge_call(case, strategy):
     # No hidden default strategy: the one that does nothing is written down.
     out = tj.OneDevice("cpu:0").call_for_each_tower(
@@ -99,7 +75,7 @@ def check_default_merge_call(case, strategy):
     assert out == case["expected"]
 
 
-@checks("merge.error.count_mismatch")
+@TABLE.checks("merge.error.count_mismatch")
 def check_count_mismatch(case, strategy):
     def tower_fn(tower):
         def met(v):
@@ -115,7 +91,7 @@ def check_count_mismatch(case, strategy):
     assert re.search(lines + r".*test_conformance.py:", str(error.value))
 
 
-@checks("defun.variable", "defun.nested", "defun.per_device")
+@TABLE.checks("defun.variable", "defun.nested", "defun.per_device")
 def check_compiled_inside(case, strategy):
     factors = case["input"].get("factors", [2.0] * strategy.num_towers)
     outer = jax.jit(lambda x: jax.jit(lambda x: 2.0 * x)(x) + 1.0)
@@ -132,7 +108,7 @@ def check_compiled_inside(case, strategy):
     assert_equal(actual, case, expected)
 
 
-@checks("reduce.plain.mean")
+@TABLE.checks("reduce.plain.mean")
 def check_plain_mean(case, strategy):
     value = case["input"]["value"]
     for reduction in (tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER):
@@ -140,13 +116,13 @@ def check_plain_mean(case, strategy):
         assert strategy.reduce(reduction, value) == case["expected"]
 
 
-@checks("reduce.plain.zero")
+@TABLE.checks("reduce.plain.zero")
 def check_plain_zero(case, strategy):
     for reduction in set(tj.Reduction) - {tj.Reduction.NONE}:
         assert strategy.reduce(reduction, case["input"]["value"]) == case["expected"]
 
 
-@checks("dist.reduce.one_tower_scalar_multi_dest")
+@TABLE.checks("dist.reduce.one_tower_scalar_multi_dest")
 def check_one_tower_to_several(case, strategy):
     given, one = case["input"], mirrored(1)
     names = [f"cpu:{i}" for i in range(given["n_destinations"])]
@@ -156,7 +132,7 @@ def check_one_tower_to_several(case, strategy):
     assert [shard.device for shard in out.addressable_shards] == jax.devices("cpu")[:2]
 
 
-@checks("dist.reduce.to_cpu.2")
+@TABLE.checks("dist.reduce.to_cpu.2")
 def check_reduce_to_cpu(case, strategy):
     ids = strategy.call_for_each_tower(lambda tower: tower.id)
     out = strategy.reduce(tj.Reduction.SUM, ids, destinations="cpu:0")
@@ -164,10 +140,139 @@ def check_reduce_to_cpu(case, strategy):
     assert len(out.addressable_shards) == case["expected"]["n_components"]
 
 
+# Cross-tower ops: how sums travel, and where to.
+
+
+def strategies_with_ops(strategy):
+    """The strategy with our counterpart of each op that the original tests."""
+    every = len(strategy.worker_devices)
+    for ops in [
+        tj.ReduceToOneDevice(),
+        tj.ReduceToOneDevice(strategy.worker_devices[-1]),  # an intermediate device
+        tj.AllReduce(),
+        tj.Packed(num_packs=1),
+        tj.Hierarchical(every // 2 if every % 2 == 0 else every),
+        tj.Packed(num_packs=8),
+        tj.Packed(bytes_per_pack=100, max_group=10),
+    ]:
+        yield dataclasses.replace(strategy, cross_tower_ops=ops)
+
+
+def destination_kinds(strategy, value):
+    """Each kind of destinations, and the devices that it means."""
+    cpus, workers = jax.devices("cpu"), strategy.worker_devices
+    everywhere = strategy.broadcast(value)
+    yield everywhere, set(cpus[: len(workers)])
+    yield strategy.broadcast(value, "cpu:7"), {cpus[7]}
+    yield "cpu:1", {cpus[1]}
+    yield ["cpu:0", "cpu:6"], {cpus[0], cpus[6]}
+
+
+def assert_there(out, devices, case, expected):
+    assert {shard.device for shard in out.addressable_shards} == devices
+    for shard in out.addressable_shards:
+        assert_equal(shard.data, case, expected)
+
+
+@TABLE.checks("xops.reduce.2", "xops.reduce.3", "xops.reduce.4")
+def check_reduce_with_every_op(case, strategy):
+    for one in strategies_with_ops(strategy):
+        for name in ("value1", "value2"):
+            value = tj.PerTower(np.float32(case["input"][name]))
+            for destinations, devices in destination_kinds(one, 0.0):
+                for kind in ("mean", "sum"):
+                    reduction = tj.Reduction[kind.upper()]
+                    out = one.reduce(reduction, value, destinations=destinations)
+                    expected = case["expected"][kind + name[-1]]
+                    assert_there(out, devices, case, expected)
+
+
+@TABLE.checks("xops.batch_reduce.1", "xops.batch_reduce.8")
+def check_batch_reduce(case, strategy):
+    values = [tj.PerTower(np.float32(case["input"][f"value{i}"])) for i in (1, 2)]
+    kinds = list(destination_kinds(strategy, 0.0))
+    for name, expected in case["expected"].items():
+        for pair in itertools.product(kinds, kinds):
+            pairs = [(v, kind[0]) for v, kind in zip(values, pair, strict=True)]
+            out = strategy.batch_reduce(tj.Reduction[name.upper()], pairs)
+            for x, kind, number in zip(out, pair, expected, strict=True):
+                assert_there(x, kind[1], case, number)
+
+
+@TABLE.checks("xops.broadcast")
+def check_broadcast(case, strategy):
+    value = case["input"]["value"]
+    for destinations, devices in destination_kinds(strategy, 0.0):
+        out = strategy.broadcast(value, destinations)
+        assert_there(out, devices, case, case["expected"]["every_destination"])
+
+
+@TABLE.checks("xops.choose.4", "xops.choose.self_links")
+def check_choose(case, strategy):
+    links = case["input"]["links"]
+    choice = tj.choose_cross_tower_ops([f"gpu:{i}" for i in range(len(links))], links)
+    # Packs, whose number the original chooses too, are a matter of the message.
+    of_algorithm = {"nccl": tj.AllReduce(), "hierarchical_copy": tj.Hierarchical(4)}
+    assert choice.ops == of_algorithm[case["expected"]["alg"]]
+
+
+@TABLE.checks("xops.collective.3x1", "xops.collective.3x2")
+def check_collective(case, strategy):
+    devices = len(case["input"]["value1"])
+    groups = devices if len(strategy.worker_devices) > 1 else None
+    one = dataclasses.replace(strategy, cross_tower_ops=tj.Hierarchical(groups))
+    for kind, number in itertools.product(("mean", "sum"), ("1", "2")):
+        rows = case["input"]["value" + number] * 3  # each worker holds the same
+        out = one.reduce(tj.Reduction[kind.upper()], tj.PerTower(np.float32(rows)))
+        assert_equal(out, case, case["expected"][kind + number])
+
+
+@TABLE.checks("xops.sparse.mean")
+def check_sparse_mean(case, strategy):
+    given, expected = case["input"], case["expected"]
+    towers = [
+        tj.IndexedRows(
+            np.float32(given[name]["values"]),
+            np.array(given[name]["indices"]),
+            given["shape"],
+        )
+        for name in ("t0", "t1")
+    ]
+    out = strategy.reduce(tj.Reduction.MEAN, tj.PerTower(tuple(towers)))
+    assert_equal(out.values, case, expected["concat"]["values"])
+    assert out.indices.tolist() == expected["concat"]["indices"]
+    assert_equal(out.to_dense(), case, expected["dense"])
+
+
+@TABLE.checks("xutils.sum.dense", "xutils.sum.sparse")
+def check_sum_of_two(case, strategy):
+    a, b = (np.float32(case["input"][name]) for name in "ab")
+    if case["id"] == "xutils.sum.dense":
+        assert_equal(strategy.reduce(tj.Reduction.SUM, tj.PerTower((a, b))), case)
+        return
+    rows = tj.PerTower((rows_of(a), rows_of(b)))
+    out = strategy.reduce(tj.Reduction.SUM, rows)
+    assert isinstance(out, tj.IndexedRows) == case["expected"]["sparse_type_kept"]
+    assert_equal(out.to_dense(), case, case["expected"]["dense"])
+
+
+@TABLE.checks("pack.concat_split.sizes")
+def check_pack_sizes(case, strategy):
+    sizes = [pack_sizes(**given) for given in case["input"]]
+    assert sizes == case["expected"]
+
+
+@TABLE.checks("pack.error.num_packs")
+def check_pack_error(case, strategy):
+    [text] = case["expected"]["message_has"]
+    with pytest.raises(ValueError, match=text):
+        tj.Packed(**case["input"])
+
+
 # What came with version 2.
 
 
-@checks("tf2.run")
+@TABLE.checks("tf2.run")
 def check_run(case, strategy):
     out1 = strategy.call_for_each_tower(lambda tower: tower.id + 1)
     out2 = strategy.call_for_each_tower(lambda tower, x: {"a": 2 * x, "b": x * x}, out1)
@@ -180,7 +285,7 @@ def check_run(case, strategy):
     assert actual == case["expected"]
 
 
-@checks("tf2.all_reduce.nest_doc")
+@TABLE.checks("tf2.all_reduce.nest_doc")
 def check_all_reduce(case, strategy):
     first, second = case["input"]["replica0"], case["input"]["replica1"]
     nest = tj.PerTower(
@@ -196,7 +301,7 @@ def check_all_reduce(case, strategy):
             assert_equal(outside[key], case, value)
 
 
-@checks("tf2.all_reduce.sum.grad")
+@TABLE.checks("tf2.all_reduce.sum.grad")
 def check_all_reduce_gradient(case, strategy):
     def tower_fn(tower, c):
         return jax.grad(lambda x: tower.reduce(tj.Reduction.SUM, x) * c)(1.5)
@@ -207,7 +312,7 @@ def check_all_reduce_gradient(case, strategy):
     assert_equal(towers, case)
 
 
-@checks("tf2.all_gather.grad")
+@TABLE.checks("tf2.all_gather.grad")
 def check_all_gather_gradient(case, strategy):
     def tower_fn(tower):
         def sum_of_y(x):
@@ -227,20 +332,20 @@ def ragged(num_towers):
     )
 
 
-@checks("tf2.gather.diff1")
+@TABLE.checks("tf2.gather.diff1")
 def check_gather(case, strategy):
     out = strategy.gather(ragged(2), axis=1)
     assert list(out.shape) == case["expected"]["shape"]
     assert (np.asarray(out) == 1).all()
 
 
-@checks("tf2.gather.error_shape")
+@TABLE.checks("tf2.gather.error_shape")
 def check_gather_refuses(case, strategy):
     with pytest.raises(ValueError, match=r"gather along axis 0: tower 1 has shape"):
         strategy.gather(ragged(2), axis=0)
 
 
-@checks("tf2.reduce.axis0.2", "tf2.reduce.axis0.4")
+@TABLE.checks("tf2.reduce.axis0.2", "tf2.reduce.axis0.4")
 def check_reduce_axis(case, strategy):
     n = strategy.num_towers
     value = tj.PerTower(tuple(np.full(t + 1, t, np.float32) for t in range(n)))
@@ -249,7 +354,7 @@ def check_reduce_axis(case, strategy):
         assert_equal(out, case, expected)
 
 
-@checks("tf2.reduce.axis0.same")
+@TABLE.checks("tf2.reduce.axis0.same")
 def check_reduce_axis_same(case, strategy):
     n = strategy.num_towers
     value = tj.PerTower(np.tile(np.float32([1, 2]), (n, 1)))
@@ -272,14 +377,14 @@ def rows_by_tower(strategy, batches, **kwargs):
         yield [rows[ids == t].tolist() for t in range(strategy.num_towers)]
 
 
-@checks("tf2.input.global_partial")
+@TABLE.checks("tf2.input.global_partial")
 def check_partial_batch(case, strategy):
     data = np.arange(14, dtype=np.int32)
     steps = list(rows_by_tower(strategy, [data[:8], data[8:]], remainder="error"))
     assert steps[1] == case["expected"]["step2"]
 
 
-@checks("tf2.input.partial_drop")
+@TABLE.checks("tf2.input.partial_drop")
 def check_dropped_batch(case, strategy):
     # Batches of 4 and a last one of 1, which leaves nothing for two towers.
     data = np.arange(9, dtype=np.int32)
@@ -306,7 +411,7 @@ def train(strategy, loss_fn, params, batch, *, lr, steps, reduction, local=None)
     return states
 
 
-@checks("lib.minimize_loss.2")
+@TABLE.checks("lib.minimize_loss.2")
 def check_minimize_loss(case, strategy):
     given, expected = case["input"], case["expected"]
     states = train(
@@ -324,7 +429,7 @@ def check_minimize_loss(case, strategy):
     np.testing.assert_allclose(factors, expected["factor_per_step"], rtol=1e-4)
 
 
-@checks(
+@TABLE.checks(
     "min.testTrainNetwork.sgd",
     "min.testTrainNetworkByCallForEachTower.sgd",
 )
@@ -343,7 +448,7 @@ def check_train_network(case, strategy):
     assert_equal(errors, case, case["expected"]["errors"])
 
 
-@checks("min.mean_vs_sum.sum.2", "min.mean_vs_sum.mean.4")
+@TABLE.checks("min.mean_vs_sum.sum.2", "min.mean_vs_sum.mean.4")
 def check_mean_vs_sum(case, strategy):
     given, n = case["input"], strategy.num_towers
     total = case["id"] == "min.mean_vs_sum.sum.2"
@@ -364,7 +469,7 @@ def check_mean_vs_sum(case, strategy):
     assert_equal(states[0].params, case, case["expected"]["w1"])
 
 
-@checks("tf2.train.mini")
+@TABLE.checks("tf2.train.mini")
 def check_train_mini(case, strategy):
     [state] = train(
         strategy,
@@ -379,7 +484,7 @@ def check_train_mini(case, strategy):
         assert_equal(state.params[name], case, expected)
 
 
-@checks(*[id for id in CASES if id.startswith("min.batchnorm.")])
+@TABLE.checks(*[id for id in TABLE.cases if id.startswith("min.batchnorm.")])
 def check_batchnorm(case, strategy):
     given, expected, n = case["input"], case["expected"], strategy.num_towers
     momentum = given["momentum"]
@@ -431,7 +536,7 @@ def step_on_local(strategy, update, reductions):
     return step(step.init(np.float32(1), local=local), batch)[0].local
 
 
-@checks("tf2.local.assign_matrix")
+@TABLE.checks("tf2.local.assign_matrix")
 def check_local_assign(case, strategy):
     one = case["expected"]["components"]
     for update in (
@@ -450,7 +555,7 @@ def check_local_assign(case, strategy):
         assert value.tolist() == [one] * strategy.num_towers
 
 
-@checks("tf2.local.read")
+@TABLE.checks("tf2.local.read")
 def check_local_read(case, strategy):
     expected = case["expected"]
     local = step_on_local(strategy, lambda tower, x: x + tower.id, expected)
@@ -461,15 +566,13 @@ def check_local_read(case, strategy):
 # The file and this module.
 
 
-@pytest.mark.parametrize("id, one_device", runs())
+@pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
-    case = CASES[id]
-    CHECKS[id](case, mirrored(towers_of(case), one_device))
-    PASSED.add((id, one_device))
+    TABLE.run(id, towers_of, one_device)
 
 
 def test_empty_batch_is_refused():
-    shape = CASES["tf2.zero_batch_bn"]["input"]["input_shape"]
+    shape = TABLE.cases["tf2.zero_batch_bn"]["input"]["input_shape"]
 
     def loss_fn(w, batch, tower):
         return tj.Weighted.mean(w * batch.mean(axis=(1, 2, 3)), tower.weight)
@@ -480,21 +583,5 @@ def test_empty_batch_is_refused():
         step(state, np.zeros(shape, np.float32))
 
 
-def test_the_file_holds_every_case_of_its_prefixes():
-    assert len(CASES) == 39
-    assert {id.split(".")[0] for id in CASES} == set(PREFIXES)
-
-
-def test_every_case_is_run_or_has_a_reason(capsys):
-    assert CHECKS.keys() | WITHOUT_MEANING.keys() == CASES.keys()
-    assert not CHECKS.keys() & WITHOUT_MEANING.keys()
-    passed = CHECKS.keys() - {id for id, _ in set(runs()) - PASSED}
-    with capsys.disabled():
-        print("\nconformance cases:")
-        for prefix in [*PREFIXES, ""]:
-            ids = {id for id in CASES if not prefix or id.split(".")[0] == prefix}
-            print(
-                f"  {prefix or 'all':<8} tested {len(ids & CHECKS.keys()):2},"
-                f" passed {len(ids & passed):2},"
-                f" without meaning {len(ids & WITHOUT_MEANING.keys())}"
-            )
+def test_every_case_is_run_or_has_a_reason():
+    TABLE.check_complete()

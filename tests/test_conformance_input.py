@@ -12,6 +12,8 @@ TABLE = Table("input step_fn", {})
 
 
 def towers_of(case):
+    if case["id"] == "step_fn.train":  # each of its numbers of towers
+        return max(case["input"]["n"])
     return case["input"].get("n", case["input"].get("workers", 1))
 
 
@@ -65,9 +67,9 @@ def check_step_fn(case, strategy):
     rate = case["input"]["lr"]
     optimizer = optax.sgd(rate)
 
+    all_devices = strategy.worker_devices
     for towers in case["input"]["n"]:
-        devices = strategy.worker_devices[:1]
-        strategy = tj.Mirrored(devices=devices, towers=towers)
+        strategy = tj.Mirrored(devices=all_devices[:towers], towers=towers)
 
         def step(ctx, carry, x, strategy=strategy):
             def tower_fn(tower, params, x):

@@ -261,7 +261,7 @@ def test_destinations(T, D):
         ((), "destinations is empty; name at least one device"),
         (("cpu:1", "CPU:1"), "destinations names cpu:1 more than once"),
         ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
-        (3, "3 is not a device name"),
+        (3, "destinations=3 names no devices. destinations may be a device name"),
     ],
 )
 def test_bad_destinations_are_refused(destinations, text):

@@ -13,7 +13,7 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (3, 3), (4, 2)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 
 
@@ -373,11 +373,23 @@ def other_merge(strategy, v):
     return strategy.reduce(R.MEAN, v)
 
 
+def third_merge(strategy, v):
+    return strategy.reduce(R.SUM, v)
+
+
 @pytest.mark.parametrize(
     "first, second",
     [
         (meets, lambda tower, v: tower.merge_call(other_merge, v)),
         (meets, lambda tower, v: tower.reduce(R.SUM, v)),
+        (
+            lambda tower, v: tower.merge_call(
+                jax.jit(other_merge, static_argnums=0), v
+            ),
+            lambda tower, v: tower.merge_call(
+                jax.jit(third_merge, static_argnums=0), v
+            ),
+        ),
         (
             lambda tower, v: tower.reduce(R.SUM, v),
             lambda tower, v: tower.reduce(R.MEAN, v),
@@ -433,6 +445,15 @@ def test_reductions_of_different_structure_or_shape_are_refused():
         one_by_one(mirrored(2), structures)
     with pytest.raises(ValueError, match=r"shapes \(1,\), \(2,\), which cannot lie"):
         one_by_one(mirrored(2), shapes)
+
+
+@pytest.mark.parametrize("reduction", [R.NONE, "sum", None])
+def test_no_reduction_is_refused(reduction):
+    with pytest.raises(ValueError, match="SUM, MEAN or ONLY_FIRST_TOWER") as error:
+        one_by_one(mirrored(2), lambda tower: tower.reduce(reduction, tower.id))
+    assert error.value.__notes__ == ["In tower 0 of 2, run one by one."]
+    with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
+        one_by_one(mirrored(2), lambda tower: tower.reduce(R.SUM, tower.rng))
 
 
 def test_results_of_different_structure_are_refused():
@@ -502,6 +523,15 @@ def test_what_has_not_a_row_a_tower_is_refused():
             mirrored(2),
             lambda tower: tower.merge_call(lambda strategy: tj.PerTower(np.ones(3))),
         )
+
+
+def test_several_processes_are_refused():
+    strategy = mirrored(2)
+    vars(strategy.placement)["num_processes"] = 4  # what a cluster would say
+    with pytest.raises(
+        ValueError, match="in one process, but the devices are those of 4"
+    ):
+        one_by_one(strategy, lambda tower: 0)
 
 
 @pytest.mark.parametrize("value", [None, 0, "no"])

@@ -16,22 +16,27 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce CrossTowerOps DistributedDataset History InputContext Layout
-Mirrored MirroredVar MultiStepContext NonFiniteError OneDevice PerTower PinnedTree
-Reduction ReplicationError RunSummary Tower TowerLocal TowerOutput TrainState Weighted
-__version__ batches build_eval_step build_predict_step build_train_step cluster
+PUBLIC = """AllReduce CrossTowerOps DistributedDataset Hierarchical History IndexedRows
+InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevice
+OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
+RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
+build_eval_step build_predict_step build_train_step choose_cross_tower_ops cluster
 evaluate_all read_local restored_values run saved_values""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types variables devices analysis proof processes
+    version types variables devices grid origin analysis proof processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
-    placement executors shard reduce merge tower outputs gradient
+    placement executors shard reduce sparse merge tower outputs gradient
     input input.feed input.sources input.placer input.distribute
-    collectives update tower_local state
-    cross_tower cross_tower.values cross_tower.regroup cross_tower.one_by_one
-    cross_tower.assign cross_tower.saving cross_tower.call
+    collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
+    collectives.packed collectives.one_device collectives.hierarchical
+    collectives.choose collectives
+    update tower_local state
+    cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
+    cross_tower.batch cross_tower.regroup cross_tower.one_by_one
+    cross_tower.assign cross_tower.whereabouts cross_tower.saving cross_tower.call
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job
     strategies

@@ -167,11 +167,12 @@ BAD = [
     (dict(executor="vmap"), "executor='vmap' must be one of ('shard_map', 'pmap')."),
     (
         dict(cross_tower_ops="nccl"),
-        "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce() or"
-        " tj.PinnedTree().",
+        "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
+        " tj.PinnedTree(), tj.Packed(...), tj.ReduceToOneDevice(...) or"
+        " tj.Hierarchical(...).",
     ),
     (dict(cross_tower_ops=None), "cross_tower_ops=None is not a cross-tower op"),
-    (dict(cross_tower_ops=tj.PinnedTree), "write tj.AllReduce() or tj.PinnedTree()."),
+    (dict(cross_tower_ops=tj.PinnedTree), "is not a cross-tower op; write tj.AllRed"),
 ]
 
 

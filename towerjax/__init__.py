@@ -3,7 +3,12 @@
 from towerjax import cluster as cluster
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
+from towerjax.collectives import Hierarchical as Hierarchical
+from towerjax.collectives import OpsChoice as OpsChoice
+from towerjax.collectives import Packed as Packed
 from towerjax.collectives import PinnedTree as PinnedTree
+from towerjax.collectives import ReduceToOneDevice as ReduceToOneDevice
+from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_ops
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.cross_tower.saving import restored_values as restored_values
 from towerjax.cross_tower.saving import saved_values as saved_values
@@ -17,6 +22,7 @@ from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.run import run as run
 from towerjax.proof import ReplicationError as ReplicationError
+from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.state import TrainState as TrainState
 from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored

@@ -2,18 +2,27 @@
 
 The function is traced, not run: we walk its jaxpr and carry a mark along with every
 value that may differ. A value without a mark is MIRRORED. A mark starts at a per-tower
-input or at `axis_index`, and ends at a reduction over the tower axes.
+input or at `axis_index`, and ends at a reduction over the tower axes, or at two that
+together are one: see `towerjax.grid`.
 """
 
 import dataclasses
 import functools
 import math
-import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from towerjax.grid import (
+    Along,
+    Coordinate,
+    along_axes,
+    coordinate_of,
+    without_axes,
+    without_coordinate,
+)
+from towerjax.origin import Site, line_of
 
 _REDUCTIONS = frozenset(
     "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin "
@@ -24,9 +33,7 @@ _IDENTITIES = (
     "optimization_barrier pvary pcast pbroadcast preduced vary_unreduced_cast_p "
     "reduced_vary_cast_p device_put copy sharding_constraint"
 ).split()
-_LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{Path(__file__).parent}/")
 _Marks = list["_Mark | None"]
-_Site = tuple[JaxprEqn, Any]  # an equation and the site of the one around it, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,18 +149,18 @@ def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 
 class _Mark(NamedTuple):  # the value may differ along `axes`; made at `site`
-    axes: frozenset[str]
+    axes: Along
     source: str
-    site: _Site | None
+    site: Site | None
     before: Any = None  # the operand's mark
 
 
 class _Context(NamedTuple):  # around the walk: equations, trips, split control
     towers: frozenset[str]
     found: list[tuple[Collective, Hang | None]]
-    outer: _Site | None
+    outer: Site | None
     trips: int | None
-    control: _Site | None
+    control: Site | None
 
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Any = None
@@ -214,24 +221,46 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     axes = context.towers.intersection(_named_axes(eqn))
     _record(eqn, context, bool(axes))
     groups = eqn.params.get("axis_index_groups")
-    if name in _REDUCTIONS and groups is None:
-        left = [m and m._replace(axes=m.axes - axes, site=site, before=m) for m in ins]
-        return [m if m and m.axes else None for m in left]
+    over = _grid_coordinate(eqn, axes) if groups is not None else None
+    if name in _REDUCTIONS and (groups is None or over):
+        return [_reduced(mark, over or axes, site) for mark in ins]
     # Sums over groups of unequal size differ even when their operands are equal.
     even = groups is not None and len({len(group) for group in groups}) == 1
     if (name in _REDUCTIONS and even) or (name == "ppermute" and _is_full(eqn)):
         axes = frozenset()
     # all_to_all, reduce_scatter, ...: a tower gets a part of its own of equal operands.
     own = _Mark(axes, name, site) if axes else None
-    return _compute(eqn, [*ins, own], context)
+    # What depended on one coordinate may come out anywhere on the axis.
+    wide = [m and m._replace(axes=along_axes(m.axes)) for m in ins]
+    return _compute(eqn, [*wide, own], context)
+
+
+def _reduced(
+    mark: _Mark | None, over: frozenset[str] | Coordinate, site: Site
+) -> _Mark | None:
+    if mark is None:
+        return None
+    if isinstance(over, Coordinate):
+        left = without_coordinate(mark.axes, over)
+    else:
+        left = without_axes(mark.axes, over)
+    return mark._replace(axes=left, site=site, before=mark) if left else None
+
+
+def _grid_coordinate(eqn: JaxprEqn, axes: frozenset[str]) -> Coordinate | None:
+    """What the groups run over; None unless they are rows or columns of one axis."""
+    if len(axes) != 1 or len(_named_axes(eqn)) != 1:
+        return None
+    [axis], size = axes, _num_towers(eqn)
+    return coordinate_of(eqn.params["axis_index_groups"], axis, size) if size else None
 
 
 def _record(eqn: JaxprEqn, context: _Context, over_towers: bool) -> None:
-    name, line = eqn.primitive.name, _line((eqn, context.outer))
+    name, line = eqn.primitive.name, line_of((eqn, context.outer))
     avals: list[Any] = [v.aval for v in eqn.invars]
     size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     control = context.control if over_towers else None
-    hang = control and Hang(name, line, control[0].primitive.name, _line(control))
+    hang = control and Hang(name, line, control[0].primitive.name, line_of(control))
     collective = Collective(name, _named_axes(eqn), size, context.trips, line)
     context.found.append((collective, hang))
 
@@ -327,33 +356,22 @@ def _named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def _is_full(eqn: JaxprEqn) -> bool:
     """Whether a ppermute gives every tower a value; the others would get zeros."""
+    return len({target for _, target in eqn.params["perm"]}) == _num_towers(eqn)
+
+
+def _num_towers(eqn: JaxprEqn) -> int:
+    """How many meet over the named axes; 0 where the mesh is not known."""
     aval: Any = eqn.invars[0].aval
     sizes = aval.sharding.mesh.shape
-    size = math.prod(sizes.get(name, math.inf) for name in _named_axes(eqn))
-    return len({target for _, target in eqn.params["perm"]}) == size
+    return math.prod(sizes.get(name, 0) for name in _named_axes(eqn))
 
 
 def _made_at(mark: _Mark | None) -> str:
     """The last line of the user's on the way to the value; ours may have come after."""
     while mark is not None:
-        if line := _line(mark.site):
+        if line := line_of(mark.site):
             return line
         mark = mark.before
-    return ""
-
-
-def _line(site: _Site | None) -> str:
-    """The innermost line of the user's; library code inside jit has no such frame."""
-    while site is not None:
-        eqn, site = site
-        traceback = eqn.source_info.traceback
-        for frame in traceback.frames if traceback is not None else ():
-            path, function = Path(frame.file_name), frame.function_name
-            library = {"site-packages", "dist-packages"}.intersection(path.parts)
-            if not library and not frame.file_name.startswith(_LIBRARY):
-                below = path.is_relative_to(Path.cwd())
-                path = path.relative_to(Path.cwd() if below else path.parent.parent)
-                return f"{path}:{frame.line_num} ({function.split('<locals>.')[-1]})"
     return ""
 
 

@@ -44,6 +44,50 @@ def _canonical_platform(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def canonical_device_names(devices: Any) -> tuple[str, ...]:
+    """The canonical names of several devices of one platform, in their order.
+
+    Args:
+      devices: A tuple or list of names or of ``jax.Device`` objects.
+
+    Returns:
+      The names.
+
+    Raises:
+      ValueError: It is no tuple or list, or empty; a device is named twice; they
+        are of several platforms.
+
+    Example:
+      >>> canonical_device_names(["GPU:1", "cuda:0"])
+      ('gpu:1', 'gpu:0')
+    """
+    if not isinstance(devices, tuple | list):
+        single = isinstance(devices, str | jax.Device)
+        example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
+        raise ValueError(
+            f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
+            f" such as devices={example}."
+        )
+    if not devices:
+        raise ValueError(
+            "devices is empty; name at least one, or leave it out to use all."
+        )
+    names = tuple(canonical_device_name(device) for device in devices)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
+            " several towers on a device write towers=..., not the device twice."
+        )
+    platforms = sorted({name.split(":")[0] for name in names})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"devices are of several platforms, {' and '.join(platforms)}, in {names};"
+            " one program runs on one platform. Name devices of one."
+        )
+    return names
+
+
 def platform_devices(platform: str) -> list[Device]:
     """The devices of a platform; an empty list where JAX has no such platform."""
     try:

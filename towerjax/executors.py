@@ -65,7 +65,10 @@ def _over_devices_by_pmap(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """The legacy path: the same global function by ``jax.pmap``."""
+    """The legacy path: the same global function by ``jax.pmap``.
+
+    Sizes are written out and never -1, which an array without elements would not tell.
+    """
     num_devices = placement.num_devices
 
     def split(layout: Layout, tree: PyTree) -> PyTree:
@@ -74,7 +77,8 @@ def _over_devices_by_pmap(
             return tree
 
         def reshape(x: jax.Array) -> jax.Array:
-            return x.reshape(x.shape[:axis] + (num_devices, -1) + x.shape[axis + 1 :])
+            dims = (num_devices, x.shape[axis] // num_devices)
+            return x.reshape(x.shape[:axis] + dims + x.shape[axis + 1 :])
 
         return jax.tree.map(reshape, tree)
 
@@ -84,7 +88,8 @@ def _over_devices_by_pmap(
             return tree
 
         def reshape(x: jax.Array) -> jax.Array:
-            return x.reshape(x.shape[:axis] + (-1,) + x.shape[axis + 2 :])
+            rows = x.shape[axis] * x.shape[axis + 1]
+            return x.reshape(x.shape[:axis] + (rows,) + x.shape[axis + 2 :])
 
         return jax.tree.map(reshape, tree)
 

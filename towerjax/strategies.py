@@ -7,10 +7,14 @@ from typing import Any, Literal
 
 import jax
 
-from towerjax.collectives import AllReduce, CrossTowerOps
+from towerjax.collectives import AllReduce, ChecksDevices, CrossTowerOps
 from towerjax.cross_tower.job import JobMethods
 from towerjax.cross_tower.methods import CrossTowerMethods
-from towerjax.devices import canonical_device_name, first_of_each_process
+from towerjax.devices import (
+    canonical_device_name,
+    canonical_device_names,
+    first_of_each_process,
+)
 from towerjax.placement import Placement
 from towerjax.types import short_repr
 
@@ -30,13 +34,15 @@ class Mirrored(CrossTowerMethods, JobMethods):
       local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
         ``"scan"`` one after another, which needs the memory of one.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
-      cross_tower_ops: How a reduction travels: `AllReduce` or `PinnedTree`.
+      cross_tower_ops: How a reduction travels: `AllReduce`, `PinnedTree`, `Packed`,
+        `ReduceToOneDevice` or `Hierarchical`; see `choose_cross_tower_ops`.
       prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
         places each when it is asked for.
 
     Raises:
       ValueError: Options that exclude each other, no or duplicate devices, a name
-        that is none, ``towers`` that the devices do not divide.
+        that is none, ``towers`` that the devices do not divide, ``cross_tower_ops``
+        that these devices cannot honour.
 
     Example:
       >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
@@ -56,10 +62,11 @@ class Mirrored(CrossTowerMethods, JobMethods):
         """Check everything that can be known without a device."""
         _check_choices(self)
         if self.devices is not None:
-            object.__setattr__(self, "devices", _canonical_devices(self.devices))
+            object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()
         if devices is not None:
             _check_divides(self.towers, len(devices))
+            _check_ops(self.cross_tower_ops, devices)
 
     def __repr__(self) -> str:
         """Text that can be pasted back."""
@@ -69,6 +76,7 @@ class Mirrored(CrossTowerMethods, JobMethods):
     def placement(self) -> Placement:
         """Where the towers are, by name: the devices need not be on this machine."""
         devices = self._devices()
+        _check_ops(self.cross_tower_ops, devices)
         return Placement(
             devices=devices,
             num_towers=self.towers or len(devices),
@@ -195,42 +203,20 @@ def _check_choices(strategy: Mirrored) -> None:
     ops = strategy.cross_tower_ops
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
-            f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce() or"
-            " tj.PinnedTree()."
+            f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce(),"
+            " tj.PinnedTree(), tj.Packed(...), tj.ReduceToOneDevice(...) or"
+            " tj.Hierarchical(...)."
         )
+
+
+def _check_ops(ops: CrossTowerOps, devices: tuple[str, ...]) -> None:
+    if isinstance(ops, ChecksDevices):
+        ops.check_devices(devices)
 
 
 def _check_number(name: str, number: Any, least: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
         raise ValueError(f"{name}={number!r} must be an int >= {least}.")
-
-
-def _canonical_devices(devices: Any) -> tuple[str, ...]:
-    if not isinstance(devices, tuple | list):
-        single = isinstance(devices, str | jax.Device)
-        example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
-        raise ValueError(
-            f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
-            f" such as devices={example}."
-        )
-    if not devices:
-        raise ValueError(
-            "devices is empty; name at least one, or leave it out to use all."
-        )
-    names = tuple(canonical_device_name(device) for device in devices)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
-            " several towers on a device write towers=..., not the device twice."
-        )
-    platforms = sorted({name.split(":")[0] for name in names})
-    if len(platforms) > 1:
-        raise ValueError(
-            f"devices are of several platforms, {' and '.join(platforms)}, in {names};"
-            " one program runs on one platform. Name devices of one."
-        )
-    return names
 
 
 def _check_divides(towers: int | None, num_devices: int) -> None:

@@ -9,13 +9,9 @@ import jax.numpy as jnp
 
 from towerjax.merge import merge_over_towers, refuse_in_turn, stacked_rows
 from towerjax.placement import TowerAxes
-from towerjax.reduce import (
-    check_addable,
-    gather_over_towers,
-    reduce_over_towers,
-    reduce_stacked,
-)
+from towerjax.reduce import check_addable, gather_over_towers
 from towerjax.shard import row_weights
+from towerjax.sparse import reduce_stacked_tree, reduce_tree_over_towers
 from towerjax.types import PerTower, PyTree, Reduction
 from towerjax.variables import Variable, assigned_in_tower
 
@@ -119,7 +115,8 @@ class Tower:
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
-          value: This tower's value, a pytree of arrays.
+          value: This tower's value, a pytree of arrays and of ``IndexedRows``, whose
+            rows are gathered and never added to each other.
 
         Returns:
           Like ``value``; a MEAN of integers is float32, a SUM of booleans and small
@@ -131,11 +128,17 @@ class Tower:
         refuse_in_turn(self._axes, "tower.reduce")
         if self._meet is not None:
             check_addable(reduction, value)
-            what = f"tower.reduce({reduction!r}, ...)"
+            treedef = jax.tree.structure(value)
+
+            def reduced(rows: list[Any]) -> list[Any]:
+                stacked = jax.tree.unflatten(treedef, rows)
+                out = reduce_stacked_tree(reduction, stacked, self.num_towers)
+                return jax.tree.leaves(out)
+
             return self._meet_stacked(
-                what, value, lambda rows: reduce_stacked(reduction, rows)
+                f"tower.reduce({reduction!r}, ...)", value, reduced
             )
-        return reduce_over_towers(reduction, value, self.id, self._axes)
+        return reduce_tree_over_towers(reduction, value, self.id, self._axes)
 
     def all_gather(self, value: PyTree) -> PyTree:
         """All towers' values side by side.

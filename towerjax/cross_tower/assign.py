@@ -7,14 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
-from towerjax.cross_tower.values import is_per_tower, send
-from towerjax.merge import stacked_rows
+from towerjax.cross_tower.values import is_per_tower
 from towerjax.placement import place
 from towerjax.tower_local import read_local
-from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types import Layout, PyTree, Reduction
 from towerjax.variables import (
     MirroredVar,
     TowerLocal,
@@ -170,7 +168,7 @@ def assigned(
         variable is added to.
     """
     check_variable(variable, f"strategy.{what}")
-    _check_mirrored([value], f"strategy.{what} of {named(variable)}")
+    check_mirrored([value], f"strategy.{what} of {named(variable)}")
     value = plain(value)
     if isinstance(variable, MirroredVar):
         new = fitted(variable, value)
@@ -209,7 +207,16 @@ def check_towers(variable: TowerLocal, strategy: Any) -> None:
             )
 
 
-def _check_mirrored(values: Any, what: str) -> None:
+def check_mirrored(values: PyTree, what: str) -> None:
+    """Raise when a value differs from tower to tower.
+
+    Args:
+      values: A pytree.
+      what: The call, for the error.
+
+    Raises:
+      ValueError: It holds a ``PerTower`` or a tower-local variable.
+    """
     for x in jax.tree.leaves(values, is_leaf=is_per_tower):
         if is_per_tower(x):
             raise ValueError(
@@ -221,12 +228,20 @@ def _check_mirrored(values: Any, what: str) -> None:
 
 def _replaced(variable: Any, value: PyTree) -> Any:
     """The variable with a value that lies as the old one does."""
-    new = jax.tree.map(_like, variable.value, value)
+    new = jax.tree.map(copy_like, variable.value, value)
     return dataclasses.replace(variable, value=new)
 
 
-def _like(old: Any, new: Any) -> jax.Array:
-    """A copy, so that the caller's buffer is not shared."""
+def copy_like(old: Any, new: Any) -> jax.Array:
+    """A copy of ``new`` where ``old`` lies; the caller's buffer is not shared.
+
+    Args:
+      old: Says where, when it is an array with a value.
+      new: An array.
+
+    Returns:
+      The array.
+    """
     if not isinstance(old, jax.Array) or is_traced((old, new)):
         return jnp.asarray(new)
     return jax.device_put(jnp.copy(new), old.sharding)
@@ -257,7 +272,7 @@ def update(
         result does not fit.
     """
     check_variable(variable, "strategy.update")
-    _check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
+    check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
     args, kwargs = plain((args, kwargs))
     if isinstance(variable, MirroredVar):
         return _replaced(
@@ -270,37 +285,6 @@ def update(
         new = plain(fn(own, *args, **kwargs))
         rows.append(fitted(variable, new, copies=True))
     return _replaced(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
-
-
-def update_non_slot(
-    devices: Any,
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> PyTree:
-    """``fn(*args, **kwargs)``, mirrored on the devices.
-
-    Args:
-      devices: Their names.
-      fn: Called once.
-      args: Values that all towers share; a mirrored variable is its value.
-      kwargs: As ``args``.
-
-    Returns:
-      ``fn``'s tree of arrays, a copy on each device.
-
-    Raises:
-      ValueError: No devices, one twice or absent; an argument differs from tower to
-        tower.
-    """
-    _check_mirrored([args, kwargs], "strategy.update_non_slot")
-    if isinstance(devices, tuple | list) and not devices:
-        raise ValueError(
-            "strategy.update_non_slot: devices is empty; name at least one, or pass"
-            " strategy.non_slot_devices()."
-        )
-    args, kwargs = plain((args, kwargs))
-    return send(plain(fn(*args, **kwargs)), devices)
 
 
 def read_var(value: PyTree) -> PyTree:
@@ -322,77 +306,3 @@ def read_var(value: PyTree) -> PyTree:
     return jax.tree.map(
         one, value, is_leaf=lambda x: isinstance(x, MirroredVar | TowerLocal)
     )
-
-
-def placed_like(value: PyTree, new: PyTree, num_towers: int) -> PyTree:
-    """New values where another value lies: mirrored or a copy a tower.
-
-    Args:
-      value: An array, ``PerTower`` or variable; one leaf says where.
-      new: A pytree of arrays; ``PerTower`` where there is one a tower already.
-      num_towers: ``T``.
-
-    Returns:
-      The new tree, as ``PerTower`` where ``value`` holds a value a tower.
-
-    Raises:
-      ValueError: ``value`` holds no array; ``new`` differs from tower to tower and
-        ``value`` does not.
-    """
-    arrays = [x for x in jax.tree.leaves(value) if isinstance(x, jax.Array)]
-    if not arrays:
-        raise ValueError(
-            "colocate_vars_with: the value holds no jax.Array and so lies nowhere. Pass"
-            " a variable, or an array that strategy.create_var placed."
-        )
-    if not is_per_tower(value):
-        _check_mirrored(new, "colocate_vars_with a mirrored value")
-        return jax.tree.map(lambda x: _like(arrays[0], jnp.asarray(x)), plain(new))
-    if is_per_tower(new):
-        rows = new if isinstance(new, PerTower) else PerTower(new.value)
-        rows = stacked_rows(rows, num_towers, "The PerTower value")
-    else:
-        rows = copies(jax.tree.map(jnp.asarray, plain(new)), num_towers)
-    return PerTower(jax.tree.map(lambda x: _like(arrays[0], x), rows))
-
-
-def fetch(
-    value: PyTree, destination: Any, fn: Callable[[PyTree], PyTree] | None
-) -> PyTree:
-    """The value, or ``fn`` of it, on one device.
-
-    Args:
-      value: What all towers share; variables are read.
-      destination: A device or its name.
-      fn: Applied where the value lies, before it is sent; None sends all of it.
-
-    Returns:
-      A tree of arrays.
-
-    Raises:
-      ValueError: The value differs from tower to tower; the device is none.
-    """
-    value = read_var(value)
-    _check_mirrored(value, "strategy.fetch")
-    return send(value if fn is None else fn(value), destination)
-
-
-def group(values: tuple[PyTree, ...]) -> PyTree:
-    """The values, once all of them are computed.
-
-    Args:
-      values: Pytrees.
-
-    Returns:
-      The tuple; a lone value as it is. Inside jit none is used before all are there.
-    """
-    leaves, treedef = jax.tree.flatten(values)
-    which = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    if is_traced(leaves):
-        tied = lax.optimization_barrier([leaves[i] for i in which])
-        for i, x in zip(which, tied, strict=True):
-            leaves[i] = x
-        values = jax.tree.unflatten(treedef, leaves)
-    else:
-        jax.block_until_ready(leaves)
-    return values[0] if len(values) == 1 else values

@@ -154,7 +154,8 @@ class _Call:
         return _Outputs(treedef, constants, kinds, tuple(mirrored))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# The unused argument says on which device a call without others runs.
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _Outputs]:
     """The array outputs of a call and the rest; JAX's own cache knows it again."""
     outputs = call.prove(rows, arrays)
@@ -179,9 +180,10 @@ def call_for_each_tower(
     """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
     Traced, proved and compiled once for each function and structure of arguments:
-    keep the function, since one made anew (a lambda in a loop) is compiled anew.
-    As under ``jax.jit``, what the function closes over or prints is seen while it is
-    traced. Works inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+    keep the function, since one made anew (a lambda in a loop) is compiled anew, and
+    JAX's cache keeps some thousands of them with what they close over. As under
+    ``jax.jit``, that and what the function prints is seen while it is traced. Works
+    inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
     Args:
       strategy: Which towers, where.
@@ -228,13 +230,22 @@ def call_for_each_tower(
     rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in of_kind(_FREE)]
     out, outputs = _run(call, rows, arrays)
+    _bound_flight(placement, out)
     return outputs.tree(out)
+
+
+def _bound_flight(placement: Placement, out: list[Any]) -> None:
+    # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    # devices deadlock, and a loop of calls would have them.
+    if placement.platform == "cpu" and placement.num_devices > 1:
+        jax.block_until_ready([x for x in out if not isinstance(x, Tracer)])
 
 
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
     """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
     rows = [x if _is_rows(x) else PerTower(x) for x in values]
-    # pmap wants at least one argument of the towers' own: the first, not used.
+    # pmap wants at least one argument of the towers' own, and jit one that lies on
+    # the strategy's device: the first, not used.
     first = jnp.arange(num_towers)
     return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.cross_tower import call, values
+from towerjax.cross_tower import batch, call, values
 from towerjax.cross_tower.variable_methods import VariableMethods
 from towerjax.placement import Placement
 from towerjax.types import PerTower, PyTree, Reduction
@@ -63,8 +63,9 @@ class CrossTowerMethods(VariableMethods):
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
         Compiled once for each function and structure of arguments, so keep the
-        function: a lambda made anew is compiled anew. Works inside ``jax.jit``,
-        ``jax.grad`` and ``lax.scan``.
+        function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
+        closes over is looked at while it is traced, the first time. Works inside
+        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
@@ -127,7 +128,8 @@ class CrossTowerMethods(VariableMethods):
           reduction: SUM, MEAN or ONLY_FIRST_TOWER.
           value: A pytree of ``PerTower`` and of values that all towers share.
           axis: Also reduce over this dim of each tower's value.
-          destinations: A device name, or several: where the result shall lie.
+          destinations: Where the result shall lie: a device name, a ``jax.Device``,
+            several of these, or a value, for the devices where that lies.
 
         Returns:
           The tree with one value a leaf.
@@ -135,6 +137,36 @@ class CrossTowerMethods(VariableMethods):
         return values.reduce_values(
             self, reduction, value, axis=axis, destinations=destinations
         )
+
+    def batch_reduce(
+        self, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
+    ) -> list[PyTree]:
+        """One value of each pair's towers' values; all sums travel together.
+
+        See `towerjax.cross_tower.batch.batch_reduce_values`.
+
+        Args:
+          reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+          pairs: ``(value, destinations)`` each, as in ``reduce``.
+
+        Returns:
+          As many values, in the order of the pairs.
+        """
+        return batch.batch_reduce_values(self, reduction, pairs)
+
+    def broadcast(self, value: PyTree, destinations: Any = None) -> PyTree:
+        """A copy of one value on each of several devices.
+
+        See `towerjax.cross_tower.batch.broadcast_value`.
+
+        Args:
+          value: A pytree of arrays or numbers.
+          destinations: Where to; None is all worker devices.
+
+        Returns:
+          The tree of mirrored arrays.
+        """
+        return batch.broadcast_value(self, value, destinations)
 
     def gather(self, value: PerTower, axis: int) -> jax.Array:
         """All towers' values joined along a dim; sizes may differ along it alone.

@@ -51,9 +51,17 @@ def call_one_by_one(
       where shapes differ; a variable as such.
 
     Raises:
-      ValueError: An argument is traced; the towers' results differ in structure.
+      ValueError: An argument is traced; the towers' results differ in structure; the
+        devices are those of several processes.
       ReplicationError: The towers do not meet in the same merges.
     """
+    if strategy.placement.num_processes > 1:
+        raise ValueError(
+            "call_for_each_tower: run_concurrently=False runs all towers in one"
+            " process, but the devices are those of"
+            f" {strategy.placement.num_processes}. Try the function on fewer towers, on"
+            " this process's devices."
+        )
     given = jax.tree.map(_own, (args, kwargs), is_leaf=_is_per_tower)
     if isinstance(jnp.arange(1), Tracer) or _has_tracer(given):
         raise ValueError(
@@ -134,8 +142,8 @@ class _TowerThread:
             raise _Stopped
         if threading.current_thread() is not self._thread:
             raise ValueError(
-                f"{what} at {_users_line()}, outside of its tower: all towers have met"
-                " there already. In a merge function use strategy.reduce,"
+                f"{what} at {_users_line()}, outside of its tower: all towers have"
+                " met there already. In a merge function use strategy.reduce,"
                 " strategy.unwrap and strategy.call_for_each_tower."
             )
         if _has_tracer(values) or isinstance(jnp.arange(1), Tracer):
@@ -152,9 +160,13 @@ class _TowerThread:
     def stop(self) -> None:
         """End the thread where it waits; one that still runs is left to end."""
         self._stopped = True
-        if self.started and self.arrival is not None and not self.finished:
+        if not self.started:
+            return
+        if not self.finished:
+            if self.arrival is None:
+                return  # it runs: the caller was interrupted
             self._go.release()
-            self._thread.join()
+        self._thread.join()
 
 
 class _Rounds:
@@ -324,8 +336,8 @@ def _refusal(text: str, arrivals: Sequence[_Arrival | None]) -> ReplicationError
 
 def _code(fn: Any) -> Any:
     """What tells merge functions apart: their code, whatever they close over."""
-    while hasattr(fn, "func"):
-        fn = fn.func
+    while hasattr(fn, "func") or hasattr(fn, "__wrapped__"):
+        fn = fn.func if hasattr(fn, "func") else fn.__wrapped__
     return getattr(fn, "__code__", type(fn))  # a method passes on its function's
 
 

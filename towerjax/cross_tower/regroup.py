@@ -37,7 +37,7 @@ def select_tower(value: PyTree, tower: int) -> PyTree:
         count = len(rows) if isinstance(rows, tuple | list) else np.shape(rows)[0]
         if not 0 <= tower < count:
             raise ValueError(
-                f"There is no tower {tower} among the {count} of {value!r}. Towers"
+                f"There is no tower {tower} among the values of {count} towers. Towers"
                 f" count from 0 to {count - 1}."
             )
         return rows[tower]

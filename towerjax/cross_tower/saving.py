@@ -148,6 +148,9 @@ def _restored_leaf(strategy: Any, like: Any, old: Any, new: Any) -> Any:
     if rows.dtype == dtype:
         return rows
     cast = rows.astype(dtype)
-    if not is_traced((rows, cast)) and (np.asarray(cast) != np.asarray(rows)).any():
-        raise ValueError(f"gives the towers {rows}, which {dtype} cannot hold")
+    if not is_traced((rows, cast)):
+        parts = np.asarray(rows)
+        lost = parts[np.asarray(cast) != parts]
+        if lost.size:
+            raise ValueError(f"gives a tower {lost[0]}, which {dtype} cannot hold")
     return cast

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.devices import canonical_device_name, find_device
+from towerjax.cross_tower.destinations import destination_names
+from towerjax.cross_tower.travel import reduce_side_by_side
+from towerjax.devices import find_device
 from towerjax.merge import stacked_rows
 from towerjax.placement import Placement, place
-from towerjax.reduce import check_reduction, reduce_stacked
+from towerjax.reduce import check_reduction
+from towerjax.sparse import IndexedRows, is_rows, reduce_rows, reduce_stacked_rows
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
 from towerjax.variables import TowerLocal
 
@@ -79,15 +82,18 @@ def reduce_values(
       reduction: SUM, MEAN or ONLY_FIRST_TOWER.
       value: A pytree of ``PerTower``; a leaf that is the same on all towers is its
         own MEAN and ONLY_FIRST_TOWER, and 0 its own SUM. A ``TowerLocal`` is reduced
-        as asked here, not as it asks itself: for that see ``read_var``.
+        as asked here, not as it asks itself: for that see ``read_var``. A ``PerTower``
+        of ``IndexedRows`` gives ``IndexedRows``.
       axis: Also reduce over this dim of each tower's value, by SUM or MEAN; MEAN
         then divides by the number of elements, and sizes may differ from tower to
         tower.
-      destinations: A device name, or several: where the result shall lie. Inside a
+      destinations: Where the result shall lie, as in ``destination_names``. Inside a
         ``merge_call`` none: every tower gets the result.
 
     Returns:
-      The tree with one value a leaf.
+      The tree with one value a leaf. Sums travel together, by the strategy's
+      ``cross_tower_ops``, and lie on its devices; where JAX is tracing, they are added
+      where they are.
 
     Raises:
       ValueError: ``reduction`` gives no one value; SUM of a value that is the same
@@ -103,28 +109,73 @@ def reduce_values(
         )
 
     def one(x: Any) -> Any:
+        x = _per_tower_rows(x, strategy.num_towers)
         if not is_per_tower(x):
             x = _reduce_mirrored(strategy, reduction, x)
             return x if axis is None else _reduce_with_axis(reduction, [x], axis)
         x = as_per_tower(x)
+        if any(map(is_rows, jax.tree.leaves(x, is_leaf=is_rows))):
+            return _reduce_sparse(strategy, reduction, x.values, axis)
         if axis is not None:
             rows = _rows_of_towers(strategy, x)
             return jax.tree.map(
                 lambda *r, axis=axis: _reduce_with_axis(reduction, r, axis), *rows
             )
-        rows = stacked_rows(x, strategy.num_towers, "The PerTower value")
-        return reduce_stacked(reduction, rows)
+        return PerTower(stacked_rows(x, strategy.num_towers, "The PerTower value"))
 
-    out = jax.tree.map(one, value, is_leaf=is_per_tower)
+    out = jax.tree.map(one, value, is_leaf=lambda x: is_per_tower(x) or is_rows(x))
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
+    stacked = [x.values for x in leaves if is_per_tower(x)]
+    one_value = iter(reduce_side_by_side(strategy, reduction, stacked))
+    leaves = [next(one_value) if is_per_tower(x) else x for x in leaves]
+    out = jax.tree.unflatten(treedef, leaves)
     return out if destinations is None else send(out, destinations)
+
+
+def _per_tower_rows(x: Any, num_towers: int) -> Any:
+    """``IndexedRows`` of ``PerTower`` values or indices as ``PerTower`` of it."""
+    if not is_rows(x) or not (is_per_tower(x.values) or is_per_tower(x.indices)):
+        return x
+
+    def side_by_side(field: Any) -> Any:
+        if is_per_tower(field):
+            return stacked_rows(as_per_tower(field), num_towers, "A field")
+        return jnp.broadcast_to(field, (num_towers, *np.shape(field)))
+
+    values, indices = side_by_side(x.values), side_by_side(x.indices)
+    return PerTower(IndexedRows(values, indices, x.dense_shape))
+
+
+def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) -> Any:
+    num_towers = strategy.num_towers
+    if axis is not None:
+        raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
+    if not isinstance(rows, tuple | list):
+        leaves, treedef = jax.tree.flatten(rows, is_leaf=is_rows)
+        out = [
+            reduce_stacked_rows(reduction, x, num_towers)
+            if is_rows(x)
+            else PerTower(stacked_rows(PerTower(x), num_towers, "The PerTower value"))
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, out)
+    if len(rows) != num_towers:
+        raise ValueError(
+            f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
+            f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
+        )
+    return reduce_rows(reduction, list(rows))
 
 
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
         return value
-    if not isinstance(value, Tracer) and np.ndim(value) == 0 and value == 0:
+    known = not isinstance(value, Tracer) and not is_rows(value)
+    if known and np.ndim(value) == 0 and value == 0:
         return value
-    if np.ndim(value):
+    if is_rows(value):
+        value = "IndexedRows"
+    elif np.ndim(value):
         value = f"an array of shape {np.shape(value)}"
     raise ValueError(
         f"SUM of {value}, which is the same on all {strategy.num_towers} towers:"
@@ -170,7 +221,7 @@ def send(value: PyTree, destinations: Any) -> PyTree:
 
     Args:
       value: A pytree of arrays or numbers.
-      destinations: A device or its name, or a sequence of them.
+      destinations: As in ``destination_names``.
 
     Returns:
       The tree of arrays; one that lies on several devices is one mirrored array.
@@ -179,19 +230,13 @@ def send(value: PyTree, destinations: Any) -> PyTree:
       ValueError: No destinations, one twice, or one that this machine does not
         have; the value is traced.
     """
-    several = isinstance(destinations, tuple | list)
-    names = tuple(destinations) if several else (destinations,)
-    if not names:
-        raise ValueError("destinations is empty; name at least one device.")
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
         raise ValueError(
             f"destinations={destinations!r} inside a tower function or a step: a value"
             " there lies on every device already. Leave destinations out."
         )
-    names = tuple(canonical_device_name(name) for name in names)
+    names = destination_names(destinations)
     for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"destinations names {name} more than once in {names}.")
         find_device(name)
     there = Placement(names, len(names), local="vmap", executor="shard_map")
     return place(value, there, Layout.MIRRORED)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from towerjax.cross_tower import assign, regroup
+from towerjax.cross_tower import assign, regroup, whereabouts
 from towerjax.placement import Placement
 from towerjax.types import PyTree, Reduction
 from towerjax.variables import Variable
@@ -190,7 +190,7 @@ class VariableMethods:
           >>> float(strategy.update_non_slot("cpu:0", lambda x: x * 0.9, 0.5))
           0.44999998807907104
         """
-        return assign.update_non_slot(devices, fn, args, kwargs)
+        return whereabouts.update_non_slot(devices, fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Any = None) -> tuple[str, ...]:
         """The names of the devices for what belongs to no variable: all of them.
@@ -248,6 +248,9 @@ class VariableMethods:
           ``new -> placed``: mirrored on the same devices, or, where ``value`` holds a
           value a tower, ``PerTower``, a copy a tower.
 
+        Raises:
+          ValueError: ``value`` holds no array.
+
         Example:
           >>> import towerjax as tj
           >>> strategy = tj.Mirrored(towers=2)
@@ -256,7 +259,7 @@ class VariableMethods:
           >>> place({"slot": 0.0})["slot"].sharding == v.value.sharding
           True
         """
-        return lambda new: assign.placed_like(value, new, self.placement.num_towers)
+        return whereabouts.placer_like(value, self.placement.num_towers)
 
     def fetch(
         self,
@@ -284,7 +287,7 @@ class VariableMethods:
           >>> float(strategy.fetch(v, fn=lambda x: x[0] + x[1]))
           3.0
         """
-        return assign.fetch(value, destination, fn)
+        return whereabouts.fetch(value, destination, fn)
 
     def group(self, *values: PyTree) -> PyTree:
         """The values, once all of them are computed.
@@ -301,7 +304,7 @@ class VariableMethods:
           >>> tj.Mirrored(towers=2).group(1, "two")
           (1, 'two')
         """
-        return assign.group(values)
+        return whereabouts.group(values)
 
     def initialize(self) -> list[Any]:
         """An empty list: nothing has to be started.

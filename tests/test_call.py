@@ -1,0 +1,343 @@
+"""Towers called inside jit, grad, vmap and scan; traced once; nested in a merge."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import towerjax as tj
+
+R = tj.Reduction
+EPS = np.finfo(np.float32).eps
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
+EXECUTORS = pytest.mark.parametrize(
+    "T, D, executor",
+    [(*layout, "shard_map") for layout in [(1, 1), (2, 2), (3, 1), (4, 2)]]
+    + [(2, 2, "pmap"), (4, 2, "pmap")],
+)
+ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
+EXACT = ROWS.astype(np.float64)
+C = np.array([2.0, -1.0, 0.5, 4.0])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def tower_fn(tower, x, w, c):
+    """A mirrored value and one of the tower's own, by each way to meet."""
+    total = tower.reduce(R.SUM, x**2 * w)
+    merged = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), w * x)
+    gathered = tower.all_gather(x * w)
+    return {"total": total * merged, "own": c * gathered[::-1].sum() * x, "word": "w"}
+
+
+def whole(strategy, x, w):
+    T = strategy.num_towers
+    c = tj.PerTower(np.float32(C[:T]))
+    out = strategy.call_for_each_tower(tower_fn, tj.PerTower(x), w, c)
+    assert out["word"] == "w"
+    return out["total"] + out["own"].values.sum()
+
+
+def oracle(T, w):
+    """The value and its gradients by x and by w, in float64."""
+    x, c = EXACT[:T], C[:T]
+    squares, s = (x**2).sum(), x.sum()
+    value = w**2 * squares * s + w * s * (c * x).sum()
+    of_x = w**2 * (2 * x * s + squares) + w * ((c * x).sum() + s * c)
+    of_w = 2 * w * squares * s + s * (c * x).sum()
+    return value, of_x, of_w
+
+
+@EXECUTORS
+def test_called_inside_transformations(T, D, executor):
+    strategy = mirrored(T, D, executor=executor)
+    f = functools.partial(whole, strategy)
+    x, w = jnp.asarray(ROWS[:T]), jnp.float32(0.7)
+    value, of_x, of_w = oracle(T, 0.7)
+    close = functools.partial(np.testing.assert_allclose, rtol=32 * EPS)
+    close(f(x, w), value)
+    close(jax.jit(f)(x, w), value)
+    for grad in (jax.grad(f, argnums=(0, 1)), jax.jit(jax.grad(f, argnums=(0, 1)))):
+        gradients = grad(x, w)
+        close(gradients[0], of_x, atol=32 * EPS * np.abs(of_x).max())
+        close(gradients[1], of_w)
+    ws = np.float32([0.7, -0.4, 1.2])
+    values = [oracle(T, float(w))[0] for w in ws]
+    close(jax.vmap(f, in_axes=(None, 0))(x, ws), values, atol=1e-6)
+    many = jnp.stack([x, x, x])  # a batch that the devices do not divide
+    close(jax.vmap(f, in_axes=(0, None))(many, w), [value] * 3, atol=1e-6)
+    scanned = lax.scan(lambda total, w: (total + f(x, w), f(x, w)), jnp.float32(0), ws)
+    close(scanned[0], sum(values), atol=1e-5)
+    close(scanned[1], values, atol=1e-6)
+
+
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+@LAYOUTS
+def test_gradients_of_towers_in_turn(T, D, local):
+    strategy = mirrored(T, D, local=local)
+
+    def loss(w):
+        out = strategy.call_for_each_tower(
+            lambda tower, x, w: jnp.sin(w * x), tj.PerTower(ROWS[:T]), w
+        )
+        return strategy.reduce(R.MEAN, out)
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(0.7)
+    np.testing.assert_allclose(value, np.sin(0.7 * EXACT[:T]).mean(), rtol=8 * EPS)
+    expected = (np.cos(0.7 * EXACT[:T]) * EXACT[:T]).mean()
+    np.testing.assert_allclose(gradient, expected, rtol=8 * EPS)
+
+
+@LAYOUTS
+def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
+    strategy, x = mirrored(T, D), tj.PerTower(ROWS[:T])
+
+    def loss(w):
+        def closes_over_w(tower, x):
+            return tower.reduce(R.MEAN, x**2) * w, x * w
+
+        mean, own = strategy.call_for_each_tower(closes_over_w, x)
+        assert isinstance(own, tj.PerTower) and not isinstance(mean, tj.PerTower)
+        return mean + own.values.sum()
+
+    slope = (EXACT[:T] ** 2).mean() + EXACT[:T].sum()
+    for f in (loss, jax.jit(loss)):
+        np.testing.assert_allclose(f(2.0), 2 * slope, rtol=8 * EPS)
+        np.testing.assert_allclose(jax.grad(f)(2.0), slope, rtol=8 * EPS)
+
+
+def test_pmap_refuses_what_it_would_get_wrong():
+    strategy = mirrored(2, 2, executor="pmap")
+
+    def f(w):
+        return strategy.call_for_each_tower(lambda tower: w * tower.id)
+
+    text = (
+        "closes over a value of the jit, grad or scan around it, which executor='pmap'"
+    )
+    for use in (jax.jit(f), jax.grad(lambda w: f(w).values.sum())):
+        with pytest.raises(ValueError, match=text):
+            use(1.0)
+    constants = jnp.float32([4, 5])  # a value of its own is no trap
+    out = strategy.call_for_each_tower(lambda tower: constants * (tower.id + 1))
+    assert out.values.tolist() == [[4, 5], [8, 10]]
+
+    with pytest.raises(ValueError, match="executor='pmap' does not nest. Leave out"):
+        strategy.call_for_each_tower(
+            lambda tower: tower.merge_call(
+                lambda strategy, v: strategy.call_for_each_tower(lambda t, x: x, v),
+                tower.id,
+            )
+        )
+
+
+# Compiled once.
+
+
+@EXECUTORS
+def test_called_again_it_is_not_traced_again(T, D, executor):
+    strategy, traces = mirrored(T, D, executor=executor), []
+
+    def counted(tower, x, w, word, options):
+        traces.append(word)
+        return x * w + tower.id, [word], options["n"]
+
+    for i in range(10):
+        rows = tj.PerTower(ROWS[:T] * (i + 1))
+        again = mirrored(T, D, executor=executor)
+        out = again.call_for_each_tower(
+            counted, rows, np.float32(i), "a", options={"n": 3}
+        )
+        if i == 0:
+            first = len(traces)
+        expected = ROWS[:T] * (i + 1) * i + np.arange(T)
+        np.testing.assert_allclose(out[0].values, expected, rtol=4 * EPS)
+        assert out[1:] == (["a"], 3)
+    assert len(traces) == first <= 2  # to prove it and to compile it
+    strategy.call_for_each_tower(counted, rows, 1.0, "b", options={"n": 3})
+    assert traces[-1] == "b"
+
+
+def test_other_arguments_are_not_taken_for_those_before():
+    strategy, seen = mirrored(2), []
+
+    def tower_fn(tower, value):
+        seen.append(value)
+        return repr(value)
+
+    values = [1, True, 1.0, 0.0, -0.0, "1", 0, False, 1 + 0j, b"1"]
+    for value in values:
+        assert strategy.call_for_each_tower(tower_fn, value) == repr(value)
+    count = len(seen)
+    for value in values:
+        assert strategy.call_for_each_tower(tower_fn, value) == repr(value)
+    assert len(seen) == count
+    changing = {1}  # has no hash: what it holds may be another at the next call
+    assert strategy.call_for_each_tower(tower_fn, changing) == "{1}"
+    changing.add(2)
+    assert strategy.call_for_each_tower(tower_fn, changing) == "{1, 2}"
+
+
+def test_another_shape_dtype_or_structure_is_traced_for_itself():
+    strategy = mirrored(2)
+
+    def tower_fn(tower, x):
+        return jax.tree.map(lambda x: x + tower.id, x)
+
+    for x in (np.float32(1), np.int32(1), np.ones(3), {"a": np.ones(2)}, [np.ones(2)]):
+        out = strategy.call_for_each_tower(tower_fn, x)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(y, np.stack([x, x + 1])),
+            x,
+            jax.tree.map(
+                lambda y: y.values, out, is_leaf=lambda y: isinstance(y, tj.PerTower)
+            ),
+        )
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self, tower):
+        return tower.id
+
+
+def test_a_function_without_hash_is_refused():
+    strategy, fn = mirrored(2), Unhashable()
+    text = (
+        "fn is a Unhashable without a hash, so a compiled call of it could not be kno"
+    )
+    with pytest.raises(ValueError, match=text):
+        strategy.call_for_each_tower(fn)
+    out = strategy.call_for_each_tower(lambda tower: fn(tower))
+    assert out.values.tolist() == [0, 1]
+    assert strategy.call_for_each_tower(fn, run_concurrently=False).values.shape == (2,)
+
+
+def test_unhashable_results_that_are_no_arrays_come_back():
+    value = {1, 2}
+    for _ in range(2):
+        out = mirrored(2).call_for_each_tower(lambda tower: (value, tower.id, [None]))
+        assert out[0] is value and out[2] == [None]
+
+
+def test_results_lie_on_the_strategys_devices():
+    strategy = tj.Mirrored(devices=("cpu:5", "cpu:3"), towers=4)
+    own, same = strategy.call_for_each_tower(lambda tower: (tower.id, jnp.ones(2)))
+    five, three = jax.devices("cpu")[5], jax.devices("cpu")[3]
+    assert own.values.devices() == same.devices() == {five, three}
+    assert {s.device: s.data.tolist() for s in own.values.addressable_shards} == {
+        five: [0, 1],
+        three: [2, 3],
+    }
+    assert same.sharding.is_fully_replicated
+    one = tj.OneDevice("cpu:6")
+    alone = one.call_for_each_tower(lambda tower, x: x + 1, np.ones(2))
+    assert alone.devices() == {jax.devices("cpu")[6]}
+
+
+# Towers called by towers that have met.
+
+
+@LAYOUTS
+def test_towers_are_called_in_a_merge(T, D):
+    def inner(tower, x, scale):
+        return scale * x + tower.reduce(R.SUM, x) * tower.id, tower.reduce(R.MEAN, x)
+
+    def merge_fn(strategy, v):
+        own, mean = strategy.call_for_each_tower(inner, v, 10.0)
+        assert not isinstance(mean, tj.PerTower)
+        return own, mean, strategy.reduce(R.SUM, own)
+
+    def outer(tower, x):
+        def loss(x):
+            own, mean, total = tower.merge_call(merge_fn, x)
+            return own + mean, (own, mean, total)
+
+        gradient, out = jax.grad(loss, has_aux=True)(x)
+        return (*out, gradient)
+
+    x, t = EXACT[:T], np.arange(T)
+    own, mean, total, gradient = mirrored(T, D).call_for_each_tower(
+        outer, tj.PerTower(ROWS[:T])
+    )
+    expected = 10 * x + x.sum() * t
+    close = functools.partial(np.testing.assert_allclose, rtol=16 * EPS)
+    close(own.values, expected, atol=1e-6)
+    close(mean, x.mean())
+    close(total, expected.sum())
+    gradients = gradient.values if isinstance(gradient, tj.PerTower) else [gradient] * T
+    # Of all towers' losses: 10 x_t, the sum in each tower's, and T times the mean.
+    close(gradients, [10 + t.sum() + 1] * T)
+
+
+def test_towers_are_called_in_a_merge_of_a_train_step():
+    """`L_t = w (x_t + mean_j(j + 1) x_j)` summed: the gradient in closed form."""
+    x = ROWS.astype(np.float64)
+
+    def merge_fn(strategy, v):
+        own = strategy.call_for_each_tower(lambda tower, y: y * (tower.id + 1), v)
+        return strategy.reduce(R.MEAN, own)
+
+    def loss_fn(w, batch, tower):
+        mean = tower.merge_call(merge_fn, w * batch.sum())
+        return tj.Weighted((w * batch).sum() + mean, batch.shape[0])
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), mirrored(4, 2))
+    state, _ = step(step.init(np.float32(1)), ROWS)
+    gradient = (x.sum() + 4 * (np.arange(1, 5) * x).mean()) / 4
+    np.testing.assert_allclose(1 - float(state.params), gradient, rtol=8 * EPS)
+
+
+# Across towers, differentiated: what is joined or reduced outside.
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_gather_of_unequal_sizes_is_differentiable(T):
+    sizes = [2, 0, 3][:T]
+    rows = tuple(jnp.full((n, 2), t + 1.0) for t, n in enumerate(sizes))
+    weights = np.arange(2 * sum(sizes), dtype=np.float32).reshape(-1, 2)
+
+    def loss(rows):
+        return (mirrored(T).gather(tj.PerTower(rows), 0) ** 2 * weights).sum()
+
+    gradients = jax.jit(jax.grad(loss))(rows)
+    joined = np.concatenate([np.asarray(row) for row in rows])
+    expected = np.split(2 * joined * weights, np.cumsum(sizes)[:-1])
+    for actual, part in zip(gradients, expected, strict=True):
+        assert actual.tolist() == part.tolist()
+
+
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
+def test_reduce_with_an_axis_is_differentiable(reduction):
+    rows = (jnp.float32([1, 2]), jnp.float32([3]), jnp.float32([4, 5, 6]))
+
+    def loss(rows):
+        return mirrored(3).reduce(reduction, tj.PerTower(rows), axis=0) ** 2
+
+    x = np.arange(1.0, 7.0)
+    total, scale = (x.sum(), 1) if reduction is R.SUM else (x.mean(), 1 / 6)
+    for gradient in jax.grad(loss)(rows):
+        np.testing.assert_allclose(gradient, 2 * total * scale, rtol=8 * EPS)
+
+
+@LAYOUTS
+def test_all_gather_of_vectors_is_differentiable(T, D):
+    """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
+    rng = np.random.default_rng(0)
+    x, c = rng.normal(size=(T, 3)), rng.normal(size=(T, T, 3))
+
+    def tower_fn(tower, x, c):
+        return jax.grad(lambda x: (tower.all_gather(x) ** 2 * c).sum())(x)
+
+    out = mirrored(T, D).call_for_each_tower(
+        tower_fn, tj.PerTower(np.float32(x)), tj.PerTower(np.float32(c))
+    )
+    expected = 2 * x * c.sum(axis=0)
+    np.testing.assert_allclose(out.values, expected, rtol=16 * EPS, atol=16 * EPS)

@@ -1,0 +1,724 @@
+"""Packed, to one device, hierarchical: what they compute, send, refuse; who chooses."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.analysis import analyse, body_of_shard_map
+from towerjax.collectives import sum_rows_over_towers
+from towerjax.collectives.packed import cut, pack_sizes
+from towerjax.collectives.packing import Packing
+from towerjax.cross_tower.travel import _reduced
+from towerjax.executors import jit_on_devices, over_devices, trace_one_tower
+from towerjax.placement import Placement
+from towerjax.types import Layout
+
+R = tj.Reduction
+DTYPES = (np.float32, jnp.bfloat16, np.float16, np.int32, np.complex64)
+SHAPES = ((), (7,), (0, 3), (5, 1, 3), (1,), (41,))
+
+
+def names(count):
+    return tuple(f"cpu:{i}" for i in range(count))
+
+
+def mirrored(towers, devices, ops, **options):
+    return tj.Mirrored(names(devices), towers=towers, cross_tower_ops=ops, **options)
+
+
+def ops_for(devices):
+    """Every kind of op, and every root and group size there can be."""
+    return [
+        tj.AllReduce(),
+        tj.Packed(),
+        tj.Packed(num_packs=3),
+        tj.Packed(num_packs=1000),  # more packs than elements
+        tj.Packed(bytes_per_pack=40),
+        tj.Packed(bytes_per_pack=40, max_group=2),
+        tj.Packed(max_group=1),
+        *[tj.ReduceToOneDevice(name) for name in (None, names(devices)[-1])],
+        *[tj.Hierarchical(n) for n in range(1, devices + 1) if devices % n == 0],
+        tj.Hierarchical(),
+    ]
+
+
+def on_devices(device_fn, values, towers, devices, executor="shard_map"):
+    """``device_fn(rows, axes)`` on every device, its results taken as mirrored."""
+    placement = Placement(names(devices), towers, local="vmap", executor=executor)
+    layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED
+    fn = over_devices(
+        lambda rows: device_fn(rows, placement.axes), placement, layouts, out
+    )
+    return jit_on_devices(fn, placement, layouts, out, donate=False)(values)
+
+
+def tree(towers):
+    """Distinct values on each tower, of all dtypes; shapes in turn."""
+    rng = np.random.default_rng(towers)
+
+    def leaf(dtype, shape):
+        x = 10 * rng.normal(size=(towers, *shape))
+        if dtype is np.complex64:
+            x = x + 10j * rng.normal(size=(towers, *shape))
+        return x.astype(dtype)
+
+    kinds = itertools.product(range(3), range(len(DTYPES)))
+    return [leaf(DTYPES[i], SHAPES[(n + i) % len(SHAPES)]) for n, i in kinds]
+
+
+def assert_is_the_sum(actual, values):
+    """Within n rounding errors of its own dtype, of the sum in float64."""
+    for x, rows in zip(actual, values, strict=True):
+        assert x.dtype == rows.dtype and x.shape == rows.shape[1:]
+        wide = rows.astype(np.complex128)
+        eps = 0.0 if rows.dtype == np.int32 else float(jnp.finfo(rows.dtype).eps)
+        allowed = len(rows) * eps * np.abs(wide).sum(0)
+        error = np.abs(np.asarray(x).astype(np.complex128) - wide.sum(0))
+        assert (error <= allowed).all()
+
+
+GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (5, 1), (5, 5)]
+GRIDS += [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7), (6, 6)]
+
+
+@pytest.mark.parametrize(
+    "towers, devices, executor",
+    [(*grid, "shard_map") for grid in GRIDS] + [(6, 3, "pmap")],
+)
+def test_every_op_is_the_sum_in_float64(towers, devices, executor):
+    values, ops = tree(towers), ops_for(devices)
+
+    def device_fn(rows, axes):
+        return [sum_rows_over_towers(one, rows, axes) for one in ops]
+
+    # The int32 sums of local towers would come back as they are: no smaller dtype.
+    found = on_devices(device_fn, values, towers, devices, executor)
+    for one, sums in zip(ops, found, strict=True):
+        assert_is_the_sum(sums, values)
+        for x in jax.tree.leaves(sums):
+            first, *others = (np.asarray(s.data) for s in x.addressable_shards)
+            assert all(first.tobytes() == o.tobytes() for o in others), one
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5, 8])
+def test_special_values_arrive_bit_for_bit(devices):
+    values = np.ones((devices, 5), np.float32)
+    values[:, 0], values[:, 1] = -0.0, np.inf
+    values[0, 2], values[-1, 3] = np.nan, -np.inf
+    values[0, 4], values[-1, 4] = np.inf, -np.inf
+    roots = [tj.ReduceToOneDevice(name) for name in names(devices)]
+
+    def device_fn(rows, axes):
+        return [one.sum_over_towers(rows[0], axes).tree() for one in roots]
+
+    for sums in on_devices(device_fn, values, devices, devices):
+        for shard in sums.addressable_shards:
+            zero, inf, nan, minus, both = np.asarray(shard.data)
+            assert zero == 0 and np.signbit(zero)
+            assert (inf, minus) == (np.inf, -np.inf)
+            assert np.isnan(nan) and np.isnan(both)
+
+
+def test_a_nan_elsewhere_does_not_reach_a_sum_without_one():
+    values = np.ones((4, 2), np.float32)
+    values[2, 1] = np.nan
+    for one in ops_for(4):
+        sums = on_devices(
+            lambda rows, axes, one=one: one.sum_over_towers(rows[0], axes).tree(),
+            values,
+            4,
+            4,
+        )
+        assert float(sums[0]) == 4 and np.isnan(sums[1])
+
+
+@pytest.mark.parametrize("ops", [*ops_for(6), tj.PinnedTree()], ids=repr)
+def test_sums_are_proved_the_same_on_every_tower(ops):
+    axes = Placement(names(6), 12, local="vmap", executor="shard_map").abstract_axes
+
+    def tower_fn(x):
+        # The second is alone in its dtype, and has no elements.
+        leaves = [x[0], jax.lax.slice_in_dim(x, 0, 0).astype(np.float16)[0:]]
+        leaves = [leaf[None] for leaf in leaves] if ops.needs_every_tower else leaves
+        return ops.sum_over_towers(leaves, axes).tree()
+
+    jaxpr, _ = trace_one_tower(
+        tower_fn, axes, (Layout.PER_TOWER,), Layout.MIRRORED, (np.ones((12, 3)),)
+    )
+    found = analyse(body_of_shard_map(jaxpr), ["x"], axes.names)
+    assert found.outputs == (None, None)
+
+
+# Packs.
+
+
+@pytest.mark.parametrize(
+    "total, num_packs, sizes",
+    [(10, 3, [3, 3, 4]), (3, 8, [0] * 7 + [3]), (0, 2, [0, 0]), (5, 1, [5])],
+)
+def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
+    assert pack_sizes(total, num_packs) == sizes
+    parts = cut(jnp.arange(total), num_packs)
+    assert [x.size for x in parts] == [n for n in sizes if n]  # none is sent empty
+    assert [int(n) for x in parts for n in x] == list(range(total))
+
+
+@pytest.mark.parametrize(
+    "sizes, max_bytes, max_leaves, buffers",
+    [
+        ([1, 2, 3, 4], 12, 9, [0, 0, 1, 2]),  # 12 bytes are 3 float32, not 12
+        ([3, 1, 1, 1], 12, 9, [0, 1, 1, 1]),
+        ([1, 50, 1, 1], 12, 9, [0, 1, 2, 2]),  # the large one alone
+        ([1] * 5, 1e9, 2, [0, 0, 1, 1, 2]),  # never more than max_leaves
+        ([0, 0, 3, 0], 12, 9, [0, 0, 0, 0]),
+    ],
+)
+def test_runs_are_filled_in_order(sizes, max_bytes, max_leaves, buffers):
+    leaves = [jnp.zeros(n) for n in sizes]
+    packing = Packing.plan_runs(leaves, max_bytes, max_leaves)
+    assert [slot.buffer for slot in packing.slots] == buffers
+
+
+def test_runs_are_of_one_dtype():
+    leaves = [jnp.zeros(2, d) for d in ("int32", "float32", "int32", "float32")]
+    packing = Packing.plan_runs(leaves, 100, 100)
+    assert [slot.buffer for slot in packing.slots] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(num_packs=0), "num_packs must be greater than zero, and an int; Packed"),
+        (dict(num_packs=-2), "num_packs must be greater than zero"),
+        (dict(num_packs=True), "got num_packs=True. Leave it out for one pack a dtype"),
+        (dict(bytes_per_pack=0), "bytes_per_pack must be greater than zero"),
+        (dict(bytes_per_pack=1.5), "got bytes_per_pack=1.5"),
+        (dict(max_group=0), "max_group must be greater than zero"),
+        (
+            dict(num_packs=2, bytes_per_pack=8),
+            "got num_packs=2 and bytes_per_pack=8. num_packs cuts all leaves",
+        ),
+        (
+            dict(num_packs=2, bytes_per_pack=8, max_group=3),
+            "num_packs=2 and bytes_per_pack=8 and max_group=3",
+        ),
+    ],
+)
+def test_bad_packs_are_refused(options, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.Packed(**options)
+
+
+def test_ops_are_values_with_a_short_text():
+    assert repr(tj.Packed()) == "Packed()"
+    assert repr(tj.Packed(max_group=3)) == "Packed(max_group=3)"
+    assert tj.ReduceToOneDevice("/device:CPU:1") == tj.ReduceToOneDevice("cpu:1")
+    assert len({tj.Hierarchical(2), tj.Hierarchical(2), tj.Hierarchical()}) == 2
+
+
+# What devices they ask for.
+
+
+@pytest.mark.parametrize(
+    "ops, text",
+    [
+        (
+            tj.ReduceToOneDevice("cpu:7"),
+            "ReduceToOneDevice.device='cpu:7' is not one of the strategy's devices,"
+            " cpu:0, cpu:1, cpu:2, cpu:3. Name one of them, or leave it out",
+        ),
+        (
+            tj.Hierarchical(3),
+            "Hierarchical.group_size=3 does not divide the number of devices, 4, into"
+            " equal groups. Use 1 or 2 or 4, or leave it out",
+        ),
+        (tj.Hierarchical(8), "group_size=8 does not divide"),
+    ],
+)
+def test_devices_that_an_op_cannot_use_are_refused_at_once(ops, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mirrored(8, 4, ops)
+    found_later = tj.Mirrored(cross_tower_ops=dataclasses.replace(ops))
+    if ops != tj.Hierarchical(8) and ops != tj.ReduceToOneDevice("cpu:7"):
+        with pytest.raises(ValueError, match="does not divide the number of devices"):
+            found_later.placement  # noqa: B018
+    axes = Placement(names(4), 8, local="vmap", executor="shard_map").axes
+    with pytest.raises(ValueError, match=re.escape(text[:30])):
+        ops.sum_over_towers([jnp.ones(3)], axes)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "4"])
+def test_a_group_has_a_positive_number_of_devices(size):
+    with pytest.raises(ValueError, match="must be an int > 0, how many devices make"):
+        tj.Hierarchical(size)
+
+
+def test_a_device_is_a_name():
+    with pytest.raises(ValueError, match="'first' is not a device name"):
+        tj.ReduceToOneDevice("first")
+
+
+def test_groups_are_processes_unless_said_otherwise():
+    axes = Placement(names(6), 6, local="vmap", executor="shard_map").axes
+    three = dataclasses.replace(axes, num_processes=3)
+
+    def sizes(ops, axes):
+        def sum_of(rows, _):
+            return ops.sum_over_towers(rows[0], axes).tree()
+
+        text = jax.make_jaxpr(lambda x: on_devices(sum_of, x, 6, 6))(np.ones((6, 4)))
+        return set(re.findall(r"axis_size=(\d)", str(text)))
+
+    assert sizes(tj.Hierarchical(), axes) == {"6"}
+    assert sizes(tj.Hierarchical(), three) == {"2"}
+    assert sizes(tj.Hierarchical(3), three) == {"3"}
+    uneven = dataclasses.replace(axes, num_processes=4)
+    with pytest.raises(ValueError, match="4 processes do not have equally many of the"):
+        tj.Hierarchical().sum_over_towers([jnp.ones(2)], uneven)
+
+
+# What they send, as compiled for eight devices.
+
+COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+
+
+def sent(ops, rows, reduction=R.SUM):
+    """``(collective, its results' shapes, pairs of senders)`` in program order."""
+    strategy = mirrored(8, 8, ops)
+    lowered = _reduced.lower(rows, strategy=strategy, reduction=reduction)
+    found = []
+    for line in lowered.compile().as_text().splitlines():
+        if match := re.search(rf"= (.*?) ({COLLECTIVES})(-start)?\(", line):
+            shapes = re.findall(r"[a-z]+\d+\[[\d,]*\]", match[1])
+            pairs = re.findall(r"{(\d,\d)}", line.split("source_target_pairs=")[-1])
+            permutes = match[2] == "collective-permute"
+            found.append((match[2], shapes, pairs if permutes else []))
+    return found
+
+
+ROWS = [np.ones((8, 50), np.float32), np.ones((8, 53), np.float32)]
+
+
+@pytest.mark.parametrize(
+    "ops, expected",
+    [
+        (tj.AllReduce(), [("all-reduce", ["f32[103]"], [])]),
+        (tj.Packed(), [("all-reduce", ["f32[103]"], [])]),
+        (
+            tj.Packed(num_packs=3),
+            [("all-reduce", ["f32[34]", "f32[34]", "f32[35]"], [])],
+        ),
+        (tj.Packed(num_packs=200), [("all-reduce", ["f32[103]"], [])]),
+        (
+            tj.Packed(bytes_per_pack=211),
+            [("all-reduce", ["f32[50]", "f32[53]"], [])],
+        ),
+        (tj.Packed(bytes_per_pack=412), [("all-reduce", ["f32[103]"], [])]),
+        (tj.Packed(max_group=1), [("all-reduce", ["f32[50]", "f32[53]"], [])]),
+        (
+            tj.ReduceToOneDevice("cpu:6"),
+            [
+                ("collective-permute", ["f32[103]"], ["7,6", "1,0", "3,2", "5,4"]),
+                ("collective-permute", ["f32[103]"], ["0,6", "4,2"]),
+                ("collective-permute", ["f32[103]"], ["2,6"]),
+                ("all-reduce", ["u32[103]"], []),
+            ],
+        ),
+        (
+            tj.Hierarchical(4),  # 103 padded to 104; a quarter goes across
+            [
+                ("reduce-scatter", ["f32[26]"], []),
+                ("all-reduce", ["f32[26]"], []),
+                ("all-gather", ["f32[104]"], []),
+            ],
+        ),
+        (
+            tj.Hierarchical(),  # one process, so nothing goes across
+            [
+                ("reduce-scatter", ["f32[13]"], []),
+                ("all-gather", ["f32[104]"], []),
+            ],
+        ),
+        (tj.Hierarchical(1), [("all-reduce", ["f32[103]"], [])]),
+    ],
+    ids=repr,
+)
+def test_what_an_op_sends(ops, expected):
+    assert sent(ops, ROWS) == expected
+
+
+def test_one_device_sends_nothing():
+    rows = [np.ones((4, 5), np.float32), np.ones((4, 0), np.float32)]
+    for ops in ops_for(1):
+        lowered = _reduced.lower(rows, strategy=mirrored(4, 1, ops), reduction=R.SUM)
+        assert not re.search(COLLECTIVES, lowered.as_text().replace("_", "-"))
+
+
+# Whole steps.
+
+
+def params():
+    rng = np.random.default_rng(3)
+    return {
+        "w": rng.normal(size=(3, 5)).astype(np.float32),
+        "b": np.zeros((), np.float32),
+        "half": rng.normal(size=5).astype(jnp.bfloat16),
+        "nothing": np.zeros((0, 2), np.float32),
+    }
+
+
+def loss_fn(params, batch, tower):
+    out = jnp.tanh(batch["x"] @ params["w"] + params["b"])
+    out = out * params["half"].astype(np.float32)[None] + params["nothing"].sum()
+    count = tj.Weighted(jnp.int32(batch["x"].shape[0]), jnp.int32(1))
+    mean = 0.5 * tower.local + 0.5 * batch["x"].mean()
+    loss = tj.Weighted.mean((out**2).sum(-1), tower.weight)
+    return tj.TowerOutput(loss, {"rows": count}, local=mean)
+
+
+def train(strategy, steps=2):
+    step = tj.build_train_step(loss_fn, optax.sgd(0.25), strategy)
+    state = step.init(params(), local=tj.TowerLocal(np.float32(0), R.SUM))
+    x = np.random.default_rng(4).normal(size=(24, 3)).astype(np.float32)
+    for _ in range(steps):
+        state, metrics = step(state, {"x": x})
+    return state, metrics
+
+
+@pytest.mark.parametrize(
+    "towers, devices, options",
+    [
+        (3, 3, {}),
+        (6, 3, {"executor": "pmap", "local": "scan"}),
+        (8, 4, {}),
+        (4, 1, {"local": "scan"}),
+    ],
+)
+def test_steps_are_those_of_an_all_reduce(towers, devices, options):
+    expected, metrics = train(mirrored(towers, devices, tj.AllReduce(), **options))
+    for ops in [
+        tj.Packed(num_packs=3),
+        tj.ReduceToOneDevice(names(devices)[-1]),
+        tj.Hierarchical(2 if devices == 4 else None),
+    ][: None if devices > 1 else 1]:  # on one device they are the same program
+        state, other = train(mirrored(towers, devices, ops, **options))
+        assert float(other["rows"]) == float(metrics["rows"]) == 24 / towers
+        for name, x in state.params.items():
+            eps = float(jnp.finfo(x.dtype).eps)
+            difference = np.abs(np.float64(x) - np.float64(expected.params[name]))
+            assert (difference <= 8 * eps).all(), (ops, name)  # values are below 4
+        np.testing.assert_allclose(other["loss"], metrics["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("ops", [tj.Packed(), tj.ReduceToOneDevice("cpu:2")])
+@pytest.mark.parametrize("towers, devices", [(3, 3), (6, 3)])
+def test_evaluation_counts_every_tower(ops, towers, devices):
+    def metric_fn(params, batch, tower):
+        return {
+            "id": tj.Weighted(tower.id, 1),
+            "x": tj.Weighted.mean(batch * params, tower.weight),
+        }
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(towers, devices, ops))
+    x = np.arange(12, dtype=np.float32)
+    metrics = evaluate(np.float32(2), x)
+    assert float(metrics["id"].value) == (towers - 1) / 2
+    assert float(metrics["x"].value) == 2 * x.mean()
+
+
+@pytest.mark.parametrize("towers", [3, 5, 7])
+def test_no_tower_of_an_odd_number_is_left_out(towers):
+    value = tj.PerTower(2.0 ** np.arange(towers, dtype=np.float32))
+    for ops in ops_for(towers):
+        total = mirrored(towers, towers, ops).reduce(R.SUM, value)
+        assert float(total) == 2**towers - 1, ops
+
+
+# Outside a step.
+
+
+class Counting:
+    """An all-reduce that notes what it is asked to sum."""
+
+    needs_every_tower = False
+
+    def __init__(self):
+        self.asked = []
+
+    def sum_over_towers(self, tree, axes):
+        self.asked.append([x.shape for x in jax.tree.leaves(tree)])
+        return tj.AllReduce().sum_over_towers(jax.tree.map(jnp.negative, tree), axes)
+
+
+def test_reduce_outside_a_step_travels_by_the_strategys_op():
+    ops = Counting()
+    strategy = mirrored(4, 2, ops)
+    value = {"a": tj.PerTower(np.arange(4)), "b": (0, tj.PerTower(np.ones((4, 3))))}
+    out = strategy.reduce(R.SUM, value)
+    assert (int(out["a"]), out["b"][1].tolist()) == (-6, [-4, -4, -4])
+    assert ops.asked == [[(), (3,)]]  # all at once
+    assert out["a"].sharding.device_set == set(jax.devices()[:2])
+    strategy.reduce(R.SUM, value)
+    assert len(ops.asked) == 1  # compiled once
+    strategy.reduce(R.MEAN, value)
+    assert len(ops.asked) == 2
+    strategy.reduce(R.ONLY_FIRST_TOWER, value)
+    assert len(ops.asked) == 2
+
+
+def test_where_jax_traces_values_are_added_where_they_are():
+    ops = Counting()
+    strategy = mirrored(4, 2, ops)
+    rows = np.arange(4, dtype=np.float32)
+
+    def total(rows):
+        return strategy.reduce(R.SUM, tj.PerTower(rows))
+
+    assert float(jax.jit(total)(rows)) == 6
+    assert jax.grad(lambda x: total(x**2))(jnp.asarray(rows)).tolist() == [0, 2, 4, 6]
+    # Known values, but in a function that is being traced.
+    for known in (rows, jnp.asarray(rows)):
+        assert float(jax.jit(lambda known=known: total(known))()) == 6
+    out = strategy.call_for_each_tower(
+        lambda tower: tower.merge_call(lambda s, v: s.reduce(R.SUM, v), tower.id)
+    )
+    assert int(out) == 6
+    assert ops.asked == []
+
+
+@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.Packed(), tj.PinnedTree()])
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_dtypes_are_the_same_wherever_values_are_added(ops, executor):
+    strategy = mirrored(4, 2, ops, executor=executor)
+    for dtype in (bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16):
+        rows = np.arange(8).reshape(4, 2).astype(dtype)
+        for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER):
+            out = strategy.reduce(reduction, tj.PerTower(rows))
+            inside = jax.jit(
+                lambda x, reduction=reduction: strategy.reduce(reduction, x)
+            )(tj.PerTower(jnp.asarray(rows)))
+            assert out.dtype == inside.dtype
+            np.testing.assert_array_equal(out, inside)
+
+
+def test_bfloat16_is_rounded_once():
+    rows = tj.PerTower(jnp.array([256, 1, 1, 1], jnp.bfloat16))
+    for ops in ops_for(4):
+        total = mirrored(4, 4, ops).reduce(R.SUM, rows)
+        assert total.dtype == jnp.bfloat16
+        assert float(total) == float(jnp.bfloat16(259))  # 256 if added in bfloat16
+
+
+def test_many_reductions_in_a_row_do_not_hang():
+    strategy = mirrored(8, 8, tj.AllReduce())
+    split = strategy.placement.sharding(Layout.PER_TOWER)
+    value = tj.PerTower(jax.device_put(np.ones((8, 100_000), np.float32), split))
+    results = [strategy.reduce(R.SUM, value) for _ in range(100)]
+    # More than 32 under way deadlock before JAX 0.12: none is when reduce returns.
+    assert strategy.reduce(R.MEAN, value).is_ready()
+    assert {float(x[-1]) for x in results} == {8}
+
+
+def test_batch_reduce_is_one_collective_in_order():
+    ops = Counting()
+    strategy = mirrored(4, 4, ops)
+    values = [np.full((4, n), n, np.float32) for n in (3, 1, 2)]
+    pairs = [
+        (tj.PerTower(values[0]), "cpu:5"),
+        (tj.PerTower(values[1]), None),
+        ({"x": tj.PerTower(values[2]), "same": 0}, ["cpu:1", "cpu:6"]),
+    ]
+    first, second, third = strategy.batch_reduce(R.SUM, pairs)
+    assert ops.asked == [[(3,), (1,), (2,)]]
+    assert first.tolist() == [-12] * 3 and first.devices() == {jax.devices()[5]}
+    assert second.tolist() == [-4] and second.devices() == set(jax.devices()[:4])
+    assert third["x"].tolist() == [-8, -8]
+    assert third["x"].devices() == {jax.devices()[1], jax.devices()[6]}
+    [(kind, shapes, _)] = sent(tj.AllReduce(), [np.ones((8, n), "f") for n in (3, 1)])
+    assert (kind, shapes) == ("all-reduce", ["f32[4]"])
+
+
+def test_batch_reduce_of_means_first_towers_and_nothing():
+    strategy = mirrored(4, 2, tj.Packed(num_packs=2))
+    pairs = [(tj.PerTower(np.arange(4) + n), None) for n in (0, 10)]
+    assert [float(x) for x in strategy.batch_reduce(R.MEAN, pairs)] == [1.5, 11.5]
+    first = strategy.batch_reduce(R.ONLY_FIRST_TOWER, tuple(pairs))
+    assert [int(x) for x in first] == [0, 10]
+    assert strategy.batch_reduce(R.SUM, []) == []
+
+
+@pytest.mark.parametrize(
+    "pairs, text",
+    [
+        (tj.PerTower(np.ones(2)), "batch_reduce got a PerTower; give a list of pairs"),
+        ({"a": 1}, "batch_reduce got a dict; give a list"),
+        ([(1.0, None), 2.0], "pair 1 is 2.0; write (value, destinations), or (value,"),
+        ([[1.0, None]], "pair 0 is [1.0, None]; write"),
+        ([(1.0, None, 3)], "pair 0 is a tuple of 3; write (value, destinations)"),
+    ],
+)
+def test_bad_batches_are_refused(pairs, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mirrored(2, 1, tj.AllReduce()).batch_reduce(R.MEAN, pairs)
+
+
+def test_broadcast_is_a_copy_on_each_device():
+    strategy = mirrored(4, 2, tj.AllReduce())
+    given = jnp.float32(1.5)
+    out = strategy.broadcast({"a": given, "b": np.arange(3)})
+    for x, expected in ((out["a"], 1.5), (out["b"], [0, 1, 2])):
+        assert x.is_fully_replicated and len(x.addressable_shards) == 2
+        assert all(
+            np.asarray(s.data).tolist() == expected for s in x.addressable_shards
+        )
+    assert strategy.broadcast(1.0, "cpu:7").devices() == {jax.devices()[7]}
+    inside = strategy.call_for_each_tower(
+        lambda tower: tower.merge_call(
+            lambda s, v: s.broadcast(s.unwrap(v)[1]), tower.id
+        )
+    )
+    assert int(inside) == 1
+    with pytest.raises(
+        ValueError, match="broadcast of a PerTower, which has a value f"
+    ):
+        strategy.broadcast([tj.PerTower(np.ones(4))])
+
+
+def test_destinations_are_where_a_value_lies():
+    strategy = mirrored(4, 2, tj.AllReduce())
+    devices = jax.devices()
+    mean = tj.PerTower(np.float32([1, 2, 3, 6]))
+    there = strategy.broadcast(0.0, ("cpu:6", "cpu:3"))
+    split = jax.device_put(np.ones(4), strategy.placement.sharding(Layout.PER_TOWER))
+    for destinations, expected in [
+        (jax.device_put(1.0, devices[5]), {devices[5]}),
+        (there, {devices[3], devices[6]}),
+        (tj.PerTower(split), set(devices[:2])),
+        (tj.TowerLocal({"a": split, "b": there}, R.SUM), {*devices[:2], devices[3],
+                                                          devices[6]}),
+        (devices[4], {devices[4]}),
+    ]:  # fmt: skip
+        out = strategy.reduce(R.MEAN, mean, destinations=destinations)
+        assert out.devices() == expected
+        assert all(float(s.data) == 3 for s in out.addressable_shards)
+
+
+@pytest.mark.parametrize(
+    "destinations, text",
+    [
+        (3, "destinations=3 names no devices. destinations may be a device name such"),
+        ({"cpu:0"}, "destinations={'cpu:0'} names no devices."),
+        (("cpu:0", 1), "destinations has 1, which is not a device. destinations may"),
+        (np.ones(2), "names no devices. destinations may be a device name such as"),
+        (tj.PerTower(np.ones(2)), "is a PerTower whose ndarray lies on the host, so"),
+        ("somewhere", "'somewhere' is not a device name"),
+        (tj.PerTower(()), "destinations is empty"),
+    ],
+)
+def test_what_names_no_devices_is_refused(destinations, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mirrored(2, 1, tj.AllReduce()).broadcast(1.0, destinations)
+
+
+# Who chooses.
+
+DGX_1 = [[1, 2, 3, 4], [0, 2, 3, 5], [0, 1, 3, 6], [0, 1, 2, 7],
+         [0, 5, 6, 7], [1, 4, 6, 7], [2, 4, 5, 7], [3, 4, 5, 6]]  # fmt: skip
+ALL = [[j for j in range(8) if j != i] for i in range(8)]
+RING = [[(i - 1) % 8, (i + 1) % 8] for i in range(8)]
+PAIRS = [[i ^ 1] for i in range(8)]
+ONE_WAY = [[j for j in range(8) if j > i] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    "links, ops, why",
+    [
+        (DGX_1, tj.Hierarchical(4), "linked to each other inside groups of 4 but not"),
+        (DGX_1[:4], tj.AllReduce(), "All 4 devices are directly linked to each other"),
+        ([[i, *x] for i, x in enumerate(DGX_1)], tj.Hierarchical(4), "groups of 4"),
+        (ALL, tj.AllReduce(), "All 8 devices are directly linked"),
+        (PAIRS, tj.Hierarchical(2), "so only 1/2 of the sums goes across."),
+        (RING, tj.Hierarchical(2), "groups of 2"),  # neighbours are pairs
+        (ONE_WAY, tj.AllReduce(), "make no groups of equal size"),
+        ([[]] * 8, tj.AllReduce(), "make no groups of equal size"),
+        ([[1], [0], [3], [2], []], tj.AllReduce(), "make no groups of equal size"),
+    ],
+)
+def test_links_decide(links, ops, why):
+    choice = tj.choose_cross_tower_ops([f"gpu:{i}" for i in range(len(links))], links)
+    assert choice.ops == ops
+    assert why in choice.reason and "(Not on this machine: gpu:0, " in choice.reason
+    tj.Mirrored([f"gpu:{i}" for i in range(len(links))], cross_tower_ops=choice.ops)
+
+
+def test_without_links_platform_and_processes_decide(monkeypatch):
+    choose = tj.choose_cross_tower_ops
+    assert choose(jax.devices()) == choose(names(8))
+    assert choose(names(8)).ops == tj.AllReduce()
+    assert "8 CPU devices of one process" in choose(names(8)).reason
+    assert choose(["cpu:3"]).reason == "One device: nothing travels."
+    assert choose(["cpu:3"], [[0]]).reason == "One device: nothing travels."
+    absent = choose(["gpu:0", "gpu:1"])
+    assert absent.ops == tj.AllReduce()
+    assert absent.reason.endswith("GPUs. (Not on this machine: gpu:0, gpu:1.)")
+
+    @dataclasses.dataclass
+    class Device:
+        process_index: int
+
+    def owners(*indices):
+        devices = [Device(i) for i in indices]
+        monkeypatch.setattr(
+            "towerjax.collectives.choose.platform_devices", lambda platform: devices
+        )
+        return choose([f"gpu:{i}" for i in range(len(indices))])
+
+    assert owners(0, 0, 1, 1).ops == tj.Hierarchical()
+    assert "2 processes have 2 GPU devices each" in owners(0, 0, 1, 1).reason
+    for indices in ((0, 1, 0, 1), (0, 0, 0, 1), (0, 1), (0, 0, 1, 1, 1)):
+        assert owners(*indices).ops == tj.AllReduce()
+        assert "do not have several neighbouring" in owners(*indices).reason
+    assert "their library knows its links" in owners(0, 0).reason
+
+
+@pytest.mark.parametrize(
+    "devices, links, text",
+    [
+        ([], None, "devices is empty"),
+        (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
+        (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
+        (["gpu:0", "gpu:1"], [[1]], "links has 1 lists, but there are 2 devices."),
+        (["gpu:0", "gpu:1"], [[1], ["gpu:0"]], "links[1] has 'gpu:0'; links are posit"),
+        (["gpu:0", "gpu:1"], [[-1], []], "links[0] has -1; links are positions"),
+    ],
+)
+def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.choose_cross_tower_ops(devices, links)
+
+
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize("towers, devices", [(2, 1), (2, 2), (6, 3)])
+def test_values_without_elements_are_reduced_too(towers, devices, executor):
+    value = tj.PerTower(
+        {
+            "a first": np.zeros((towers, 0), np.float16),
+            "empty": np.zeros((towers, 0, 3), np.float32),
+            "flat": np.zeros((towers, 0), np.float32),
+            "count": np.ones(towers, np.int32),
+        }
+    )
+    for ops in (*ops_for(devices), tj.PinnedTree()):
+        strategy = mirrored(towers, devices, ops, executor=executor)
+        out = strategy.reduce(R.SUM, value)
+        assert (out["empty"].shape, out["flat"].shape) == ((0, 3), (0,))
+        assert int(out["count"]) == towers
+        empty = strategy.reduce(R.MEAN, tj.PerTower(value.values["empty"]))
+        assert empty.shape == (0, 3)

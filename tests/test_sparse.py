@@ -1,0 +1,327 @@
+"""Rows of a large array: how they join over towers, apply, and what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+from towerjax.sparse import rows_of
+
+R = tj.Reduction
+SHAPE = (6, 2)
+GRIDS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def of_tower(t, rows=3):
+    """Tower ``t``'s rows: an index twice, others shared with its neighbours."""
+    rng = np.random.default_rng(t)
+    indices = np.array([t % 6, (t + 1) % 6, t % 6, 5, 0])[:rows]
+    return tj.IndexedRows(rng.normal(size=(rows, 2)).astype(np.float32), indices, SHAPE)
+
+
+def dense(rows):
+    out = np.zeros(SHAPE)
+    for value, index in zip(rows.values, rows.indices, strict=True):
+        out[index] += value
+    return out
+
+
+def assert_joined(out, towers, reduction):
+    """The towers' rows end to end, kept apart, divided for a mean."""
+    share = 1 / len(towers) if reduction is R.MEAN else 1
+    if reduction is R.ONLY_FIRST_TOWER:
+        towers = towers[:1]
+    assert isinstance(out, tj.IndexedRows) and out.dense_shape == SHAPE
+    assert out.indices.tolist() == np.concatenate([x.indices for x in towers]).tolist()
+    values = np.concatenate([np.float64(x.values) for x in towers]) * share
+    np.testing.assert_allclose(out.values, values, rtol=1e-6)
+    total = sum(dense(x) for x in towers) * share
+    np.testing.assert_allclose(out.to_dense(), total, rtol=1e-6, atol=1e-6)
+
+
+REDUCTIONS = pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
+
+
+@REDUCTIONS
+@GRIDS
+def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
+    towers = [of_tower(t) for t in range(T)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *towers)
+    out = mirrored(T, D).reduce(
+        reduction, {"rows": tj.PerTower(stacked), "n": tj.PerTower(np.arange(T))}
+    )
+    assert_joined(out["rows"], towers, reduction)
+    expected = {R.SUM: sum(range(T)), R.MEAN: (T - 1) / 2, R.ONLY_FIRST_TOWER: 0}
+    assert float(out["n"]) == expected[reduction]
+
+
+@REDUCTIONS
+@GRIDS
+def test_towers_may_have_unequally_many_rows(T, D, reduction):
+    towers = [of_tower(t, rows=t + 1) for t in range(T)]
+    out = mirrored(T, D).reduce(reduction, tj.PerTower(tuple(towers)))
+    assert_joined(out, towers, reduction)
+
+
+@REDUCTIONS
+def test_a_dense_tower_among_sparse_ones_has_all_rows(reduction):
+    array = np.arange(12, dtype=np.float32).reshape(SHAPE)
+    towers = [of_tower(0), rows_of(array), of_tower(2, rows=1)]
+    mixed = tj.PerTower((towers[0], array, towers[2]))
+    assert_joined(mirrored(3).reduce(reduction, mixed), towers, reduction)
+
+
+@REDUCTIONS
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@GRIDS
+def test_inside_a_tower_rows_join_too(T, D, executor, reduction):
+    strategy = mirrored(T, D, executor=executor)
+    towers = [of_tower(t) for t in range(T)]
+    values, indices = (np.stack([getattr(x, n) for x in towers]) for n in
+                       ("values", "indices"))  # fmt: skip
+
+    def tower_fn(tower, values, indices):
+        rows = tj.IndexedRows(values, indices, SHAPE)
+        once = tower.reduce(reduction, {"rows": rows, "one": jnp.float32(1)})
+        merged = tower.merge_call(lambda s, x: s.reduce(reduction, x), rows)
+        return once, merged, rows
+
+    once, merged, rows = strategy.call_for_each_tower(
+        tower_fn, tj.PerTower(values), tj.PerTower(indices)
+    )
+    assert float(once["one"]) == (T if reduction is R.SUM else 1)
+    assert_joined(once["rows"], towers, reduction)  # bare: proved the same on all
+    assert_joined(merged, towers, reduction)
+    if T > 1:  # what comes back with PerTower leaves is rows of each tower
+        assert isinstance(rows.values, tj.PerTower)
+        assert_joined(strategy.reduce(reduction, rows), towers, reduction)
+
+
+@REDUCTIONS
+@pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
+def test_rows_join_where_towers_run_one_by_one(T, D, reduction):
+    towers = [of_tower(t) for t in range(T)]
+
+    def tower_fn(tower):
+        own = towers[int(tower.id)]
+        return tower.reduce(reduction, {"rows": own, "id": tower.id})
+
+    strategy = mirrored(T, D)
+    out = strategy.call_for_each_tower(tower_fn, run_concurrently=False)
+    rows = jax.tree.map(
+        lambda x: strategy.unwrap(x)[0],
+        out["rows"],
+        is_leaf=lambda x: isinstance(x, tj.PerTower),
+    )
+    assert_joined(rows, towers, reduction)
+
+
+def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
+    strategy = mirrored(2)
+
+    def tower_fn(tower):
+        values = jnp.full((1, 2), 1.0 + tower.id)
+        return tj.IndexedRows(values, jnp.array([4]), SHAPE)
+
+    rows = strategy.call_for_each_tower(tower_fn)
+    assert isinstance(rows.indices, jax.Array) and rows.indices.shape == (1,)
+    out = strategy.reduce(R.SUM, rows)
+    assert (out.values.tolist(), out.indices.tolist()) == ([[1, 1], [2, 2]], [4, 4])
+
+
+def test_rows_that_all_towers_share_are_their_own_mean_and_have_no_sum():
+    rows, strategy = of_tower(0), mirrored(2)
+    assert strategy.reduce(R.MEAN, rows).values is rows.values
+    with pytest.raises(
+        ValueError, match="SUM of IndexedRows, which is the same on all 2"
+    ):
+        strategy.reduce(R.SUM, rows)
+
+
+def test_a_mean_of_whole_numbers_is_float32():
+    rows = tj.IndexedRows(np.array([[1, 2]]), np.array([3]), SHAPE)
+    out = mirrored(2).reduce(R.MEAN, tj.PerTower((rows, rows)))
+    assert out.values.dtype == np.float32
+    assert out.values.tolist() == [[0.5, 1], [0.5, 1]]
+
+
+@pytest.mark.parametrize("T, D", [(2, 1), (4, 2)])
+def test_gradients_pass_through_a_reduction_of_rows(T, D):
+    """The loss of each tower is t times the square of the joined rows' sum."""
+    values = np.arange(T * 2, dtype=np.float32).reshape(T, 1, 2) + 1
+
+    def tower_fn(tower, x):
+        def loss(x):
+            rows = tj.IndexedRows(x, jnp.full(1, 3), SHAPE)
+            total = tower.reduce(R.SUM, rows).to_dense()
+            return (tower.id + 1.0) * (total**2).sum()
+
+        return jax.grad(loss)(x)
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn, tj.PerTower(values))
+    # d sum_t (t + 1) s^2 / d x = 2 s sum_t (t + 1), on each tower.
+    expected = 2 * values.sum(0) * sum(range(1, T + 1))
+    for x in mirrored(T, D).unwrap(out) if isinstance(out, tj.PerTower) else [out]:
+        np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def test_a_step_can_update_rows_alone():
+    """Each tower's gradient with regard to its rows, applied to the whole table."""
+    table = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    ids = np.array([[0, 3], [3, 5], [3, 3]])
+
+    def tower_fn(tower, table, ids):
+        rows = jax.grad(lambda rows: (rows**2).sum() / 2)(table[ids])
+        grads = tower.reduce(R.MEAN, tj.IndexedRows(-0.5 * rows, ids, SHAPE))
+        return grads.add_to(table)
+
+    out = mirrored(3, 3).call_for_each_tower(tower_fn, table, tj.PerTower(ids))
+    counts = np.bincount(ids.ravel(), minlength=6)[:, None]
+    np.testing.assert_allclose(out, table * (1 - 0.5 * counts / 3), rtol=1e-6)
+
+
+# Applying rows, and indices that name none.
+
+
+def test_rows_of_one_index_all_count():
+    rows = tj.IndexedRows(np.float32([[1, 2], [3, 4], [5, 6]]), [0, 0, 5], SHAPE)
+    rows = tj.IndexedRows(rows.values, np.array(rows.indices), rows.dense_shape)
+    expected = np.zeros(SHAPE)
+    expected[0], expected[5] = [4, 6], [5, 6]
+    assert rows.to_dense().tolist() == expected.tolist()
+    assert rows.add_to(np.ones(SHAPE, "f")).tolist() == (1 + expected).tolist()
+    assert jax.jit(lambda r: r.to_dense())(rows).tolist() == expected.tolist()
+
+
+def test_all_rows_of_an_array_are_the_array():
+    array = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    np.testing.assert_array_equal(rows_of(array).to_dense(), array)
+    with pytest.raises(ValueError, match="rows_of got a scalar"):
+        rows_of(1.0)
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 100])
+def test_an_index_that_names_no_row_is_refused_where_it_is_known(bad):
+    text = f"IndexedRows.indices has {bad}, but the array has 6 rows, from 0 to 5."
+    values = np.ones((2, 2), np.float32)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.IndexedRows(values, np.array([1, bad]), SHAPE)
+    rows = tj.IndexedRows(values, jnp.array([1, bad]), SHAPE)
+    for apply in (rows.to_dense, lambda: rows.add_to(jnp.zeros(SHAPE))):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            apply()
+
+
+@pytest.mark.parametrize("bad", [-1, 6, 100])
+def test_a_traced_index_that_names_no_row_spoils_all_of_the_result(bad):
+    for dtype, filled in ((np.float32, np.nan), (np.int32, -(2**31)), (np.uint8, 255)):
+        apply = jax.jit(
+            lambda i, d=dtype: tj.IndexedRows(jnp.ones((2, 2), d), i, SHAPE).to_dense()
+        )
+        np.testing.assert_array_equal(
+            apply(np.array([1, bad])), np.full(SHAPE, filled, dtype)
+        )
+        assert apply(np.array([1, 5])).sum() == 4
+
+
+# The constructor, and trees.
+
+
+@pytest.mark.parametrize(
+    "values, indices, shape, text",
+    [
+        (
+            np.ones((2, 2)),
+            np.zeros(2),
+            SHAPE,
+            "indices are float64; they say which row",
+        ),
+        (
+            np.ones((2, 3)),
+            np.zeros(2, int),
+            SHAPE,
+            "got values of shape (2, 3) and indices of shape (2,). Give values [r, 2]",
+        ),
+        (np.ones((3, 2)), np.zeros(2, int), SHAPE, "values of shape (3, 2)"),
+        (np.ones(2), np.int32(0), SHAPE, "indices of shape (). Give values [r, 2]"),
+        (1.0, 0, (), "IndexedRows.dense_shape is (), which has no rows."),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(values, indices, shape, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.IndexedRows(values, indices, shape)
+    if isinstance(values, np.ndarray):  # tracers have shapes too
+        with pytest.raises(ValueError, match=re.escape(text.split(" float64")[0])):
+            jax.eval_shape(lambda v, i: tj.IndexedRows(v, i, shape), values, indices)
+
+
+def test_trees_of_anything_can_be_made():
+    rows = of_tower(0)
+    leaves, treedef = jax.tree.flatten(rows)
+    assert len(leaves) == 2
+    for other in (object(), None, "name", jax.ShapeDtypeStruct((), "float32")):
+        jax.tree.unflatten(treedef, [other, object()])
+    assert jax.tree.unflatten(treedef, leaves).dense_shape == SHAPE
+    shapes = jax.eval_shape(lambda x: x, rows)
+    assert shapes.values.shape == (3, 2)
+    stacked = jax.vmap(lambda x: x)(jax.tree.map(lambda x: np.stack([x, x]), rows))
+    assert stacked.indices.shape == (2, 3)
+    assert jax.jit(lambda x: x)(rows).dense_shape == SHAPE
+    _, pullback = jax.vjp(lambda x: x.to_dense(), rows)
+    (cotangent,) = pullback(jnp.ones(SHAPE))
+    np.testing.assert_array_equal(cotangent.values, np.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (
+            tj.PerTower((of_tower(0), tj.IndexedRows(np.ones((1, 2)), np.zeros(1, int),
+                                                     (7, 2)))),
+            "Tower 1 has rows of an array of shape (7, 2) and tower 0 of (6, 2)",
+        ),
+        (
+            tj.PerTower((of_tower(0), {"x": of_tower(1)})),
+            "Tower 1 has a dict where others have IndexedRows. Give IndexedRows, or an",
+        ),
+        (
+            tj.PerTower((of_tower(0),) * 3),
+            "holds 3 towers' rows, but the strategy has 2 towers. Give one IndexedRows",
+        ),
+        (
+            tj.PerTower(of_tower(0)),
+            "have indices of shape (3,). Dim 0 runs over the 2 towers and dim 1 over",
+        ),
+    ],
+)  # fmt: skip
+def test_towers_rows_that_do_not_fit_are_refused(value, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mirrored(2).reduce(R.SUM, value)
+
+
+def test_rows_have_no_axis_and_no_other_array():
+    value = tj.PerTower((of_tower(0), of_tower(1)))
+    with pytest.raises(ValueError, match="axis=0 of IndexedRows: reduce without axis"):
+        mirrored(2).reduce(R.SUM, value, axis=0)
+    with pytest.raises(
+        ValueError, match=r"cannot be added to an array of shape \(6, 3"
+    ):
+        of_tower(0).add_to(np.ones((6, 3)))
+    with pytest.raises(ValueError, match="reduction is 'sum'; write tj.Reduction.SUM"):
+        mirrored(2).reduce("sum", value)
+
+
+def test_rows_go_where_they_are_sent():
+    value = tj.PerTower((of_tower(0), of_tower(1)))
+    out = mirrored(2).reduce(R.SUM, value, destinations="cpu:3")
+    assert out.values.devices() == out.indices.devices() == {jax.devices()[3]}
+    batch = mirrored(2).batch_reduce(R.SUM, [(value, None), (value, "cpu:2")])
+    assert batch[1].values.devices() == {jax.devices()[2]}
+    np.testing.assert_array_equal(batch[0].to_dense(), out.to_dense())

@@ -1,0 +1,895 @@
+"""Variables: made, assigned in towers and across them, updated, read, saved."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+R = tj.Reduction
+EPS = np.finfo(np.float32).eps
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
+ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def expected_of(reduction, rows):
+    return {R.SUM: np.sum, R.MEAN: np.mean, R.ONLY_FIRST_TOWER: lambda x: x[0]}[
+        reduction
+    ](rows.astype(np.float64))
+
+
+def refuses(text):
+    return pytest.raises(ValueError, match=text)
+
+
+# Made.
+
+
+@LAYOUTS
+def test_a_variable_is_placed_on_all_devices(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"a": np.arange(3.0), "b": 2})
+    assert v.value["a"].tolist() == [0, 1, 2] and v.value["b"].dtype == jnp.int32
+    local = strategy.create_var("n", [7, 8], reduction=R.SUM, tower_local=True)
+    assert local.value[1].tolist() == [8] * T
+    devices = {jax.devices("cpu")[i] for i in range(D)}
+    for x in jax.tree.leaves((v, local)):
+        assert x.devices() == devices
+    assert v.value["a"].sharding.is_fully_replicated
+    shapes = {shard.data.shape for shard in local.value[0].addressable_shards}
+    assert shapes == {(T // D,)}
+    assert (v.name, v.reduction) == ("v", R.NONE)
+    assert (local.name, local.reduction) == ("n", R.SUM)
+
+
+def test_the_initial_value_is_made_once():
+    calls = []
+
+    def initial():
+        calls.append(0)
+        return np.random.default_rng().normal(size=2)
+
+    v = mirrored(3, 3).create_var("v", initial, reduction=R.MEAN, tower_local=True)
+    assert len(calls) == 1
+    assert (np.asarray(v.value) == np.asarray(v.value[0])[None]).all()
+
+
+def test_a_variable_is_a_copy():
+    x = np.ones(1024, np.float32)
+    v = mirrored(2, 2).create_var("v", x)
+    w = mirrored(2, 2).assign(v, x)
+    x[:] = 0
+    assert float(v.value.sum()) == float(w.value.sum()) == 1024
+
+
+def test_a_variable_made_inside_jit_is_a_loops_carry():
+    strategy = mirrored(2)
+
+    @jax.jit
+    def program():
+        v = strategy.create_var("v", 1.0, reduction=R.MEAN)
+
+        def body(v, x):
+            out = strategy.call_for_each_tower(lambda t, v, x: t.assign_add(v, x), v, x)
+            return out, out.value
+
+        return jax.lax.scan(body, v, jnp.arange(3.0))
+
+    v, steps = program()
+    assert float(v.value) == 4 and steps.tolist() == [1, 2, 4]
+
+
+def test_variables_are_made_and_changed_inside_jit():
+    strategy = mirrored(2, 2)
+
+    @jax.jit
+    def program(x):
+        v = strategy.create_var("v", x, reduction=R.SUM)
+        n = strategy.create_var("n", x, reduction=R.SUM, tower_local=True)
+        v = strategy.assign_add(v, 2.0)
+        v = strategy.update(v, lambda x: 10 * x)
+        n = strategy.assign(n, 6.0)
+        v, n = strategy.call_for_each_tower(
+            lambda tower, v, n: (
+                tower.assign_sub(v, tower.id + 1),
+                tower.assign_add(n, tower.id),
+            ),
+            v,
+            n,
+        )
+        return strategy.group(v, n)
+
+    v, n = program(1.0)
+    assert isinstance(v, tj.MirroredVar) and float(v.value) == 30 - 3
+    assert isinstance(n, tj.TowerLocal) and n.value.tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "name, initial, options, text",
+    [
+        (
+            "v",
+            1.0,
+            dict(tower_local="on_read"),
+            "Invalid variable synchronization mode",
+        ),
+        (
+            "v",
+            1.0,
+            dict(tower_local=None),
+            "mode: None for variable: v. Write tower_lo",
+        ),
+        (
+            "v",
+            1.0,
+            dict(reduction="mean"),
+            "Invalid variable aggregation mode: mean for",
+        ),
+        (
+            "v",
+            1.0,
+            dict(reduction=None),
+            "mode: None for variable: v. Write tj.Reductio",
+        ),
+        ("", 1.0, {}, "create_var: name='' must be a word"),
+        (3, 1.0, {}, "create_var: name=3 must be a word"),
+        ("v", {}, {}, "initial of 'v' holds no arrays: {}"),
+        ("v", lambda: None, {}, "initial of 'v' holds no arrays: None"),
+    ],
+)
+def test_bad_options_are_refused(name, initial, options, text):
+    with refuses(text):
+        mirrored(2).create_var(name, initial, **options)
+
+
+@pytest.mark.parametrize("kind", [tj.MirroredVar, tj.TowerLocal])
+def test_a_variable_says_how_it_is_reduced(kind):
+    with refuses(f"{kind.__name__}.reduction is 'mean'; write tj.Reduction.MEAN, SUM"):
+        kind(1.0, "mean")
+
+
+# Assigned in a tower.
+
+
+@LAYOUTS
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
+def test_towers_assign_to_a_mirrored_variable(T, D, reduction):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"x": np.float32([2, 5])}, reduction=reduction)
+    rows = np.stack([ROWS[:T], 2 * ROWS[:T]], axis=1)
+
+    def tower_fn(tower, v, x):
+        return (
+            tower.assign(v, {"x": x}),
+            tower.assign_add(v, {"x": x}),
+            tower.assign_sub(v, {"x": x}),
+        )
+
+    out = strategy.call_for_each_tower(tower_fn, v, tj.PerTower(rows))
+    total = np.array([expected_of(reduction, rows[:, i]) for i in (0, 1)])
+    for new, expected in zip(out, (total, [2, 5] + total, [2, 5] - total), strict=True):
+        assert isinstance(new, tj.MirroredVar)
+        assert (new.name, new.reduction) == ("v", reduction)
+        assert new.value["x"].sharding.is_fully_replicated
+        np.testing.assert_allclose(new.value["x"], expected, atol=8 * EPS)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("reduction", R)
+def test_towers_assign_to_their_own_copies(T, D, reduction):
+    strategy = mirrored(T, D)
+    n = strategy.create_var("n", 10, reduction=reduction, tower_local=True)
+
+    def tower_fn(tower, n):
+        assert isinstance(n, tj.TowerLocal) and n.value.shape == ()
+        return (
+            tower.assign(n, tower.id),
+            tower.assign_add(n, tower.id),
+            tower.assign_sub(n, tower.id),
+            tower.assign_add(n, 1),
+        )
+
+    ids = np.arange(T)
+    out = strategy.call_for_each_tower(tower_fn, n)
+    expected = [ids, 10 + ids, 10 - ids, np.full(T, 11)]
+    for new, rows in zip(out, expected, strict=True):
+        assert isinstance(new, tj.TowerLocal) and new.reduction is reduction
+        assert new.value.tolist() == rows.tolist()
+        assert new.value.sharding.is_equivalent_to(n.value.sharding, 1)
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+def test_assigning_keeps_the_dtype(concurrently):
+    strategy = mirrored(2)
+    v = strategy.create_var("v", jnp.bfloat16(1), reduction=R.MEAN)
+    n = strategy.create_var("n", jnp.int8(1), reduction=R.NONE, tower_local=True)
+
+    def tower_fn(tower, v, n):
+        return tower.assign_add(v, tower.id), tower.assign_add(n, 2)
+
+    v, n = strategy.call_for_each_tower(tower_fn, v, n, run_concurrently=concurrently)
+    assert (v.value.dtype, n.value.dtype) == (jnp.bfloat16, jnp.int8)
+    assert float(v.value) == 1.5 and n.value.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@pytest.mark.parametrize(
+    "options, initial, value, text",
+    [
+        (
+            {},
+            1.0,
+            2.0,
+            r"variable 'v' has Reduction.NONE: .*Create it with reduction=tj",
+        ),
+        (
+            dict(reduction=R.SUM),
+            1.0,
+            5.0,
+            "A constant value 5.0 cannot be reduced with the given aggregation"
+            " Reduction.SUM of variable 'v': it is the same on all 2 towers",
+        ),
+        (
+            dict(reduction=R.SUM),
+            np.ones(2),
+            np.ones(2),
+            r"constant value of shape \(2,",
+        ),
+        (
+            dict(reduction=R.MEAN),
+            1.0,
+            np.ones(2),
+            r"fit variable 'v': value has shape \(",
+        ),
+        (
+            dict(reduction=R.MEAN),
+            1.0,
+            {"a": 1.0},
+            "The value for variable 'v' is PyTreeD",
+        ),
+        (dict(reduction=R.MEAN), 1, 2.5, "value is float32, which int32 cannot hold"),
+        (dict(reduction=R.MEAN), 1, 2, "value is float32, which int32 cannot hold"),
+        (dict(reduction=R.SUM), jnp.int8(1), jnp.int32(0), "int32, which int8 cannot"),
+        (dict(tower_local=True), 1, 0.5, "tower-local variable 'v': value is float32"),
+        (
+            dict(reduction=R.MEAN),
+            {"a": 1.0, "b": [1, 2]},
+            {"a": np.ones(3), "b": [1, 2.5]},
+            r"\['a'\] has shape \(3,\), expected \(\); value\['b'\]\[1\] is float32",
+        ),
+    ],
+)
+def test_a_tower_may_not_assign(options, initial, value, text, concurrently):
+    strategy = mirrored(2)
+    v = strategy.create_var("v", initial, **options)
+    with refuses(text):
+        strategy.call_for_each_tower(
+            lambda tower, v: tower.assign(v, value), v, run_concurrently=concurrently
+        )
+
+
+def test_the_ways_out_of_no_reduction_work():
+    strategy = mirrored(2)
+    v = strategy.create_var("v", 1.0)
+
+    def tower_fn(tower, v):
+        return tower.merge_call(
+            lambda strategy, x: strategy.assign(v, strategy.reduce(R.MEAN, x)),
+            tower.id + 1.0,
+        )
+
+    assert float(strategy.call_for_each_tower(tower_fn, v).value) == 1.5
+    v = strategy.create_var("v", 1.0, reduction=R.MEAN)
+    out = strategy.call_for_each_tower(lambda tower, v: tower.assign(v, 4.0), v)
+    assert float(out.value) == 4
+
+
+def test_a_sum_of_zero_or_on_one_tower_is_no_question():
+    for T, value in ((2, 0.0), (1, 5.0)):
+        strategy = mirrored(T)
+        v = strategy.create_var("v", 1.0, reduction=R.SUM)
+        out = strategy.call_for_each_tower(lambda t, v: t.assign(v, value), v)  # noqa: B023
+        assert float(out.value) == value
+
+
+def test_only_variables_are_assigned_to():
+    text = (
+        "tower.assign: got .*, expected a tj.MirroredVar or a tj.TowerLocal. Make one"
+    )
+    with refuses(text):
+        mirrored(2).call_for_each_tower(lambda tower: tower.assign(1.0, 2.0))
+    for method in ("assign", "assign_add", "assign_sub"):
+        with refuses(f"strategy.{method}: got float, expected a tj.MirroredVar"):
+            getattr(mirrored(2), method)(1.0, 2.0)
+    with refuses("strategy.update: got float, expected a tj.MirroredVar"):
+        mirrored(2).update(1.0, lambda x: x)
+
+
+@LAYOUTS
+def test_a_mirrored_variable_made_differently_is_refused_by_proof(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"x": 1.0})
+
+    def tower_fn(tower, v):
+        return {"new": tj.MirroredVar({"x": v.value["x"] + tower.id}, name="v")}
+
+    with pytest.raises(tj.ReplicationError) as error:
+        strategy.call_for_each_tower(tower_fn, v)
+    text = r"variable 'v', the result\['new'\],\['x'\] depends on tower.id and is not"
+    assert re.search(text, str(error.value))
+
+
+@LAYOUTS
+def test_towers_make_variables(T, D):
+    def tower_fn(tower):
+        own = tj.TowerLocal(tower.id * 2, R.SUM, "own")
+        same = tj.TowerLocal(jnp.float32(3), R.MEAN)
+        v = tj.MirroredVar(jnp.ones(2), name="v")
+        return {"v": v, "own": own, "same": same}
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn)
+    assert out["v"].value.tolist() == [1, 1]
+    assert out["own"].value.tolist() == [2 * t for t in range(T)]
+    assert (out["own"].name, out["own"].reduction) == ("own", R.SUM)
+    assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@LAYOUTS
+def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", (1.0, 2.0))
+    n = strategy.create_var("n", (1, 5), reduction=R.SUM, tower_local=True)
+
+    def merge_fn(strategy, v, n):
+        assert isinstance(v, tj.MirroredVar) and isinstance(n, tj.TowerLocal)
+        assert n.value[0].shape == (T,)
+        total = strategy.read_var(n)
+        v = strategy.assign(v, (total[0], 0.5))
+        return v, strategy.update(n, lambda x, y: (x[0] + 1, x[1] * y), 2), total[1]
+
+    def tower_fn(tower, v, n):
+        n = tower.assign_add(n, (tower.id, 0))
+        return tower.merge_call(merge_fn, v, n)
+
+    v, n, total = strategy.call_for_each_tower(
+        tower_fn, v, n, run_concurrently=concurrently
+    )
+    ids = np.arange(T)
+    assert [float(x) for x in v.value] == [(1 + ids).sum(), 0.5]
+    assert n.value[0].tolist() == (2 + ids).tolist()
+    assert n.value[1].tolist() == [10] * T
+    assert isinstance(total, jax.Array) and int(total) == 5 * T
+
+
+@pytest.mark.parametrize("T, D", [(3, 1), (3, 3), (4, 2)])
+def test_assigning_is_differentiable(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", 2.0, reduction=R.MEAN)
+
+    def loss(x, v):
+        def tower_fn(tower, v, x):
+            return tower.assign_add(v, x**2)
+
+        return strategy.call_for_each_tower(tower_fn, v, tj.PerTower(x)).value ** 2
+
+    value, (of_x, of_v) = jax.value_and_grad(loss, argnums=(0, 1))(
+        jnp.asarray(ROWS[:T]), v
+    )
+    x = ROWS[:T].astype(np.float64)
+    new = 2 + (x**2).mean()
+    np.testing.assert_allclose(value, new**2, rtol=8 * EPS)
+    np.testing.assert_allclose(of_x, 2 * new * 2 * x / T, rtol=8 * EPS)
+    np.testing.assert_allclose(of_v.value, 2 * new, rtol=8 * EPS)
+
+
+# Assigned across towers.
+
+
+@LAYOUTS
+def test_a_mirrored_variable_is_assigned_to_everywhere(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"x": np.float32([1, 2])})
+    value = {"x": np.float32([6, -1])}
+    for method, expected in [
+        (strategy.assign, [6, -1]),
+        (strategy.assign_add, [7, 1]),
+        (strategy.assign_sub, [-5, 3]),
+    ]:
+        new = method(v, value)
+        shards = [shard.data.tolist() for shard in new.value["x"].addressable_shards]
+        assert shards == [expected] * D
+        assert new.value["x"].sharding == v.value["x"].sharding
+
+
+@LAYOUTS
+@pytest.mark.parametrize("reduction", R)
+@pytest.mark.parametrize("whole", [7, -7, 0, 2])
+def test_a_tower_local_variable_reads_as_assigned(T, D, reduction, whole):
+    strategy = mirrored(T, D)
+    n = strategy.create_var("n", [0, 0.0], reduction=reduction, tower_local=True)
+    new = strategy.assign(n, [whole, 1.5])
+    if reduction is not R.NONE:
+        read = strategy.read_var(new)
+        assert int(read[0]) == whole
+        np.testing.assert_allclose(read[1], 1.5, rtol=4 * EPS)
+    if reduction is R.SUM:
+        parts = [len(part) for part in np.array_split(np.arange(abs(whole)), T)]
+        parts = parts if whole >= 0 else [-part for part in parts[::-1]]
+        assert new.value[0].tolist() == parts
+        np.testing.assert_allclose(new.value[1], [1.5 / T] * T, rtol=EPS)
+    else:
+        assert [x.tolist() for x in new.value] == [[whole] * T, [1.5] * T]
+    assert new.value[0].dtype == jnp.int32
+    assert new.value[0].sharding == n.value[0].sharding
+
+
+def test_adding_to_a_tower_local_variable_across_towers_is_refused():
+    strategy = mirrored(2)
+    n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
+    for method in ("assign_add", "assign_sub"):
+        text = (
+            f"strategy.{method} of tower-local variable 'n', across towers: shall each"
+            " tower's copy change by the value, or what they read as together? Write"
+            " strategy.update(v, lambda x: x + value) for each copy, strategy.assign(v,"
+            f" strategy.read_var(v) + value) for the whole, or tower.{method} in"
+            " a tower."
+        )
+        with refuses(f"^{re.escape(text)}$"):
+            getattr(strategy, method)(n, 2.0)
+    both = strategy.update(n, lambda x: x + 2)
+    whole = strategy.assign(n, strategy.read_var(n) + 2)
+    assert both.value.tolist() == [3, 3] and whole.value.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "initial, options, value, text",
+    [
+        (
+            1.0,
+            {},
+            tj.PerTower(np.ones(2)),
+            "strategy.assign of variable 'v': Expected v",
+        ),
+        (1.0, {}, [1.0], "The value for variable 'v' is PyTreeDef"),
+        (1.0, {}, np.ones(2), r"value has shape \(2,\), expected \(\)"),
+        (1, {}, 0.5, "value is float32, which int32 cannot hold"),
+        (1.0, {}, jax.random.key(0), "value is key<fry>, which float32 cannot hold"),
+        (
+            np.ones(2),
+            dict(tower_local=True),
+            np.ones(3),
+            r"shape \(3,\), expected \(2,",
+        ),
+        (
+            True,
+            dict(tower_local=True, reduction=R.SUM),
+            True,
+            "is bool with Reduction.SU",
+        ),
+    ],
+)
+def test_what_cannot_be_assigned_across_towers(initial, options, value, text):
+    v = mirrored(2).create_var("v", initial, **options)
+    with refuses(text):
+        mirrored(2).assign(v, value)
+
+
+def test_another_number_of_copies_is_refused():
+    n = mirrored(2).create_var("n", 1.0, tower_local=True)
+    text = r"variable 'n' has shape \(2,\), but dim 0 runs over the 3 towers"
+    with refuses(text):
+        mirrored(3).assign(n, 1.0)
+    with refuses(text):
+        mirrored(3).update(n, lambda x: x)
+
+
+# update, update_non_slot and the rest.
+
+
+@LAYOUTS
+def test_update_calls_once_for_each_copy(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"x": 2.0})
+    scale = strategy.create_var("scale", 10.0)
+    n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
+    n = strategy.call_for_each_tower(lambda t, n: t.assign_add(n, t.id), n)
+    calls = []
+
+    def fn(x, scale, *, plus):
+        calls.append(float(jax.tree.leaves(x)[0]))
+        return jax.tree.map(lambda x: x * scale + plus, x)
+
+    assert float(strategy.update(v, fn, scale, plus=1).value["x"]) == 21
+    new = strategy.update(n, fn, scale, plus=1)
+    assert new.value.tolist() == [10 * (1 + t) + 1 for t in range(T)]
+    assert calls == [2.0] + [1.0 + t for t in range(T)]
+    assert new.value.sharding == n.value.sharding and new.name == "n"
+
+
+def test_update_refuses_what_differs_from_tower_to_tower():
+    strategy = mirrored(2)
+    v = strategy.create_var("v", 1.0)
+    n = strategy.create_var("n", 1.0, tower_local=True)
+    text = (
+        "strategy.update of variable 'v': Expected value to be mirrored across towers"
+    )
+    for bad in (tj.PerTower(np.ones(2)), n):
+        with refuses(f"{text}, got a {type(bad).__name__}. Reduce it first"):
+            strategy.update(v, lambda x, y: x, {"k": [bad]})
+        with refuses(text):
+            strategy.update(v, lambda x, y: x, y=bad)
+    with refuses("The value for variable 'v' is PyTreeDef"):
+        strategy.update(v, lambda x: None)
+    with refuses(r"value has shape \(2,\), expected \(\)"):
+        strategy.update(v, lambda x: jnp.ones(2))
+
+
+def test_update_non_slot_is_mirrored_on_the_devices():
+    strategy = mirrored(2, 2)
+    power = strategy.create_var("power", 0.5)
+    devices = strategy.non_slot_devices([power])
+    assert devices == ("cpu:0", "cpu:1") == strategy.non_slot_devices()
+    out = strategy.update_non_slot(devices, lambda x, *, by: {"p": x * by}, power, by=4)
+    assert [shard.data.item() for shard in out["p"].addressable_shards] == [2, 2]
+    one = strategy.update_non_slot(["cpu:5"], lambda: jnp.ones(2))
+    assert one.devices() == {jax.devices("cpu")[5]}
+    for bad, text in [
+        ((), "update_non_slot: devices is empty; name at least one"),
+        (["cpu:0", "CPU:0"], "cpu:0 more than once"),
+        (["cpu:99"], "'cpu:99' is not on this machine"),
+    ]:
+        with refuses(text):
+            strategy.update_non_slot(bad, lambda: 1.0)
+    with refuses("update_non_slot: Expected value to be mirrored across towers"):
+        strategy.update_non_slot(devices, lambda x: x, tj.PerTower(np.ones(2)))
+
+
+def test_read_var_reads_every_variable():
+    strategy = mirrored(2)
+    n = tj.TowerLocal(np.float32([1, 4]), R.MEAN)
+    v = strategy.create_var("v", (3.0, 4.0))
+    out = strategy.read_var({"n": n, "v": v, "word": "w", "own": tj.PerTower((1, 2))})
+    assert float(out["n"]) == 2.5 and [float(x) for x in out["v"]] == [3, 4]
+    assert out["word"] == "w" and out["own"] == tj.PerTower((1, 2))
+    with refuses(
+        "^tower-local variable 'n' has Reduction.NONE, so it has no one value"
+    ):
+        strategy.read_var({"n": tj.TowerLocal(np.ones(2), R.NONE, "n")})
+
+
+def test_value_container_is_the_value():
+    v = mirrored(2).create_var("v", 1.0)
+    assert mirrored(2).value_container(v) is v
+    assert mirrored(2).value_container(v.value) is v.value
+
+
+@LAYOUTS
+def test_new_values_are_placed_like_others(T, D):
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", np.ones(2))
+    n = strategy.create_var("n", np.ones(2), tower_local=True)
+    new = {"a": np.float32(3), "b": np.arange(4)}
+    for value in (v, v.value):
+        out = strategy.colocate_vars_with(value)(new)
+        assert out["b"].tolist() == [0, 1, 2, 3]
+        assert out["b"].sharding == out["a"].sharding == v.value.sharding
+    rows = np.arange(T)
+    for value in (n, tj.PerTower(n.value)):
+        out = strategy.colocate_vars_with(value)(new)
+        assert isinstance(out, tj.PerTower)
+        assert out.values["a"].tolist() == [3] * T
+        assert out.values["b"].shape == (T, 4)
+        assert out.values["b"].sharding == n.value.sharding
+        own = strategy.colocate_vars_with(value)(tj.PerTower(rows))
+        assert own.values.tolist() == rows.tolist()
+        assert own.values.sharding == n.value.sharding
+    with refuses("colocate_vars_with a mirrored value: Expected value to be mirrored"):
+        strategy.colocate_vars_with(v)(tj.PerTower(rows))
+    with refuses("holds no jax.Array and so lies nowhere"):
+        strategy.colocate_vars_with(3.0)
+
+
+def test_fetch_reads_on_one_device():
+    strategy = mirrored(2, 2)
+    v = strategy.create_var("v", np.arange(3.0))
+    n = strategy.create_var("n", 2, reduction=R.SUM, tower_local=True)
+    out = strategy.fetch({"v": v, "n": n}, "cpu:5")
+    assert out["v"].tolist() == [0, 1, 2] and int(out["n"]) == 4
+    assert out["v"].devices() == out["n"].devices() == {jax.devices("cpu")[5]}
+    total = strategy.fetch(v, fn=lambda x: x.sum())
+    assert float(total) == 3 and total.devices() == {jax.devices("cpu")[0]}
+    with refuses("strategy.fetch: Expected value to be mirrored across towers"):
+        strategy.fetch(tj.PerTower(np.ones(2)))
+    with refuses("'cpu:99' is not on this machine"):
+        strategy.fetch(v, "cpu:99")
+
+
+def test_group_returns_what_it_was_given():
+    strategy, x = mirrored(2), jnp.ones(2)
+    assert strategy.group(x) is x
+    assert strategy.group() == ()
+    out = strategy.group({"x": x}, None, "word")
+    assert out == ({"x": x}, None, "word")
+    program = jax.jit(lambda x: strategy.group({"x": x + 1}, x * 2, None))
+    a, b, nothing = program(x)
+    assert a["x"].tolist() == b.tolist() == [2, 2] and nothing is None
+    assert "optimization_barrier" in str(jax.make_jaxpr(program)(x))
+
+
+def test_initialize_finds_the_devices_and_finalize_ends():
+    strategy = mirrored(2, 2)
+    assert strategy.initialize() == [] and strategy.finalize() == []
+    with refuses("'cpu:99' is not on this machine"):
+        tj.Mirrored(devices=("cpu:99",)).initialize()
+
+
+def test_finalize_waits_for_prints_and_callbacks(monkeypatch):
+    waits = []  # on the CPU a callback is over before the call is
+    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append("waited"))
+    assert mirrored(2).finalize() == [] and waits == ["waited"]
+
+
+# regroup and select_tower.
+
+
+def test_regroup_and_select_tower_are_inverse():
+    nests = [
+        {"a": f"a{t}", "b": (t, [np.full(2, t), None]), "c": ("same", 5)}
+        for t in range(3)
+    ]
+    strategy = mirrored(3)
+    grouped = strategy.regroup(nests)
+    assert grouped["a"] == tj.PerTower(("a0", "a1", "a2"))
+    assert grouped["b"][0] == tj.PerTower((0, 1, 2))
+    assert grouped["b"][1][0].values.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert grouped["b"][1][1] is None and grouped["c"] == ("same", 5)
+    for t, nest in enumerate(nests):
+        own = strategy.select_tower(grouped, t)
+        assert (own["a"], own["b"][0], own["c"]) == (nest["a"], t, nest["c"])
+        assert own["b"][1][0].tolist() == [t, t]
+
+
+def test_regroup_of_variables():
+    strategy = mirrored(2)
+    v = strategy.create_var("v", (1.0, 2.0))
+    n = strategy.create_var("n", (1.0, 2.0), tower_local=True)
+    n = strategy.call_for_each_tower(lambda t, n: t.assign(n, (t.id, 3.0)), n)
+    parts = [strategy.select_tower({"v": v, "n": n}, t) for t in range(2)]
+    assert parts[1]["v"] is v and [float(x) for x in parts[1]["n"].value] == [1, 3]
+    grouped = strategy.regroup(parts)
+    assert grouped["v"] is v
+    assert grouped["n"].value[0].tolist() == [0, 1]
+    assert (grouped["n"].name, grouped["n"].reduction) == ("n", R.NONE)
+
+
+def test_regroup_keeps_numbers_apart_that_only_seem_equal():
+    assert mirrored(2).regroup([1, True]) == tj.PerTower((1, True))
+    x = np.ones(2)
+    assert mirrored(2).regroup([x, x]) is x
+    assert mirrored(2).regroup([x, x.copy()]).values.shape == (2, 2)
+    ragged = mirrored(2).regroup([np.ones(1), np.ones(2)])
+    assert [len(row) for row in ragged.values] == [1, 2]
+    kinds = mirrored(2).regroup([np.float32(1), np.int32(1)]).values
+    assert isinstance(kinds, tuple) and kinds[1].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "nests, text",
+    [
+        ([[0], []], "nests differs in structure .* a list of 1, tower 1 a list of 0"),
+        (
+            [{"k": (1,)}, {"k": [1]}],
+            r"nests\['k'\] differs in structure .*tuple of 1, to",
+        ),
+        ([{"k": 1}, {"j": 1}], r"a dict of \['k'\], tower 1 a dict of \['j'\]"),
+        ([[None], [1]], r"nests\[0\] differs .* tower 0 has None, tower 1 a leaf, int"),
+        ([1], "regroup: got 1 trees, but there are 2 towers"),
+        (
+            [tj.MirroredVar(1.0, name="foo"), tj.MirroredVar(1.0, name="bar")],
+            "mismatching name or reduction: tower 0 variable 'foo', tower 1 varia",
+        ),
+        (
+            [
+                {"v": tj.MirroredVar(1.0, name="v")},
+                {"v": tj.MirroredVar(2.0, name="v")},
+            ],
+            r"nests\['v'\] is mirrored variable 'v', but tower 1 holds another value",
+        ),
+        (
+            [tj.MirroredVar(1.0), 1.0],
+            "tower 0 a variable without a name, tower 1 a leaf",
+        ),
+        (
+            [tj.TowerLocal(1.0, R.SUM), tj.TowerLocal(1.0, R.MEAN)],
+            "nests differs in structure",
+        ),
+    ],
+)
+def test_regroup_refuses_different_structures(nests, text):
+    with refuses(text):
+        mirrored(2).regroup(nests)
+
+
+@pytest.mark.parametrize("tower", [2, -1])
+def test_select_tower_refuses_a_tower_that_is_none(tower):
+    for value in (tj.PerTower((1, 2)), tj.PerTower(np.ones((2, 3)))):
+        with refuses(f"There is no tower {tower} among the values of 2 towers. Towers"):
+            mirrored(2).select_tower({"x": value}, tower)
+
+
+# Saved and restored.
+
+
+KEYS = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 4)))
+
+
+def variables(strategy):
+    """Different on every tower."""
+    T = strategy.num_towers
+
+    def local(rows, reduction):
+        name = reduction.name.lower()
+        like = strategy.create_var(name, rows[0], reduction=reduction, tower_local=True)
+        rows = jnp.stack([jnp.asarray(row) for row in rows[:T]])
+        rows = jax.device_put(rows, like.value.sharding)
+        return tj.TowerLocal(rows, reduction, name)
+
+    keys = jax.random.wrap_key_data(KEYS)
+    return {
+        "v": strategy.create_var("v", {"w": np.float32([1, 2])}, reduction=R.MEAN),
+        "sum": local(ROWS, R.SUM),
+        "mean": local(ROWS, R.MEAN),
+        "first": local(ROWS, R.ONLY_FIRST_TOWER),
+        "count": local(np.int32([3, 1, 0, 3]), R.SUM),
+        "small": local(np.int8([100, 100, 7, 20]), R.SUM),
+        "flags": local(np.array([True, False, True, True]), R.SUM),
+        "key": local(keys, R.ONLY_FIRST_TOWER),
+        "plain": np.float32([5, 6]),
+        "word": "w",
+    }
+
+
+@pytest.mark.parametrize("T, D", [(4, 2), (3, 3), (2, 1)])
+def test_saved_on_four_towers_and_restored_on_others(T, D):
+    saved = tj.saved_values(variables(mirrored(4, 2)))
+    assert saved["v"]["w"].tolist() == [1, 2]
+    assert (int(saved["count"]), int(saved["small"]), int(saved["flags"])) == (
+        7,
+        227,
+        3,
+    )
+    assert (saved["key"] == jax.random.wrap_key_data(KEYS)[0]).item()
+    strategy = mirrored(T, D)
+    like = variables(strategy)
+    small = saved.pop("small"), like.pop("small")
+    if T < 3:  # three flags are set
+        saved["flags"] = saved["flags"] - 1
+    restored = tj.restored_values(strategy, like, saved)
+    again = strategy.read_var(restored)
+    for name in ("sum", "mean", "first"):
+        expected = expected_of(like[name].reduction, ROWS)
+        np.testing.assert_allclose(again[name], expected, rtol=4 * EPS)
+        spread = np.ptp(np.asarray(restored[name].value))
+        assert spread == 0 and restored[name].value.shape == (T,)
+    assert (
+        restored["count"].value.tolist()
+        == {
+            4: [2, 2, 2, 1],
+            3: [3, 2, 2],
+            2: [4, 3],
+        }[T]
+    )
+    assert restored["flags"].value.tolist() == [t < min(T, 3) for t in range(T)]
+    assert jax.random.key_data(restored["key"].value).tolist() == [KEYS[0].tolist()] * T
+    assert restored["plain"].tolist() == [5, 6] and restored["word"] == "w"
+    assert restored["v"].name == "v" and restored["v"].reduction is R.MEAN
+    for x in jax.tree.leaves((restored["v"], restored["plain"])):
+        assert x.sharding.is_fully_replicated and len(x.devices()) == D
+    assert restored["sum"].value.sharding == like["sum"].value.sharding
+    if T > 2:  # 227 = 76 + 76 + 75
+        out = tj.restored_values(strategy, small[1], small[0])
+        assert out.value.dtype == jnp.int8 and int(strategy.read_var(out)) == 227
+    else:
+        text = (
+            r"saved, tower-local variable 'sum', gives a tower 128, which int8 cannot"
+        )
+        with refuses(text):
+            tj.restored_values(strategy, small[1], 255 + 0 * small[0])
+
+
+def test_a_train_state_moves_to_another_number_of_towers():
+    def loss_fn(w, batch, tower):
+        local = {
+            "n": tower.local["n"] + 1 + tower.id,
+            "m": tower.local["m"] + batch.mean(),
+        }
+        return tj.TowerOutput(
+            tj.Weighted.mean((w - batch) ** 2, tower.weight), local=local
+        )
+
+    local = {
+        "n": tj.TowerLocal(np.int32(0), R.SUM, "n"),
+        "m": tj.TowerLocal(np.float32(0), R.MEAN, "m"),
+    }
+    batch = np.arange(12, dtype=np.float32) ** 1.5
+    four, three = (
+        tj.build_train_step(loss_fn, optax.adam(0.1), mirrored(T, D), donate=False)
+        for T, D in ((4, 2), (3, 3))
+    )
+    key = jax.random.key(7)
+    state, _ = four(four.init(np.float32(1), local=local, rng=key), batch)
+    like = three.init(np.float32(0), local=local)
+    moved = tj.restored_values(three.strategy, like, tj.saved_values(state))
+    assert int(moved.step) == 1 and (moved.rng == key).item()
+    assert moved.local["n"].value.tolist() == [4, 3, 3]  # 1 + 2 + 3 + 4
+    np.testing.assert_allclose(moved.local["m"].value, [batch.mean()] * 3, rtol=4 * EPS)
+    for name in ("params", "opt_state"):
+        for x, y in zip(
+            jax.tree.leaves(getattr(state, name)),
+            jax.tree.leaves(getattr(moved, name)),
+            strict=True,
+        ):
+            assert np.asarray(x).tolist() == np.asarray(y).tolist()
+    after4, _ = four(state, batch)
+    after3, _ = three(moved, batch)
+    np.testing.assert_allclose(after4.params, after3.params, rtol=1e-6)
+    assert int(tj.read_local(after3.local["n"])) == 10 + 6
+    assert after3.local["n"].name == "n"
+
+
+def test_what_has_no_one_value_is_not_saved():
+    none = tj.TowerLocal(np.ones(2), R.NONE, "noise")
+    keys = tj.TowerLocal(jax.random.split(jax.random.key(0)), R.MEAN)
+    with refuses("no one value to save") as error:
+        tj.saved_values({"a": [none], "k": keys, "fine": 1})
+    text = (
+        "tree['a'][0], tower-local variable 'noise', Reduction.NONE; tree['k'], a tower"
+    )
+    assert text in str(error.value)
+    with refuses(
+        r"\['a'\], tower-local variable 'noise', has Reduction.NONE, so nothing"
+    ):
+        tj.restored_values(mirrored(2), {"a": none}, {"a": 1.0})
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(v={"u": 1}), "restored_values: saved is PyTreeDef.*, expected PyTreeDef"),
+        (
+            dict(plain=np.ones(3, np.float32)),
+            r"saved\['plain'\] has shape \(3,\), expe",
+        ),
+        (
+            dict(plain=np.ones(2, np.int32)),
+            r"saved\['plain'\] is int32, expected float32",
+        ),
+        (dict(count=np.float32(1)), r"variable 'sum', is float32, expected int32"),
+        (dict(mean=np.ones(2, np.float32)), r"'mean', has shape \(2,\), expected \(\)"),
+        (dict(flags=np.int32(5)), "gives a tower 2, which bool cannot hold"),
+        (dict(key=np.uint32(1)), "is uint32, expected key<fry>"),
+    ],
+)
+def test_what_does_not_fit_is_not_restored(change, text):
+    strategy = mirrored(3)
+    like = variables(strategy)
+    saved = {**tj.saved_values(like), **change}
+    with refuses(text):
+        tj.restored_values(strategy, like, saved)
+
+
+def test_a_mean_of_integers_comes_back_only_whole():
+    strategy = mirrored(2)
+    like = strategy.create_var("n", 0, reduction=R.MEAN, tower_local=True)
+    assert tj.restored_values(strategy, like, np.float32(4)).value.tolist() == [4, 4]
+    with refuses("gives a tower 3.5, which int32 cannot hold"):
+        tj.restored_values(strategy, like, np.float32(3.5))

@@ -1,0 +1,19 @@
+"""How does a sum over towers travel? The cross-tower ops, one a file.
+
+A cross-tower op is a frozen dataclass with ``needs_every_tower`` (does it want
+each local tower's values apart, ``[k, ...]``, or their sum?) and
+``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if it has options
+that not every set of devices can honour.
+"""
+
+from towerjax.collectives.all_reduce import AllReduce as AllReduce
+from towerjax.collectives.base import ChecksDevices as ChecksDevices
+from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
+from towerjax.collectives.base import sum_rows_over_towers as sum_rows_over_towers
+from towerjax.collectives.choose import OpsChoice as OpsChoice
+from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_tower_ops
+from towerjax.collectives.hierarchical import Hierarchical as Hierarchical
+from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevice
+from towerjax.collectives.packed import Packed as Packed
+from towerjax.collectives.packing import Sums as Sums
+from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree

@@ -1,0 +1,63 @@
+"""What is a cross-tower op? The interface, and a sum over the towers' rows with one."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+
+from towerjax.collectives.packing import Sums
+from towerjax.placement import TowerAxes
+from towerjax.types import PyTree
+
+
+class CrossTowerOps(Protocol):
+    """How the sum over towers is made, for example `AllReduce`."""
+
+    @property
+    def needs_every_tower(self) -> bool:
+        """Does ``sum_over_towers`` take leaves ``[k, ...]``, one row a local tower?"""
+        ...
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers, inside a device function.
+
+        Args:
+          tree: This device's towers' values, apart or added.
+          axes: The axes that the towers meet over.
+
+        Returns:
+          The sums, the same on each device.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksDevices(Protocol):
+    """A cross-tower op with options that not every set of devices can honour."""
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Nothing, when the op can be used on these devices.
+
+        Args:
+          devices: Canonical names, in tower order.
+
+        Raises:
+          ValueError: It cannot; says which of its options asks for what.
+        """
+        ...
+
+
+def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
+    """The sum over all towers of values that lie as one row a local tower.
+
+    Args:
+      ops: How the sum travels.
+      rows: Leaves ``[k, ...]``, inside a device function.
+      axes: The axes that the towers meet over.
+
+    Returns:
+      Leaves ``[...]``, the same on each device.
+    """
+    if not ops.needs_every_tower:
+        rows = jax.tree.map(lambda x: x.sum(axis=0), rows)
+    return ops.sum_over_towers(rows, axes).tree()

@@ -1,0 +1,143 @@
+"""Which cross-tower op suits these devices? An op, and why in a sentence."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from towerjax.collectives.all_reduce import AllReduce
+from towerjax.collectives.base import CrossTowerOps
+from towerjax.collectives.hierarchical import Hierarchical
+from towerjax.devices import canonical_device_names, platform_devices
+
+
+@dataclasses.dataclass(frozen=True)
+class OpsChoice:
+    """A cross-tower op and why it was chosen.
+
+    Attributes:
+      ops: For ``tj.Mirrored(cross_tower_ops=...)``.
+      reason: One sentence.
+    """
+
+    ops: CrossTowerOps
+    reason: str
+
+
+def choose_cross_tower_ops(
+    devices: Sequence[Any], links: Sequence[Sequence[int]] | None = None
+) -> OpsChoice:
+    """The cross-tower op that suits the devices, and why.
+
+    With ``links``: `AllReduce` where each device is linked to each other one, or
+    where no groups are; `Hierarchical` where neighbours make groups of equal size
+    that are fully linked inside and not across. Without: `Hierarchical` for several
+    processes with equally many neighbouring devices each, else `AllReduce`.
+
+    Args:
+      devices: Names or ``jax.Device`` objects in tower order; the names may be of
+        devices that this machine does not have.
+      links: For each device the positions in ``devices`` of those that it has a
+        direct link to. A link counts where both ends name it; links to itself and
+        to devices that are not in ``devices`` do not.
+
+    Returns:
+      An `OpsChoice`.
+
+    Raises:
+      ValueError: ``devices`` is not a list of different devices of one platform;
+        ``links`` has not one list of ints >= 0 for each.
+
+    Example:
+      >>> names = [f"gpu:{i}" for i in range(4)]
+      >>> choose_cross_tower_ops(names, [[1], [0], [3], [2]]).ops
+      Hierarchical(group_size=2)
+
+    Source:
+      ``choose_the_best`` of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018), which
+      knows one table of links, that of a DGX-1.
+    """
+    names = canonical_device_names(list(devices))
+    if links is not None:
+        _check_links(links, len(names))
+    if len(names) == 1:
+        return OpsChoice(AllReduce(), "One device: nothing travels.")
+    if links is not None:
+        return _choose_by_links(names, links)
+    return _choose_by_processes(names)
+
+
+def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> Any:
+    count = len(names)
+    absent = _absent(names)
+
+    def is_linked(size: int) -> bool:
+        return all(
+            j in links[i] and i in links[j]
+            for start in range(0, count, size)
+            for i in range(start, start + size)
+            for j in range(start, i)
+        )
+
+    if is_linked(count):
+        reason = f"All {count} devices are directly linked to each other."
+        return OpsChoice(AllReduce(), reason + absent)
+    sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
+    if not sizes:
+        reason = f"The links of the {count} devices make no groups of equal size."
+        return OpsChoice(AllReduce(), reason + absent)
+    reason = (
+        f"The {count} devices are directly linked to each other inside groups of"
+        f" {sizes[-1]} but not across, so only 1/{sizes[-1]} of the sums goes across."
+    )
+    return OpsChoice(Hierarchical(group_size=sizes[-1]), reason + absent)
+
+
+def _choose_by_processes(names: tuple[str, ...]) -> OpsChoice:
+    platform = names[0].split(":")[0]
+    present = platform_devices(platform)
+    if absent := _absent(names):
+        reason = f"Nothing is known of the {len(names)} devices but that they are "
+        return OpsChoice(AllReduce(), f"{reason}{platform.upper()}s.{absent}")
+    owners = [present[int(name.split(":")[1])].process_index for name in names]
+    count = len(set(owners))
+    if count == 1:
+        by = "their library knows its links" if platform == "gpu" else "links are alike"
+        reason = f"{len(names)} {platform.upper()} devices of one process: {by}."
+        return OpsChoice(AllReduce(), reason)
+    size = len(names) // count
+    groups = [set(owners[i : i + size]) for i in range(0, len(names), size)]
+    if len(groups) == count and all(len(group) == 1 for group in groups) and size > 1:
+        reason = (
+            f"{count} processes have {size} {platform.upper()} devices each, next to"
+            f" each other, so only 1/{size} of the sums goes between processes."
+        )
+        return OpsChoice(Hierarchical(), reason)
+    reason = (
+        f"The {count} processes do not have several neighbouring"
+        f" {platform.upper()} devices each, equally many, that could make groups."
+    )
+    return OpsChoice(AllReduce(), reason)
+
+
+def _absent(names: tuple[str, ...]) -> str:
+    """A sentence on devices that this machine does not have, or none."""
+    num_present = len(platform_devices(names[0].split(":")[0]))
+    missing = [name for name in names if int(name.split(":")[1]) >= num_present]
+    if not missing:
+        return ""
+    return f" (Not on this machine: {', '.join(missing)}.)"
+
+
+def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
+    if len(links) != count:
+        raise ValueError(
+            f"links has {len(links)} lists, but there are {count} devices. Give one"
+            " list for each device, in the same order."
+        )
+    for device, linked in enumerate(links):
+        for other in linked:
+            if isinstance(other, bool) or not isinstance(other, int) or other < 0:
+                raise ValueError(
+                    f"links[{device}] has {other!r}; links are positions in devices,"
+                    " ints >= 0."
+                )

@@ -1,0 +1,86 @@
+"""How does a sum get the same bits on any devices? In one binary tree over towers."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.collectives.packing import Packing, Sums
+from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedTree:
+    """A sum in one fixed binary tree over towers: the same bits on any devices.
+
+    Tower values are added pairwise in tower order, then the pairs, and so on: the
+    order depends on ``T`` alone. With ``local="scan"``, which also runs the same
+    program for each tower, a whole training run has the same bits on every ``D``
+    that divides ``T``. Each device adds ``1/D`` of the numbers for all and then
+    hands them round, which moves the bytes of a ring all-reduce.
+
+    Where ``k = T / D`` is a power of two a device's own towers are a subtree and
+    are added before they travel; otherwise each tower's values travel, ``k`` times
+    the bytes. A device holds ``k`` gradients at once.
+
+    What follows the sum is the same program on every ``D`` too, as far as the compiler
+    can be held to it: optimizers that branch inside (``optax.MultiSteps``,
+    ``optax.contrib.mechanize``) were seen to differ in last bits between one device
+    and several, on the CPU.
+
+    Example:
+      >>> PinnedTree()
+      PinnedTree()
+    """
+
+    @property
+    def needs_every_tower(self) -> bool:
+        """True: the tree is over towers."""
+        return True
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers; see `CrossTowerOps`."""
+        # Without these two barriers XLA fuses a tower's last operations, and the
+        # update, differently for different D, and most bits differ.
+        leaves, treedef = jax.tree.flatten(lax.optimization_barrier(tree))
+        packing = Packing.plan(leaves, math.inf, lead=1)
+        buffers = [
+            _add_in_tower_order(
+                rows.reshape(rows.shape[0], math.prod(rows.shape[1:])), axes
+            )
+            for rows in packing.pack(leaves, lead=1)
+        ]
+        buffers = lax.optimization_barrier(buffers)
+        return Sums(buffers, packing, treedef, axes.platform)
+
+
+def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
+    """``[k, n]`` rows of local towers -> ``[n]``, added over all towers."""
+    num_local, size = rows.shape
+    if not size:
+        return jnp.zeros(0, rows.dtype)
+    if not axes.device_axis:
+        # A barrier does not keep XLA from fusing these additions into the update; a
+        # branch does. Both branches are the same, so the predicate does not matter.
+        return lax.cond(rows[0, 0] > 0, _add_pairwise, _add_pairwise, rows)
+    if num_local & (num_local - 1) == 0:
+        rows = _add_pairwise(rows)[None]
+    share = -(-size // axes.num_devices)
+    rows = jnp.pad(rows, ((0, 0), (0, share * axes.num_devices - size)))
+    rows = rows.reshape(rows.shape[0], axes.num_devices, share)
+    # Device d receives share d of every device's rows: [D * rows, share].
+    rows = lax.all_to_all(rows, DEVICE_AXIS, split_axis=1, concat_axis=0, tiled=True)
+    total = _add_pairwise(rows.reshape(-1, share))
+    return lax.all_gather(total, DEVICE_AXIS, tiled=True)[:size]
+
+
+def _add_pairwise(rows: jax.Array) -> jax.Array:
+    """``[n, ...] -> [...]``: neighbours added, then their sums; an odd last waits."""
+    while rows.shape[0] > 1:
+        paired = rows.shape[0] // 2 * 2
+        sums = rows[0:paired:2] + rows[1:paired:2]
+        rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums
+    return rows[0]

@@ -1,0 +1,318 @@
+"""How do rows of a large array travel? As values and indices, never added up."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.placement import TowerAxes
+from towerjax.reduce import (
+    check_reduction,
+    gather_over_towers,
+    reduce_over_towers,
+    reduce_stacked,
+    reduced_dtype,
+)
+from towerjax.types import PyTree, Reduction
+
+_HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedRows:
+    """Some rows of an array ``[N, ...]``, all others being 0.
+
+    A row that is named twice counts twice: rows of the same index are added when they
+    are applied. So the SUM of several towers' rows is all of them, end to end, and
+    nothing of size ``N`` travels.
+
+    An index below 0 or from ``N`` on names no row, which would be dropped, or wrapped
+    round, without a word. It raises a ValueError where indices are known before
+    tracing: NumPy's here, JAX's when they are applied. Where they are traced, all of
+    the result becomes what ``jnp.take`` fills in: NaN, or for integers the smallest
+    (signed) or largest (unsigned). To fill up to a fixed ``r``, add rows of zeros at
+    an index that there is.
+
+    Attributes:
+      values: ``[r, ...]``, the rows.
+      indices: ``[r]``, an integer dtype, which rows of the array they are.
+      dense_shape: ``[N, ...]``, the shape of the array; static. Leading dims of both
+        ``values`` and ``indices``, such as ``[T]``, are several of them side by side.
+
+    Raises:
+      ValueError: Shapes do not fit, indices are no integers, or one names no row.
+
+    Example:
+      >>> rows = IndexedRows(np.ones((2, 3)), np.array([1, 1]), (4, 3))
+      >>> rows.to_dense()[1].tolist()
+      [2.0, 2.0, 2.0]
+
+    Source:
+      ``IndexedSlices`` of TensorFlow (2015).
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Check what is known: leaves may be tracers, or of no array at all."""
+        object.__setattr__(self, "dense_shape", tuple(self.dense_shape))
+        if not self.dense_shape:
+            raise ValueError("IndexedRows.dense_shape is (), which has no rows.")
+        if not isinstance(self.indices, _HAS_SHAPE):
+            return
+        if self.indices.dtype == jax.dtypes.float0:  # the tangent of integers
+            return
+        _check_dtype(self.indices)
+        if isinstance(self.values, _HAS_SHAPE):
+            _check_shapes(self)
+        if isinstance(self.indices, np.ndarray):
+            _check_range(self)
+
+    def to_dense(self) -> jax.Array:
+        """The array ``dense_shape`` that holds these rows, and 0 elsewhere.
+
+        Returns:
+          An array of the dtype of the values.
+
+        Raises:
+          ValueError: An index names no row.
+        """
+        dtype = jnp.asarray(self.values).dtype
+        return self.add_to(jnp.zeros(self.dense_shape, dtype))
+
+    def add_to(self, array: jax.Array) -> jax.Array:
+        """``array`` with these rows added; rows of the same index all count.
+
+        Args:
+          array: Shape ``dense_shape``.
+
+        Returns:
+          An array of the same shape and dtype.
+
+        Raises:
+          ValueError: ``array`` is of another shape; an index names no row.
+        """
+        array = jnp.asarray(array)
+        if array.shape != self.dense_shape or np.ndim(self.indices) != 1:
+            raise ValueError(
+                f"IndexedRows of an array of shape {self.dense_shape}, with indices of"
+                f" shape {np.shape(self.indices)}, cannot be added to an array of shape"
+                f" {array.shape}. Both shapes must be the same, and indices [r]."
+            )
+        _check_range(self)
+        indices, num_rows = jnp.asarray(self.indices), array.shape[0]
+        added = array.at[indices].add(jnp.asarray(self.values).astype(array.dtype))
+        if not isinstance(indices, Tracer):
+            return added
+        exist = ((indices >= 0) & (indices < num_rows)).all()
+        return jnp.where(exist, added, _poison(array.dtype))
+
+
+def _poison(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(jnp.nan, dtype)
+    info = jnp.iinfo(dtype)
+    value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
+    return jnp.asarray(value, dtype)
+
+
+def _check_dtype(indices: Any) -> None:
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"IndexedRows.indices are {indices.dtype}; they say which rows, so give"
+            " integers, such as int32."
+        )
+
+
+def _check_shapes(rows: IndexedRows) -> None:
+    indices, values = np.shape(rows.indices), np.shape(rows.values)
+    if not indices or values != (*indices, *rows.dense_shape[1:]):
+        expected = ", ".join(str(n) for n in ("r", *rows.dense_shape[1:]))
+        raise ValueError(
+            f"IndexedRows of an array of shape {rows.dense_shape} got values of shape"
+            f" {values} and indices of shape {indices}. Give values [{expected}] and"
+            " indices [r], one for each row."
+        )
+
+
+def _check_range(rows: IndexedRows) -> None:
+    if isinstance(rows.indices, Tracer):
+        return
+    indices, num_rows = np.asarray(rows.indices), rows.dense_shape[0]
+    bad = indices[(indices < 0) | (indices >= num_rows)]
+    if bad.size:
+        raise ValueError(
+            f"IndexedRows.indices has {', '.join(str(i) for i in bad[:5])}"
+            f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
+            f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index that"
+            " there is."
+        )
+
+
+def is_rows(x: Any) -> bool:
+    """Is it ``IndexedRows``?
+
+    Args:
+      x: Anything.
+
+    Returns:
+      True or False.
+    """
+    return isinstance(x, IndexedRows)
+
+
+def rows_of(dense: jax.Array) -> IndexedRows:
+    """All rows of an array.
+
+    Args:
+      dense: ``[N, ...]``.
+
+    Returns:
+      ``IndexedRows`` of ``N`` rows, in order.
+
+    Raises:
+      ValueError: ``dense`` is a scalar.
+
+    Example:
+      >>> rows_of(np.ones((3, 2))).indices.tolist()
+      [0, 1, 2]
+    """
+    dense = jnp.asarray(dense)
+    if not dense.ndim:
+        raise ValueError("rows_of got a scalar, which has no rows; give [N, ...].")
+    indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
+    return IndexedRows(dense, indices, dense.shape)
+
+
+def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
+    """One ``IndexedRows`` of all towers'.
+
+    Args:
+      reduction: SUM (all rows, in tower order), MEAN (the same divided by ``T``) or
+        ONLY_FIRST_TOWER.
+      towers: Each tower's ``IndexedRows``, of which an array stands for all its rows;
+        towers may have unequally many rows.
+
+    Returns:
+      ``IndexedRows``.
+
+    Raises:
+      ValueError: They are rows of arrays of different shapes, or one is neither rows
+        nor an array; names the tower.
+    """
+    check_reduction(reduction)
+    for tower, x in enumerate(towers):
+        if not isinstance(x, IndexedRows | jax.Array | np.ndarray):
+            raise ValueError(
+                f"Tower {tower} has a {type(x).__name__} where others have IndexedRows."
+                " Give IndexedRows, or an array [N, ...] for all its rows."
+            )
+    rows = [x if is_rows(x) else rows_of(x) for x in towers]
+    for tower, x in enumerate(rows):
+        if x.dense_shape != rows[0].dense_shape:
+            raise ValueError(
+                f"Tower {tower} has rows of an array of shape {x.dense_shape} and tower"
+                f" 0 of {rows[0].dense_shape}; rows add up only in one array."
+            )
+    if reduction is Reduction.ONLY_FIRST_TOWER:
+        return rows[0]
+    values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
+    indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
+    joined = IndexedRows(values, indices, rows[0].dense_shape)
+    return _divided(reduction, joined, len(rows))
+
+
+def reduce_stacked_rows(
+    reduction: Reduction, rows: IndexedRows, num_towers: int
+) -> IndexedRows:
+    """As `reduce_rows`, of towers' rows that lie side by side.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      rows: Values ``[T, r, ...]`` and indices ``[T, r]``.
+      num_towers: ``T``.
+
+    Returns:
+      ``IndexedRows`` of ``T r`` rows, or of ``r``.
+
+    Raises:
+      ValueError: There are not ``T``, or ``reduction`` gives no one value.
+    """
+    check_reduction(reduction)
+    shape = np.shape(rows.indices)
+    if len(shape) != 2 or shape[0] != num_towers:
+        raise ValueError(
+            f"IndexedRows of each tower, side by side, have indices of shape {shape}."
+            f" Dim 0 runs over the {num_towers} towers and dim 1 over rows: stack one"
+            " IndexedRows for each tower, or give PerTower a tuple of them."
+        )
+    values, indices = jnp.asarray(rows.values), jnp.asarray(rows.indices)
+    if reduction is Reduction.ONLY_FIRST_TOWER:
+        return IndexedRows(values[0], indices[0], rows.dense_shape)
+    values = values.reshape(-1, *values.shape[2:])
+    joined = IndexedRows(values, indices.reshape(-1), rows.dense_shape)
+    return _divided(reduction, joined, num_towers)
+
+
+def _divided(reduction: Reduction, rows: IndexedRows, num_towers: int) -> IndexedRows:
+    values, dtype = rows.values, reduced_dtype(reduction, rows.values.dtype)
+    if reduction is Reduction.MEAN:
+        values = values / num_towers
+    return dataclasses.replace(rows, values=values.astype(dtype))
+
+
+def reduce_stacked_tree(
+    reduction: Reduction, stacked: PyTree, num_towers: int
+) -> PyTree:
+    """As `reduce_stacked`, of a tree that may hold ``IndexedRows``.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      stacked: Leaves ``[T, ...]``.
+      num_towers: ``T``.
+
+    Returns:
+      Like ``stacked``, with one value a leaf.
+    """
+
+    def one(x: Any) -> Any:
+        if is_rows(x):
+            return reduce_stacked_rows(reduction, x, num_towers)
+        return reduce_stacked(reduction, x)
+
+    return jax.tree.map(one, stacked, is_leaf=is_rows)
+
+
+def reduce_tree_over_towers(
+    reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
+) -> PyTree:
+    """As `reduce_over_towers`, of a tree that may hold ``IndexedRows``.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      value: This tower's value; ``IndexedRows`` of as many rows on each tower.
+      tower_id: ``()`` int32.
+      axes: The axes that the towers meet over.
+
+    Returns:
+      Like ``value``; of ``IndexedRows`` with ``r`` rows on each tower, ``T r`` rows.
+    """
+    leaves, treedef = jax.tree.flatten(value, is_leaf=is_rows)
+    # All that is dense at once, so that one call checks all of it.
+    dense = [None if is_rows(x) else x for x in leaves]
+    dense = reduce_over_towers(reduction, dense, tower_id, axes)
+
+    def one(x: IndexedRows) -> IndexedRows:
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return reduce_over_towers(reduction, x, tower_id, axes)
+        stacked = gather_over_towers(x, axes)
+        return reduce_stacked_rows(reduction, stacked, axes.num_towers)
+
+    out = [one(x) if is_rows(x) else d for x, d in zip(leaves, dense, strict=True)]
+    return jax.tree.unflatten(treedef, out)
