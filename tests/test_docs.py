@@ -233,7 +233,7 @@ def test_pages_are_of_no_machine_and_not_wide(page):
 
 
 def mirrored(devices, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], **options)
+    return tj.Mirrored(tuple(f"cpu:{i}" for i in range(devices)), **options)
 
 
 def test_parameters_lie_on_the_worker_devices():
