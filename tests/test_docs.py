@@ -1,0 +1,307 @@
+"""The pages under docs/: programs run, names exist, tables are whole and name tests."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.cluster.ports import free_port
+from towerjax.step import TrainStep
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TEXTS = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+BLOCK = re.compile(r"^```(.*?)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+PROGRAM = re.compile(
+    r"^```python run( launch)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+TEST = re.compile(r"(tests/\w+\.py)(?:::(\w+)(?:\[(.*?)\])?)?")
+
+
+def programs():
+    """``(page, which of its programs, launched, text, output)``."""
+    for page, text in TEXTS.items():
+        for number, (launched, program, output) in enumerate(PROGRAM.findall(text)):
+            yield page, number, bool(launched), program, output
+
+
+def python(folder, program, *launcher):
+    """What a program prints, as ``train.py`` in a folder of its own."""
+    (folder / "train.py").write_text(program)
+    environ = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    environ["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [*launcher, sys.executable, "-W", "error", "train.py"],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page, number", [program[:2] for program in programs()], ids=str
+)
+def test_programs_run(page, number, tmp_path):
+    """Each prints what its page shows."""
+    [(program, output)] = [p[3:] for p in programs() if p[:2] == (page, number)]
+    assert output, "a program that runs shows what it prints, in a block of text"
+    assert python(tmp_path, program) == output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({p[0] for p in programs() if p[2]}))
+def test_programs_print_the_same_in_two_processes(page, tmp_path):
+    [(program, output)] = [p[3:] for p in programs() if p[0] == page and p[2]]
+    launcher = f"{sys.executable} -m towerjax launch --processes 2"
+    launcher += " --devices-per-process 4 --"
+    lines = python(tmp_path, program, *launcher.split()).splitlines()
+    # Gloo says on stdout whom it has connected, several threads at once, among these.
+    for line in output.splitlines():
+        printed = [x for x in lines if x.endswith(f"] {line}")]
+        assert printed == [f"[0] {line}"], lines
+
+
+@pytest.mark.slow
+def test_pmap_and_towerjax_print_the_same_losses(tmp_path):
+    losses = []
+    for _, program in [p[2:4] for p in programs() if p[0] == "from_pmap.md"]:
+        printed = python(tmp_path, program.replace(":.4f}", ":.9g}"))
+        losses.append([float(line.split()[-1]) for line in printed.splitlines()])
+    before, after = losses
+    assert len(before) == 5
+    np.testing.assert_allclose(after, before, rtol=1e-6)
+
+
+# Tables.
+
+
+def tables(text):
+    """Of each table its rows, as lists of cells; the head and its line come first."""
+    text, rows = BLOCK.sub("", text), []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            # A cell may hold an escaped bar, in code.
+            cells = re.split(r"(?<!\\)\|", line.strip())
+            assert cells[0] == cells[-1] == "", line
+            rows.append([cell.strip() for cell in cells[1:-1]])
+        elif rows:
+            yield rows
+            rows = []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_no_cell_is_empty(page):
+    for head, _, *rows in tables(TEXTS[page]):
+        assert rows
+        for row in rows:
+            assert len(row) == len(head) and all(row), row
+
+
+def test_each_name_of_the_original_has_a_test():
+    for head, _, *rows in tables(TEXTS["mirrored_strategy.md"]):
+        assert head[1:] in (["towerjax", "shown by"], ["here", "shown by"])
+        for row in rows:
+            assert TEST.sub("", row[2]).strip("`, ") == "", row
+            assert all(name for _, name, _ in TEST.findall(row[2])), row
+
+
+@functools.cache
+def functions_of(path):
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
+def cases():
+    files = (ROOT / "tests" / "conformance").glob("*.json")
+    return {case["id"] for file in files for case in json.loads(file.read_text())}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_test_that_is_named_exists(page):
+    for path, name, case in TEST.findall(TEXTS[page]):
+        if path == "tests/test_x.py":  # which stands for any
+            continue
+        assert not name or name in functions_of(path), f"{path}::{name}"
+        assert (ROOT / path).exists(), path
+        assert not case or (case in cases() and is_checked(path, case)), case
+
+
+def is_checked(path, case):
+    """Does a test file name this case, or a prefix of it?"""
+    text = (ROOT / path).read_text()
+    prefixes = re.findall(r'startswith\("(.*?)"\)', text)
+    return f'"{case}"' in text or any(case.startswith(p) for p in prefixes)
+
+
+# Names.
+
+
+def said(text):
+    """What a page says of towerjax: not the programs before, nor the first column."""
+    text = BLOCK.sub(lambda m: m[2] if m[1].startswith("python run") else "", text)
+    return re.sub(r"^\|.*?(?<!\\)\|", "|", text, flags=re.MULTILINE)
+
+
+def attributes(kind):
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {*dir(kind), *(field.name for field in fields)}
+
+
+OBJECTS = {
+    "R": attributes(tj.Reduction),
+    "choice": attributes(tj.OpsChoice),
+    "context": attributes(tj.InputContext),
+    "ctx": set(dir(tj.MultiStepContext(None))),
+    "history": attributes(tj.History),
+    "state": attributes(tj.TrainState),
+    "step": attributes(TrainStep),
+    "strategy": attributes(tj.Mirrored),
+    "tower": attributes(tj.Tower),
+}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_name_exists(page):
+    text = said(TEXTS[page])
+    for chain in re.findall(r"\btj((?:\.[A-Za-z_]\w*)+)", text):
+        functools.reduce(getattr, chain.split(".")[1:], tj)
+    for name, attribute in re.findall(r"(?<![\w./])([A-Za-z]+)\.([a-z]\w*)", text):
+        if name in OBJECTS:
+            assert attribute in OBJECTS[name], f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_keyword_exists(page):
+    """In calls such as tj.Mirrored(towers=8) and strategy.reduce(..., axis=0)."""
+    text = said(TEXTS[page])
+    calls = re.findall(r"\b(tj|strategy|tower|ctx)\.([\w.]+)\(([^()]*)\)", text)
+    owners = {"tj": tj, "strategy": tj.Mirrored, "tower": tj.Tower}
+    for owner, name, arguments in calls:
+        owner = owners.get(owner, tj.MultiStepContext)
+        called = functools.reduce(getattr, name.split("."), owner)
+        parameters = inspect.signature(called).parameters
+        for keyword in re.findall(r"(\w+)=(?!=)", arguments):
+            assert keyword in parameters, f"{name}({keyword}=)"
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_and_paths_lead_somewhere(page):
+    for target in re.findall(r"\]\((.*?)\)", BLOCK.sub("", TEXTS[page])):
+        name, _, anchor = target.partition("#")
+        assert name in TEXTS, target
+        heads = re.findall(r"^#+ (.*)$", BLOCK.sub("", TEXTS[name]), re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads]
+        assert not anchor or anchor in slugs, target
+    for path in re.findall(r"`(examples/\S+?)`", TEXTS[page]):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_index_names_every_page():
+    for page in set(TEXTS) - {"README.md"}:
+        assert f"({page})" in TEXTS["README.md"], page
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_pages_are_of_no_machine_and_not_wide(page):
+    assert not re.search(r"(?<![\w.])/(tmp|work|home|root|Users|usr)/", TEXTS[page])
+    for line in TEXTS[page].splitlines():
+        assert line.startswith("|") or len(line) <= 90, line
+
+
+# What the table says and no other test shows.
+
+
+def mirrored(devices, **options):
+    return tj.Mirrored(tuple(f"cpu:{i}" for i in range(devices)), **options)
+
+
+def test_parameters_lie_on_the_worker_devices():
+    strategy = mirrored(4)
+    assert strategy.parameter_devices == strategy.worker_devices
+    v = strategy.create_var("v", 1.0)
+    assert v.value.devices() == set(jax.devices("cpu")[:4])
+
+
+@pytest.mark.parametrize("run_concurrently", [True, False])
+@pytest.mark.parametrize("towers", [1, 4])
+def test_a_tower_knows_its_strategy(towers, run_concurrently):
+    strategy, seen = mirrored(1, towers=towers), []
+
+    def tower_fn(tower):
+        seen.append((tower.strategy, tower.num_towers))
+        assert tower.strategy.is_single_tower == (tower.num_towers == 1)
+
+    strategy.call_for_each_tower(tower_fn, run_concurrently=run_concurrently)
+    assert set(seen) == {(strategy, towers)}
+
+
+@pytest.mark.slow
+def test_configure_joins_the_cluster(tmp_path):
+    program = f"""
+import towerjax as tj
+strategy = tj.Mirrored(num_gpus=0)
+spec = {{"worker": ["127.0.0.1:{free_port()}"]}}
+same = strategy.configure(cluster_spec=spec, task_type="worker", task_id=0)
+print(same == strategy, tj.cluster.initialize().how)
+"""
+    assert python(tmp_path, program) == "True cluster_spec\n"
+
+
+def test_precision_is_a_ratio_of_counts():
+    predicted = np.array([1, 1, 0, 1, 0, 1], bool)
+    true = np.array([1, 0, 0, 1, 1, 1], bool)
+
+    def metric_fn(params, batch, tower):
+        counted = batch["predicted"] * tower.weight
+        hits = counted * batch["true"]
+        return {"precision": tj.Weighted(hits.sum(), counted.sum())}
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(4))
+    batches = tj.batches({"predicted": predicted, "true": true}, 5)
+    precision = tj.evaluate_all(evaluate, np.float32(0), lambda: batches)["precision"]
+    assert precision == (predicted & true).sum() / predicted.sum()
+
+
+def test_towers_may_meet_in_a_branch_that_all_take():
+    def tower_fn(tower, x):
+        total = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), tower.id)
+        return jax.lax.cond(
+            total + x > 6,
+            lambda: tower.reduce(tj.Reduction.SUM, tower.id),
+            lambda: jnp.int32(-1),
+        )
+
+    for x, expected in ((0, -1), (1, 6)):
+        assert int(mirrored(4).call_for_each_tower(tower_fn, x)) == expected
+
+
+def test_params_are_a_plain_tree_for_export():
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((batch @ params["w"]) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(4))
+    state = step.init({"w": np.ones(3, np.float32)})
+    params, x = jax.device_get(state.params), np.ones((2, 3), np.float32)
+    exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"]))(params, x)
+    assert np.asarray(exported.call(params, x)).tolist() == [3.0, 3.0]
