@@ -341,3 +341,40 @@ def test_all_gather_of_vectors_is_differentiable(T, D):
     )
     expected = 2 * x * c.sum(axis=0)
     np.testing.assert_allclose(out.values, expected, rtol=16 * EPS, atol=16 * EPS)
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@pytest.mark.parametrize("name", ["weight", "rng", "step"])
+def test_what_a_step_alone_has_is_refused(name, concurrently):
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+    text = f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
+    with pytest.raises(ValueError, match=text):
+        strategy.call_for_each_tower(
+            lambda tower: getattr(tower, name) + 0, run_concurrently=concurrently
+        )
+
+
+def branch(tower):
+    return 1.0 if tower.id == 0 else 2.0
+
+
+def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+    step = tj.build_train_step(
+        lambda w, batch, tower: tj.Weighted.mean(w * batch * branch(tower)),
+        optax.sgd(0.1),
+        strategy,
+    )
+    predict = tj.build_predict_step(lambda w, b, tower: b * branch(tower), strategy)
+    batch, w = np.ones(2, np.float32), jnp.float32(1)
+    for call in (
+        lambda: strategy.call_for_each_tower(branch),
+        lambda: step(step.init(w), batch),
+        lambda: predict(w, batch),
+    ):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            call()
+        notes = " ".join(error.value.__notes__)
+        assert "Write jnp.where or lax.cond; to see" in notes
+    out = strategy.call_for_each_tower(branch, run_concurrently=False)
+    assert strategy.unwrap(out) == [1.0, 2.0]

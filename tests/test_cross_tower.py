@@ -440,3 +440,17 @@ def test_read_var_refuses_none():
     with pytest.raises(ValueError, match="has no one value. Give it SUM.*unwrap"):
         strategy.read_var({"v": variable})
     assert len(strategy.unwrap(variable)) == 3
+
+
+@LAYOUTS
+def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
+    strategy = mirrored(T, D)
+    rows = np.arange(4.0 * T, dtype=np.float32).reshape(T, 4) ** 2
+    losses = strategy.call_for_each_tower(
+        lambda tower, x: tj.Weighted.mean(x), tj.PerTower(rows)
+    )
+    assert not isinstance(losses.weight, tj.PerTower)  # 4 on every tower, by proof
+    for reduction in (R.SUM, R.MEAN):
+        total = strategy.reduce(reduction, losses)
+        np.testing.assert_allclose(total.value, rows.mean(), rtol=4 * T * EPS)
+    assert float(strategy.reduce(R.SUM, losses).weight) == 4 * T

@@ -193,8 +193,11 @@ def in_cond(tower, x):
     return lax.cond(meets, lambda x: sums(tower, x), lambda x: x, x)
 
 
-def in_cond_on_step(tower, x):
-    return lax.cond(tower.step == 0, lambda x: sums(tower, x), lambda x: x, x)
+def in_cond_on_towers(tower, x):
+    number = tower.reduce(R.SUM, 1 + 0 * tower.id)
+    return lax.cond(
+        number == tower.num_towers, lambda x: sums(tower, x), lambda x: x, x
+    )
 
 
 def in_scan(tower, x):
@@ -208,7 +211,15 @@ def in_vmap(tower, x):
     return jax.vmap(lambda scale: sums(tower, scale * x))(jnp.array([0.6, 0.8])).sum()
 
 
-PLACES = [sums, in_jit, in_nested_functions, in_cond, in_cond_on_step, in_scan, in_vmap]
+PLACES = [
+    sums,
+    in_jit,
+    in_nested_functions,
+    in_cond,
+    in_cond_on_towers,
+    in_scan,
+    in_vmap,
+]
 
 
 @pytest.mark.parametrize("T, D", [(3, 1), (3, 3), (4, 2)])
@@ -447,11 +458,12 @@ def test_all_gather_is_in_tower_order(T, D):
 @few_layouts
 def test_typed_keys_meet(T, D):
     def tower_fn(tower):
+        key = jax.random.fold_in(jax.random.key(3), tower.id)
         return (
-            tower.rng,
-            tower.all_gather(tower.rng),
-            tower.reduce(R.ONLY_FIRST_TOWER, tower.rng),
-            tower.merge_call(lambda strategy, v: strategy.unwrap(v)[-1], tower.rng),
+            key,
+            tower.all_gather(key),
+            tower.reduce(R.ONLY_FIRST_TOWER, key),
+            tower.merge_call(lambda strategy, v: strategy.unwrap(v)[-1], key),
         )
 
     own, gathered, first, last = map(
@@ -469,7 +481,9 @@ def test_typed_keys_meet(T, D):
 @pytest.mark.parametrize("T", [1, 2])
 def test_keys_do_not_add_up(reduction, T):
     with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
-        mirrored(T, 1).call_for_each_tower(lambda t: t.reduce(reduction, t.rng))
+        mirrored(T, 1).call_for_each_tower(
+            lambda tower: tower.reduce(reduction, jax.random.key(0))
+        )
 
 
 # tower.axis_names

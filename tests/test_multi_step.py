@@ -172,3 +172,16 @@ def test_many_calls_that_nobody_waits_for():
     for _ in range(60):
         w = strategy.run_steps_on_dataset(descend, data, 1, w).final
     np.testing.assert_allclose(w, by_numpy(60)[0], rtol=60 * 8 * 2**-23)
+
+
+def test_outputs_of_towers_want_the_contexts_own_call():
+    strategy = mirrored(2)
+
+    def step(ctx, carry, x):
+        def tower_fn(tower):
+            ctx.set_last_step_output("v", tower.id, R.SUM)
+
+        strategy.call_for_each_tower(tower_fn)
+
+    with pytest.raises(ValueError, match=r"'v'\) in a .* ctx.call_for_each_tower"):
+        strategy.run_steps_on_dataset(step, feed(strategy, 1))

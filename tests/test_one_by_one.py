@@ -70,14 +70,18 @@ def rows_handed_back(tower, x):
     return tower.merge_call(merge_fn, jnp.stack([x, -x]))
 
 
+def key_of(tower):
+    return jax.random.fold_in(jax.random.key(3), tower.id)
+
+
 def random_numbers(tower, x):
-    return jax.random.normal(tower.rng, (3,)) * x
+    return jax.random.normal(key_of(tower), (3,)) * x
 
 
 def keys(tower, x):
     return (
-        jax.random.key_data(tower.reduce(R.ONLY_FIRST_TOWER, tower.rng)),
-        jax.random.key_data(tower.all_gather(tower.rng)),
+        jax.random.key_data(tower.reduce(R.ONLY_FIRST_TOWER, key_of(tower))),
+        jax.random.key_data(tower.all_gather(key_of(tower))),
     )
 
 
@@ -453,7 +457,7 @@ def test_no_reduction_is_refused(reduction):
         one_by_one(mirrored(2), lambda tower: tower.reduce(reduction, tower.id))
     assert error.value.__notes__ == ["In tower 0 of 2, run one by one."]
     with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
-        one_by_one(mirrored(2), lambda tower: tower.reduce(R.SUM, tower.rng))
+        one_by_one(mirrored(2), lambda tower: tower.reduce(R.SUM, key_of(tower)))
 
 
 def test_results_of_different_structure_are_refused():

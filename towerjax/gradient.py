@@ -14,7 +14,7 @@ from towerjax.outputs import (
     join_micro_batches,
     widened,
 )
-from towerjax.tower import Tower, TowerInputs
+from towerjax.tower import Tower, TowerInputs, branches_explained
 from towerjax.types import LossFn, PyTree, Reduction, TowerOutput, Weighted
 
 
@@ -90,7 +90,9 @@ class TowerLoss:
         self, params: PyTree, rows: PyTree, tower: Tower
     ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
         def sum_of_losses(params: PyTree) -> tuple[jax.Array, TowerOutput]:
-            out = as_tower_output(self.fn(params, rows, tower), self.reduction)
+            with branches_explained():
+                out = self.fn(params, rows, tower)
+            out = as_tower_output(out, self.reduction)
             return out.loss.sum, out
 
         grads, out = jax.grad(sum_of_losses, has_aux=True)(params)

@@ -23,7 +23,7 @@ from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
 from towerjax.state import TrainState, check_state
 from towerjax.strategies import Strategy
-from towerjax.tower import TowerInputs
+from towerjax.tower import TowerInputs, branches_explained
 from towerjax.tower_local import read_local_over_towers
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree
 
@@ -120,7 +120,9 @@ class Pass:
             rows, num_valid = own
             size = jax.tree.leaves(rows)[0].shape[0]
             tower = inputs.tower(tower_id, local, num_valid, size)
-            return self.finish(self.fn(model["params"], rows, tower), size)
+            with branches_explained():
+                out = self.fn(model["params"], rows, tower)
+            return self.finish(out, size)
 
         return over_local_towers(tower_fn, axes, (rows, num_valid), stack_sums=True)
 

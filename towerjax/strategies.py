@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -49,7 +50,7 @@ class Mirrored(CrossTowerMethods, JobMethods):
       Mirrored(devices=('cpu:0',), towers=8, local='scan')
     """
 
-    devices: tuple[str, ...] | None = None
+    devices: Sequence[Any] | None = None
     num_gpus: int | None = None
     num_gpus_per_worker: int | None = None
     towers: int | None = None
@@ -87,7 +88,7 @@ class Mirrored(CrossTowerMethods, JobMethods):
     def _named_devices(self) -> tuple[str, ...] | None:
         """The devices that the options name; None where they leave it open."""
         if self.devices is not None:
-            return self.devices
+            return tuple(self.devices)
         if (gpus := self._gpus_per_process()) is None:
             return None
         return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)

@@ -1,7 +1,8 @@
 """What may a tower function ask about its tower?"""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ class Tower:
     Attributes:
       id: ``()`` int32, which tower this is, from 0 to ``T - 1``; traced.
       num_towers: ``T``; static.
-      step: ``()`` int32, the number of steps before this one.
       local: This tower's copy of the tower-local variables (in evaluation and
         prediction: their aggregate), a pytree without its ``TowerLocal``.
       strategy: The strategy, as ``merge_call`` hands it to its function.
@@ -31,22 +31,29 @@ class Tower:
 
     id: jax.Array
     num_towers: int
-    step: jax.Array
     local: PyTree
     strategy: Any
     _axes: TowerAxes
-    _rng: jax.Array
+    # None outside a step, which alone has a number, a key and a batch.
+    _step: jax.Array | None
+    _rng: jax.Array | None
     _micro_batch: jax.Array | None
-    _num_valid: jax.Array
+    _num_valid: jax.Array | None
     _first_row: Any
     _rows: int
     # How towers that run one by one meet; None where one program runs all of them.
     _meet: Any = None
 
     @property
+    def step(self) -> jax.Array:
+        """``()`` int32, the number of steps before this one."""
+        return _of_a_step(self._step, "step", "a counter")
+
+    @property
     def rng(self) -> jax.Array:
         """A key of this tower, step and micro-batch: the same on any devices."""
-        key = jax.random.fold_in(jax.random.fold_in(self._rng, self.step), self.id)
+        key = _of_a_step(self._rng, "rng", "a key, and fold tower.id into it")
+        key = jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)
         if self._micro_batch is None:
             return key
         return jax.random.fold_in(key, self._micro_batch)
@@ -55,7 +62,8 @@ class Tower:
     def weight(self) -> jax.Array:
         """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
         # Made when asked for: a step that pads can then see that nothing reads it.
-        return row_weights(self._num_valid, self._first_row, self._rows)
+        num_valid = _of_a_step(self._num_valid, "weight", "weights (ctx.weight)")
+        return row_weights(num_valid, self._first_row, self._rows)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -171,7 +179,7 @@ class Tower:
         def joined(rows: PyTree) -> PyTree:
             if axis is None:
                 return rows
-            return jax.tree.map(lambda x: join_rows(x, axis), rows)
+            return jax.tree.map(lambda x, axis=axis: join_rows(x, axis), rows)
 
         if self._meet is not None:
             return self._meet_stacked("tower.all_gather", value, joined)
@@ -256,6 +264,34 @@ class Tower:
         return assigned_in_tower(self, variable, value, lambda old, new: old - new)
 
 
+@contextlib.contextmanager
+def branches_explained() -> Iterator[None]:
+    """Around a tower function: says why ``if tower.id == 0`` cannot be.
+
+    Yields:
+      Once.
+    """
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "A tower function is traced once for all towers: tower.id, the batch and"
+            " what is computed of them have no values yet. Write jnp.where or lax.cond;"
+            " to see values, run towers one by one with"
+            " strategy.call_for_each_tower(fn, ..., run_concurrently=False)."
+        )
+        raise
+
+
+def _of_a_step(value: Any, name: str, instead: str) -> Any:
+    if value is None:
+        raise ValueError(
+            f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
+            f" number and no key of its own. Pass {instead} as an argument."
+        )
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class TowerInputs:
     """What makes a ``Tower`` of a tower id: the same for all towers of a step.
@@ -263,20 +299,20 @@ class TowerInputs:
     Attributes:
       strategy: For ``Tower.strategy``.
       axes: The axes that the towers meet over.
-      step: ``()`` int32.
-      rng: The state's key.
+      step: ``()`` int32; None outside a step.
+      rng: The state's key; None outside a step.
     """
 
     strategy: Any
     axes: TowerAxes
-    step: jax.Array
-    rng: jax.Array
+    step: jax.Array | None = None
+    rng: jax.Array | None = None
 
     def tower(
         self,
         tower_id: jax.Array,
         local: PyTree,
-        num_valid: jax.Array,
+        num_valid: jax.Array | None,
         rows: int,
         *,
         first_row: Any = 0,
@@ -288,7 +324,8 @@ class TowerInputs:
         Args:
           tower_id: ``()`` int32.
           local: The tower-local values it sees.
-          num_valid: ``()`` int32, how many of its rows are examples.
+          num_valid: ``()`` int32, how many of its rows are examples; None where
+            there is no batch.
           rows: How many rows it sees here.
           first_row: ``()`` int32, which of its rows is the first of these.
           micro_batch: ``()`` int32, which part of its rows, when they are several.
@@ -301,7 +338,7 @@ class TowerInputs:
         return Tower(
             id=tower_id,
             num_towers=self.axes.num_towers,
-            step=self.step,
+            _step=self.step,
             local=local,
             strategy=self.strategy,
             _axes=self.axes,

@@ -5,9 +5,10 @@ import re
 from typing import IO, TextIO
 
 # What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
+# Several threads may print to one line.
 _TRANSPORT = re.compile(
-    rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of connected"
-    rb" peer ranks is : \d+\n"
+    rb"(\s*\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of"
+    rb" connected peer ranks is : \d+\s*)+"
 )
 
 

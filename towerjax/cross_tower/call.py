@@ -22,7 +22,7 @@ from towerjax.placement import (
 )
 from towerjax.proof.analysis import analyse, body_of_shard_map
 from towerjax.proof.mirrored import prove_mirrored
-from towerjax.tower import Tower, TowerInputs
+from towerjax.tower import Tower, TowerInputs, branches_explained
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.variables import MirroredVar, TowerLocal, is_variable, named
 
@@ -108,12 +108,11 @@ class _Call:
         self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """All towers of a device: array outputs ``[k, ...]``, and the other outputs."""
-        none = jnp.int32(0)
-        inputs = TowerInputs(self.strategy, axes, none, jax.random.key(0))
+        inputs = TowerInputs(self.strategy, axes)
         others = []
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
-            tower = inputs.tower(tower_id, None, none, 0)
+            tower = inputs.tower(tower_id, None, None, 0)
             out, *kept = _split_outputs(self._called(tower, row[1:], arrays))
             others[:] = kept
             return (), out
@@ -126,7 +125,8 @@ class _Call:
         pools = {_ROWS: iter(rows), _FREE: iter(arrays), "": iter(constants)}
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
-        return self.fn(tower, *args, **kwargs)
+        with branches_explained():
+            return self.fn(tower, *args, **kwargs)
 
     def prove(self, rows: list[Any], arrays: list[Any]) -> _Outputs:
         """Which outputs are the same on every tower; refuses what is not and must."""
@@ -213,7 +213,7 @@ def call_for_each_tower(
         return call_one_by_one(strategy, fn, args, kwargs)
     _check_hash(fn)
     placement: Placement = strategy.placement
-    if _is_inside_tower():
+    if is_inside_tower():
         _refuse_nested_pmap(placement)
         placement = dataclasses.replace(placement, devices=placement.devices[:1])
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
@@ -273,7 +273,7 @@ def _traced(
     fn: Callable[..., Any], axes: TowerAxes, rows: list[Any], arrays: list[Any]
 ) -> tuple[Any, list[Any]]:
     """One tower's program, and the values that it closes over."""
-    if not _is_inside_tower():
+    if not is_inside_tower():
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(fn, axes, _IN_LAYOUTS, Layout.PER_TOWER, values)
         return body_of_shard_map(jaxpr), jaxpr.consts
@@ -337,8 +337,12 @@ def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
     return place_rows(x, placement, layout)
 
 
-def _is_inside_tower() -> bool:
-    """Are we in a merge function, where every tower sees all towers' values?"""
+def is_inside_tower() -> bool:
+    """Is a tower function or a merge function being traced?
+
+    Returns:
+      True where the towers' axes are bound.
+    """
     for axis in (DEVICE_AXIS, LOCAL_AXIS):
         try:
             lax.axis_size(axis)

@@ -6,7 +6,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from towerjax.devices import canonical_device_name
+from towerjax.devices import canonical_device_name, find_device
 from towerjax.types import PerTower
 from towerjax.variables import TowerLocal
 
@@ -40,7 +40,21 @@ def destination_names(destinations: Any) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"destinations names {name} more than once in {names}.")
+    if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
+        _refuse_other_processes(names)
     return names
+
+
+def _refuse_other_processes(names: tuple[str, ...]) -> None:
+    """Raise, on every process alike, where a name is not every process's own."""
+    owners = [find_device(name).process_index for name in names]
+    if len({owners.count(p) for p in range(jax.process_count())}) > 1:
+        raise ValueError(
+            f"destinations {', '.join(names)} belong to the processes {owners} of"
+            f" {jax.process_count()}: names count the devices of all processes. Pass a"
+            " device of each process's own, jax.local_devices()[0], or leave"
+            " destinations out and read the value with np.asarray."
+        )
 
 
 def _devices(destinations: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.cross_tower.call import is_inside_tower
 from towerjax.cross_tower.values import is_per_tower
 from towerjax.input.feed import check_whole
 from towerjax.input.placer import PlacedBatch, Placer
@@ -98,9 +99,15 @@ class MultiStepContext:
             are, which a tower function cannot.
 
         Raises:
-          ValueError: NONE in a tower function.
+          ValueError: NONE in a tower function, or one of the strategy's own call.
         """
         if self._tower is None:
+            if is_inside_tower():
+                raise ValueError(
+                    f"set_last_step_output({name!r}) in a tower function that"
+                    " strategy.call_for_each_tower runs. Call the function with"
+                    " ctx.call_for_each_tower, or set what it returns."
+                )
             if reduction is not Reduction.NONE:
                 output = self.strategy.reduce(reduction, output)
             self.last_step_outputs[name] = output

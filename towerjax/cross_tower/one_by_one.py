@@ -178,9 +178,8 @@ class _Rounds:
         self.strategy = strategy
         self.merged: list[Any] = []
         per_device = strategy.num_towers // strategy.placement.num_devices
-        none = jnp.int32(0)
         axes = strategy.placement.axes
-        inputs = TowerInputs(strategy, axes, none, jax.random.key(0))
+        inputs = TowerInputs(strategy, axes)
         settings = _settings()
 
         def run(thread: _TowerThread, t: int) -> PyTree:
@@ -188,7 +187,7 @@ class _Rounds:
             with contextlib.ExitStack() as stack:
                 for setting, value in [*settings, (jax.default_device, device)]:
                     stack.enter_context(setting(value))
-                tower = inputs.tower(jnp.int32(t), None, none, 0, meet=thread.meet)
+                tower = inputs.tower(jnp.int32(t), None, None, 0, meet=thread.meet)
                 args, kwargs = jax.tree.map(
                     lambda x: _row_of(x, t, strategy.num_towers),
                     given,

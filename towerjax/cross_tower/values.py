@@ -108,6 +108,9 @@ def reduce_values(
             " without axis and then over the dim."
         )
 
+    if reduction is not Reduction.ONLY_FIRST_TOWER:
+        value = _whole_weighted(value, strategy.num_towers)
+
     def one(x: Any) -> Any:
         x = _per_tower_rows(x, strategy.num_towers)
         if not is_per_tower(x):
@@ -130,6 +133,27 @@ def reduce_values(
     leaves = [next(one_value) if is_per_tower(x) else x for x in leaves]
     out = jax.tree.unflatten(treedef, leaves)
     return out if destinations is None else send(out, destinations)
+
+
+def _whole_weighted(value: PyTree, num_towers: int) -> PyTree:
+    """Each ``Weighted`` with both fields per tower, where one is: they add together.
+
+    The weight of towers that all have as many examples comes back as one value.
+    """
+
+    def one(x: Any) -> Any:
+        fields = (x.sum, x.weight) if isinstance(x, Weighted) else ()
+        if not any(map(is_per_tower, fields)):
+            return x
+        return Weighted(*(_on_each_tower(field, num_towers) for field in fields))
+
+    return jax.tree.map(one, value, is_leaf=lambda x: isinstance(x, Weighted))
+
+
+def _on_each_tower(x: Any, num_towers: int) -> Any:
+    if is_per_tower(x):
+        return x
+    return PerTower(jnp.broadcast_to(x, (num_towers, *np.shape(x))))
 
 
 def _per_tower_rows(x: Any, num_towers: int) -> Any:

@@ -264,14 +264,14 @@ class VariableMethods:
     def fetch(
         self,
         value: PyTree,
-        destination: Any = "cpu:0",
+        destination: Any = None,
         fn: Callable[[PyTree], PyTree] | None = None,
     ) -> PyTree:
         """The value, or ``fn`` of it, on one device.
 
         Args:
           value: What all towers share; variables are read.
-          destination: A device or its name.
+          destination: A device or its name; None is this process's first CPU.
           fn: Applied where the value lies, before it is sent: send what is small.
 
         Returns:

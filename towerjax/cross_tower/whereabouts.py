@@ -93,7 +93,7 @@ def fetch(
 
     Args:
       value: What all towers share; variables are read.
-      destination: A device or its name.
+      destination: A device or its name; None is this process's first CPU.
       fn: Applied where the value lies, before it is sent; None sends all of it.
 
     Returns:
@@ -104,6 +104,8 @@ def fetch(
     """
     value = read_var(value)
     check_mirrored(value, "strategy.fetch")
+    if destination is None:
+        destination = jax.local_devices(backend="cpu")[0]
     return send(value if fn is None else fn(value), destination)
 
 
