@@ -142,6 +142,8 @@ def told():
             r"\[1, 1, 0, 0\]. In a job of 2 processes name",
         ),
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
+        ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
+        ("one_by_one", "run_concurrently=False"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
     ],
 )
@@ -157,6 +159,14 @@ EXPECTED = {
     # 5 elements of 2 rows each and 6 elements of 3 rows, two towers each.
     "elements_of_each": [[2, 2, 3, 3], [2, 2, 3, 3], [2, 0, 3, 3]],
     "twice_through": [2, 2],
+    "fetched": [3.0, 1.0],
+    "ops": dict.fromkeys(
+        ("AllReduce", "Packed", "Hierarchical", "ReduceToOneDevice", "PinnedTree"),
+        [28.0, 28.0, 140.0],
+    ),
+    "saved_and_restored": [6.0, 6.0, 3.0, 6.0, 0.75],
+    # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
+    "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
     "steps_on_data": [64.0, 36.0],  # 0 + ... + 7 and 1 + ... + 8
     "towers_values": [60.0, 15.0, [0.0, 10.0, 20.0, 30.0]],
 }

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.devices import Device, find_device, platform_devices
+from towerjax.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
 
 # Names that nobody writes by chance: a psum over the device axis alone would leave out
@@ -186,27 +187,57 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     """A copy of the tree on the placement's devices.
 
     A copy always: ``device_put`` alone may share the caller's buffer, and a
-    donated state would then delete or overwrite the caller's array.
+    donated state would then delete or overwrite the caller's array. Of several
+    processes, each of which calls this, the first one's values are taken.
 
     Args:
-      tree: Arrays, NumPy or JAX, or typed keys; on several processes the same on
-        each, or arrays that lie on all of them already.
+      tree: Arrays, NumPy or JAX, or typed keys.
       placement: Where to.
       layouts: A prefix tree of layouts.
 
     Returns:
       The tree, committed to its shardings, with strong dtypes.
+
+    Raises:
+      ValueError: Several processes have values of different kinds.
+    """
+    if placement.num_processes == 1:
+        copied = jax.tree.map(_own_copy, tree)
+        return jax.device_put(copied, placement.shardings(layouts))
+    leaves, treedef = jax.tree.flatten(tree)
+    on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
+    if on_host:
+        own = [_numbers(leaves[i]) for i in on_host]
+        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
+        advice = "Run the same program on every process."
+        require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
+        for i, first in zip(on_host, from_first_process(own), strict=True):
+            leaves[i] = _like(first, leaves[i])
+    return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts)
+
+
+def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
+    """As `place`, but each of several processes places its own values.
+
+    For what is the same on all by construction, and for rows of which each places
+    its own. Asks no other process, so that a thread may call it.
+
+    Args:
+      tree: Arrays, NumPy or JAX, or typed keys.
+      placement: Where to.
+      layouts: A prefix tree of layouts.
+
+    Returns:
+      The tree, committed to its shardings.
     """
     shardings = placement.shardings(layouts)
-    if placement.num_processes > 1:
-        return jax.tree.map(
-            lambda sharding, part: jax.tree.map(
-                lambda leaf: _place_on_processes(leaf, sharding), part
-            ),
-            shardings,
-            tree,
-        )
-    return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
+    if placement.num_processes == 1:
+        return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
+
+    def on_sharding(sharding: NamedSharding, part: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: _place_on_processes(leaf, sharding), part)
+
+    return jax.tree.map(on_sharding, shardings, tree)
 
 
 def _own_copy(leaf: Any) -> Any:
@@ -217,14 +248,39 @@ def _own_copy(leaf: Any) -> Any:
     return np.array(leaf, dtype=jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
 
 
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    )
+
+
+def _numbers(leaf: Any) -> np.ndarray:
+    return _own_copy(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _like(numbers: np.ndarray, leaf: Any) -> Any:
+    if not _is_key(leaf):
+        return numbers
+    return jax.random.wrap_key_data(
+        jnp.asarray(numbers), impl=jax.random.key_impl(leaf)
+    )
+
+
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Each process places the shards of its own devices."""
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         impl = jax.random.key_impl(leaf)
         return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl))(data)
+    if _is_global(leaf):
+        if leaf.sharding.device_set == sharding.device_set:
+            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        leaf = jax.jit(jnp.copy, out_shardings=whole)(leaf)
     host = _own_copy(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
@@ -245,7 +301,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
       The tree of ``jax.Array``.
     """
     if placement.num_processes > 1:
-        return place(tree, placement, layout)
+        return place_own(tree, placement, layout)
     owned = jax.tree.map(
         lambda x: x if isinstance(x, jax.Array) else _own_copy(x), tree
     )

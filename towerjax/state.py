@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from towerjax.placement import Placement, place
-from towerjax.processes import from_first_process, require_same
-from towerjax.reduce import key_data, like_key
+from towerjax.processes import require_same
 from towerjax.tower_local import stacked_local
 from towerjax.types import Layout, PyTree, named_leaves
 
@@ -104,7 +103,7 @@ def init_state(
     local = stacked_local(local, placement.num_towers)
     key = _checked_key(rng, placement)
     if placement.num_processes > 1:
-        params, local, key = _of_first_process(placement, (params, local, key))
+        _check_processes(placement, (params, local, key))
     state = TrainState(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
@@ -115,8 +114,8 @@ def init_state(
     return place(state, placement, STATE_LAYOUT)
 
 
-def _of_first_process(placement: Placement, tree: PyTree) -> PyTree:
-    """Process 0's values on all, once all have values of the same kind."""
+def _check_processes(placement: Placement, tree: PyTree) -> None:
+    """Raise unless all processes have the same towers and values of one kind."""
     kinds = ", ".join(
         f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
         for root, part in zip(("params", "local", "rng"), tree, strict=True)
@@ -125,8 +124,6 @@ def _of_first_process(placement: Placement, tree: PyTree) -> PyTree:
     advice = "Run the same program on every process."
     require_same("The strategy's towers", f"{placement}", advice)
     require_same("What step.init was given", kinds, advice)
-    first = from_first_process(jax.tree.map(lambda x: np.asarray(key_data(x)), tree))
-    return jax.tree.map(lambda data, x: like_key(data, x), first, tree)
 
 
 def abstract_state(

@@ -122,7 +122,80 @@ def towers_values(me):
     return [float(total), float(mean), [float(x) for x in strategy.unwrap(ids)]]
 
 
+def fetched(me):
+    strategy = tj.Mirrored(towers=4)
+    v = strategy.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
+    return [float(strategy.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
+
+
+def destination_of_one_process(me):
+    strategy = tj.Mirrored(towers=4)
+    strategy.reduce(
+        tj.Reduction.SUM, strategy.worker_device_index, destinations="cpu:0"
+    )
+
+
+def ops(me):
+    """The sum over towers by each op, of a value and of two at once."""
+    sums = {}
+    for op in (
+        tj.AllReduce(),
+        tj.Packed(num_packs=2),
+        tj.Hierarchical(),
+        tj.ReduceToOneDevice("cpu:2"),
+        tj.PinnedTree(),
+    ):
+        strategy = tj.Mirrored(towers=8, cross_tower_ops=op)
+        ids = strategy.worker_device_index
+        pairs = [(ids, None), (tj.PerTower(np.arange(8.0) ** 2), None)]
+        batch = strategy.batch_reduce(tj.Reduction.SUM, pairs)
+        sums[type(op).__name__] = [
+            float(strategy.reduce(tj.Reduction.SUM, ids)),
+            *map(float, batch),
+        ]
+    return sums
+
+
+def saved_and_restored(me):
+    """A tower-local sum of 4 towers on both processes, restored on 2 and on 8."""
+    strategy = tj.Mirrored(towers=4)
+    v = strategy.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
+    saved = tj.saved_values({"v": v})
+    totals = [float(saved["v"])]
+    for towers in (2, 8):
+        other = tj.Mirrored(towers=towers)
+        like = other.create_var("v", 0.0, reduction=tj.Reduction.SUM, tower_local=True)
+        restored = tj.restored_values(other, {"v": like}, saved)["v"]
+        copies = [float(x) for x in other.unwrap(restored)]
+        totals += [float(other.read_var(restored)), copies[-1]]
+    return totals
+
+
+def one_by_one(me):
+    tj.Mirrored(towers=4).call_for_each_tower(
+        lambda tower: tower.id, run_concurrently=False
+    )
+
+
+def evaluated_and_predicted(me):
+    strategy = tj.Mirrored(towers=4)
+    evaluate = tj.build_eval_step(
+        lambda w, b, tower: {"mean": tj.Weighted.mean(w * b["x"], tower.weight)},
+        strategy,
+    )
+    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], strategy)
+    w = np.float32(2)
+    values = tj.evaluate_all(evaluate, w, [rows(8), rows(3)])
+    return [values["mean"], predict(w, rows(5)).tolist()]
+
+
 SCENARIOS = [
+    fetched,
+    destination_of_one_process,
+    ops,
+    saved_and_restored,
+    one_by_one,
+    evaluated_and_predicted,
     differing_batches,
     differing_towers,
     differing_params,
@@ -139,7 +212,7 @@ SCENARIOS = [
 ]
 
 if __name__ == "__main__":
-    tj.cluster.initialize()
+    tj.Mirrored().configure()  # by what the launcher set
     me, told = jax.process_index(), {}
     named = {scenario.__name__: scenario for scenario in SCENARIOS}
     named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}

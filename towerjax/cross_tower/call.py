@@ -18,6 +18,7 @@ from towerjax.placement import (
     LOCAL_AXIS,
     Placement,
     TowerAxes,
+    place,
     place_rows,
 )
 from towerjax.proof.analysis import analyse, body_of_shard_map
@@ -334,6 +335,8 @@ def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
     leaves = jax.tree.leaves(x)
     if traced or any(isinstance(leaf, Tracer) for leaf in leaves):
         return jax.tree.map(jnp.asarray, x)
+    if placement.num_processes > 1 and layout is Layout.MIRRORED:
+        return place(x, placement, layout)  # the same on all: the first process's
     return place_rows(x, placement, layout)
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from towerjax.executors import stack_on_devices
-from towerjax.placement import Placement, place, place_rows
+from towerjax.placement import Placement, place_own, place_rows
 from towerjax.shard import (
     Remainder,
     Signature,
@@ -215,7 +215,7 @@ class Placer:
 
     def _number(self, number: int) -> jax.Array:
         if number not in self._numbers:
-            self._numbers[number] = place(
+            self._numbers[number] = place_own(
                 np.int32(number), self.placement, Layout.MIRRORED
             )
         return self._numbers[number]
