@@ -94,6 +94,7 @@ def test_pinned_tree_moves_its_parts_once():
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @pytest.mark.parametrize("towers", [1, 4])
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
+@pytest.mark.slow
 def test_one_device_has_no_collective(towers, local, ops):
     strategy = tj.Mirrored(
         devices=devices(1), towers=towers, local=local, cross_tower_ops=ops
@@ -252,6 +253,7 @@ def test_micro_batches_draw_their_own_noise():
     ids=["adam", "lamb", "muon", "clip", "plateau", "multi_steps", "optimistic", "dog",
          "if_finite"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_the_optimizer_sees_one_whole_gradient(optimizer):
     def reference(params, batch):
         losses = (batch["x"] @ params["w"]) ** 2

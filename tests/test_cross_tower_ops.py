@@ -86,11 +86,16 @@ def assert_is_the_sum(actual, values):
 
 GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (5, 1), (5, 5)]
 GRIDS += [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7), (6, 6)]
+FEW = [(1, 1), (3, 3), (4, 2), (8, 8), (6, 3)]  # in the fast part too
+PMAP = ((6, 3), "pmap")
 
 
 @pytest.mark.parametrize(
     "towers, devices, executor",
-    [(*grid, "shard_map") for grid in GRIDS] + [(6, 3, "pmap")],
+    [
+        pytest.param(*grid, executor, marks=() if grid in FEW else pytest.mark.slow)
+        for grid, executor in [(grid, "shard_map") for grid in GRIDS] + [PMAP]
+    ],
 )
 def test_every_op_is_the_sum_in_float64(towers, devices, executor):
     values, ops = tree(towers), ops_for(devices)
@@ -401,6 +406,7 @@ def train(strategy, steps=2):
         (4, 1, {"local": "scan"}),
     ],
 )
+@pytest.mark.slow
 def test_steps_are_those_of_an_all_reduce(towers, devices, options):
     expected, metrics = train(mirrored(towers, devices, tj.AllReduce(), **options))
     for ops in [
@@ -495,6 +501,7 @@ def test_where_jax_traces_values_are_added_where_they_are():
 
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.Packed(), tj.PinnedTree()])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.slow
 def test_dtypes_are_the_same_wherever_values_are_added(ops, executor):
     strategy = mirrored(4, 2, ops, executor=executor)
     for dtype in (bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16):
@@ -706,6 +713,7 @@ def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
 
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.parametrize("towers, devices", [(2, 1), (2, 2), (6, 3)])
+@pytest.mark.slow
 def test_values_without_elements_are_reduced_too(towers, devices, executor):
     value = tj.PerTower(
         {

@@ -232,6 +232,7 @@ def test_all_weights_zero_changes_nothing_and_is_no_nan():
 
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
 @pytest.mark.parametrize(("towers", "devices"), [(1, 1), (3, 3), (4, 2), (4, 1)])
+@pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices, ops):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(devices=names, towers=towers, cross_tower_ops=ops)
@@ -273,6 +274,7 @@ def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices,
 
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
 @pytest.mark.parametrize(("towers", "devices"), [(1, 1), (4, 2), (4, 4), (4, 1)])
+@pytest.mark.slow
 def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
     towers, devices, ops
 ):

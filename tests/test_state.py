@@ -44,6 +44,7 @@ def loss_fn(params, batch, tower):
 
 
 @pytest.mark.parametrize(("towers", "devices", "options"), LAYOUTS)
+@pytest.mark.slow
 def test_bfloat16_keys_counters_and_none_live_in_a_state(towers, devices, options):
     labels = {"w": "train", "frozen": "keep", "none": None}
     optimizer = optax.multi_transform(
