@@ -32,6 +32,7 @@ def loss_fn(params, batch, tower):
 
 def examples_of(placed):
     """Each tower's examples, without its padding."""
+    np.testing.assert_array_equal(placed.args[1], placed.counts)  # as towers are told
     per_tower = jax.tree.map(
         lambda v: np.asarray(v.values),
         placed.per_tower(),
@@ -157,6 +158,14 @@ def test_elements_left_over_are_an_error_when_asked_for():
     text = r"3 towers take an element each, but got 2 of sizes \[2, 2\].*'drop' for the"
     with pytest.raises(ValueError, match=text):
         list(dataset)
+
+
+def test_elements_are_padded_to_micro_batches():
+    dataset = mirrored(2).distribute_dataset(
+        [np.arange(4), np.arange(5)], split="elements", micro_batches=3
+    )
+    (placed,) = dataset
+    assert placed.rows == 6 and placed.counts.tolist() == [4, 5]
 
 
 def test_elements_of_two_kinds_are_refused():

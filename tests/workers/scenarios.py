@@ -77,6 +77,11 @@ def ends(remainder):
     return scenario
 
 
+def one_ends_early(me):
+    source = lambda context: [rows(4)] * (2 + me)  # noqa: E731
+    return counts(tj.Mirrored(towers=4), source, remainder="error")
+
+
 def elements_of_each(me):
     source = lambda context: [rows(2 + me)] * (5 + me)  # noqa: E731
     return counts(tj.Mirrored(towers=4), source, split="elements")
@@ -204,6 +209,7 @@ SCENARIOS = [
     devices_out_of_order,
     towers_not_for_all,
     own_devices_alone,
+    one_ends_early,
     elements_of_each,
     elements_of_all,
     twice_through,
