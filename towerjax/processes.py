@@ -4,7 +4,10 @@ Everything here is called by every process of a job, in the same order.
 """
 
 import hashlib
+import itertools
 import json
+import sys
+import threading
 from typing import Any
 
 import jax
@@ -12,9 +15,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from towerjax.types import PyTree
-
-_PATIENCE_MS = 24 * 3600 * 1000
-"""A peer may be slow; one that is dead ends the job by JAX's own heartbeat."""
 
 
 def require_same(what: str, text: str, advice: str) -> None:
@@ -30,6 +30,7 @@ def require_same(what: str, text: str, advice: str) -> None:
     """
     if jax.process_count() == 1:
         return
+    _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
     own = np.frombuffer(digest, np.uint8)
     all_of_them = np.asarray(multihost_utils.process_allgather(own))
@@ -46,6 +47,17 @@ def require_same(what: str, text: str, advice: str) -> None:
         )
 
 
+def _check_devices() -> None:
+    """Raise unless all processes have as many devices."""
+    owners = [device.process_index for device in jax.devices()]
+    counts = [owners.count(process) for process in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The processes of this job have {counts} devices each; they need the same"
+            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES alike for all."
+        )
+
+
 def from_first_process(tree: PyTree) -> PyTree:
     """Process 0's values, on every process.
 
@@ -57,7 +69,12 @@ def from_first_process(tree: PyTree) -> PyTree:
     """
     if jax.process_count() == 1:
         return tree
+    _check_devices()
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+class Stopped(Exception):
+    """Nobody wants the answer any more."""
 
 
 class Exchange:
@@ -68,10 +85,12 @@ class Exchange:
 
     Args:
       name: The same on every process, and of this exchange alone.
+      what: What the peers are waited for, for a line on stderr.
+      stopped: Set when nobody wants the answer any more.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
+        self._name, self._what, self._stopped = name, what, stopped
         self._client = _coordinator_client()
         self._round = 0
 
@@ -83,20 +102,38 @@ class Exchange:
 
         Returns:
           ``P`` values.
+
+        Raises:
+          Stopped: While waiting for a peer.
         """
-        prefix = f"towerjax/{self._name}/{self._round}"
-        mine = jax.process_index()
+        prefix, mine = f"towerjax/{self._name}/{self._round}", jax.process_index()
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
         peers = range(jax.process_count())
-        values = [
-            self._client.blocking_key_value_get(f"{prefix}/{p}", _PATIENCE_MS)
-            for p in peers
-        ]
+        values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
         if self._round > 1:  # all have read the round before the last
             old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
             self._client.key_value_delete(old)
         self._round += 1
         return [json.loads(value) for value in values]
+
+    def _wait_for(self, key: str, peer: int) -> str:
+        """The peer's value. One that is dead ends the job by JAX's own heartbeat."""
+        for waited_s in itertools.count():
+            if self._stopped.is_set():
+                raise Stopped
+            try:
+                return self._client.blocking_key_value_get(key, 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if waited_s == 10:
+                print(
+                    f"process {jax.process_index()} waits for {self._what} of process"
+                    f" {peer}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        raise AssertionError("counting does not end")
 
 
 def _coordinator_client() -> Any:

@@ -8,6 +8,7 @@ coordinator, how much each has, so that none waits for a peer whose data has end
 
 import dataclasses
 import itertools
+import threading
 import uuid
 from collections.abc import Generator, Iterator
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -119,7 +120,11 @@ class _Elements:
     may_be_empty: bool
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
-        taken = [_element(x) for x in itertools.islice(elements, self.towers)]
+        # Copied one by one: a loader may reuse its buffer for the next.
+        taken = [
+            _element(jax.tree.map(feed.own_copy, x))
+            for x in itertools.islice(elements, self.towers)
+        ]
         sizes = [count_examples(rows) for rows, _ in taken]
         _refuse_unlike([rows for rows, _ in taken])
         missing = self.towers - len(taken)
@@ -149,7 +154,8 @@ class _Elements:
 
 def _is_empty(batch: PyTree) -> bool:
     """Is it this process's part, without rows, of a round that others have rows of?"""
-    return all(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch))
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(np.shape(x)[:1] == (0,) for x in leaves)
 
 
 def _element(element: PyTree) -> tuple[PyTree, bool]:
@@ -157,8 +163,12 @@ def _element(element: PyTree) -> tuple[PyTree, bool]:
     leaves = named_leaves("element", element)
     bare = any(np.ndim(leaf) == 0 for _, leaf in leaves)
     if bare:
-        element = jax.tree.map(lambda x: np.asarray(x)[None], element)
+        element = jax.tree.map(_with_a_row, element)
     return element, bare
+
+
+def _with_a_row(leaf: Any) -> Any:
+    return (leaf if isinstance(leaf, jax.Array) else np.asarray(leaf))[None]
 
 
 def _refuse_unlike(elements: list[PyTree]) -> None:
@@ -205,7 +215,18 @@ class DistributedDataset:
     def __iter__(self) -> Generator[PlacedBatch, None, None]:
         """The placed batches, some of them in advance."""
         self._passes += 1
-        return feed.prefetch(self._parts(), self._place, depth=self._options.prefetch)
+        return self._pass(self._passes)
+
+    def _pass(self, number: int) -> Generator[PlacedBatch, None, None]:
+        stopped = threading.Event()
+        parts = self._parts(number, stopped)
+        placed_batches = feed.prefetch(parts, self._place, depth=self._options.prefetch)
+        try:
+            for placed in placed_batches:  # noqa: UP028 closed in this order
+                yield placed
+        finally:
+            stopped.set()  # before the thread is waited for: it may wait for a peer
+            placed_batches.close()
 
     def per_tower(self) -> Iterator[PyTree]:
         """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.
@@ -213,40 +234,68 @@ class DistributedDataset:
         Yields:
           Leaves ``[T, b, ...]``; ``[T, ...]`` where elements have no dim over
           examples.
+
+        Raises:
+          ValueError: Rows were padded, which nothing here would tell from examples.
         """
         for placed in self:
+            if placed.padded:
+                raise ValueError(
+                    f"per_tower: towers have {placed.counts.tolist()} examples in"
+                    f" {placed.rows} rows, and what is yielded does not say which rows"
+                    " are padding. Use remainder='drop' or 'error', or go through the"
+                    " data set itself: placed.per_tower() and placed.counts."
+                )
             yield placed.per_tower()
 
-    def _parts(self) -> Iterator[tuple[PyTree, np.ndarray, bool]]:
+    def _parts(
+        self, number: int, stopped: threading.Event
+    ) -> Iterator[tuple[PyTree, np.ndarray, bool]]:
         """What to place, each tower's number of examples, and whether it is bare."""
         elements = elements_of(self._source, self._context)
-        exchange = self._exchange()
+        peers = self._peers(number, stopped)
         most_rows, last = 0, None
         while True:
-            pulled = self._rounds.pull(elements)
-            sizes_of_all = exchange(None if pulled is None else pulled[1])
-            if self._is_end(sizes_of_all):
+            pulled, sizes_of_all = self._pull(elements, peers)
+            if self._is_end(sizes_of_all, is_first=last is None):
                 return
             taken = last = last if pulled is None else pulled[0]
-            if taken is None:
-                raise ValueError(
-                    f"The input of process {self._context.process_index} is empty, but"
-                    " other processes have batches. Give each process a part."
-                )
             rows = self._rows(sizes_of_all, most_rows)
             if rows == 0:  # nothing is left of a round that one process has no part of
                 continue
             most_rows = max(rows, most_rows)
             counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
-            bare = isinstance(taken, list) and taken[0][1]
+            bare = rows == 1 and isinstance(taken, list)
+            bare = bare and all(was_bare for _, was_bare in taken or ())
             yield self._rounds.build(taken, rows), np.concatenate(counts), bare
 
-    def _exchange(self) -> Any:
+    def _peers(self, number: int, stopped: threading.Event) -> Exchange | None:
         if not self._asks_peers:
-            return lambda own: [own]
-        return Exchange(f"{self._name.tobytes().hex()}/{self._passes}").all
+            return None
+        name = f"{self._name.tobytes().hex()}/{number}"
+        return Exchange(name, "the input", stopped)
 
-    def _is_end(self, sizes_of_all: list[Any]) -> bool:
+    def _pull(
+        self, elements: Iterator[PyTree], peers: Exchange | None
+    ) -> tuple[tuple[PyTree, list[int]] | None, list[Any]]:
+        """This process's part of the next round, and the sizes of all parts."""
+        if peers is None:
+            pulled = self._rounds.pull(elements)
+            return pulled, [None if pulled is None else pulled[1]]
+        try:
+            pulled = self._rounds.pull(elements)
+        except Exception as error:  # the others would wait for this part
+            peers.all({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        told = peers.all({"sizes": None if pulled is None else pulled[1]})
+        for process, part in enumerate(told):
+            if "failed" in part:
+                raise ValueError(
+                    f"The input of process {process} failed: {part['failed']}"
+                )
+        return pulled, [part["sizes"] for part in told]
+
+    def _is_end(self, sizes_of_all: list[Any], *, is_first: bool) -> bool:
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
         if len(ended) == len(sizes_of_all):
             return True
@@ -255,6 +304,11 @@ class DistributedDataset:
                 f"The input of the processes {ended} ended before that of the others."
                 " Give each process as many batches, or say remainder='pad' (rows of"
                 " weight 0) or 'drop' (stop where the first one ends)."
+            )
+        if ended and is_first and self._options.remainder == "pad":
+            raise ValueError(
+                f"The input of the processes {ended} is empty, but others have"
+                " batches. Give each process a part."
             )
         return bool(ended) and self._options.remainder == "drop"
 

@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -117,7 +118,7 @@ def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
         group: list[PyTree] = []
         try:
             for batch in itertools.islice(iterator, size):
-                group.append(jax.tree.map(_own, batch))
+                group.append(jax.tree.map(own_copy, batch))
         except BaseException as error:
             failure = error
         if group:
@@ -127,7 +128,15 @@ def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
     raise failure
 
 
-def _own(leaf: Any) -> Any:
+def own_copy(leaf: Any) -> Any:
+    """A copy of an array that a loader may write again.
+
+    Args:
+      leaf: A leaf of a batch.
+
+    Returns:
+      A copy of a NumPy array; anything else as it is.
+    """
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -208,6 +217,8 @@ class _Feeder:
         """End the thread; a loader that hangs cannot be interrupted, so say it."""
         self._stopped.set()
         self._room.release()
+        if sys.is_finalizing():  # an iterator still alive when the program ends
+            return
         self.thread.join(patience_s)
         if self.thread.is_alive():
             warnings.warn(

@@ -137,7 +137,7 @@ def _as_array(leaf: Any) -> Any:
         if "bfloat16" in str(leaf.dtype):  # which NumPy does not know
             return jnp.from_dlpack(leaf)
     if hasattr(leaf, "numpy"):
-        return leaf.numpy()
+        return np.asarray(leaf.numpy())
     if hasattr(leaf, "__array__"):
         return np.asarray(leaf)
     return leaf
