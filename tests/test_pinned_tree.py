@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.collectives.pinned_tree import _add_pairwise
+from towerjax.reduce import add_pairwise
 
 ROWS = 61  # ragged: 8 towers have 8 rows each, the last one 5
 
@@ -113,10 +113,10 @@ def test_towers_that_are_no_power_of_two_too(towers):
 
 def test_the_tree_depends_on_the_number_of_towers_alone():
     rows = np.random.default_rng(0).normal(size=(12, 1000)).astype(np.float32)
-    whole = _add_pairwise(jnp.asarray(rows))
+    whole = add_pairwise(jnp.asarray(rows))
     for local in (1, 2, 4):  # powers of two: a device's towers are a subtree
-        parts = [_add_pairwise(jnp.asarray(x)) for x in np.split(rows, 12 // local)]
-        again = _add_pairwise(jnp.stack(parts))
+        parts = [add_pairwise(jnp.asarray(x)) for x in np.split(rows, 12 // local)]
+        again = add_pairwise(jnp.stack(parts))
         np.testing.assert_array_equal(whole, again)
-    thirds = [_add_pairwise(jnp.asarray(x)) for x in np.split(rows, 4)]
-    assert (np.asarray(_add_pairwise(jnp.stack(thirds))) != np.asarray(whole)).any()
+    thirds = [add_pairwise(jnp.asarray(x)) for x in np.split(rows, 4)]
+    assert (np.asarray(add_pairwise(jnp.stack(thirds))) != np.asarray(whole)).any()

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.devices import Device, find_device, platform_devices
@@ -324,6 +325,30 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
     )
 
 
+def waited(out: PyTree) -> PyTree:
+    """The results, computed where unawaited ones could stop the devices for good.
+
+    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    devices deadlock and abort the process.
+
+    Args:
+      out: What a program returned; tracers and host values pass.
+
+    Returns:
+      ``out``.
+    """
+    spread = [
+        x
+        for x in jax.tree.leaves(out)
+        if isinstance(x, jax.Array)
+        and not isinstance(x, Tracer)
+        and len(x.sharding.device_set) > 1
+    ]
+    if spread and next(iter(spread[0].sharding.device_set)).platform == "cpu":
+        jax.block_until_ready(spread)
+    return out
+
+
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
     """The tree whole on each process, so that the host can read it.
 
@@ -336,4 +361,10 @@ def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
     """
     if placement.num_processes == 1:
         return tree
-    return jax.jit(lambda x: x, out_shardings=placement.sharding(Layout.MIRRORED))(tree)
+    mirrored = placement.sharding(Layout.MIRRORED)
+    return waited(_resharded(tree, sharding=mirrored))
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _resharded(tree: PyTree, *, sharding: NamedSharding) -> PyTree:
+    return jax.lax.with_sharding_constraint(tree, sharding)

@@ -213,18 +213,17 @@ class InFlight:
     """The results of the last few calls, so that not too many run at once.
 
     Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    devices deadlock and abort the process. A depth of 4 costs nothing measurable
-    and leaves room for several steps used side by side.
+    devices deadlock and abort the process. A depth of 16 costs nothing measurable
+    and leaves room for programs of other makers.
     """
 
-    def __init__(self, placement: Placement) -> None:
-        bounded = placement.platform == "cpu" and placement.num_devices > 1
+    def __init__(self, *, bounded: bool) -> None:
         self._results: collections.deque[jax.Array] | None = (
             collections.deque() if bounded else None
         )
 
     def add(self, result: PyTree) -> None:
-        """Note a call's result, and wait for the one four calls ago.
+        """Note a call's result, and wait for the one 16 calls ago.
 
         Args:
           result: A pytree of arrays of which no later call donates the first.
@@ -232,8 +231,14 @@ class InFlight:
         if self._results is None:
             return
         self._results += jax.tree.leaves(result)[:1]
-        if len(self._results) > 4:
+        if len(self._results) > 16:
             self._results.popleft().block_until_ready()
+
+
+@functools.cache
+def _in_flight_on(devices: tuple[str, ...]) -> InFlight:
+    """One count for all steps on the same devices: the limit is the devices' own."""
+    return InFlight(bounded=devices[0].startswith("cpu:") and len(devices) > 1)
 
 
 class Runner:
@@ -252,7 +257,7 @@ class Runner:
         self.programs: dict[Any, Program] = {}
         self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._max_programs = max_programs
-        self._in_flight = InFlight(placement)
+        self._in_flight = _in_flight_on(placement.devices)
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.

@@ -182,6 +182,22 @@ def addable(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
+def add_pairwise(rows: jax.Array) -> jax.Array:
+    """The rows added in one fixed order: neighbours, then their sums, and so on.
+
+    Args:
+      rows: ``[n, ...]``; an odd last one waits.
+
+    Returns:
+      ``[...]``.
+    """
+    while rows.shape[0] > 1:
+        paired = rows.shape[0] // 2 * 2
+        sums = rows[0:paired:2] + rows[1:paired:2]
+        rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums
+    return rows[0]
+
+
 def check_dim(value: PyTree, axis: int) -> None:
     """Raise unless every leaf has the dim.
 

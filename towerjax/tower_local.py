@@ -9,16 +9,17 @@ import numpy as np
 
 from towerjax.collectives import CrossTowerOps, sum_rows_over_towers
 from towerjax.executors import first_tower_of_device
-from towerjax.placement import TowerAxes
+from towerjax.placement import TowerAxes, waited
 from towerjax.reduce import (
+    add_pairwise,
     addable,
+    check_addable,
     key_data,
     like_key,
-    reduce_stacked,
     reduced_dtype,
 )
 from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.variables import TowerLocal, named
+from towerjax.variables import TowerLocal, is_variable, named
 
 
 def _is_local(x: Any) -> bool:
@@ -104,14 +105,55 @@ def read_local(local: PyTree) -> PyTree:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
       2.0
     """
-
-    def read(variable: TowerLocal) -> PyTree:
+    variables = jax.tree.leaves(local, is_leaf=_is_local)
+    for variable in variables:
         if variable.reduction is Reduction.NONE:
             raise ValueError(
                 f"{named(variable)} has Reduction.NONE, so it has no one value. Give it"
                 " SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own with unwrap."
             )
-        return reduce_stacked(variable.reduction, variable.value)
+        check_addable(variable.reduction, variable.value)
+    return waited(_read(local))
+
+
+def read_variables(tree: PyTree) -> PyTree:
+    """The tree with each variable as its one value.
+
+    Args:
+      tree: A pytree that may hold ``TowerLocal`` and ``MirroredVar``.
+
+    Returns:
+      The tree; tower-local variables are read together.
+
+    Raises:
+      ValueError: A tower-local variable's reduction is NONE.
+    """
+    nodes = jax.tree.leaves(tree, is_leaf=is_variable)
+    values = iter(read_local([x for x in nodes if _is_local(x)]))
+
+    def one(x: Any) -> Any:
+        if _is_local(x):
+            return next(values)
+        return x.value if is_variable(x) else x
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+@jax.jit
+def _read(local: PyTree) -> PyTree:
+    """All in one program; added in tower order, so that bits do not depend on ``D``."""
+
+    def one(reduction: Reduction, x: jax.Array) -> jax.Array:
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return x[0]
+        dtype = reduced_dtype(reduction, x.dtype)
+        total = add_pairwise(x.astype(addable(dtype)))
+        if reduction is Reduction.MEAN:
+            total = total / x.shape[0]
+        return total.astype(dtype)
+
+    def read(variable: TowerLocal) -> PyTree:
+        return jax.tree.map(lambda x: one(variable.reduction, x), variable.value)
 
     return jax.tree.map(read, local, is_leaf=_is_local)
 

@@ -9,6 +9,7 @@ from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums
 from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.reduce import add_pairwise
 from towerjax.types import PyTree
 
 
@@ -65,22 +66,13 @@ def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     if not axes.device_axis:
         # A barrier does not keep XLA from fusing these additions into the update; a
         # branch does. Both branches are the same, so the predicate does not matter.
-        return lax.cond(rows[0, 0] > 0, _add_pairwise, _add_pairwise, rows)
+        return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
-        rows = _add_pairwise(rows)[None]
+        rows = add_pairwise(rows)[None]
     share = -(-size // axes.num_devices)
     rows = jnp.pad(rows, ((0, 0), (0, share * axes.num_devices - size)))
     rows = rows.reshape(rows.shape[0], axes.num_devices, share)
     # Device d receives share d of every device's rows: [D * rows, share].
     rows = lax.all_to_all(rows, DEVICE_AXIS, split_axis=1, concat_axis=0, tiled=True)
-    total = _add_pairwise(rows.reshape(-1, share))
+    total = add_pairwise(rows.reshape(-1, share))
     return lax.all_gather(total, DEVICE_AXIS, tiled=True)[:size]
-
-
-def _add_pairwise(rows: jax.Array) -> jax.Array:
-    """``[n, ...] -> [...]``: neighbours added, then their sums; an odd last waits."""
-    while rows.shape[0] > 1:
-        paired = rows.shape[0] // 2 * 2
-        sums = rows[0:paired:2] + rows[1:paired:2]
-        rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums
-    return rows[0]

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from towerjax.cross_tower.values import is_per_tower
 from towerjax.placement import place
-from towerjax.tower_local import read_local
+from towerjax.tower_local import read_variables
 from towerjax.types import Layout, PyTree, Reduction
 from towerjax.variables import (
     MirroredVar,
@@ -299,10 +299,4 @@ def read_var(value: PyTree) -> PyTree:
     Raises:
       ValueError: A tower-local variable's reduction is NONE.
     """
-
-    def one(x: Any) -> Any:
-        return read_local(x) if isinstance(x, TowerLocal) else plain(x)
-
-    return jax.tree.map(
-        one, value, is_leaf=lambda x: isinstance(x, MirroredVar | TowerLocal)
-    )
+    return read_variables(value)

@@ -20,6 +20,7 @@ from towerjax.placement import (
     TowerAxes,
     place,
     place_rows,
+    waited,
 )
 from towerjax.proof.analysis import analyse, body_of_shard_map
 from towerjax.proof.mirrored import prove_mirrored
@@ -231,15 +232,7 @@ def call_for_each_tower(
     rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in of_kind(_FREE)]
     out, outputs = _run(call, rows, arrays)
-    _bound_flight(placement, out)
-    return outputs.tree(out)
-
-
-def _bound_flight(placement: Placement, out: list[Any]) -> None:
-    # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    # devices deadlock, and a loop of calls would have them.
-    if placement.platform == "cpu" and placement.num_devices > 1:
-        jax.block_until_ready([x for x in out if not isinstance(x, Tracer)])
+    return outputs.tree(waited(out))
 
 
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:

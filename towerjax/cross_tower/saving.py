@@ -9,9 +9,9 @@ import numpy as np
 
 from towerjax.cross_tower.assign import is_traced, placed, shares
 from towerjax.reduce import check_addable, reduced_dtype
-from towerjax.tower_local import read_local
+from towerjax.tower_local import read_variables
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
-from towerjax.variables import MirroredVar, TowerLocal, is_variable, named
+from towerjax.variables import TowerLocal, is_variable, named
 
 
 def saved_values(tree: PyTree) -> PyTree:
@@ -36,25 +36,18 @@ def saved_values(tree: PyTree) -> PyTree:
       6
     """
     problems = []
-
-    def one(path: Any, x: Any) -> Any:
-        if not isinstance(x, TowerLocal):
-            return x.value if isinstance(x, MirroredVar) else x
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
         try:
-            check_addable(x.reduction, x.value)
+            check_addable(x.reduction, x.value) if isinstance(x, TowerLocal) else None
         except ValueError:
             problems.append(f"{leaf_name('tree', path)}, {named(x)}, {x.reduction!r}")
-            return None
-        return read_local(x)
-
-    saved = jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
     if problems:
         raise ValueError(
             "These tower-local variables have no one value to save:"
             f" {'; '.join(problems)}. Give them SUM, MEAN or ONLY_FIRST_TOWER (random"
             " keys: ONLY_FIRST_TOWER), or leave them out of the tree."
         )
-    return saved
+    return read_variables(tree)
 
 
 def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:

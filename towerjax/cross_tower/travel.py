@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from towerjax.collectives import sum_rows_over_towers
 from towerjax.executors import over_devices
-from towerjax.placement import Placement, place_rows
+from towerjax.placement import Placement, place_rows, waited
 from towerjax.reduce import addable, reduce_stacked, reduced_dtype
 from towerjax.types import Layout, PyTree, Reduction
 
@@ -36,11 +36,7 @@ def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) ->
         return reduce_stacked(reduction, stacked)
     placement: Placement = strategy.placement
     rows = place_rows(stacked, placement, Layout.PER_TOWER)
-    out = _reduced(rows, strategy=strategy, reduction=reduction)
-    if placement.platform == "cpu" and placement.num_devices > 1:
-        # Before JAX 0.12 more than 32 programs with collectives in flight deadlock.
-        jax.block_until_ready(out)
-    return out
+    return waited(_reduced(rows, strategy=strategy, reduction=reduction))
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "reduction"))

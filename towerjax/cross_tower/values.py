@@ -12,7 +12,7 @@ from towerjax.cross_tower.destinations import destination_names
 from towerjax.cross_tower.travel import reduce_side_by_side
 from towerjax.devices import find_device
 from towerjax.merge import stacked_rows
-from towerjax.placement import Placement, place
+from towerjax.placement import Placement, place, waited
 from towerjax.reduce import check_reduction
 from towerjax.sparse import IndexedRows, is_rows, reduce_rows, reduce_stacked_rows
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
@@ -310,7 +310,7 @@ def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
                 f"{what} axis {axis}: tower {tower} has shape {row.shape} and"
                 f" tower 0 {rows[0].shape}; only dim {axis} may differ."
             )
-    return jnp.concatenate(rows, axis=axis)
+    return waited(jnp.concatenate(rows, axis=axis))
 
 
 def map_over_towers(
