@@ -172,7 +172,15 @@ class InferenceStep:
         Raises:
           ValueError: The batch is malformed, or does not divide.
         """
-        return batch if isinstance(batch, PlacedBatch) else self._placer.place(batch)
+        if not isinstance(batch, PlacedBatch):
+            return self._placer.place(batch)
+        batch.check(self.strategy.placement)
+        if batch.num_steps is not None:
+            raise ValueError(
+                f"The placed batch holds {batch.num_steps} steps' batches for a train"
+                " step; evaluation and prediction take one. Use place_batch."
+            )
+        return batch
 
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be.
@@ -205,10 +213,14 @@ class InferenceStep:
         model = _model_of(state, self.strategy.placement)
         try:
             (result,) = self._runner((model,), batch)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError) as error:
             # JAX refuses a wrong state before it runs; say it in our words.
             if isinstance(state, TrainState):
                 check_state(state, self.strategy.placement)
+            error.add_note(
+                "This step compiles for one kind of state: give it a TrainState each"
+                " time or parameters alone each time, of the same tree and shapes."
+            )
             raise
         if not self._cuts_padding:
             return result

@@ -38,7 +38,7 @@ def require_same(what: str, text: str, advice: str) -> None:
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
     ]
     if differing:
-        shown = text if len(text) <= 400 else text[:400] + " ..."
+        shown = text if len(text) <= 400 else f"{len(text)} characters of text"
         raise ValueError(
             f"{what} must be the same on all {jax.process_count()} processes, but"
             f" process{'es' if len(differing) > 1 else ''}"

@@ -203,7 +203,15 @@ def prepare(
         traced = jitted.trace(*shapes)
 
     def compile_it() -> Program:
-        compiled = traced.lower().compile()
+        lowered = traced.lower()
+        if placement.num_processes > 1:
+            require_same(
+                "The step's program",
+                lowered.as_text(),
+                "Loss, optimizer with its numbers, options and what functions close"
+                " over must be the same on all.",
+            )
+        compiled = lowered.compile()
         return Program(compiled, proof, time.perf_counter() - start)
 
     return proof, compile_it

@@ -216,6 +216,22 @@ def is_usable(state: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_deleted()
 
 
+def check_is_state(state: Any) -> None:
+    """Raise unless it is a ``TrainState``.
+
+    Args:
+      state: What was passed to the step.
+
+    Raises:
+      ValueError: It is something else.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
+            " step.init(params)."
+        )
+
+
 def check_state(state: Any, placement: Placement) -> None:
     """Raise unless the state was made for these towers and devices.
 
@@ -227,11 +243,7 @@ def check_state(state: Any, placement: Placement) -> None:
       ValueError: It is not a ``TrainState``, lies elsewhere, or its tower-local
         variables have another number of towers.
     """
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
-            " step.init(params)."
-        )
+    check_is_state(state)
     wrong_towers = [
         f"{name} has {np.shape(x)[:1]} copies"
         for name, x in named_leaves("state.local", state.local)

@@ -24,6 +24,7 @@ from towerjax.state import (
     STATE_LAYOUT,
     TrainState,
     abstract_state,
+    check_is_state,
     check_state,
     init_state,
     is_usable,
@@ -129,6 +130,7 @@ class TrainStep:
         Raises:
           ValueError: Its tower-local variables have another number of towers.
         """
+        check_is_state(state)
         placed = place(state, self.strategy.placement, STATE_LAYOUT)
         check_state(placed, self.strategy.placement)
         return placed
@@ -147,6 +149,7 @@ class TrainStep:
         """
         if not isinstance(batch, PlacedBatch):
             return self._placer.place(batch)
+        batch.check(self.strategy.placement)
         if batch.rows % self.options.micro_batches:
             raise ValueError(
                 f"The placed batch gives each tower {batch.rows} rows, which"

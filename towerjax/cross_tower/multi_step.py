@@ -243,6 +243,11 @@ def run_steps(
     """
     check_whole("iterations", iterations, 1)
     batches = list(itertools.islice(_checked(iterator), iterations))
+    if any(batch.num_steps is not None for batch in batches):
+        raise ValueError(
+            "run_steps_on_dataset takes batches of one step each; the iterator gave"
+            " several stacked ones. Write iter(strategy.distribute_dataset(...))."
+        )
     if not batches:
         raise ValueError(
             "run_steps_on_dataset: the iterator has no batch left. Make it anew with"

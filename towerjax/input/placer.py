@@ -32,6 +32,7 @@ class PlacedBatch:
         rows are examples.
       rows: ``b``, how many rows each tower has.
       signature: As `batch_signature` gives it, of ``arrays``.
+      placement: The towers and devices that it was placed for.
       fingerprint: Of the first batch of a kind, when every one of several processes
         has it whole: what must be the same on all of them.
       bare: Is each tower's part one element without a dim over examples?
@@ -41,6 +42,7 @@ class PlacedBatch:
     counts: np.ndarray
     rows: int
     signature: Signature
+    placement: Placement
     fingerprint: str | None = None
     bare: bool = False
 
@@ -63,6 +65,27 @@ class PlacedBatch:
     def num_steps(self) -> int | None:
         """``K``, how many steps fit in; None for a batch of a single step."""
         return None if len(self.args) == 2 else self.args[1].shape[0]
+
+    def check(self, placement: Placement) -> None:
+        """Raise unless it was placed for these towers and devices.
+
+        Args:
+          placement: Those of the step that is given the batch.
+
+        Raises:
+          ValueError: It was placed for others.
+        """
+        mine, yours = self.placement, placement
+        if mine is yours or (mine.devices, mine.num_towers) == (
+            yours.devices,
+            yours.num_towers,
+        ):
+            return
+        raise ValueError(
+            f"The batch was placed for {mine.num_towers} towers on"
+            f" {', '.join(mine.devices)}, but the step has {yours.num_towers} towers on"
+            f" {', '.join(yours.devices)}. Place it with the step's own strategy."
+        )
 
     def per_tower(self) -> PerTower:
         """The batch as each tower sees it, for ``strategy.call_for_each_tower``.
@@ -137,7 +160,7 @@ class Placer:
         if batch is not None and is_new and self.placement.num_processes > 1:
             fingerprint = _fingerprint(batch)
         args = (arrays, self._placed_counts(counts))
-        return PlacedBatch(args, counts, rows, signature, fingerprint)
+        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps.
@@ -165,6 +188,8 @@ class Placer:
 
     def _stack_placed(self, batches: Sequence[PlacedBatch], steps: int) -> PlacedBatch:
         _refuse_unlike([batch.signature for batch in batches])
+        for batch in batches:
+            batch.check(self.placement)
         arrays = [batch.arrays for batch in batches]
         arrays += [arrays[-1]] * (steps - len(arrays))
         counts = np.stack([batch.counts for batch in batches])
@@ -183,7 +208,7 @@ class Placer:
         if batch is not None and is_new and self.placement.num_processes > 1:
             fingerprint = _fingerprint(batch)
         args = (arrays, num_valid, self._number(len(counts)))
-        return PlacedBatch(args, counts, rows, signature, fingerprint)
+        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
         batch, num_valid = fit_batch(

@@ -10,6 +10,7 @@ import numpy as np
 
 from towerjax.inference import InferenceStep
 from towerjax.input import feed
+from towerjax.input.distribute import DistributedDataset
 from towerjax.types import PyTree, Weighted
 
 Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
@@ -56,7 +57,8 @@ def evaluate_all(
     totals: dict[str, Any] = {}
     running: collections.deque[Any] = collections.deque()
     count = 0
-    placed_batches = feed.prefetch(source, evaluate.place_batch, depth=prefetch)
+    depth = 0 if isinstance(source, DistributedDataset) else prefetch  # it has its own
+    placed_batches = feed.prefetch(source, evaluate.place_batch, depth=depth)
     with contextlib.closing(placed_batches):
         for placed in placed_batches:
             if len(running) == in_flight:

@@ -12,6 +12,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Sized,
 )
 from typing import Any, TypeAlias
 
@@ -19,11 +20,13 @@ import jax
 
 from towerjax.inference import InferenceStep
 from towerjax.input import feed
+from towerjax.input.distribute import DistributedDataset
 from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches, evaluate_all
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
 from towerjax.loop.progress import Progress, choose_display
+from towerjax.processes import require_same
 from towerjax.state import TrainState, check_state
 from towerjax.step import TrainStep
 from towerjax.types import PyTree
@@ -161,6 +164,13 @@ def run(
             " [batch], or tj.batches(data, batch_size)."
         )
     start = int(state.step)
+    if step.strategy.placement.num_processes > 1:
+        length = len(batches) if isinstance(batches, Sized) else "no known number of"
+        require_same(
+            "How long tj.run goes",
+            f"steps={steps}, {length} batches, from step {start}",
+            "Give every process the same steps and batches.",
+        )
     display = choose_display(progress)
     with contextlib.closing(Progress(display, start, steps)) as shown:
         loop = _Loop(step, state, options, evaluation, shown, tuple(hooks))
@@ -222,6 +232,8 @@ class _Loop:
 
     def _placed(self, batches: Iterable[PyTree]) -> Generator[PlacedBatch, None, None]:
         size, depth = self._options.steps_per_call, self._options.prefetch
+        if isinstance(batches, DistributedDataset):
+            depth = 0  # it has a thread of its own
         batches = itertools.islice(batches, self._options.steps)
         if size == 1:
             return feed.prefetch(batches, self._step.place_batch, depth=depth)
@@ -341,6 +353,11 @@ class _Loop:
         else:
             note = f"error.state is the state after step {self._dispatched}; go on with"
             note += " tj.run(step, error.state, ...)"
+        if self._step.strategy.placement.num_processes > 1:
+            note += (
+                ". Each process stops where it is: their states may be of different"
+                " steps, and a state may need a process that has gone"
+            )
         error.add_note(f"{note}. error.history is what the run saw.")
 
 
