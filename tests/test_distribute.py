@@ -2,6 +2,8 @@
 
 import collections
 import itertools
+import subprocess
+import sys
 import threading
 
 import grain
@@ -381,3 +383,67 @@ def test_one_process_does_everything_once():
         assert not strategy.between_graph
         assert strategy.should_init and strategy.should_checkpoint
         assert strategy.should_save_summary
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_loader_may_reuse_its_buffer_for_the_next_element(bare):
+    buffer = np.zeros(() if bare else 2, np.float32)
+
+    def source():
+        for i in range(4):
+            buffer[...] = i
+            yield buffer
+
+    (placed,) = mirrored(4).distribute_dataset(source, split="elements")
+    expected = np.repeat(np.arange(4.0), 1 if bare else 2)
+    assert placed.arrays.tolist() == expected.tolist()
+
+
+def test_a_batch_placed_for_other_towers_is_refused():
+    dev = [f"cpu:{i}" for i in range(2)]
+    mine, other = tj.Mirrored(devices=dev, towers=2), tj.Mirrored(devices=dev, towers=4)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mine)
+    evaluate = tj.build_eval_step(
+        lambda w, b, tower: {"n": tj.Weighted.mean(b["y"], tower.weight)}, mine
+    )
+    (placed,) = other.distribute_dataset([data(8)])
+    state = step.init(jnp.zeros(2))
+    text = "placed for 4 towers on cpu:0, cpu:1, but the step has 2 towers"
+    for call in (
+        lambda: step(state, placed),
+        lambda: step.place_batches([placed], 2),
+        lambda: evaluate(state, placed),
+        lambda: tj.run(step, state, [placed], progress=False),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    several = step.place_batches([data(8)], 2)
+    with pytest.raises(ValueError, match="holds 2 steps' batches for a train step"):
+        evaluate(state, several)
+
+
+def test_per_tower_does_not_hide_padding():
+    steps = mirrored(4).distribute_dataset([np.arange(8), np.arange(6)]).per_tower()
+    assert next(steps).values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
+        next(steps)
+
+
+def test_elements_with_and_without_rows_do_not_mix_up():
+    elements = [np.float32(1), np.arange(3, dtype=np.float32)]
+    (placed,) = mirrored(2).distribute_dataset(elements, split="elements")
+    assert placed.per_tower().values.shape == (2, 3)
+    assert placed.counts.tolist() == [1, 3]
+
+
+def test_an_iterator_alive_at_the_end_of_the_program_is_quiet():
+    program = (
+        "import numpy as np, towerjax as tj;"
+        "s = tj.Mirrored(devices=('cpu:0',));"
+        "it = iter(s.distribute_dataset(lambda: (np.ones(4) for _ in range(900))));"
+        "next(it); print('done')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)

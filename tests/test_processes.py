@@ -144,13 +144,16 @@ def told():
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
         ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
         ("one_by_one", "run_concurrently=False"),
+        ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
+        ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
+        ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
     ],
 )
 def test_every_process_is_told_what_does_not_fit(told, scenario, text):
     for me, one in enumerate(told):
-        assert re.search(text.format(me=me, size=2 + me), one[scenario])
+        assert re.search(text.format(me=me, size=2 + me, steps=3 - me), one[scenario])
 
 
 EXPECTED = {
@@ -160,6 +163,9 @@ EXPECTED = {
     # 5 elements of 2 rows each and 6 elements of 3 rows, two towers each.
     "elements_of_each": [[2, 2, 3, 3], [2, 2, 3, 3], [2, 0, 3, 3]],
     "twice_through": [2, 2],
+    "restored_from_the_chief": [100.0, 100.0, 100.0],
+    "left_early": [True, 0],
+    "side_by_side": 3,
     "fetched": [3.0, 1.0],
     "ops": dict.fromkeys(
         ("AllReduce", "Packed", "Hierarchical", "ReduceToOneDevice", "PinnedTree"),
@@ -186,3 +192,10 @@ def test_each_process_places_its_own_towers_elements(told):
 def test_a_process_may_work_by_itself_on_its_own_devices(told):
     # One step from 0 on 0..7, and from 1 on 1..8: gradients -7 each.
     assert [one["own_devices_alone"] for one in told] == [[False, 0.7], [False, 1.7]]
+
+
+def test_an_input_that_fails_on_one_process_is_told_to_all(told):
+    assert told[1]["loader_fails"] == "mine: disk"
+    assert told[0]["loader_fails"] == "The input of process 1 failed: OSError: disk"
+    assert "The input of process 0 failed: ValueError: " in told[1]["no_leaves"]
+    assert "holds no arrays" in told[0]["no_leaves"]

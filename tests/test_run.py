@@ -834,3 +834,20 @@ def test_a_history_is_a_table(train_step, eval_step):
     assert f"{history.metrics['loss'][12]:.4g}" in text
     assert f"{history.evaluations[0][1]['mse']:.4g}" in text
     assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)
+
+
+def test_ten_steps_side_by_side_share_one_count_of_calls_in_flight():
+    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
+    batch = np.ones(8, np.float32)
+    steps = [
+        tj.build_train_step(
+            lambda w, b, tower: tj.Weighted.mean((w - b) ** 2), optax.sgd(0.1), strategy
+        )
+        for _ in range(10)
+    ]
+    states = [step.init(jnp.float32(0)) for step in steps]
+    for _ in range(30):
+        done = [step(state, batch) for step, state in zip(steps, states, strict=True)]
+        states = [state for state, _ in done]
+    for state in states:
+        np.testing.assert_allclose(state.params, 1 - 0.8**30, rtol=1e-5)

@@ -893,3 +893,42 @@ def test_a_mean_of_integers_comes_back_only_whole():
     assert tj.restored_values(strategy, like, np.float32(4)).value.tolist() == [4, 4]
     with refuses("gives a tower 3.5, which int32 cannot hold"):
         tj.restored_values(strategy, like, np.float32(3.5))
+
+
+def test_very_many_variables_are_read_at_once():
+    """As many as a ResNet has: read one by one they stop 8 CPU devices for good."""
+    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
+    values = {f"v{i}": np.full(16, i, np.float32) for i in range(106)}
+    v = strategy.create_var("v", values, reduction=R.MEAN, tower_local=True)
+    for read in (tj.saved_values(v), tj.read_local(v), strategy.read_var(v)):
+        assert {name: float(x[3]) for name, x in read.items()} == {
+            f"v{i}": i for i in range(106)
+        }
+
+
+def test_loops_that_nobody_waits_for_do_not_stop_the_devices():
+    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
+    v = strategy.create_var("v", np.ones(16), reduction=R.SUM, tower_local=True)
+    rows = tj.PerTower(v.value)
+    for _ in range(60):
+        read = strategy.read_var(v)
+        joined = strategy.gather(rows, 0)
+        total = strategy.reduce(R.SUM, rows, axis=0)
+    assert float(read[0]) == 8 and joined.shape == (128,) and float(total) == 128
+
+
+def test_reading_has_the_same_bits_on_any_devices():
+    rows = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32)
+    reads = []
+    for devices in (1, 2, 4, 8):
+        strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=8)
+        like = strategy.create_var(
+            "v", np.zeros(1000, np.float32), reduction=R.MEAN, tower_local=True
+        )
+        v = strategy.call_for_each_tower(
+            lambda tower, v, x: tower.assign(v, x), like, tj.PerTower(rows)
+        )
+        reads.append(np.asarray(strategy.read_var(v)))
+    np.testing.assert_allclose(reads[0], rows.mean(0, np.float64), atol=8 * 2**-23)
+    for other in reads[1:]:
+        np.testing.assert_array_equal(other, reads[0])

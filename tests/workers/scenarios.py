@@ -1,7 +1,10 @@
 """What two processes are told when they disagree, and how their input may end."""
 
+import dataclasses
 import json
 import os
+import threading
+import time
 import traceback
 
 import jax
@@ -194,7 +197,80 @@ def evaluated_and_predicted(me):
     return [values["mean"], predict(w, rows(5)).tolist()]
 
 
+def other_numbers_in_the_optimizer(me):
+    strategy = tj.Mirrored(towers=4)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), strategy)
+    step(step.init(np.float32(0)), rows(8))
+
+
+def other_numbers_of_steps(me):
+    step = step_of(tj.Mirrored(towers=4))
+    tj.run(step, step.init(np.float32(0)), [rows(4)] * (3 - me), progress=False)
+
+
+def restored_from_the_chief(me):
+    """Only process 0 read the file: its values count."""
+    strategy = tj.Mirrored(towers=4)
+    step = step_of(strategy)
+    state = step.init(np.float32(0))
+    saved = tj.saved_values(state)
+    value = np.float32(100 if me == 0 else -1)
+    saved = dataclasses.replace(saved, params=value)
+    restored = tj.restored_values(strategy, state, saved)
+    placed = step.place(jax.tree.map(lambda x: x, restored))
+    sent = strategy.broadcast(value)
+    return [float(restored.params), float(placed.params), float(sent)]
+
+
+def loader_fails(me):
+    def source(context):
+        yield rows(2)
+        if me == 1:
+            raise OSError("disk")
+        yield rows(2)
+
+    try:
+        return counts(tj.Mirrored(towers=4), source)
+    except OSError as error:
+        return f"mine: {error}"
+
+
+def one_is_empty(me):
+    return counts(tj.Mirrored(towers=4), lambda context: [rows(4)] * me)
+
+
+def no_leaves(me):
+    return counts(tj.Mirrored(towers=4), lambda context: [rows(2) if me else {}])
+
+
+def left_early(me):
+    """Breaking out of a loop neither waits nor leaves a thread, however late."""
+    strategy, start = tj.Mirrored(towers=4), time.monotonic()
+    for _ in range(4):
+        source = lambda context: (rows(4) for _ in range(1000))  # noqa: E731
+        for i, _placed in enumerate(strategy.distribute_dataset(source)):
+            if me == 0:
+                time.sleep(0.01)
+            if i == 3:
+                break
+    threads = [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
+    return [time.monotonic() - start < 8, len(threads)]
+
+
+def side_by_side(me):
+    dataset = tj.Mirrored(towers=4).distribute_dataset(lambda context: [rows(2)] * 3)
+    return sum(1 for _ in zip(dataset, dataset, strict=True))
+
+
 SCENARIOS = [
+    other_numbers_in_the_optimizer,
+    other_numbers_of_steps,
+    restored_from_the_chief,
+    loader_fails,
+    one_is_empty,
+    no_leaves,
+    left_early,
+    side_by_side,
     fetched,
     destination_of_one_process,
     ops,

@@ -219,14 +219,12 @@ class DistributedDataset:
 
     def _pass(self, number: int) -> Generator[PlacedBatch, None, None]:
         stopped = threading.Event()
-        parts = self._parts(number, stopped)
-        placed_batches = feed.prefetch(parts, self._place, depth=self._options.prefetch)
-        try:
-            for placed in placed_batches:  # noqa: UP028 closed in this order
-                yield placed
-        finally:
-            stopped.set()  # before the thread is waited for: it may wait for a peer
-            placed_batches.close()
+        return feed.prefetch(
+            self._parts(number, stopped),
+            self._place,
+            depth=self._options.prefetch,
+            on_stop=stopped.set,  # the thread may wait for a peer
+        )
 
     def per_tower(self) -> Iterator[PyTree]:
         """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.

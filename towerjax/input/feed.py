@@ -1,8 +1,8 @@
 """How do batches reach the devices in time? Cut, grouped, and placed in advance."""
 
+import atexit
 import itertools
 import queue
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -141,7 +141,11 @@ def own_copy(leaf: Any) -> Any:
 
 
 def prefetch(
-    iterable: Iterable[Pulled], place: Callable[[Pulled], Placed], *, depth: int
+    iterable: Iterable[Pulled],
+    place: Callable[[Pulled], Placed],
+    *,
+    depth: int,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> Generator[Placed, None, None]:
     """What an iterable gives, pulled and placed by a thread while devices work.
 
@@ -154,6 +158,8 @@ def prefetch(
       iterable: Anything; only this thread touches it.
       place: Called with each element, e.g. ``step.place_batch``.
       depth: How many placed elements may wait; 0 works in line, with no thread.
+      on_stop: Called before the thread is waited for: lets the iterable go of what
+        it may wait for itself.
 
     Yields:
       ``place(element)`` of each element.
@@ -161,7 +167,9 @@ def prefetch(
     if depth == 0:
         yield from map(place, iterable)
         return
-    feeder = _Feeder(iterable, place, depth)
+    feeder = _Feeder(iterable, place, depth, on_stop)
+    # A thread that still runs while Python ends can abort the process.
+    atexit.register(feeder.stop)
     feeder.thread.start()
     try:
         while True:
@@ -180,9 +188,13 @@ class _Feeder:
     """The thread that fills a queue, and how to stop it."""
 
     def __init__(
-        self, iterable: Iterable[Any], place: Callable[[Any], Any], depth: int
+        self,
+        iterable: Iterable[Any],
+        place: Callable[[Any], Any],
+        depth: int,
+        on_stop: Callable[[], None],
     ) -> None:
-        self._iterable, self._place = iterable, place
+        self._iterable, self._place, self._on_stop = iterable, place, on_stop
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None, bool]]
         self._ready = queue.SimpleQueue()
         # Counts what may still be made, so that depth bounds the memory exactly.
@@ -215,10 +227,12 @@ class _Feeder:
 
     def stop(self, *, patience_s: float = 5.0) -> None:
         """End the thread; a loader that hangs cannot be interrupted, so say it."""
-        self._stopped.set()
-        self._room.release()
-        if sys.is_finalizing():  # an iterator still alive when the program ends
+        if self._stopped.is_set():
             return
+        self._stopped.set()
+        atexit.unregister(self.stop)
+        self._on_stop()
+        self._room.release()
         self.thread.join(patience_s)
         if self.thread.is_alive():
             warnings.warn(
