@@ -347,3 +347,22 @@ def test_jax_must_count_as_many_processes():
 def test_many_others_are_named_in_short():
     cluster = Cluster(0, 1000, "a:1", "x")
     assert _others(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_early_says_that_it_waits():
+    program = (
+        "import time, jax, towerjax as tj; tj.cluster.initialize();"
+        "time.sleep(7 * jax.process_index())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "towerjax", "launch", "--processes", "2", "--"]
+        + [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0] process 0 of 2 has ended and waits for the others, up to" in done.stderr
+    assert "process 1 of 2 has ended" not in done.stderr

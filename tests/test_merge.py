@@ -489,6 +489,23 @@ def test_keys_do_not_add_up(reduction, T):
 # tower.axis_names
 
 
+def test_one_of_several_axis_names_is_refused():
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
+    rows = tj.PerTower(np.arange(4.0, dtype=np.float32))
+
+    def all_of_them(tower, x):
+        return lax.psum(x, tower.axis_names)
+
+    def one_of_them(tower, x):
+        return lax.psum(x, tower.axis_names[0])
+
+    assert float(strategy.call_for_each_tower(all_of_them, rows)) == 6
+    one_each = tj.Mirrored(devices=[f"cpu:{i}" for i in range(4)])
+    assert float(one_each.call_for_each_tower(one_of_them, rows)) == 6
+    with pytest.raises(ValueError, match=r"axis_names\[0\]: several towers share a"):
+        strategy.call_for_each_tower(one_of_them, rows)
+
+
 @pytest.mark.parametrize("T, D", [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
     rng = np.random.default_rng(1)

@@ -17,6 +17,17 @@ from towerjax.types import PerTower, PyTree, Reduction
 from towerjax.variables import Variable, assigned_in_tower
 
 
+class _AllOrNone(tuple[str, ...]):
+    """Names that make sense together: one alone leaves out some of the towers."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(
+            f"tower.axis_names[{index!r}]: several towers share a device, so that one"
+            " name alone is not all towers, and numbers would depend on the devices."
+            " Pass all of them: lax.psum(x, tower.axis_names)."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Tower:
     """What a tower function may ask about its tower.
@@ -83,7 +94,8 @@ class Tower:
                 " run_concurrently=False, are no axis of one program. Use tower.reduce"
                 " or tower.all_gather, or leave out run_concurrently."
             )
-        return self._axes.names
+        names = self._axes.names
+        return _AllOrNone(names) if len(names) > 1 else names
 
     def merge_call(
         self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree

@@ -1,5 +1,6 @@
 """When does this process become one of several? `initialize` and `shutdown`."""
 
+import atexit
 import contextlib
 import dataclasses
 import logging
@@ -132,7 +133,27 @@ def initialize(
         _process.cluster = _start(named, options)
     if _process.cluster.num_processes == 1:
         _restore_excepthook()
+    else:
+        _speak_while_waiting_at_the_end(_process.cluster, shutdown_timeout_s)
     return _process.cluster
+
+
+def _speak_while_waiting_at_the_end(cluster: Cluster, timeout_s: int) -> None:
+    """A line on stderr where this process has ended and others go on for long."""
+    ended = threading.Event()
+    atexit.register(ended.set)  # after JAX's, so that it is called before
+
+    def speak() -> None:
+        ended.wait()
+        time.sleep(_PATIENCE_S)
+        print(
+            f"process {cluster.process_id} of {cluster.num_processes} has ended and"
+            f" waits for the others, up to {timeout_s} s: did all do as many steps?",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    threading.Thread(target=speak, name="towerjax-end", daemon=True).start()
 
 
 def shutdown() -> None:

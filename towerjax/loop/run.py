@@ -114,8 +114,9 @@ def run(
     Args:
       step: As `build_train_step` returns it.
       state: Where to start; donated, unless the step was built otherwise.
-      batches: Global batches, e.g. of `batches`; may be endless with ``steps``.
-        No more than ``steps`` are taken.
+      batches: Global batches, e.g. of `batches`, or a `DistributedDataset`; may be
+        endless with ``steps``. No more than ``steps`` are taken (a distributed data
+        set takes some in advance from its source).
       steps: How many steps to do; None goes to the end of the data.
       evaluate: As `build_eval_step` returns it.
       eval_batches: The data to evaluate on, all of it each time: something that can
