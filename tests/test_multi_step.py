@@ -91,6 +91,7 @@ def test_variables_are_carried():
     total, seen = ctx.final
     assert float(strategy.read_var(total)) == 4 * X.sum()
     assert seen.value.tolist() == [12, 12, 4]
+    assert {x.data.shape for x in seen.value.addressable_shards} == {(1,)}
     assert float(strategy.read_var(seen)) == 28
 
 
