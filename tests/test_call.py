@@ -112,6 +112,20 @@ def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
         np.testing.assert_allclose(jax.grad(f)(2.0), slope, rtol=8 * EPS)
 
 
+@pytest.mark.parametrize("num_rows, num_shared", [(1, 0), (1, 1), (3, 0), (0, 2)])
+def test_pmap_hands_out_rows_whatever_the_number_of_arguments(num_rows, num_shared):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], executor="pmap")
+    rows = [tj.PerTower(np.arange(4.0) + 10 * i) for i in range(num_rows)]
+    shared = [np.arange(2.0) - i for i in range(num_shared)]
+    out = strategy.call_for_each_tower(
+        lambda tower, rows, shared: (tower.id, rows, shared), rows, shared
+    )
+    ids, own, same = out
+    assert ids.values.tolist() == [0, 1, 2, 3]
+    assert [x.values.tolist() for x in own] == [x.values.tolist() for x in rows]
+    assert [x.tolist() for x in same] == [x.tolist() for x in shared]
+
+
 def test_pmap_refuses_what_it_would_get_wrong():
     strategy = mirrored(2, 2, executor="pmap")
 
