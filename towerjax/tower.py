@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from towerjax.merge import WithNames, merge_over_towers, refuse_in_turn, stacked_rows
 from towerjax.placement import TowerAxes
-from towerjax.reduce import check_addable, check_dim, gather_over_towers, join_rows
+from towerjax.reduce import (
+    check_addable,
+    check_dim,
+    gather_over_towers,
+    join_rows,
+    strong,
+)
 from towerjax.shard import row_weights
 from towerjax.sparse import reduce_stacked_tree, reduce_tree_over_towers
 from towerjax.types import PerTower, PyTree, Reduction
@@ -191,7 +196,7 @@ class Tower:
         """``fn`` of leaves ``[T, ...]``, for towers that run one by one."""
         leaves, treedef = jax.tree.flatten(value)
         # Strong dtypes, as a compiled reduction has them.
-        leaves = [jnp.asarray(x, jnp.asarray(x).dtype) for x in leaves]
+        leaves = [strong(x) for x in leaves]
 
         def merge_fn(strategy: Any, rows: list[PerTower], structure: Any) -> list[Any]:
             if isinstance(structure, PerTower):
