@@ -118,7 +118,7 @@ def test_pmap_hands_out_rows_whatever_the_number_of_arguments(num_rows, num_shar
     rows = [tj.PerTower(np.arange(4.0) + 10 * i) for i in range(num_rows)]
     shared = [np.arange(2.0) - i for i in range(num_shared)]
     out = strategy.call_for_each_tower(
-        lambda tower, rows, shared: (tower.id, rows, shared), rows, shared
+        lambda tower, rows, shared: (tower.id, rows, shared[1:]), rows, [None, *shared]
     )
     ids, own, same = out
     assert ids.values.tolist() == [0, 1, 2, 3]

@@ -108,17 +108,19 @@ def _pmapped(
     out_layouts: PyTree,
     args: tuple[PyTree, ...],
 ) -> PyTree:
-    def axes_of(layout: Layout, part: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: _PMAP_AXES[layout], part)
+    axes: list[int | None] = []
 
-    axes = jax.tree.map(axes_of, tuple(in_layouts), args)
+    def add_axes(layout: Layout, part: PyTree) -> None:
+        axes.extend(_PMAP_AXES[layout] for _ in jax.tree.leaves(part))
+
+    jax.tree.map(add_axes, tuple(in_layouts), args)
     leaves, treedef = jax.tree.flatten(args)
     # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
     # that, even where one argument has no leaves and another has several.
     mapped = jax.pmap(
         lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
         axis_name=DEVICE_AXIS,
-        in_axes=tuple(jax.tree.leaves(axes, is_leaf=lambda x: x is None)),
+        in_axes=tuple(axes),
         out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
         devices=list(placement.jax_devices),
     )
