@@ -124,3 +124,106 @@ def test_gathered_and_reduced_python_numbers_are_strong(concurrently):
 
     out = mirrored(2).call_for_each_tower(tower_fn, run_concurrently=concurrently)
     assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "dtype, T, value",
+    [("int8", 128, 7), ("int8", 200, 7), ("int8", 200, -7), ("int8", 200, 2500)]
+    + [("uint8", 256, 9), ("uint8", 300, 200), ("uint8", 4, 1000), ("int32", 3, -7)],
+)
+def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
+    strategy = mirrored(T)
+    v = strategy.create_var("v", np.zeros((), dtype), reduction=R.SUM, tower_local=True)
+    saved = np.asarray(value, reduced_dtype(R.SUM, jnp.dtype(dtype)))
+    outs = [strategy.assign(v, value), tj.restored_values(strategy, v, saved)]
+    if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        own = np.asarray(value, dtype)
+        outs += [strategy.assign(v, own), tj.restored_values(strategy, v, own)]
+    for out in outs:
+        assert out.value.dtype == dtype
+        assert int(strategy.read_var(out)) == value
+        parts = np.asarray(out.value).astype(int)
+        assert parts.max() - parts.min() <= 1 and (np.diff(parts) <= 0).all()
+
+
+def test_a_sum_whose_parts_do_not_fit_is_refused():
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.int8(0), reduction=R.SUM, tower_local=True)
+    with pytest.raises(ValueError, match="'v': value gives a tower 250, which int8"):
+        strategy.assign(v, 1000)
+    with pytest.raises(ValueError, match="'v', gives a tower 250, which int8"):
+        tj.restored_values(strategy, v, np.int32(1000))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
+def test_what_a_sum_reads_as_may_be_assigned(dtype):
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.array(60, dtype), reduction=R.SUM, tower_local=True)
+    out = strategy.assign(v, strategy.read_var(v) + 3)
+    assert out.value.dtype == dtype and out.value.tolist() == [61, 61, 61, 60]
+
+
+def test_what_a_mean_of_integers_reads_as_may_be_assigned_if_it_is_whole():
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.int32(3), reduction=R.MEAN, tower_local=True)
+    assert strategy.assign(v, strategy.read_var(v)).value.tolist() == [3] * 4
+    assert strategy.assign(v, 2**24 + 1).value.tolist() == [2**24 + 1] * 4
+    with pytest.raises(ValueError, match="gives a tower 3.5, which int32 cannot hold"):
+        strategy.assign(v, strategy.read_var(v) + 0.5)
+    b = strategy.create_var("b", np.bool_(1), reduction=R.MEAN, tower_local=True)
+    assert strategy.assign(b, strategy.read_var(b)).value.tolist() == [True] * 4
+
+
+def test_an_integer_out_of_bounds_is_refused_by_name():
+    strategy = mirrored(2)
+    with pytest.raises(ValueError, match="variable 'v'.* value is 300, which int8"):
+        strategy.assign(strategy.create_var("v", np.int8(0)), 300)
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize(
+    "initial, reduction, reduced",
+    [(np.uint8(0), R.SUM, "uint32"), (np.bool_(0), R.SUM, "int32")]
+    + [(np.int32(0), R.MEAN, "float32"), (np.bool_(0), R.MEAN, "float32")],
+)
+def test_a_mirrored_variable_that_no_reduction_fits_says_so(
+    T, initial, reduction, reduced
+):
+    strategy = mirrored(T)
+    v = strategy.create_var("v", initial, reduction=reduction)
+    said = f"variable 'v' is {initial.dtype} .* makes {reduced} .* Create it as"
+    for concurrently in (True, False):
+        for value in (jnp.asarray(initial), jnp.zeros((), reduced)):
+            with pytest.raises(ValueError, match=said):
+                strategy.call_for_each_tower(
+                    lambda tower, v, x: tower.assign(v, x),
+                    v,
+                    value,
+                    run_concurrently=concurrently,
+                )
+
+
+def test_what_has_no_difference_says_so():
+    strategy = mirrored(2)
+    flag = strategy.create_var("flag", np.bool_(1))
+    with pytest.raises(ValueError, match="variable 'flag' holds bool, .* use assign"):
+        strategy.assign_sub(flag, True)
+    key = strategy.create_var("key", jax.random.key(0))
+    with pytest.raises(ValueError, match="variable 'key' holds key<fry>"):
+        strategy.assign_add(key, jax.random.key(1))
+    own = strategy.create_var("own", np.bool_(1), tower_local=True)
+    with pytest.raises(ValueError, match="variable 'own' holds bool"):
+        strategy.call_for_each_tower(lambda tower, v: tower.assign_sub(v, True), own)
+
+
+@pytest.mark.parametrize("tower_local", [False, True])
+def test_a_variable_starts_with_one_value(tower_local):
+    strategy = mirrored(2)
+    own = strategy.create_var("own", 1.0, tower_local=True)
+    for initial in (tj.PerTower(np.ones(2)), {"a": own}, lambda: own):
+        with pytest.raises(ValueError, match="initial of 'v' differs from tower to"):
+            strategy.create_var("v", initial, tower_local=tower_local)
+    first = strategy.create_var("first", 2.0)
+    v = strategy.create_var("v", [first, 3.0], tower_local=tower_local)
+    copies = [[2.0] * 2, [3.0] * 2] if tower_local else [2.0, 3.0]
+    assert [x.tolist() for x in v.value] == copies
