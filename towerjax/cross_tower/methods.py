@@ -64,8 +64,10 @@ class CrossTowerMethods(VariableMethods):
 
         Compiled once for each function and structure of arguments, so keep the
         function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
-        closes over is looked at while it is traced, the first time. Works inside
-        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+        closes over is looked at while it is traced, the first time. A Python number
+        is a part of the program, so each value compiles one that is kept: pass a
+        number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
+        ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
