@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from towerjax.cross_tower import batch, call, values
@@ -170,15 +169,16 @@ class CrossTowerMethods(VariableMethods):
         """
         return batch.broadcast_value(self, value, destinations)
 
-    def gather(self, value: PerTower, axis: int) -> jax.Array:
+    def gather(self, value: PerTower, axis: int) -> PyTree:
         """All towers' values joined along a dim; sizes may differ along it alone.
 
         Args:
-          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays.
+          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or
+            of trees of them.
           axis: The dim to join along.
 
         Returns:
-          One array, in tower order.
+          One array, or tree of them, in tower order.
         """
         return values.gather_values(self, value, axis)
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from towerjax.cross_tower.destinations import destination_names
 from towerjax.cross_tower.travel import reduce_side_by_side
 from towerjax.devices import find_device
-from towerjax.merge import stacked_rows
+from towerjax.merge import check_structures, stacked_rows
 from towerjax.placement import Placement, place
 from towerjax.reduce import check_reduction
 from towerjax.sparse import IndexedRows, is_rows, reduce_rows, reduce_stacked_rows
@@ -188,7 +188,28 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
             f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
             f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
         )
+    if not any(map(is_rows, rows)):
+        return _reduce_sparse_trees(strategy, reduction, rows)
     return reduce_rows(reduction, list(rows))
+
+
+def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
+    """Of towers' trees that hold ``IndexedRows`` among others, leaf by leaf."""
+    treedefs = [jax.tree.structure(row, is_leaf=is_rows) for row in rows]
+    for tower, treedef in enumerate(treedefs):
+        if treedef != treedefs[0]:
+            raise ValueError(
+                f"The PerTower value holds {treedefs[0]} of tower 0 and {treedef} of"
+                f" tower {tower}. Give all towers one structure."
+            )
+
+    def one(*leaves: Any) -> Any:
+        if any(map(is_rows, leaves)):
+            return reduce_rows(reduction, list(leaves))
+        value = PerTower(tuple(leaves))
+        return PerTower(stacked_rows(value, strategy.num_towers, "The PerTower value"))
+
+    return jax.tree.map(one, *rows, is_leaf=is_rows)
 
 
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
@@ -266,16 +287,17 @@ def send(value: PyTree, destinations: Any) -> PyTree:
     return place(value, there, Layout.MIRRORED)
 
 
-def gather_values(strategy: Any, value: PerTower, axis: int) -> jax.Array:
+def gather_values(strategy: Any, value: PerTower, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone.
 
     Args:
       strategy: Which towers.
-      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of ``T`` arrays.
+      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of ``T`` arrays, or of
+        trees of them.
       axis: The dim to join along.
 
     Returns:
-      One array, in tower order.
+      One array, or tree of them, in tower order.
 
     Raises:
       ValueError: Shapes differ in another dim; names the tower. The value is the
@@ -295,9 +317,15 @@ def gather_values(strategy: Any, value: PerTower, axis: int) -> jax.Array:
                 " it for as many copies as there are towers."
             )
         value = PerTower((value,))
-    rows = [jnp.asarray(x) for x in _rows_of_towers(strategy, as_per_tower(value))]
-    _check_axis(rows[0], axis)
-    return _join(rows, axis, "gather along")
+    rows = _rows_of_towers(strategy, as_per_tower(value))
+    check_structures(rows, "gather: the PerTower value")
+
+    def joined(*leaves: Any) -> jax.Array:
+        leaves = tuple(map(jnp.asarray, leaves))
+        _check_axis(leaves[0], axis)
+        return _join(leaves, axis, "gather along")
+
+    return jax.tree.map(joined, *rows)
 
 
 def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
