@@ -74,6 +74,28 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
     return jax.tree.map(jnp.asarray, rows)
 
 
+def num_rows(rows: PyTree) -> int:
+    """How many towers' values lie side by side.
+
+    Args:
+      rows: The ``values`` of a ``PerTower``, no tuple: leaves ``[T, ...]``.
+
+    Returns:
+      ``T``.
+
+    Raises:
+      ValueError: There are no leaves, one is a scalar, or their dims 0 differ.
+    """
+    counts = {np.shape(x)[:1] for x in jax.tree.leaves(rows)}
+    if len(counts) == 1 and counts != {()}:
+        return counts.pop()[0]
+    raise ValueError(
+        f"PerTower(values={rows!r}) holds no value for each tower: all of its arrays"
+        " need the same dim 0, which runs over towers. Stack one value for each tower,"
+        " or pass a tuple of them; what all towers share needs no PerTower."
+    )
+
+
 def check_structures(rows: Sequence[PyTree], name: str) -> None:
     """Raise unless all towers' values have one structure.
 

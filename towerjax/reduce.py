@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from towerjax.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
@@ -248,6 +249,22 @@ def addable(dtype: Any) -> Any:
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
+def check_axis(axis: Any) -> None:
+    """Raise unless it is the number of one dim.
+
+    Args:
+      axis: What the caller passed.
+
+    Raises:
+      ValueError: It is no int.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise ValueError(
+            f"axis={axis!r} must be an int, one dim of a tower's value. For several"
+            " dims, call once and then use jnp on the result."
+        )
+
+
 def check_dim(value: PyTree, axis: int) -> None:
     """Raise unless every leaf has the dim.
 
@@ -256,8 +273,9 @@ def check_dim(value: PyTree, axis: int) -> None:
       axis: The dim, negative from the end.
 
     Raises:
-      ValueError: A leaf has no such dim; names it.
+      ValueError: A leaf has no such dim; names it. ``axis`` is no int.
     """
+    check_axis(axis)
     for name, x in named_leaves("value", value):
         if not -jnp.ndim(x) <= axis < jnp.ndim(x):
             raise ValueError(

@@ -74,6 +74,11 @@ class Tower:
     def axis_names(self) -> tuple[str, ...]:
         """Axis names for code that communicates by itself, such as batch norm.
 
+        With several towers on each of several devices there are two names, and JAX
+        takes some options for one name alone: ``axis_index_groups``,
+        ``all_gather(tiled=True)`` and ``psum_scatter`` need a device for each tower.
+        ``tower.all_gather`` and ``tower.reduce`` work on any devices.
+
         Returns:
           A tuple for ``axis_name=`` and ``lax.psum``; empty on a lone tower.
 

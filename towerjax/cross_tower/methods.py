@@ -195,4 +195,4 @@ class CrossTowerMethods(VariableMethods):
         Returns:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
-        return values.map_over_towers(self, fn, elements, *args)
+        return batch.map_over_towers(self, fn, elements, *args)
