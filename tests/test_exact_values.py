@@ -59,7 +59,44 @@ def test_the_first_towers_value_is_differentiable(T, D):
 
 
 @LAYOUTS
-def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D):
+def test_the_first_towers_integers_have_no_derivative(T, D):
+    strategy = mirrored(T, D)
+
+    def total(rows):
+        @jax.jit
+        def tower_fn(x, key):
+            n, flag, key = tower_of[0].reduce(
+                R.ONLY_FIRST_TOWER, (x.astype(jnp.int32), x > 0, key)
+            )
+            return x * n * flag * jax.random.uniform(key)
+
+        tower_of = []
+
+        def call(tower, x):
+            tower_of[:] = [tower]
+            return tower_fn(x, jax.random.key(0))
+
+        return strategy.call_for_each_tower(call, tj.PerTower(rows)).values.sum()
+
+    rows = jnp.arange(T) + 3.0
+    expected = np.full(T, 3 * jax.random.uniform(jax.random.key(0)))
+    np.testing.assert_allclose(jax.grad(total)(rows), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"executor": "pmap"},
+        {"cross_tower_ops": tj.PinnedTree()},
+        {"cross_tower_ops": tj.Packed(num_packs=3)},
+        {"cross_tower_ops": tj.ReduceToOneDevice()},
+        {"cross_tower_ops": tj.Hierarchical(group_size=2)},
+        {"local": "scan"},
+    ],
+)
+@pytest.mark.parametrize("T, D", [(4, 1), (4, 4), (8, 4)])
+def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(batch * params, tower.weight)
 
@@ -69,7 +106,9 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D):
         flag = tj.Weighted.mean(batch * 0 + tower.local["flag"])
         return {"real": sign, "imag": imag, "flag": flag}
 
-    strategy = mirrored(T, D)
+    if D == 1 and options.keys() & {"executor", "cross_tower_ops"}:
+        pytest.skip("nothing travels on one device")
+    strategy = mirrored(T, D, **options)
     local = {
         "z": tj.TowerLocal(np.complex64(complex(-0.0, -0.0)), R.ONLY_FIRST_TOWER),
         "flag": tj.TowerLocal(np.bool_(True), R.ONLY_FIRST_TOWER),

@@ -132,6 +132,8 @@ def _first_towers(
 @_first_towers.defjvp
 def _first_towers_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
     x, tower_id = primals
+    if tangents[0].dtype == jax.dtypes.float0:
+        return _first_towers(x, tower_id, names), tangents[0]
     tangent = jnp.where(tower_id == 0, tangents[0], jnp.zeros_like(tangents[0]))
     return _first_towers(x, tower_id, names), lax.psum(tangent, names)
 
@@ -229,7 +231,8 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     Returns:
       A dtype.
     """
-    if reduction is Reduction.ONLY_FIRST_TOWER:
+    # A sum or mean of floats is of their dtype.
+    if reduction is Reduction.ONLY_FIRST_TOWER or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     reduce = jnp.sum if reduction is Reduction.SUM else jnp.mean
     return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype

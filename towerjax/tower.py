@@ -142,8 +142,9 @@ class Tower:
             rows are gathered and never added to each other.
 
         Returns:
-          Like ``value``; a MEAN of integers is float32, a SUM of booleans and small
-          integers int32 or uint32.
+          Like ``value``; a MEAN of integers is float32 (of int64 float64), a SUM of
+          booleans and small integers int32 or uint32; the first tower's value is bit
+          for bit its own.
 
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
