@@ -266,7 +266,9 @@ def combined(
 def _check_reducible(variable: MirroredVar) -> None:
     """Raise where the reduction gives a dtype that the variable cannot hold."""
     reduce = {Reduction.SUM: jnp.sum, Reduction.MEAN: jnp.mean}.get(variable.reduction)
-    for name, x in named_leaves("value", variable.value) if reduce else ():
+    if reduce is None:
+        return
+    for name, x in named_leaves("value", variable.value):
         dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             continue
