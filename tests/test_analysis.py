@@ -889,6 +889,58 @@ def test_sum_over_unequal_groups_of_equal_values_is_refused():
     assert dependence.source == "psum"
 
 
+@pytest.mark.parametrize(
+    "groups, size",
+    [([[0, 2], [1]], 3), ([[0, 2, 4], [1, 3]], 5), ([[0, 3], [1], [2]], 4)],
+)
+def test_strided_groups_of_unequal_size_are_no_grid(groups, size):
+    def tower(w, x):
+        return lax.psum(w, AXIS, axis_index_groups=groups)
+
+    def scanned(w, x):
+        return lax.scan(lambda c, _: (tower(c, x), None), w, None, length=3)[0]
+
+    assert coordinate_of(groups, AXIS, size) is None
+    for program in (tower, scanned):
+        [dependence] = study(program, num_towers=size).outputs
+        assert dependence.source == "psum"
+
+
+def test_mirrored_variable_and_metric_of_unequal_groups_are_refused():
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(3)])
+
+    def summed(value, tower):
+        groups = [[0, 2], [1]]
+        return lax.psum(value, tower.axis_names, axis_index_groups=groups)
+
+    def tower_fn(tower, v):
+        return tj.MirroredVar(summed(v.value, tower), name="v")
+
+    with pytest.raises(ReplicationError, match="variable 'v'"):
+        strategy.call_for_each_tower(tower_fn, strategy.create_var("v", 1.0))
+
+    def loss_fn(params, batch, tower):
+        loss = tj.Weighted.mean(batch * params)
+        return tj.TowerOutput(loss=loss, metrics={"m": summed(params, tower)})
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    with pytest.raises(ReplicationError, match="'m'"):
+        step(step.init(np.float32(1)), np.ones(3, np.float32))
+
+
+def test_broadcast_from_one_tower_is_a_collective_and_mirrored():
+    def tower(w, x):
+        return lax.pbroadcast(x, (AXIS,), 1)
+
+    def branches(w, x):
+        return lax.cond(x[0, 0] > 0, lambda: lax.pbroadcast(w, (AXIS,), 1), lambda: w)
+
+    analysis = study(tower)
+    assert analysis.outputs == (None,)
+    assert [c.primitive for c in analysis.collectives] == ["pbroadcast"]
+    assert study(branches).hangs
+
+
 def test_collectives_of_every_branch_are_recorded():
     def tower(w, x):
         return lax.cond(w[0] > 0, lambda: psum(w), lambda: lax.pmax(w, AXIS))

@@ -1,5 +1,6 @@
 """Towers called inside jit, grad, vmap and scan; traced once; nested in a merge."""
 
+import dataclasses
 import functools
 
 import jax
@@ -110,6 +111,20 @@ def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
     for f in (loss, jax.jit(loss)):
         np.testing.assert_allclose(f(2.0), 2 * slope, rtol=8 * EPS)
         np.testing.assert_allclose(jax.grad(f)(2.0), slope, rtol=8 * EPS)
+
+
+@pytest.mark.parametrize("num_rows, num_shared", [(1, 0), (1, 1), (3, 0), (0, 2)])
+def test_pmap_hands_out_rows_whatever_the_number_of_arguments(num_rows, num_shared):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], executor="pmap")
+    rows = [tj.PerTower(np.arange(4.0) + 10 * i) for i in range(num_rows)]
+    shared = [np.arange(2.0) - i for i in range(num_shared)]
+    out = strategy.call_for_each_tower(
+        lambda tower, rows, shared: (tower.id, rows, shared[1:]), rows, [None, *shared]
+    )
+    ids, own, same = out
+    assert ids.values.tolist() == [0, 1, 2, 3]
+    assert [x.values.tolist() for x in own] == [x.values.tolist() for x in rows]
+    assert [x.tolist() for x in same] == [x.tolist() for x in shared]
 
 
 def test_pmap_refuses_what_it_would_get_wrong():
@@ -378,3 +393,77 @@ def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
         assert "Write jnp.where or lax.cond; to see" in notes
     out = strategy.call_for_each_tower(branch, run_concurrently=False)
     assert strategy.unwrap(out) == [1.0, 2.0]
+
+
+class Model:
+    def __init__(self, w):
+        self.w = w
+
+    def scaled(self, x):
+        return self.w * x
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    n: object
+
+
+@pytest.mark.parametrize("D", [1, 2])
+def test_an_object_that_changes_is_seen_as_it_is(D):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=2)
+
+    def by_field(tower, model, x):
+        return model.w * x
+
+    def by_call(tower, fn, x):
+        return fn(x)
+
+    def nested(tower, factor, x):
+        return factor.n.w * x
+
+    def call(fn, how):
+        return float(strategy.call_for_each_tower(fn, how, np.float32(2)))
+
+    model = Model(3)
+    ways = [
+        lambda: call(by_field, model),
+        lambda: call(by_call, model.scaled),
+        lambda: call(by_call, functools.partial(Model.scaled, model)),
+        lambda: call(nested, Factor(model)),
+    ]
+    assert [way() for way in ways] == [6.0] * 4
+    model.w = 10
+    assert [way() for way in ways] == [20.0] * 4
+
+
+def test_numbers_inside_of_constants_keep_their_types():
+    strategy = tj.Mirrored(towers=2)
+
+    def tower_fn(tower, factor, x):
+        return x * factor.n
+
+    for n, dtype in [(2, "int32"), (2.0, "float32"), (2, "int32"), (True, "int32")]:
+        out = strategy.call_for_each_tower(tower_fn, Factor(n), np.int32(3))
+        assert (out.dtype, float(out)) == (dtype, 3.0 * n)
+    for zero in (0.0, -0.0):
+        out = strategy.call_for_each_tower(tower_fn, Factor(zero), np.float32(3))
+        assert np.signbit(out) == np.signbit(zero)
+
+
+def test_what_does_not_change_is_traced_once():
+    strategy, traces = tj.Mirrored(towers=2), []
+
+    def tower_fn(tower, constant, x):
+        traces.append(constant)
+        return x
+
+    constants = [jnp.tanh, jax.jit(jnp.sin), jax.nn.relu, np.add, abs, Model, np, len]
+    constants += ["word", 2, 2.5, Factor(2), Factor((1, "a")), object(), ...]
+    constants += [functools.partial(jnp.sum, axis=0), R.SUM, jnp.dtype("int32")]
+    constants += [strategy, jax.devices()[0], frozenset({1, 2}), float("nan")]
+    for number, constant in enumerate(constants):
+        for _ in range(2):
+            strategy.call_for_each_tower(tower_fn, constant, np.float32(1))
+        per_call = len(traces) // (number + 1)
+        assert len(traces) == per_call * (number + 1), constant
+    assert len(traces) <= 2 * len(constants)

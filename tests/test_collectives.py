@@ -98,7 +98,7 @@ def test_finite_looks_at_the_first_leaves_alone(ops, devices, bad):
 
 
 def test_a_negative_threshold_is_refused():
-    with pytest.raises(ValueError, match="pack_below_bytes=-1 must be >= 0"):
+    with pytest.raises(ValueError, match="pack_below_bytes=-1 must be an int >= 0"):
         tj.AllReduce(pack_below_bytes=-1)
 
 

@@ -37,7 +37,7 @@ LAYERS = """
     collectives.choose collectives
     update tower_local state
     cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
-    cross_tower.batch cross_tower.regroup cross_tower.one_by_one
+    cross_tower.batch cross_tower.regroup cross_tower.one_by_one cross_tower.constants
     cross_tower.assign cross_tower.whereabouts cross_tower.saving cross_tower.call
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job

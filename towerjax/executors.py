@@ -93,22 +93,38 @@ def _over_devices_by_pmap(
 
         return jax.tree.map(reshape, tree)
 
-    def axes_of(layouts: PyTree) -> PyTree:
-        return jax.tree.map(_PMAP_AXES.get, layouts)
-
-    mapped = jax.pmap(
-        device_fn,
-        axis_name=DEVICE_AXIS,
-        in_axes=axes_of(tuple(in_layouts)),
-        out_axes=axes_of(out_layouts),
-        devices=list(placement.jax_devices),
-    )
-
     def global_fn(*args: PyTree) -> PyTree:
         args = tuple(jax.tree.map(split, tuple(in_layouts), args))
-        return jax.tree.map(join, out_layouts, mapped(*args))
+        out = _pmapped(device_fn, placement, in_layouts, out_layouts, args)
+        return jax.tree.map(join, out_layouts, out)
 
     return global_fn
+
+
+def _pmapped(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    args: tuple[PyTree, ...],
+) -> PyTree:
+    axes: list[int | None] = []
+
+    def add_axes(layout: Layout, part: PyTree) -> None:
+        axes.extend(_PMAP_AXES[layout] for _ in jax.tree.leaves(part))
+
+    jax.tree.map(add_axes, tuple(in_layouts), args)
+    leaves, treedef = jax.tree.flatten(args)
+    # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
+    # that, even where one argument has no leaves and another has several.
+    mapped = jax.pmap(
+        lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
+        axis_name=DEVICE_AXIS,
+        in_axes=tuple(axes),
+        out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
+        devices=list(placement.jax_devices),
+    )
+    return mapped(*leaves)
 
 
 def trace_one_tower(

@@ -1,7 +1,7 @@
 """How do towers meet? merge_call: one function sees all towers' values side by side."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
 
     Args:
       value: ``PerTower`` of a pytree with leaves ``[T, ...]``, or of a tuple of
-        ``T`` values of one shape.
+        ``T`` pytrees of one structure and of one shape a leaf.
       num_towers: ``T``.
       name: What errors call it.
 
@@ -58,18 +58,13 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
       The pytree of arrays.
 
     Raises:
-      ValueError: There are not ``T`` rows, or their shapes differ.
+      ValueError: There are not ``T`` rows, or their structures or shapes differ.
     """
     rows = value.values
     if isinstance(rows, tuple | list):
-        shapes = [np.shape(row) for row in rows]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
-                " cannot lie side by side. Pad them to one shape, join them with"
-                " strategy.gather, or reduce them with axis=..."
-            )
-        rows = jnp.stack([jnp.asarray(row) for row in rows]) if rows else np.zeros(0)
+        check_structures(rows, name)
+        rows = jax.tree.map(lambda *leaves: _stacked(leaves, name), *rows or [()])
+        rows = rows if value.values else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
@@ -77,6 +72,65 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
                 f" {num_towers} towers. Stack one value for each tower."
             )
     return jax.tree.map(jnp.asarray, rows)
+
+
+def num_rows(rows: PyTree) -> int:
+    """How many towers' values lie side by side.
+
+    Args:
+      rows: The ``values`` of a ``PerTower``, no tuple: leaves ``[T, ...]``.
+
+    Returns:
+      ``T``.
+
+    Raises:
+      ValueError: There are no leaves, one is a scalar, or their dims 0 differ.
+    """
+    counts = {np.shape(x)[:1] for x in jax.tree.leaves(rows)}
+    if len(counts) == 1 and counts != {()}:
+        return counts.pop()[0]
+    raise ValueError(
+        f"PerTower(values={rows!r}) holds no value for each tower: all of its arrays"
+        " need the same dim 0, which runs over towers. Stack one value for each tower,"
+        " or pass a tuple of them; what all towers share needs no PerTower."
+    )
+
+
+def check_structures(rows: Sequence[PyTree], name: str) -> None:
+    """Raise unless all towers' values have one structure.
+
+    Args:
+      rows: A value a tower.
+      name: What errors call them.
+
+    Raises:
+      ValueError: Structures differ; names the tower.
+    """
+    for tower, row in enumerate(rows):
+        first, other = jax.tree.structure(rows[0]), jax.tree.structure(row)
+        if other != first:
+            raise ValueError(
+                f"{name} holds {first} of tower 0 and {other} of tower {tower}, which"
+                " cannot lie side by side. Give all towers one structure."
+            )
+
+
+def _stacked(leaves: Sequence[Any], name: str) -> jax.Array:
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+            " cannot lie side by side. Pad them to one shape, join them with"
+            " strategy.gather, or reduce them with axis=..."
+        )
+    for tower, leaf in enumerate(leaves):
+        if not is_mergeable(leaf) and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"{name} holds {leaf!r} of tower {tower}, which is no array and no"
+                " number. Pass it to all towers alike, or number such values and pass"
+                " the numbers."
+            )
+    return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
 
 @dataclasses.dataclass(frozen=True)

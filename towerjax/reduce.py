@@ -1,9 +1,11 @@
 """What is one value of T towers' values? A Reduction, applied inside or outside."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from towerjax.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
@@ -56,7 +58,7 @@ def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
     """One value of the towers' values that lie side by side.
 
     Args:
-      reduction: SUM, MEAN (at least float32) or ONLY_FIRST_TOWER.
+      reduction: SUM, MEAN (integers become floats) or ONLY_FIRST_TOWER.
       stacked: Leaves ``[T, ...]``.
 
     Returns:
@@ -90,7 +92,7 @@ def reduce_over_towers(
 
     Args:
       reduction: SUM (booleans and small integers become int32), MEAN (integers
-        become float32) or ONLY_FIRST_TOWER.
+        become float32, or float64 in x64 mode) or ONLY_FIRST_TOWER (bit for bit).
       value: This tower's value, any shapes.
       tower_id: ``()`` int32.
       axes: The axes that the towers meet over.
@@ -104,10 +106,10 @@ def reduce_over_towers(
     check_addable(reduction, value)
 
     def one(x: jax.Array) -> jax.Array:
-        x = jnp.asarray(x)
+        x = strong(x)
         dtype = reduced_dtype(reduction, x.dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
-            x = jnp.where(tower_id == 0, x, jnp.zeros_like(x))
+            return _first_towers(x, tower_id, axes.names) if axes.names else x
         # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
         x = x.astype(addable(dtype))
         total = lax.psum(x, axes.names) if axes.names else x
@@ -116,6 +118,75 @@ def reduce_over_towers(
         return total.astype(dtype)
 
     return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _first_towers(
+    x: jax.Array, tower_id: jax.Array, names: tuple[str, ...]
+) -> jax.Array:
+    bits = as_bits(x)
+    bits = jnp.where(tower_id == 0, bits, jnp.zeros_like(bits))
+    return from_bits(lax.psum(bits, names), x.dtype)
+
+
+@_first_towers.defjvp
+def _first_towers_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    x, tower_id = primals
+    if tangents[0].dtype == jax.dtypes.float0:
+        return _first_towers(x, tower_id, names), tangents[0]
+    tangent = jnp.where(tower_id == 0, tangents[0], jnp.zeros_like(tangents[0]))
+    return _first_towers(x, tower_id, names), lax.psum(tangent, names)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Numbers as integers of the same bits, to which adding 0 changes nothing.
+
+    As floats, -0.0 would become 0.0, and NaNs lose their bits.
+
+    Args:
+      x: Booleans, integers, floats or complex numbers ``[...]``.
+
+    Returns:
+      Integers ``[...]``, or ``[..., 2]`` for complex numbers.
+    """
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_bits`.
+
+    Args:
+      bits: What became of ``as_bits(x)``.
+      dtype: That of ``x``.
+
+    Returns:
+      Numbers ``[...]``.
+    """
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return bits.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.bitcast_convert_type(bits, dtype)
+    parts = lax.bitcast_convert_type(bits, jnp.finfo(dtype).dtype)
+    return lax.complex(parts[..., 0], parts[..., 1])
+
+
+def strong(x: Any) -> jax.Array:
+    """The array with a dtype that others do not override.
+
+    Args:
+      x: An array or a Python number.
+
+    Returns:
+      The array, of no weak type.
+    """
+    x = jnp.asarray(x)
+    return jnp.asarray(x, x.dtype)
 
 
 def _is_key(x: Any) -> bool:
@@ -160,12 +231,11 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     Returns:
       A dtype.
     """
-    if reduction is Reduction.ONLY_FIRST_TOWER:
+    # A sum or mean of floats is of their dtype.
+    if reduction is Reduction.ONLY_FIRST_TOWER or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
-    if reduction is Reduction.MEAN:
-        inexact = jnp.issubdtype(dtype, jnp.inexact)
-        return dtype if inexact else jnp.dtype(jnp.float32)
-    return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((1,), dtype)).dtype
+    reduce = jnp.sum if reduction is Reduction.SUM else jnp.mean
+    return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
 def addable(dtype: Any) -> Any:
@@ -198,6 +268,22 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
     return rows[0]
 
 
+def check_axis(axis: Any) -> None:
+    """Raise unless it is the number of one dim.
+
+    Args:
+      axis: What the caller passed.
+
+    Raises:
+      ValueError: It is no int.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise ValueError(
+            f"axis={axis!r} must be an int, one dim of a tower's value. For several"
+            " dims, call once and then use jnp on the result."
+        )
+
+
 def check_dim(value: PyTree, axis: int) -> None:
     """Raise unless every leaf has the dim.
 
@@ -206,8 +292,9 @@ def check_dim(value: PyTree, axis: int) -> None:
       axis: The dim, negative from the end.
 
     Raises:
-      ValueError: A leaf has no such dim; names it.
+      ValueError: A leaf has no such dim; names it. ``axis`` is no int.
     """
+    check_axis(axis)
     for name, x in named_leaves("value", value):
         if not -jnp.ndim(x) <= axis < jnp.ndim(x):
             raise ValueError(
@@ -243,7 +330,7 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
     """
 
     def one(x: jax.Array) -> jax.Array:
-        x = jnp.asarray(x)
+        x = strong(x)
         shape = (axes.num_towers, *x.shape)
         # One axis at a time: JAX gathers over a vmap axis and a mesh axis apart.
         if LOCAL_AXIS in axes.names:

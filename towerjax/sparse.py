@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from towerjax.placement import TowerAxes
 from towerjax.reduce import (
+    addable,
     check_reduction,
     gather_over_towers,
     reduce_over_towers,
@@ -44,7 +45,8 @@ class IndexedRows:
         ``values`` and ``indices``, such as ``[T]``, are several of them side by side.
 
     Raises:
-      ValueError: Shapes do not fit, indices are no integers, or one names no row.
+      ValueError: Shapes do not fit, indices are no integers, values are booleans, or
+        an index names no row.
 
     Example:
       >>> rows = IndexedRows(np.ones((2, 3)), np.array([1, 1]), (4, 3))
@@ -70,6 +72,7 @@ class IndexedRows:
             return
         _check_dtype(self.indices)
         if isinstance(self.values, _HAS_SHAPE):
+            _check_values(self.values)
             _check_shapes(self)
         if isinstance(self.indices, np.ndarray):
             _check_range(self)
@@ -93,10 +96,12 @@ class IndexedRows:
           array: Shape ``dense_shape``.
 
         Returns:
-          An array of the same shape and dtype.
+          An array of the same shape and dtype; 16-bit floats are added in float32
+          and rounded once.
 
         Raises:
-          ValueError: ``array`` is of another shape; an index names no row.
+          ValueError: ``array`` is of another shape, or of a dtype that cannot hold
+            the values; an index names no row.
         """
         array = jnp.asarray(array)
         if array.shape != self.dense_shape or np.ndim(self.indices) != 1:
@@ -106,8 +111,15 @@ class IndexedRows:
                 f" {array.shape}. Both shapes must be the same, and indices [r]."
             )
         _check_range(self)
-        indices, num_rows = jnp.asarray(self.indices), array.shape[0]
-        added = array.at[indices].add(jnp.asarray(self.values).astype(array.dtype))
+        values, num_rows = jnp.asarray(self.values), array.shape[0]
+        _check_holds(array.dtype, values.dtype)
+        indices = jnp.asarray(self.indices)
+        # A small integer may not hold the number of rows.
+        if indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
+        wide = addable(array.dtype)
+        added = array.astype(wide).at[indices].add(values.astype(wide))
+        added = added.astype(array.dtype)
         if not isinstance(indices, Tracer):
             return added
         exist = ((indices >= 0) & (indices < num_rows)).all()
@@ -127,6 +139,23 @@ def _check_dtype(indices: Any) -> None:
         raise ValueError(
             f"IndexedRows.indices are {indices.dtype}; they say which rows, so give"
             " integers, such as int32."
+        )
+
+
+def _check_values(values: Any) -> None:
+    if values.dtype == np.bool_:
+        raise ValueError(
+            "IndexedRows.values are bool, which do not add up. Give numbers, such as"
+            " values.astype(jnp.int32)."
+        )
+
+
+def _check_holds(dtype: Any, values: Any) -> None:
+    if jnp.promote_types(dtype, values) != dtype:
+        raise ValueError(
+            f"IndexedRows of {values} cannot be added to an array of {dtype}, which"
+            f" does not hold them. Cast the values, rows.values.astype({str(dtype)!r}),"
+            f" or the array to {jnp.promote_types(dtype, values)}."
         )
 
 

@@ -6,11 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from towerjax.merge import WithNames, merge_over_towers, refuse_in_turn, stacked_rows
 from towerjax.placement import TowerAxes
-from towerjax.reduce import check_addable, check_dim, gather_over_towers, join_rows
+from towerjax.reduce import (
+    check_addable,
+    check_dim,
+    gather_over_towers,
+    join_rows,
+    strong,
+)
 from towerjax.shard import row_weights
 from towerjax.sparse import reduce_stacked_tree, reduce_tree_over_towers
 from towerjax.types import PerTower, PyTree, Reduction
@@ -80,6 +85,11 @@ class Tower:
     def axis_names(self) -> tuple[str, ...]:
         """Axis names for code that communicates by itself, such as batch norm.
 
+        With several towers on each of several devices there are two names, and JAX
+        takes some options for one name alone: ``axis_index_groups``,
+        ``all_gather(tiled=True)`` and ``psum_scatter`` need a device for each tower.
+        ``tower.all_gather`` and ``tower.reduce`` work on any devices.
+
         Returns:
           A tuple for ``axis_name=`` and ``lax.psum``; empty on a lone tower.
 
@@ -144,8 +154,9 @@ class Tower:
             rows are gathered and never added to each other.
 
         Returns:
-          Like ``value``; a MEAN of integers is float32, a SUM of booleans and small
-          integers int32 or uint32.
+          Like ``value``; a MEAN of integers is float32 (of int64 float64), a SUM of
+          booleans and small integers int32 or uint32; the first tower's value is bit
+          for bit its own.
 
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
@@ -203,7 +214,7 @@ class Tower:
         """``fn`` of leaves ``[T, ...]``, for towers that run one by one."""
         leaves, treedef = jax.tree.flatten(value)
         # Strong dtypes, as a compiled reduction has them.
-        leaves = [jnp.asarray(x, jnp.asarray(x).dtype) for x in leaves]
+        leaves = [strong(x) for x in leaves]
 
         def merge_fn(strategy: Any, rows: list[PerTower], structure: Any) -> list[Any]:
             if isinstance(structure, PerTower):

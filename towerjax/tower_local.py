@@ -13,7 +13,9 @@ from towerjax.placement import TowerAxes, waited
 from towerjax.reduce import (
     add_pairwise,
     addable,
+    as_bits,
     check_addable,
+    from_bits,
     key_data,
     like_key,
     reduced_dtype,
@@ -176,8 +178,9 @@ def read_local_over_towers(
     def addend(variable: TowerLocal) -> PyTree:
         def one(x: jax.Array) -> jax.Array:
             if variable.reduction is Reduction.ONLY_FIRST_TOWER:
-                first = (ids == 0).reshape((-1,) + (1,) * (x.ndim - 1))
-                x = jnp.where(first, x, jnp.zeros_like(x))
+                bits = as_bits(x)
+                first = (ids == 0).reshape((-1,) + (1,) * (bits.ndim - 1))
+                return jnp.where(first, bits, jnp.zeros_like(bits))
             return x.astype(addable(reduced_dtype(variable.reduction, x.dtype)))
 
         if variable.reduction is Reduction.NONE:
@@ -186,9 +189,13 @@ def read_local_over_towers(
 
     def finish(variable: TowerLocal, total: PyTree) -> PyTree:
         def one(total: jax.Array, x: jax.Array) -> jax.Array:
+            data = key_data(x)
+            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+                total = total.astype(as_bits(data).dtype)  # a sum of uint8 is uint32
+                return like_key(from_bits(total, data.dtype), x)
             if variable.reduction is Reduction.MEAN:
                 total = total / axes.num_towers
-            total = total.astype(reduced_dtype(variable.reduction, key_data(x).dtype))
+            total = total.astype(reduced_dtype(variable.reduction, data.dtype))
             return like_key(total, x)
 
         if variable.reduction is Reduction.NONE:

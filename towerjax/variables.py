@@ -1,7 +1,7 @@
 """What are variables? A value with a name and a reduction: MirroredVar, TowerLocal."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -113,16 +113,24 @@ def named(variable: Variable) -> str:
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
-def fitted(variable: Variable, value: PyTree, *, copies: bool = False) -> PyTree:
+def fitted(
+    variable: Variable,
+    value: PyTree,
+    *,
+    copies: bool = False,
+    takes: Callable[[Any], Sequence[Any]] = lambda dtype: (dtype,),
+) -> PyTree:
     """The value in the structure, shapes and dtypes of the variable.
 
     Args:
       variable: The variable that is to hold it.
       value: Arrays and numbers; a number takes the variable's dtype.
       copies: Does the variable hold ``[T, ...]``, and the value one tower's?
+      takes: The dtypes that a value for a leaf of a dtype may have; the first that
+        holds it is used.
 
     Returns:
-      The value as arrays of the variable's dtypes.
+      The value as arrays of these dtypes.
 
     Raises:
       ValueError: Another structure, shape, or a dtype that the variable's cannot
@@ -141,11 +149,17 @@ def fitted(variable: Variable, value: PyTree, *, copies: bool = False) -> PyTree
         shape = leaf.shape[1:] if copies else leaf.shape
         if np.shape(new) != shape:
             problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
-        elif jnp.result_type(new) != leaf.dtype and not _holds(leaf.dtype, new):
-            got = jnp.result_type(new)
+            continue
+        got, held = (
+            jnp.result_type(new),
+            [d for d in takes(leaf.dtype) if _holds(d, new)],
+        )
+        try:
+            leaves.append(jnp.asarray(new, held[0]))
+        except IndexError:
             problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
-        else:
-            leaves.append(jnp.asarray(new, leaf.dtype))
+        except OverflowError:
+            problems.append(f"{name} is {new}, which {held[0]} cannot hold")
     if problems:
         raise ValueError(
             f"The value does not fit {named(variable)}: {'; '.join(problems)}. Cast or"
@@ -155,6 +169,8 @@ def fitted(variable: Variable, value: PyTree, *, copies: bool = False) -> PyTree
 
 
 def _holds(dtype: Any, value: Any) -> bool:
+    if jnp.result_type(value) == dtype:
+        return True
     extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, _dtype(value))]
     return not any(extended) and jnp.result_type(dtype, value) == dtype
 
@@ -200,6 +216,8 @@ def assigned_in_tower(
         or SUM of a constant that all towers share.
     """
     check_variable(variable, "tower.assign")
+    if isinstance(variable, MirroredVar):
+        _check_reducible(variable)
     new = fitted(variable, plain(value))
     if isinstance(variable, MirroredVar):
         if variable.reduction is Reduction.NONE:
@@ -213,9 +231,55 @@ def assigned_in_tower(
             )
         _refuse_sum_of_constants(tower, variable, plain(value))
         new = fitted(variable, tower.reduce(variable.reduction, new))
-    return dataclasses.replace(
-        variable, value=jax.tree.map(combine, variable.value, new)
-    )
+    return dataclasses.replace(variable, value=combined(variable, combine, new))
+
+
+def combined(
+    variable: Variable,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    new: PyTree,
+) -> PyTree:
+    """What a variable holds next.
+
+    Args:
+      variable: The variable.
+      combine: ``(old, new) -> next``, leaf by leaf.
+      new: Like its value.
+
+    Returns:
+      The next value.
+
+    Raises:
+      ValueError: Its dtype has no such operation, as booleans have no difference.
+    """
+    try:
+        return jax.tree.map(combine, variable.value, new)
+    except TypeError as error:
+        dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(variable.value)})
+        raise ValueError(
+            f"{named(variable)} holds {', '.join(dtypes)}, to which nothing can be"
+            f" added, or taken off, like that: {error} Compute the new value and use"
+            " assign."
+        ) from error
+
+
+def _check_reducible(variable: MirroredVar) -> None:
+    """Raise where the reduction gives a dtype that the variable cannot hold."""
+    reduce = {Reduction.SUM: jnp.sum, Reduction.MEAN: jnp.mean}.get(variable.reduction)
+    if reduce is None:
+        return
+    for name, x in named_leaves("value", variable.value):
+        dtype = jnp.result_type(x)
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            continue
+        reduced = jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
+        if not _holds(dtype, jax.ShapeDtypeStruct((), reduced)):
+            raise ValueError(
+                f"{named(variable)} is {dtype} ({name}) with {variable.reduction!r},"
+                f" which makes {reduced} of the towers' values, and {dtype} cannot hold"
+                f" that: no tower can assign to it. Create it as {reduced}, or with"
+                " ONLY_FIRST_TOWER."
+            )
 
 
 def check_variable(variable: Any, what: str) -> None:

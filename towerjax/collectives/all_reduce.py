@@ -23,7 +23,7 @@ class AllReduce:
         256 KiB 0.8 to 0.9, and one of 8 leaves of 1 MiB 1.1 to 1.3.
 
     Raises:
-      ValueError: ``pack_below_bytes`` is negative.
+      ValueError: ``pack_below_bytes`` is negative or no int.
 
     Example:
       >>> AllReduce(pack_below_bytes=0)
@@ -38,10 +38,11 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Check the option."""
-        if self.pack_below_bytes < 0:
+        below = self.pack_below_bytes
+        if isinstance(below, bool) or not isinstance(below, int) or below < 0:
             raise ValueError(
-                f"AllReduce.pack_below_bytes={self.pack_below_bytes} must be >= 0;"
-                " 0 packs nothing."
+                f"AllReduce.pack_below_bytes={below!r} must be an int >= 0; 0 packs"
+                " nothing."
             )
 
     @property

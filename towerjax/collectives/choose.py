@@ -1,7 +1,7 @@
 """Which cross-tower op suits these devices? An op, and why in a sentence."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from towerjax.collectives.all_reduce import AllReduce
@@ -56,6 +56,11 @@ def choose_cross_tower_ops(
       ``choose_the_best`` of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018), which
       knows one table of links, that of a DGX-1.
     """
+    if isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise ValueError(
+            f"choose_cross_tower_ops: devices={devices!r} must be a list of names or"
+            " jax.Device objects, such as ['gpu:0', 'gpu:1'] or jax.devices()."
+        )
     names = canonical_device_names(list(devices))
     if links is not None:
         _check_links(links, len(names))
@@ -129,12 +134,22 @@ def _absent(names: tuple[str, ...]) -> str:
 
 
 def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
+    if not isinstance(links, list | tuple):
+        raise ValueError(
+            f"links={links!r} must be a list with one list of ints for each device,"
+            " such as [[1], [0]]."
+        )
     if len(links) != count:
         raise ValueError(
             f"links has {len(links)} lists, but there are {count} devices. Give one"
             " list for each device, in the same order."
         )
     for device, linked in enumerate(links):
+        if isinstance(linked, str) or not isinstance(linked, Iterable):
+            raise ValueError(
+                f"links[{device}] is {linked!r}; give a list of positions in devices,"
+                " such as [1, 2], and [] for none."
+            )
         for other in linked:
             if isinstance(other, bool) or not isinstance(other, int) or other < 0:
                 raise ValueError(

@@ -10,6 +10,7 @@ from jax import lax
 from towerjax.collectives.packing import Packing, Sums, sum_packed
 from towerjax.devices import canonical_device_name
 from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.reduce import as_bits, from_bits
 from towerjax.types import PyTree, short_repr
 
 # Packing copies; see AllReduce.pack_below_bytes, where this was measured.
@@ -114,25 +115,7 @@ def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:
 
 def _broadcast_from(root: int, value: jax.Array) -> jax.Array:
     """Device ``root``'s value on each device, bit for bit."""
-    bits = _as_bits(value)
-    # Added as integers: as floats, -0.0 would become 0.0, and NaNs lose their bits.
+    bits = as_bits(value)
     here = lax.axis_index(DEVICE_AXIS) == root
     bits = lax.psum(jnp.where(here, bits, jnp.zeros_like(bits)), DEVICE_AXIS)
-    return _from_bits(bits, value.dtype)
-
-
-def _as_bits(value: jax.Array) -> jax.Array:
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = jnp.stack([value.real, value.imag])
-    if jnp.issubdtype(value.dtype, jnp.integer):
-        return value
-    return lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-
-
-def _from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return bits
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return lax.bitcast_convert_type(bits, dtype)
-    part = jnp.finfo(dtype).dtype
-    return lax.complex(*lax.bitcast_convert_type(bits, part))
+    return from_bits(bits, value.dtype)

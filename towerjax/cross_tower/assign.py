@@ -1,7 +1,7 @@
 """How are variables made, changed and read across towers?"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,13 +11,15 @@ from jax.core import Tracer
 
 from towerjax.cross_tower.values import is_per_tower
 from towerjax.placement import place
+from towerjax.reduce import reduced_dtype
 from towerjax.tower_local import read_variables
-from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.variables import (
     MirroredVar,
     TowerLocal,
     Variable,
     check_variable,
+    combined,
     fitted,
     named,
     plain,
@@ -46,7 +48,8 @@ def create_var(
       ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``.
 
     Raises:
-      ValueError: ``name`` or an option is of another type; ``initial`` holds nothing.
+      ValueError: ``name`` or an option is of another type; ``initial`` holds nothing,
+        or differs from tower to tower.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"create_var: name={name!r} must be a word, such as 'scale'.")
@@ -61,7 +64,15 @@ def create_var(
             f"Invalid variable aggregation mode: {reduction} for variable: {name}."
             " Write tj.Reduction.SUM, MEAN, ONLY_FIRST_TOWER or NONE."
         )
-    value = jax.tree.map(jnp.asarray, initial() if callable(initial) else initial)
+    initial = initial() if callable(initial) else initial
+    if any(map(is_per_tower, jax.tree.leaves(initial, is_leaf=is_per_tower))):
+        raise ValueError(
+            f"create_var: initial of {name!r} differs from tower to tower. Start all"
+            " towers with one value, and give each its own with"
+            " strategy.call_for_each_tower(lambda tower, v, x: tower.assign(v, x), v,"
+            " per_tower)."
+        )
+    value = jax.tree.map(jnp.asarray, plain(initial))
     if not jax.tree.leaves(value):
         raise ValueError(f"create_var: initial of {name!r} holds no arrays: {value!r}.")
     if tower_local:
@@ -115,12 +126,13 @@ def shares(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
 
     Args:
       variable: Whose reduction and dtypes they have.
-      value: Leaves ``[...]``, of the variable's dtypes.
+      value: Leaves ``[...]``, of the variable's dtypes or those it reads as.
       num_towers: ``T``.
 
     Returns:
       Leaves ``[T, ...]``: of a SUM its ``T``-th part, or for integers whole parts
-      that add up exactly, the first towers' being one larger; else the value itself.
+      that add up exactly, the first towers' being one larger, and of the dtype of a
+      sum; else the value itself.
 
     Raises:
       ValueError: SUM of keys or booleans, which have no parts.
@@ -137,11 +149,70 @@ def shares(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
                 f" parts for {num_towers} towers. Use strategy.update for each tower's"
                 " copy, or create it with ONLY_FIRST_TOWER."
             )
+        # A small integer may not hold the number of towers.
+        x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
         towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
         whole, rest = x // num_towers, x % num_towers
         return whole + (towers < rest).astype(x.dtype)
 
     return jax.tree.map(one, value)
+
+
+def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
+    """The towers' parts in the dtype of their copies.
+
+    Args:
+      rows: ``[T, ...]``.
+      dtype: Of the copies.
+
+    Returns:
+      ``[T, ...]``; where JAX is tracing, without a check.
+
+    Raises:
+      ValueError: A part is none of the dtype's numbers.
+    """
+    if rows.dtype == dtype:
+        return rows
+    cast = rows.astype(dtype)
+    if not is_traced((rows, cast)):
+        parts = np.asarray(rows)
+        lost = parts[np.asarray(cast) != parts]
+        if lost.size:
+            raise ValueError(f"gives a tower {lost[0]}, which {dtype} cannot hold")
+    return cast
+
+
+def _dtypes_to_assign(variable: TowerLocal) -> Callable[[Any], Sequence[Any]]:
+    """Its own dtype and the one it reads as; first what holds every such value."""
+
+    def takes(dtype: Any) -> Sequence[Any]:
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            return (dtype,)
+        if variable.reduction is Reduction.SUM and dtype != jnp.bool_:
+            return (reduced_dtype(Reduction.SUM, dtype), dtype)
+        if variable.reduction is Reduction.MEAN:
+            return (dtype, reduced_dtype(Reduction.MEAN, dtype))
+        return (dtype,)
+
+    return takes
+
+
+def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
+    value = fitted(variable, value, copies=True, takes=_dtypes_to_assign(variable))
+    rows, treedef = jax.tree.flatten(shares(variable, value, num_towers))
+    names = [name for name, _ in named_leaves("value", value)]
+    old, problems = jax.tree.leaves(variable.value), []
+    for i, name in enumerate(names):
+        try:
+            rows[i] = cast_exactly(rows[i], old[i].dtype)
+        except ValueError as error:
+            problems.append(f"{name} {error}")
+    if problems:
+        raise ValueError(
+            f"The value does not fit {named(variable)}: {'; '.join(problems)}. Create"
+            " the variable with a larger dtype, or pass a value that fits."
+        )
+    return treedef.unflatten(rows)
 
 
 def assigned(
@@ -173,7 +244,7 @@ def assigned(
     if isinstance(variable, MirroredVar):
         new = fitted(variable, value)
         if combine is not None:
-            new = jax.tree.map(combine, variable.value, new)
+            new = combined(variable, combine, new)
         return _replaced(variable, new)
     if combine is not None:
         raise ValueError(
@@ -184,8 +255,7 @@ def assigned(
             f" tower.{what} in a tower."
         )
     check_towers(variable, strategy)
-    value = fitted(variable, value, copies=True)
-    return _replaced(variable, shares(variable, value, strategy.num_towers))
+    return _replaced(variable, _copies_for(variable, value, strategy.num_towers))
 
 
 def check_towers(variable: TowerLocal, strategy: Any) -> None:

@@ -1,13 +1,15 @@
-"""What of many values at once, and of one value for many devices?"""
+"""What of many values at once, one value for many devices, one function of many?"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from towerjax.cross_tower.values import is_per_tower, reduce_values, send
-from towerjax.types import PyTree, Reduction
+from towerjax.types import PerTower, PyTree, Reduction
 
 
 def batch_reduce_values(
@@ -88,3 +90,55 @@ def broadcast_value(strategy: Any, value: PyTree, destinations: Any = None) -> P
     if any(isinstance(x, Tracer) for x in leaves):
         return value
     return send(value, strategy.worker_devices)
+
+
+def map_over_towers(
+    strategy: Any, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
+) -> PerTower:
+    """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
+
+    Args:
+      strategy: Which towers.
+      fn: A function of one element.
+      elements: The elements, arrays or numbers of one shape.
+      *args: The same for all elements.
+
+    Returns:
+      ``PerTower`` of a tuple: for each tower the results of its elements, stacked.
+      The last towers are left out where there are fewer elements than towers.
+
+    Raises:
+      ValueError: An argument is ``PerTower``; ``fn`` is no function; ``elements`` is
+        no sequence, or empty.
+    """
+    if any(map(is_per_tower, jax.tree.leaves(args, is_leaf=is_per_tower))):
+        raise ValueError(
+            "map: args are the same for all elements, but one of them is PerTower. Use"
+            " call_for_each_tower for values that differ from tower to tower."
+        )
+    if not callable(fn):
+        raise ValueError(
+            f"map: the function comes first, and is a {type(fn).__name__}. Write"
+            " strategy.map(fn, elements, *args)."
+        )
+    if is_per_tower(elements):
+        raise ValueError(
+            "map: elements are a PerTower, of which each tower has its own. Use"
+            " call_for_each_tower, or pass a list."
+        )
+    arrays = isinstance(elements, np.ndarray | jax.Array) and elements.ndim
+    if not arrays and not isinstance(elements, Sequence):
+        raise ValueError(
+            f"map: elements are a {type(elements).__name__}, which does not say how"
+            " many there are. Make it a list: list(elements)."
+        )
+    if not len(elements):
+        raise ValueError("map: there are no elements.")
+    num_towers = strategy.num_towers
+    results = [fn(x, *args) for x in elements]
+    by_tower = [results[t::num_towers] for t in range(num_towers)]
+
+    def stack(*leaves: Any) -> jax.Array:
+        return jnp.stack([jnp.asarray(x) for x in leaves])
+
+    return PerTower(tuple(jax.tree.map(stack, *group) for group in by_tower if group))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from towerjax.cross_tower.constants import Constant
 from towerjax.cross_tower.one_by_one import call_one_by_one
 from towerjax.executors import over_devices, over_local_towers, trace_one_tower
 from towerjax.merge import is_mergeable, stacked_rows
@@ -31,36 +32,6 @@ from towerjax.variables import MirroredVar, TowerLocal, is_variable, named
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 # An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
 _ROWS, _FREE = "rows", "free"
-
-
-class _Constant:
-    """An argument that is no array, as a part of the jit cache's key.
-
-    1, 1.0 and True are equal and yet other arguments; what has no hash is new at
-    each call.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        try:
-            self._key = (type(value), hash(value))
-        except TypeError:
-            self._key = None
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: Any) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, _Constant) or None in (self._key, other._key):
-            return False
-        if self.value is other.value:
-            return True
-        # By the text too: 0.0 == -0.0.
-        same = self._key == other._key and self.value == other.value
-        floating = isinstance(self.value, float | complex)
-        return bool(same) and (not floating or repr(self.value) == repr(other.value))
 
 
 @jax.tree_util.register_pytree_node_class
@@ -104,7 +75,7 @@ class _Call:
     fn: Callable[..., PyTree]
     treedef: Any
     kinds: tuple[str, ...]
-    constants: tuple[_Constant, ...]
+    constants: tuple[Constant, ...]
 
     def device_fn(
         self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
@@ -184,8 +155,11 @@ def call_for_each_tower(
     Traced, proved and compiled once for each function and structure of arguments:
     keep the function, since one made anew (a lambda in a loop) is compiled anew, and
     JAX's cache keeps some thousands of them with what they close over. As under
-    ``jax.jit``, that and what the function prints is seen while it is traced. Works
-    inside ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+    ``jax.jit``, that and what the function prints is seen while it is traced. So is a
+    Python number, string or object among the arguments, and each value of it makes a
+    program that is kept: pass a number that changes as ``np.float32(lr)``. An object
+    with fields that may change is traced anew each call. Works inside ``jax.jit``,
+    ``jax.grad`` and ``lax.scan``.
 
     Args:
       strategy: Which towers, where.
@@ -225,7 +199,7 @@ def call_for_each_tower(
     def of_kind(kind: str) -> list[Any]:
         return [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
 
-    constants = tuple(_Constant(x) for x in of_kind(""))
+    constants = tuple(Constant(x) for x in of_kind(""))
     call = _Call(strategy, placement, fn, treedef, kinds, constants)
     rows = _own_rows(of_kind(_ROWS), strategy.num_towers)
     traced = isinstance(rows[0], Tracer)

@@ -8,12 +8,12 @@ from jax.sharding import NamedSharding
 
 from towerjax.devices import canonical_device_name, find_device
 from towerjax.types import PerTower
-from towerjax.variables import TowerLocal
+from towerjax.variables import MirroredVar, TowerLocal
 
 _ALLOWED = (
     " destinations may be a device name such as 'cpu:1', a jax.Device, a tuple or list"
-    " of these, or a value that lies on the devices: a jax.Array, PerTower or"
-    " TowerLocal."
+    " of these, or a value that lies on the devices: a jax.Array, a PerTower or a"
+    " variable."
 )
 
 
@@ -22,7 +22,7 @@ def destination_names(destinations: Any) -> tuple[str, ...]:
 
     Args:
       destinations: A device name, a ``jax.Device``, a tuple or list of these, or a
-        value (``jax.Array``, ``PerTower``, ``TowerLocal``): the devices where it lies.
+        value (``jax.Array``, ``PerTower``, a variable): the devices where it lies.
 
     Returns:
       Names, in the order given; of a value in the order of its mesh.
@@ -67,7 +67,7 @@ def _devices(destinations: Any) -> list[Any]:
         return list(destinations)
     if isinstance(destinations, str | jax.Device):
         return [destinations]
-    if isinstance(destinations, jax.Array | PerTower | TowerLocal):
+    if isinstance(destinations, jax.Array | PerTower | TowerLocal | MirroredVar):
         return _devices_of_value(destinations)
     raise ValueError(f"destinations={destinations!r} names no devices.{_ALLOWED}")
 

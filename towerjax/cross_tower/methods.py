@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from towerjax.cross_tower import batch, call, values
@@ -64,8 +63,10 @@ class CrossTowerMethods(VariableMethods):
 
         Compiled once for each function and structure of arguments, so keep the
         function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
-        closes over is looked at while it is traced, the first time. Works inside
-        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+        closes over is looked at while it is traced, the first time. A Python number
+        is a part of the program, so each value compiles one that is kept: pass a
+        number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
+        ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
@@ -168,15 +169,16 @@ class CrossTowerMethods(VariableMethods):
         """
         return batch.broadcast_value(self, value, destinations)
 
-    def gather(self, value: PerTower, axis: int) -> jax.Array:
+    def gather(self, value: PerTower, axis: int) -> PyTree:
         """All towers' values joined along a dim; sizes may differ along it alone.
 
         Args:
-          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays.
+          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or
+            of trees of them.
           axis: The dim to join along.
 
         Returns:
-          One array, in tower order.
+          One array, or tree of them, in tower order.
         """
         return values.gather_values(self, value, axis)
 
@@ -193,4 +195,4 @@ class CrossTowerMethods(VariableMethods):
         Returns:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
-        return values.map_over_towers(self, fn, elements, *args)
+        return batch.map_over_towers(self, fn, elements, *args)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.merge import is_mergeable
+from towerjax.merge import is_mergeable, num_rows
 from towerjax.reduce import key_data
 from towerjax.types import PerTower, PyTree
 from towerjax.variables import MirroredVar, TowerLocal, named
@@ -34,7 +34,7 @@ def select_tower(value: PyTree, tower: int) -> PyTree:
     """
 
     def row(rows: Any) -> Any:
-        count = len(rows) if isinstance(rows, tuple | list) else np.shape(rows)[0]
+        count = len(rows) if isinstance(rows, tuple | list) else num_rows(rows)
         if not 0 <= tower < count:
             raise ValueError(
                 f"There is no tower {tower} among the values of {count} towers. Towers"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.cross_tower.assign import is_traced, placed, shares
+from towerjax.cross_tower.assign import cast_exactly, placed, shares
 from towerjax.reduce import check_addable, reduced_dtype
 from towerjax.tower_local import read_variables
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
@@ -138,12 +138,4 @@ def _restored_leaf(strategy: Any, like: Any, old: Any, new: Any) -> Any:
         raise ValueError(f"is {new.dtype}, expected {read}")
     # Divided before it is cast: a sum of small integers may not be a small integer.
     rows = shares(like, new, strategy.num_towers) if local else new
-    if rows.dtype == dtype:
-        return rows
-    cast = rows.astype(dtype)
-    if not is_traced((rows, cast)):
-        parts = np.asarray(rows)
-        lost = parts[np.asarray(cast) != parts]
-        if lost.size:
-            raise ValueError(f"gives a tower {lost[0]}, which {dtype} cannot hold")
-    return cast
+    return cast_exactly(rows, dtype)

@@ -1,6 +1,6 @@
 """What are the towers' values together? Unwrap, reduce, gather, map, send."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,9 @@ from jax.core import Tracer
 from towerjax.cross_tower.destinations import destination_names
 from towerjax.cross_tower.travel import reduce_side_by_side
 from towerjax.devices import find_device
-from towerjax.merge import stacked_rows
+from towerjax.merge import check_structures, num_rows, stacked_rows
 from towerjax.placement import Placement, place, waited
-from towerjax.reduce import check_reduction
+from towerjax.reduce import check_addable, check_axis, check_reduction
 from towerjax.sparse import IndexedRows, is_rows, reduce_rows, reduce_stacked_rows
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Weighted
 from towerjax.variables import TowerLocal
@@ -52,6 +52,9 @@ def unwrap(value: Any) -> list[Any]:
     Returns:
       ``T`` values in tower order, or one.
 
+    Raises:
+      ValueError: A ``PerTower`` does not hold one value for each tower.
+
     Example:
       >>> unwrap(PerTower((1, 2))), unwrap(5)
       ([1, 2], [5])
@@ -61,10 +64,7 @@ def unwrap(value: Any) -> list[Any]:
     rows = as_per_tower(value).values
     if isinstance(rows, tuple | list):
         return list(rows)
-    return [
-        jax.tree.map(lambda x, t=t: x[t], rows)
-        for t in range(jax.tree.leaves(rows)[0].shape[0])
-    ]
+    return [jax.tree.map(lambda x, t=t: x[t], rows) for t in range(num_rows(rows))]
 
 
 def reduce_values(
@@ -101,6 +101,8 @@ def reduce_values(
         towers; an unknown or empty destination.
     """
     check_reduction(reduction)
+    if axis is not None:
+        check_axis(axis)
     if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
         raise ValueError(
             f"axis={axis} adds up elements or takes their mean, which"
@@ -117,6 +119,7 @@ def reduce_values(
             x = _reduce_mirrored(strategy, reduction, x)
             return x if axis is None else _reduce_with_axis(reduction, [x], axis)
         x = as_per_tower(x)
+        check_addable(reduction, x)
         if any(map(is_rows, jax.tree.leaves(x, is_leaf=is_rows))):
             return _reduce_sparse(strategy, reduction, x.values, axis)
         if axis is not None:
@@ -188,12 +191,37 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
             f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
             f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
         )
+    if not any(map(is_rows, rows)):
+        return _reduce_sparse_trees(strategy, reduction, rows)
     return reduce_rows(reduction, list(rows))
+
+
+def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
+    """Of towers' trees that hold ``IndexedRows`` among others, leaf by leaf."""
+    treedefs = [jax.tree.structure(row, is_leaf=is_rows) for row in rows]
+    for tower, treedef in enumerate(treedefs):
+        if treedef != treedefs[0]:
+            raise ValueError(
+                f"The PerTower value holds {treedefs[0]} of tower 0 and {treedef} of"
+                f" tower {tower}. Give all towers one structure."
+            )
+
+    def one(*leaves: Any) -> Any:
+        if any(map(is_rows, leaves)):
+            return reduce_rows(reduction, list(leaves))
+        value = PerTower(tuple(leaves))
+        return PerTower(stacked_rows(value, strategy.num_towers, "The PerTower value"))
+
+    return jax.tree.map(one, *rows, is_leaf=is_rows)
 
 
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
-        return value
+        # A copy: the caller may go on writing into a NumPy array.
+        numpys = np.ndarray | np.generic
+        return jax.tree.map(
+            lambda x: jnp.array(x) if isinstance(x, numpys) else x, value
+        )
     known = not isinstance(value, Tracer) and not is_rows(value)
     if known and np.ndim(value) == 0 and value == 0:
         return value
@@ -266,16 +294,17 @@ def send(value: PyTree, destinations: Any) -> PyTree:
     return place(value, there, Layout.MIRRORED)
 
 
-def gather_values(strategy: Any, value: PerTower, axis: int) -> jax.Array:
+def gather_values(strategy: Any, value: PerTower, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone.
 
     Args:
       strategy: Which towers.
-      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of ``T`` arrays.
+      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of ``T`` arrays, or of
+        trees of them.
       axis: The dim to join along.
 
     Returns:
-      One array, in tower order.
+      One array, or tree of them, in tower order.
 
     Raises:
       ValueError: Shapes differ in another dim; names the tower. The value is the
@@ -287,6 +316,7 @@ def gather_values(strategy: Any, value: PerTower, axis: int) -> jax.Array:
       >>> tj.Mirrored(towers=2).gather(value, axis=1).shape
       (1, 3)
     """
+    check_axis(axis)
     if not is_per_tower(value):
         if strategy.num_towers > 1:
             raise ValueError(
@@ -295,9 +325,15 @@ def gather_values(strategy: Any, value: PerTower, axis: int) -> jax.Array:
                 " it for as many copies as there are towers."
             )
         value = PerTower((value,))
-    rows = [jnp.asarray(x) for x in _rows_of_towers(strategy, as_per_tower(value))]
-    _check_axis(rows[0], axis)
-    return _join(rows, axis, "gather along")
+    rows = _rows_of_towers(strategy, as_per_tower(value))
+    check_structures(rows, "gather: the PerTower value")
+
+    def joined(*leaves: Any) -> jax.Array:
+        leaves = tuple(map(jnp.asarray, leaves))
+        _check_axis(leaves[0], axis)
+        return _join(leaves, axis, "gather along")
+
+    return jax.tree.map(joined, *rows)
 
 
 def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
@@ -311,38 +347,3 @@ def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
                 f" tower 0 {rows[0].shape}; only dim {axis} may differ."
             )
     return waited(jnp.concatenate(rows, axis=axis))
-
-
-def map_over_towers(
-    strategy: Any, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
-) -> PerTower:
-    """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
-
-    Args:
-      strategy: Which towers.
-      fn: A function of one element.
-      elements: The elements, arrays or numbers of one shape.
-      *args: The same for all elements.
-
-    Returns:
-      ``PerTower`` of a tuple: for each tower the results of its elements, stacked.
-      The last towers are left out where there are fewer elements than towers.
-
-    Raises:
-      ValueError: An argument is ``PerTower``; there are no elements.
-    """
-    if any(map(is_per_tower, jax.tree.leaves(args, is_leaf=is_per_tower))):
-        raise ValueError(
-            "map: args are the same for all elements, but one of them is PerTower. Use"
-            " call_for_each_tower for values that differ from tower to tower."
-        )
-    if not len(elements):
-        raise ValueError("map: there are no elements.")
-    num_towers = strategy.num_towers
-    results = [fn(x, *args) for x in elements]
-    by_tower = [results[t::num_towers] for t in range(num_towers)]
-
-    def stack(*leaves: Any) -> jax.Array:
-        return jnp.stack([jnp.asarray(x) for x in leaves])
-
-    return PerTower(tuple(jax.tree.map(stack, *group) for group in by_tower if group))

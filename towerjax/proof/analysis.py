@@ -26,11 +26,11 @@ from towerjax.proof.origin import Site, line_of
 
 _REDUCTIONS = frozenset(
     "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin "
-    "all_gather all_gather_invariant all_gather_reduced".split()
+    "all_gather all_gather_invariant all_gather_reduced pbroadcast".split()
 )
 # Output i is operand i; some of these have an `axes` param, yet communicate nothing.
 _IDENTITIES = (
-    "optimization_barrier pvary pcast pbroadcast preduced vary_unreduced_cast_p "
+    "optimization_barrier pvary pcast preduced vary_unreduced_cast_p "
     "reduced_vary_cast_p device_put copy sharding_constraint"
 ).split()
 _Marks = list["_Mark | None"]

@@ -72,6 +72,8 @@ def coordinate_of(
     """
     rows = [list(group) for group in groups]
     length = len(rows[0])
+    if any(len(row) != length for row in rows):
+        return None
     if rows == [list(range(i, i + length)) for i in range(0, size, length)]:
         return Coordinate(axis, length, within=True)
     if rows == [list(range(i, size, len(rows))) for i in range(len(rows))]:

@@ -1,0 +1,268 @@
+"""Values to the last bit, in every dtype, on every path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.reduce import reduced_dtype
+
+R = tj.Reduction
+LAYOUTS = pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4)])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def bits(x):
+    return np.asarray(x).tobytes()
+
+
+SPECIAL = {
+    "float32": np.float32([-0.0, 0.0, np.nan, -np.inf, 1e-45]),
+    "bfloat16": jnp.array([-0.0, 3.14, jnp.inf], jnp.bfloat16),
+    "complex64": np.array([complex(-0.0, -0.0), complex(0.0, -0.0)], np.complex64),
+    "bool": np.array([True, False]),
+    "int8": np.array([-128, 127, 0], np.int8),
+    "uint32": np.array([2**32 - 1, 0], np.uint32),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@LAYOUTS
+def test_the_first_towers_value_comes_bit_for_bit(T, D, name):
+    first = jnp.asarray(SPECIAL[name])
+    rows = jnp.stack([first, *[jnp.ones_like(first)] * (T - 1)])
+    out = mirrored(T, D).call_for_each_tower(
+        lambda tower, x: tower.reduce(R.ONLY_FIRST_TOWER, x), tj.PerTower(rows)
+    )
+    assert out.dtype == first.dtype and bits(out) == bits(first)
+
+
+@LAYOUTS
+def test_the_first_towers_value_is_differentiable(T, D):
+    strategy = mirrored(T, D)
+
+    def total(rows):
+        def tower_fn(tower, x):
+            return (tower.id + 1.0) * tower.reduce(R.ONLY_FIRST_TOWER, x) ** 2
+
+        return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
+
+    rows = jnp.arange(T) + 3.0
+    expected = jnp.zeros(T).at[0].set(2 * 3.0 * T * (T + 1) / 2)
+    np.testing.assert_allclose(jax.grad(total)(rows), expected)
+    np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
+
+
+@LAYOUTS
+def test_the_first_towers_integers_have_no_derivative(T, D):
+    strategy = mirrored(T, D)
+
+    def total(rows):
+        @jax.jit
+        def tower_fn(x, key):
+            n, flag, key = tower_of[0].reduce(
+                R.ONLY_FIRST_TOWER, (x.astype(jnp.int32), x > 0, key)
+            )
+            return x * n * flag * jax.random.uniform(key)
+
+        tower_of = []
+
+        def call(tower, x):
+            tower_of[:] = [tower]
+            return tower_fn(x, jax.random.key(0))
+
+        return strategy.call_for_each_tower(call, tj.PerTower(rows)).values.sum()
+
+    rows = jnp.arange(T) + 3.0
+    expected = np.full(T, 3 * jax.random.uniform(jax.random.key(0)))
+    np.testing.assert_allclose(jax.grad(total)(rows), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"executor": "pmap"},
+        {"cross_tower_ops": tj.PinnedTree()},
+        {"cross_tower_ops": tj.Packed(num_packs=3)},
+        {"cross_tower_ops": tj.ReduceToOneDevice()},
+        {"cross_tower_ops": tj.Hierarchical(group_size=2)},
+        {"local": "scan"},
+    ],
+)
+@pytest.mark.parametrize("T, D", [(4, 1), (4, 4), (8, 4)])
+def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(batch * params, tower.weight)
+
+    def metric_fn(params, batch, tower):
+        sign = tj.Weighted.mean(batch * 0 + jnp.signbit(tower.local["z"].real))
+        imag = tj.Weighted.mean(batch * 0 + jnp.signbit(tower.local["z"].imag))
+        flag = tj.Weighted.mean(batch * 0 + tower.local["flag"])
+        return {"real": sign, "imag": imag, "flag": flag}
+
+    if D == 1 and options.keys() & {"executor", "cross_tower_ops"}:
+        pytest.skip("nothing travels on one device")
+    strategy = mirrored(T, D, **options)
+    local = {
+        "z": tj.TowerLocal(np.complex64(complex(-0.0, -0.0)), R.ONLY_FIRST_TOWER),
+        "flag": tj.TowerLocal(np.bool_(True), R.ONLY_FIRST_TOWER),
+    }
+    train = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    state = train.init(np.float32(1), local=local)
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    out = evaluate(state, np.ones(8, np.float32))
+    assert {k: float(v.value) for k, v in out.items()} == {
+        "real": 1.0,
+        "imag": 1.0,
+        "flag": 1.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "bool", "float32", "uint8"])
+@LAYOUTS
+def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
+    with jax.enable_x64(True):
+        strategy = mirrored(T, D)
+        rows = np.array([1, 0, 1, 1]).astype(dtype)
+        own = strategy.create_var("v", rows[0], reduction=R.MEAN, tower_local=True)
+        for reduction in (R.MEAN, R.SUM):
+            outs = [
+                strategy.reduce(reduction, tj.PerTower(rows)),
+                jax.jit(lambda x, r=reduction: strategy.reduce(r, tj.PerTower(x)))(
+                    rows
+                ),
+                *[
+                    strategy.call_for_each_tower(
+                        lambda tower, x, r=reduction: tower.reduce(r, x),
+                        tj.PerTower(rows),
+                        run_concurrently=concurrently,
+                    )
+                    for concurrently in (True, False)
+                ],
+            ]
+            numpys = jnp.mean if reduction is R.MEAN else jnp.sum
+            expected = numpys(jnp.asarray(rows))
+            assert [(x.dtype, float(x)) for x in outs] == [
+                (expected.dtype, float(expected))
+            ] * len(outs)
+            assert reduced_dtype(reduction, jnp.dtype(dtype)) == expected.dtype
+        assert strategy.read_var(own).dtype == jnp.mean(jnp.asarray(rows)).dtype
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+def test_gathered_and_reduced_python_numbers_are_strong(concurrently):
+    def tower_fn(tower):
+        first = tower.reduce(R.ONLY_FIRST_TOWER, 2.5)
+        return tower.all_gather(2.5), first, tower.reduce(R.MEAN, 2.5)
+
+    out = mirrored(2).call_for_each_tower(tower_fn, run_concurrently=concurrently)
+    assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "dtype, T, value",
+    [("int8", 128, 7), ("int8", 200, 7), ("int8", 200, -7), ("int8", 200, 2500)]
+    + [("uint8", 256, 9), ("uint8", 300, 200), ("uint8", 4, 1000), ("int32", 3, -7)],
+)
+def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
+    strategy = mirrored(T)
+    v = strategy.create_var("v", np.zeros((), dtype), reduction=R.SUM, tower_local=True)
+    saved = np.asarray(value, reduced_dtype(R.SUM, jnp.dtype(dtype)))
+    outs = [strategy.assign(v, value), tj.restored_values(strategy, v, saved)]
+    if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
+        own = np.asarray(value, dtype)
+        outs += [strategy.assign(v, own), tj.restored_values(strategy, v, own)]
+    for out in outs:
+        assert out.value.dtype == dtype
+        assert int(strategy.read_var(out)) == value
+        parts = np.asarray(out.value).astype(int)
+        assert parts.max() - parts.min() <= 1 and (np.diff(parts) <= 0).all()
+
+
+def test_a_sum_whose_parts_do_not_fit_is_refused():
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.int8(0), reduction=R.SUM, tower_local=True)
+    with pytest.raises(ValueError, match="'v': value gives a tower 250, which int8"):
+        strategy.assign(v, 1000)
+    with pytest.raises(ValueError, match="'v', gives a tower 250, which int8"):
+        tj.restored_values(strategy, v, np.int32(1000))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
+def test_what_a_sum_reads_as_may_be_assigned(dtype):
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.array(60, dtype), reduction=R.SUM, tower_local=True)
+    out = strategy.assign(v, strategy.read_var(v) + 3)
+    assert out.value.dtype == dtype and out.value.tolist() == [61, 61, 61, 60]
+
+
+def test_what_a_mean_of_integers_reads_as_may_be_assigned_if_it_is_whole():
+    strategy = mirrored(4)
+    v = strategy.create_var("v", np.int32(3), reduction=R.MEAN, tower_local=True)
+    assert strategy.assign(v, strategy.read_var(v)).value.tolist() == [3] * 4
+    assert strategy.assign(v, 2**24 + 1).value.tolist() == [2**24 + 1] * 4
+    with pytest.raises(ValueError, match="gives a tower 3.5, which int32 cannot hold"):
+        strategy.assign(v, strategy.read_var(v) + 0.5)
+    b = strategy.create_var("b", np.bool_(1), reduction=R.MEAN, tower_local=True)
+    assert strategy.assign(b, strategy.read_var(b)).value.tolist() == [True] * 4
+
+
+def test_an_integer_out_of_bounds_is_refused_by_name():
+    strategy = mirrored(2)
+    with pytest.raises(ValueError, match="variable 'v'.* value is 300, which int8"):
+        strategy.assign(strategy.create_var("v", np.int8(0)), 300)
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize(
+    "initial, reduction, reduced",
+    [(np.uint8(0), R.SUM, "uint32"), (np.bool_(0), R.SUM, "int32")]
+    + [(np.int32(0), R.MEAN, "float32"), (np.bool_(0), R.MEAN, "float32")],
+)
+def test_a_mirrored_variable_that_no_reduction_fits_says_so(
+    T, initial, reduction, reduced
+):
+    strategy = mirrored(T)
+    v = strategy.create_var("v", initial, reduction=reduction)
+    said = f"variable 'v' is {initial.dtype} .* makes {reduced} .* Create it as"
+    for concurrently in (True, False):
+        for value in (jnp.asarray(initial), jnp.zeros((), reduced)):
+            with pytest.raises(ValueError, match=said):
+                strategy.call_for_each_tower(
+                    lambda tower, v, x: tower.assign(v, x),
+                    v,
+                    value,
+                    run_concurrently=concurrently,
+                )
+
+
+def test_what_has_no_difference_says_so():
+    strategy = mirrored(2)
+    flag = strategy.create_var("flag", np.bool_(1))
+    with pytest.raises(ValueError, match="variable 'flag' holds bool, .* use assign"):
+        strategy.assign_sub(flag, True)
+    key = strategy.create_var("key", jax.random.key(0))
+    with pytest.raises(ValueError, match="variable 'key' holds key<fry>"):
+        strategy.assign_add(key, jax.random.key(1))
+    own = strategy.create_var("own", np.bool_(1), tower_local=True)
+    with pytest.raises(ValueError, match="variable 'own' holds bool"):
+        strategy.call_for_each_tower(lambda tower, v: tower.assign_sub(v, True), own)
+
+
+@pytest.mark.parametrize("tower_local", [False, True])
+def test_a_variable_starts_with_one_value(tower_local):
+    strategy = mirrored(2)
+    own = strategy.create_var("own", 1.0, tower_local=True)
+    for initial in (tj.PerTower(np.ones(2)), {"a": own}, lambda: own):
+        with pytest.raises(ValueError, match="initial of 'v' differs from tower to"):
+            strategy.create_var("v", initial, tower_local=tower_local)
+    first = strategy.create_var("first", 2.0)
+    v = strategy.create_var("v", [first, 3.0], tower_local=tower_local)
+    copies = [[2.0] * 2, [3.0] * 2] if tower_local else [2.0, 3.0]
+    assert [x.tolist() for x in v.value] == copies

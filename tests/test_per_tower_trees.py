@@ -1,0 +1,146 @@
+"""Towers' values that are trees: tuples of them, with rows of arrays among them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+
+R = tj.Reduction
+LAYOUTS = pytest.mark.parametrize("T, D", [(2, 1), (4, 1), (4, 2), (4, 4)])
+
+
+def mirrored(T, D=1, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def tree_of(t):
+    return {"a": np.float32([t, 2 * t]), "b": (np.int32(t), [np.ones((1, 2)) * t])}
+
+
+def rows_of(t):
+    return tj.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@LAYOUTS
+def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
+    strategy = mirrored(T, D)
+    value = tj.PerTower(tuple(tree_of(t) for t in range(T)))
+
+    def tower_fn(tower, tree):
+        assert tree["a"].shape == (2,) and tree["b"][1][0].shape == (1, 2)
+        return tree["a"].sum() + tree["b"][0], tower.reduce(R.SUM, tree)
+
+    own, total = strategy.call_for_each_tower(
+        tower_fn, value, run_concurrently=concurrently
+    )
+    assert own.values.tolist() == [4.0 * t for t in range(T)]
+    for out in (total, strategy.reduce(R.SUM, value)):
+        n = T * (T - 1) / 2
+        assert out["a"].tolist() == [n, 2 * n] and int(out["b"][0]) == n
+        assert out["b"][1][0].tolist() == [[n, n]]
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+@LAYOUTS
+def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D, concurrently):
+    strategy = mirrored(T, D)
+    value = tj.PerTower(tuple(rows_of(t) for t in range(T)))
+    dense = sum(np.asarray(rows_of(t).to_dense()) for t in range(T))
+    own, total = strategy.call_for_each_tower(
+        lambda tower, rows: (rows.to_dense(), tower.reduce(R.SUM, rows)),
+        value,
+        run_concurrently=concurrently,
+    )
+    assert own.values.tolist() == [rows_of(t).to_dense().tolist() for t in range(T)]
+    np.testing.assert_allclose(total.to_dense(), dense)
+    np.testing.assert_allclose(strategy.reduce(R.SUM, value).to_dense(), dense)
+
+
+def test_a_tuple_of_trees_with_indexed_rows_is_reduced():
+    strategy = mirrored(4, 2)
+    trees = tuple({"rows": rows_of(t), "n": np.int32(t)} for t in range(4))
+    out = strategy.reduce(R.SUM, tj.PerTower(trees))
+    assert int(out["n"]) == 6 and out["rows"].values.shape == (8, 1)
+    with pytest.raises(ValueError, match="of tower 3. Give all towers one structure"):
+        strategy.reduce(R.SUM, tj.PerTower((*trees[:3], {"rows": rows_of(0)})))
+
+
+@pytest.mark.parametrize(
+    "bad, text",
+    [
+        ({"a": np.ones(2)}, "of tower 3, which cannot lie side by side. Give all"),
+        (tree_of(1) | {"a": np.ones(3)}, r"shapes \(2,\), \(2,\), \(2,\), \(3,\)"),
+        (tree_of(1) | {"a": "word"}, r"shapes|holds 'word' of tower 3"),
+    ],
+)
+def test_trees_that_do_not_lie_side_by_side_are_refused(bad, text):
+    strategy = mirrored(4, 2)
+    value = tj.PerTower((*map(tree_of, range(3)), bad))
+    with pytest.raises(ValueError, match=text):
+        strategy.call_for_each_tower(lambda tower, x: 1, value)
+    with pytest.raises(ValueError, match=text):
+        strategy.reduce(R.SUM, value)
+
+
+def test_words_that_differ_are_refused_in_a_compiled_call():
+    strategy = mirrored(2)
+    with pytest.raises(ValueError, match="holds 'a' of tower 0, which is no array"):
+        strategy.call_for_each_tower(lambda tower, x: 1, tj.PerTower(("a", "b")))
+
+
+@LAYOUTS
+def test_results_of_map_that_are_trees_are_joined_and_reduced(T, D):
+    strategy = mirrored(T, D)
+    results = strategy.map(lambda e: {"x": e, "y": [e * np.ones(2)]}, [1.0, 2.0, 3.0])
+    total = strategy.reduce(R.SUM, results, axis=0)
+    assert float(total["x"]) == 6.0 and total["y"][0].tolist() == [6.0, 6.0]
+    joined = strategy.gather(results, 0)
+    assert sorted(joined["x"].tolist()) == [1.0, 2.0, 3.0]
+    assert joined["y"][0].shape == (3, 2)
+    stacked = tj.PerTower({"x": np.arange(2.0 * T).reshape(T, 2)})
+    assert strategy.gather(stacked, 0)["x"].tolist() == list(range(2 * T))
+
+
+# Rows of an array.
+
+
+@pytest.mark.parametrize(
+    "values, array, text",
+    [
+        (np.float32([1.5]), np.int32([0, 0]), "of float32 .* array of int32"),
+        (np.complex64([1 + 2j]), np.float32([0, 0]), "of complex64 .* array of float"),
+        (np.float32([1.0]), jnp.zeros(2, jnp.bfloat16), "float32 .* of bfloat16"),
+        (np.int32([300]), np.int8([0, 0]), "of int32 .* an array of int8"),
+    ],
+)
+def test_rows_that_the_array_cannot_hold_are_refused(values, array, text):
+    rows = tj.IndexedRows(values, np.array([1]), (2,))
+    with pytest.raises(ValueError, match=text):
+        rows.add_to(jnp.asarray(array))
+    with pytest.raises(ValueError, match=text):
+        jax.jit(lambda rows, array: rows.add_to(array))(rows, array)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_many_rows_of_16_bits_are_rounded_once(dtype):
+    ones = jnp.ones(5000, dtype)
+    rows = tj.IndexedRows(ones, np.zeros(5000, np.int32), (2,))
+    assert rows.to_dense().dtype == dtype
+    assert rows.to_dense()[0] == jnp.asarray(5000, dtype)
+    assert jax.jit(lambda r: r.to_dense())(rows)[0] == jnp.asarray(5000, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_indices_of_small_integers_reach_their_rows(dtype):
+    for N in (100, 200, 70000):
+        rows = tj.IndexedRows(np.ones(2), np.array([1, 99], dtype), (N,))
+        for out in (rows.to_dense(), jax.jit(lambda r: r.to_dense())(rows)):
+            assert float(out.sum()) == 2.0 and float(out[99]) == 1.0
+
+
+def test_boolean_rows_are_refused():
+    with pytest.raises(ValueError, match=r"IndexedRows.values are bool.*astype"):
+        tj.IndexedRows(np.ones(1, bool), np.array([0]), (2,))

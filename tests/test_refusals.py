@@ -1,0 +1,119 @@
+"""What cannot be done across towers says so, and says what to write."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+
+R = tj.Reduction
+
+
+def mirrored(T=4, D=2, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def refuses(text):
+    return pytest.raises(ValueError, match=text)
+
+
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
+def test_random_keys_do_not_add_up(reduction):
+    keys = jax.random.split(jax.random.key(0), 4)
+    strategy = mirrored()
+    for value in (tj.PerTower(keys), {"a": tj.PerTower(tuple(keys))}):
+        with refuses("of a random key, which is no number. Use Reduction.ONLY_FIRST"):
+            strategy.reduce(reduction, value)
+    first = strategy.reduce(R.ONLY_FIRST_TOWER, tj.PerTower(keys))
+    assert (jax.random.key_data(first) == jax.random.key_data(keys[0])).all()
+
+
+def test_a_mirrored_variable_names_the_devices_where_it_lies():
+    strategy = mirrored(4, 2)
+    v = strategy.create_var("v", 1.0)
+    x = tj.PerTower(np.arange(4.0))
+    out = strategy.reduce(R.SUM, x, destinations=v)
+    assert out.devices() == v.value.devices() and float(out) == 6.0
+    assert strategy.broadcast(2.0, v).devices() == v.value.devices()
+
+
+@pytest.mark.parametrize(
+    "values", [np.float32(3), 3, {}, None, {"a": np.ones(2), "b": np.ones(4)}]
+)
+def test_a_per_tower_without_a_value_for_each_tower(values):
+    strategy, text = mirrored(), r"^PerTower\(values=.* no value for each tower"
+    for use in (strategy.unwrap, lambda x: strategy.gather(x, 0)):
+        with refuses(text):
+            use(tj.PerTower(values))
+    if jax.tree.leaves(values) and not isinstance(values, dict):
+        with refuses(text):
+            strategy.select_tower(tj.PerTower(values), 0)
+
+
+@pytest.mark.parametrize("axis", [0.0, (0, 1), "0", True, None])
+def test_an_axis_is_one_dim(axis):
+    strategy, x = mirrored(), tj.PerTower(np.ones((4, 2, 2)))
+    with refuses("axis=.* must be an int, one dim"):
+        strategy.gather(x, axis)
+    if axis is not None:
+        with refuses("axis=.* must be an int, one dim"):
+            strategy.reduce(R.SUM, x, axis=axis)
+        with refuses("axis=.* must be an int, one dim"):
+            strategy.call_for_each_tower(
+                lambda tower, x: tower.all_gather(x, axis=axis), x
+            )
+    assert strategy.reduce(R.SUM, x, axis=np.int32(0)).tolist() == [8.0, 8.0]
+
+
+@pytest.mark.parametrize("below", ["x", None, True, 1.5, -1])
+def test_a_limit_of_bytes_is_an_int(below):
+    with refuses("AllReduce.pack_below_bytes=.* must be an int >= 0"):
+        tj.AllReduce(below)
+
+
+@pytest.mark.parametrize(
+    "devices, links, text",
+    [
+        (None, None, "devices=None must be a list of names"),
+        (3, None, "devices=3 must be a list of names"),
+        ("cpu:0", None, "devices='cpu:0' must be a list of names"),
+        (["cpu:0", "cpu:1"], 3, "links=3 must be a list with one list"),
+        (["cpu:0", "cpu:1"], "ab", "links='ab' must be a list with one list"),
+        (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must be a list with one list"),
+        (["cpu:0", "cpu:1"], [1, 2], r"links\[0\] is 1; give a list of positions"),
+        (["cpu:0", "cpu:1"], [[1], None], r"links\[1\] is None; give a list"),
+        (["cpu:0", "cpu:1"], ["a", [0]], r"links\[0\] is 'a'; give a list"),
+    ],
+)
+def test_odd_devices_and_links(devices, links, text):
+    with refuses(text):
+        tj.choose_cross_tower_ops(devices, links)
+
+
+@pytest.mark.parametrize(
+    "args, text",
+    [
+        (([1, 2], abs), "the function comes first, and is a list"),
+        ((abs, (i for i in range(3))), "a generator, .* Make it a list: list"),
+        ((abs, tj.PerTower(np.arange(4))), "are a PerTower, .* Use call_for_each"),
+        ((abs, np.float32(3)), "a float32, which does not say how many"),
+        ((abs, jnp.zeros(())), "which does not say how many"),
+        ((abs, {"a": 1}), "a dict, which does not say how many"),
+        ((abs, []), "there are no elements"),
+    ],
+)
+def test_what_map_takes(args, text):
+    with refuses(f"map: .*{text}"):
+        mirrored().map(*args)
+
+
+@pytest.mark.parametrize("reduction", [R.MEAN, R.ONLY_FIRST_TOWER])
+def test_what_all_share_comes_back_as_an_array_of_its_own(reduction):
+    mine = np.ones(3, np.float32)
+    out = mirrored().reduce(reduction, {"a": mine, "n": 3})
+    mine[:] = 7
+    assert isinstance(out["a"], jax.Array) and out["a"].tolist() == [1.0] * 3
+    assert out["n"] == 3
+    alone = tj.Mirrored(towers=1).reduce(R.SUM, mine)
+    assert isinstance(alone, jax.Array)
