@@ -56,6 +56,7 @@ def oracle(T, w):
 
 
 @EXECUTORS
+@pytest.mark.slow
 def test_called_inside_transformations(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
     f = functools.partial(whole, strategy)

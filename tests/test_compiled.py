@@ -158,6 +158,7 @@ def test_one_compile_and_no_trace_after_the_first_step(count, executor, compiles
     [(1, "shard_map", "vmap"), (8, "shard_map", "vmap"), (4, "shard_map", "scan"),
      (8, "pmap", "vmap")],
 )  # fmt: skip
+@pytest.mark.slow
 def test_donated_buffers_really_alias(count, executor, local):
     strategy = tj.Mirrored(
         devices=devices(count), towers=8, executor=executor, local=local

@@ -96,6 +96,7 @@ def test_the_first_towers_integers_have_no_derivative(T, D):
     ],
 )
 @pytest.mark.parametrize("T, D", [(4, 1), (4, 4), (8, 4)])
+@pytest.mark.slow
 def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(batch * params, tower.weight)
@@ -126,6 +127,7 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
 
 @pytest.mark.parametrize("dtype", ["int64", "int32", "bool", "float32", "uint8"])
 @LAYOUTS
+@pytest.mark.slow
 def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
     with jax.enable_x64(True):
         strategy = mirrored(T, D)

@@ -107,6 +107,7 @@ FUNCTIONS = [
 
 @LAYOUTS
 @pytest.mark.parametrize("fn", FUNCTIONS)
+@pytest.mark.slow
 def test_the_results_are_those_of_the_compiled_form(fn, T, D):
     strategy = mirrored(T, D)
     compiled = strategy.call_for_each_tower(fn, per_tower(T))

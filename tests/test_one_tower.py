@@ -155,6 +155,7 @@ def test_all_layouts_equal_one_tower(executor, towers, devices, kind, size):
     ("towers", "devices", "local"), [(1, 1, "vmap"), (2, 2, "vmap"), (4, 2, "scan")]
 )
 @pytest.mark.parametrize("rows", [24, 21])
+@pytest.mark.slow
 def test_micro_batches_are_sums_over_weights(towers, devices, local, kind, rows):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(devices=names, towers=towers, local=local)

@@ -81,6 +81,7 @@ def test_fifty_adam_steps_have_the_same_bits_on_any_devices():
 
 
 @pytest.mark.parametrize("policy", ["ignore", "skip"])
+@pytest.mark.slow
 def test_the_bits_do_not_hang_on_the_branch_around_the_update(policy):
     momentum = optax.sgd(0.1, momentum=0.9)
     runs = [

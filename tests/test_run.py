@@ -257,6 +257,7 @@ def test_3000_steps_never_waited_for_finish_on_8_devices(train_step, in_flight):
 
 
 @pytest.mark.parametrize("policy", ["raise", "ignore"])
+@pytest.mark.slow
 def test_3000_steps_of_an_own_loop_finish_on_8_devices(policy):
     # Looking at verdicts waits now and then; "ignore" never looks.
     train_step = build_step(on_nonfinite=policy)
