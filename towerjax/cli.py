@@ -29,7 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       0 if all went well; 2 for wrong arguments; else the command's own code.
     """
-    parser = argparse.ArgumentParser(prog="towerjax", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="towerjax",
+        description="Replicated training with JAX. What a command takes:"
+        " towerjax command --help",
+    )
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
     _add_launch(commands)
     options = parser.parse_args(arguments)
