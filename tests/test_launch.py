@@ -79,12 +79,19 @@ def test_each_line_says_whose_it_is(capfd):
 
 
 def test_the_transports_connections_are_no_output(capfd):
-    program = child(
-        "print('[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of"
-        " connected peer ranks is : 3'); print('[Gloo] Rank 1 failed')"
-    )
+    whole = "is connected to 3 peer ranks. Expected number of connected peer ranks is :"
+    lines = [
+        f"[Gloo] Rank 1 {whole} 3",
+        f"[Gloo] Rank [Gloo] Rank 4 {whole} 3",  # torn, as threads write them
+        f"5 {whole} 3",
+        "[Gloo] Rank 1 failed",
+        "5",
+        "peer ranks differ",
+    ]
+    program = child(f"print(*{lines!r}, sep=chr(10))")
     assert launch(program, processes=1) == 0
-    assert capfd.readouterr().out == "[0] [Gloo] Rank 1 failed\n"
+    out = capfd.readouterr().out
+    assert out == "".join(f"[0] {line}\n" for line in lines[3:])
 
 
 def test_no_line_is_torn_and_none_is_lost(capfd):

@@ -7,8 +7,8 @@ from typing import IO, TextIO
 # What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
 # Several threads may print to one line.
 _TRANSPORT = re.compile(
-    rb"(\s*\[Gloo\] Rank \d+ is connected to \d+ peer ranks\. Expected number of"
-    rb" connected peer ranks is : \d+\s*)+"
+    rb"(?=.*(\[Gloo\]|peer ranks))(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
+    rb"Expected number of connected peer ranks is :))+\s*"
 )
 
 
