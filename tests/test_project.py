@@ -16,7 +16,9 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce CrossTowerOps DistributedDataset Hierarchical History IndexedRows
+PUBLIC = """AllReduce ClassificationOutput CrossTowerOps LossReduction Mode ModelSpec
+PredictOutput RegressionOutput ReplicatedModel TowerOptimizer VariablePlacement
+compute_weighted_loss replicate_model_fn DistributedDataset Hierarchical History IndexedRows
 InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevice
 OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
 RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
@@ -43,6 +45,10 @@ LAYERS = """
     cross_tower.multi_step cross_tower.job
     strategies
     program pipeline step inference
+    metrics metrics.state metrics.over_towers
+    estimator estimator.losses estimator.optimizer estimator.spec estimator.arguments
+    estimator.rows estimator.pipeline estimator.whereabouts estimator.replicate
+    estimator.steps
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead
     cli __main__

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +160,27 @@ class Pipeline:
         return update_if(accepted, update, *args)
 
 
-def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
+class OfOneStep(Protocol):
+    """A train step before it is compiled, such as `Pipeline`."""
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The step as each device runs it; see `Pipeline`.
+
+        Args:
+          axes: The axes that the towers meet over.
+        """
+        ...
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's values in which padded rows would count; see `Pipeline`.
+
+        Args:
+          axes: One tower a device.
+        """
+        ...
+
+
+def one_step_recipe(pipeline: OfOneStep, *, donate: bool) -> Recipe:
     """The recipe of a single step.
 
     Args:

@@ -1,0 +1,254 @@
+"""What does one device do for a model function? Its towers, and their values merged."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.estimator.arguments import ModelFn
+from towerjax.estimator.losses import LossReduction, TowersOfStep
+from towerjax.estimator.optimizer import in_towers
+from towerjax.estimator.rows import checked_rows, joined_rows
+from towerjax.estimator.spec import Mode, ModelSpec
+from towerjax.executors import over_local_towers
+from towerjax.metrics.over_towers import merged_over_towers
+from towerjax.metrics.state import check
+from towerjax.placement import TowerAxes
+from towerjax.state import TrainState
+from towerjax.strategies import Strategy
+from towerjax.tower import TowerInputs
+from towerjax.tower_local import local_values, read_local_over_towers
+from towerjax.types import Layout, PyTree, Weighted
+from towerjax.update import checked_like
+from towerjax.variables import TowerLocal
+
+WRAP = """Please wrap optimizers with TowerOptimizer: tj.TowerOptimizer(optax.sgd(0.1)),
+with its state among the variables, reduces gradients over towers before it updates.
+Other variables that towers change on their own: make them tj.TowerLocal, or reduce them
+with tower.reduce(tj.Reduction.MEAN, value)."""
+
+
+def is_local(x: Any) -> bool:
+    """Is it a tower-local variable?
+
+    Args:
+      x: Anything.
+
+    Returns:
+      True for ``TowerLocal``.
+    """
+    return isinstance(x, TowerLocal)
+
+
+def layouts_of(variables: PyTree) -> PyTree:
+    """Where each part of the variables lies.
+
+    Args:
+      variables: Any pytree, which may hold ``TowerLocal``.
+
+    Returns:
+      A prefix tree of layouts.
+    """
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
+        variables,
+        is_leaf=is_local,
+    )
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hooks:
+    """The hooks of a traced spec, as a pytree node without leaves."""
+
+    hooks: tuple[Callable[..., Any], ...]
+
+    def tree_flatten(self) -> tuple[tuple[()], "Hooks"]:
+        """No leaves; the object itself."""
+        return (), self
+
+    @classmethod
+    def tree_unflatten(cls, aux: "Hooks", children: Any) -> "Hooks":
+        """The object itself."""
+        return aux
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPass:
+    """A model function in one mode, before it is compiled.
+
+    Attributes:
+      model_fn: The user's function.
+      mode: The mode.
+      given: ``params`` and ``config``.
+      strategy: Which towers, where, and how they reduce.
+      loss_reduction: What the one loss is.
+      compat: None, or ``"tf1"``.
+      wanted: The parts of the spec that are returned; others are not computed.
+    """
+
+    model_fn: ModelFn
+    mode: Mode
+    given: Mapping[str, Any]
+    strategy: Strategy
+    loss_reduction: LossReduction
+    compat: str | None
+    wanted: tuple[str, ...]
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The pass as each device runs it.
+
+        Args:
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(variables, batch, num_valid) -> (train_op, loss, eval_metrics, predictions,
+          export_outputs, hooks)``.
+        """
+
+        def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
+            towers = self._of(axes)
+            sums, (mirrored, local, rows), spec = self._towers(
+                towers, variables, batch, num_valid
+            )
+            merged = merged_over_towers(towers.ops, sums, axes)
+            loss = merged.get("loss")
+            if loss is not None:
+                loss = towers.one(loss)
+                loss = loss if isinstance(spec.loss, Weighted) else loss.value
+            train_op = None
+            if mirrored is not None:
+                mirrored = jax.tree.map(lambda x: x[0], mirrored)
+                train_op = _joined(mirrored, local)
+            outputs = joined_rows(rows, stacked_classes=self.compat == "tf1")
+            return (
+                train_op,
+                loss,
+                merged.get("eval_metrics"),
+                outputs.get("predictions"),
+                outputs.get("export_outputs"),
+                Hooks(spec.hooks),
+            )
+
+        return run
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's values in which padded rows would count.
+
+        Args:
+          axes: One tower a device.
+
+        Returns:
+          ``(variables, batch, num_valid) -> {"loss": ..., ...}``, leaves ``[1, ...]``.
+        """
+
+        def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
+            sums, (mirrored, local, _), _ = self._towers(
+                self._of(axes), variables, batch, num_valid
+            )
+            sums = {**sums, "train_op": (mirrored, local)}
+            return {name: part for name, part in sums.items() if part is not None}
+
+        return run
+
+    def _of(self, axes: TowerAxes) -> TowersOfStep:
+        ops = self.strategy.cross_tower_ops
+        return TowersOfStep(axes, ops, self.loss_reduction, self.compat)
+
+    def _towers(
+        self,
+        towers: TowersOfStep,
+        variables: PyTree,
+        batch: PyTree,
+        num_valid: jax.Array,
+    ) -> tuple[dict[str, Any], tuple[Any, Any, Any], ModelSpec]:
+        """What this device's towers add up, and what each keeps, ``[k, ...]``."""
+        axes, traced = towers.axes, []
+        inputs = self._inputs(axes, variables)
+        local = self._local(variables, towers)
+        shared = in_towers(variables, towers if axes.num_towers > 1 else None)
+        rows = jax.tree.map(
+            lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
+        )
+
+        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+            rows, num_valid, local = own
+            seen = _joined(shared, local)
+            size = jax.tree.leaves(rows)[0].shape[0]
+            values = local_values(seen.local) if isinstance(seen, TrainState) else None
+            tower = inputs.tower(tower_id, values, num_valid, size)
+            spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
+            traced[:] = [spec]
+            return self._sums(spec, towers), self._kept(spec, seen, size)
+
+        own = (rows, num_valid, local)
+        sums, kept = over_local_towers(tower_fn, axes, own, stack_sums=True)
+        return sums, kept, traced[0]
+
+    def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
+        if isinstance(variables, TrainState):
+            return TowerInputs(self.strategy, axes, variables.step, variables.rng)
+        return TowerInputs(self.strategy, axes)
+
+    def _local(self, variables: PyTree, towers: TowersOfStep) -> list[Any]:
+        """Each tower's own tower-local variables; what they are together, if read."""
+        nodes = [x for x in jax.tree.leaves(variables, is_leaf=is_local) if is_local(x)]
+        if self.mode is Mode.TRAIN or not nodes:
+            return nodes
+        values = read_local_over_towers(nodes, towers.ops, towers.axes)
+        k = towers.axes.num_local
+        return [
+            dataclasses.replace(
+                x,
+                value=jax.tree.map(
+                    lambda v: jnp.broadcast_to(v, (k, *v.shape)), value
+                ),
+            )
+            for x, value in zip(nodes, values, strict=True)
+        ]
+
+    def _sums(self, spec: ModelSpec, towers: TowersOfStep) -> dict[str, Any]:
+        sums: dict[str, Any] = {}
+        if "loss" in self.wanted:
+            sums["loss"] = towers.addend(spec.loss)
+        if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
+            sums["eval_metrics"] = {
+                name: check(f"eval_metrics[{name!r}]", metric)
+                for name, metric in spec.eval_metrics.items()
+            }
+        return sums
+
+    def _kept(self, spec: ModelSpec, seen: PyTree, rows: int) -> tuple[Any, Any, Any]:
+        outputs: dict[str, Any] = {}
+        for name in ("predictions", "export_outputs"):
+            part = getattr(spec, name)
+            if name in self.wanted and part is not None:
+                outputs[name] = dict(part)
+        outputs = checked_rows(outputs, rows, stacked_classes=self.compat == "tf1")
+        if "train_op" not in self.wanted:
+            return None, None, outputs
+        train_op = spec.train_op
+        if isinstance(seen, TrainState) and isinstance(train_op, TrainState):
+            # One call is one step, whatever the function did to the counter.
+            train_op = dataclasses.replace(train_op, step=seen.step + 1)
+        train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
+        local = [x for x in jax.tree.leaves(train_op, is_leaf=is_local) if is_local(x)]
+        return _without_local(in_towers(train_op, None)), local, outputs
+
+
+def _without_local(variables: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda x: dataclasses.replace(x, value=None) if is_local(x) else x,
+        variables,
+        is_leaf=is_local,
+    )
+
+
+def _joined(variables: PyTree, local: list[Any]) -> PyTree:
+    """The variables with these tower-local ones in the places of their own."""
+    pool = iter(local)
+    return jax.tree.map(
+        lambda x: next(pool) if is_local(x) else x, variables, is_leaf=is_local
+    )

@@ -1,0 +1,165 @@
+"""Where do variables lie between two steps? Mirrored, on one device, or dealt out."""
+
+import enum
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.devices import Device
+from towerjax.placement import Placement, place
+from towerjax.tower_local import stacked_local
+from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.variables import TowerLocal
+
+
+class VariablePlacement(enum.Enum):
+    """Where variables lie between two steps.
+
+    ``MIRRORED``: a copy on every device. ``ON_ONE_DEVICE``: one copy, on the GPU where
+    the strategy has exactly one, else in the host's memory: a local parameter server.
+    ``ROUND_ROBIN``: one copy, variable ``k`` (in tree order) on device ``k mod D``. A
+    step works on copies on all devices, so that numbers are the same for all three, and
+    each copy that is sent costs its bytes at every step. Tower-local variables stay
+    with their towers.
+
+    Source:
+      ``VariableDistributionMode`` of ``tf.contrib.estimator.replicate_model_fn``.
+    """
+
+    MIRRORED = "mirrored"
+    ON_ONE_DEVICE = "on_one_device"
+    ROUND_ROBIN = "round_robin"
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return f"VariablePlacement.{self.name}"
+
+
+def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
+    """The devices that variables are dealt out to, one after another.
+
+    Args:
+      placement: The towers' devices.
+      policy: Not ``MIRRORED``, which deals nothing out.
+
+    Returns:
+      This process's devices.
+    """
+    here = jax.process_index()
+    devices = [d for d in placement.jax_devices if d.process_index == here]
+    if policy is VariablePlacement.ROUND_ROBIN:
+        return devices
+    gpus = [d for d in devices if d.platform == "gpu"]
+    return gpus if len(gpus) == 1 else jax.local_devices(backend="cpu")[:1]
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, TowerLocal)
+
+
+def init_variables(variables: PyTree, placement: Placement) -> PyTree:
+    """A copy of the variables on all towers.
+
+    Args:
+      variables: Any pytree; a ``TowerLocal`` holds one tower's value.
+      placement: The towers and devices.
+
+    Returns:
+      The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
+    """
+    stacked = jax.tree.map(
+        lambda x: stacked_local(x, placement.num_towers) if _is_local(x) else x,
+        variables,
+        is_leaf=_is_local,
+    )
+    layouts = jax.tree.map(_layout, stacked, is_leaf=_is_local)
+    return place(stacked, placement, layouts)
+
+
+def _layout(x: Any) -> Layout:
+    return Layout.PER_TOWER if _is_local(x) else Layout.MIRRORED
+
+
+def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
+    """The variables where the policy keeps them between steps.
+
+    Args:
+      variables: On all devices.
+      placement: The towers and devices.
+      policy: Where to keep them.
+
+    Returns:
+      The variables; of the mirrored ones one copy, unless the policy is ``MIRRORED``.
+    """
+    if policy is VariablePlacement.MIRRORED:
+        return variables
+    devices = itertools.cycle(variable_devices(placement, policy))
+
+    def one(x: Any) -> Any:
+        return x if _is_local(x) else _only_on(x, next(devices))
+
+    return jax.tree.map(one, variables, is_leaf=_is_local)
+
+
+def _only_on(x: jax.Array, device: Device) -> jax.Array:
+    """The copy on that device, without a copy where there is one."""
+    copies = {shard.device: shard.data for shard in x.addressable_shards}
+    if device in copies:
+        return copies[device]
+    return jax.device_put(next(iter(copies.values())), device)
+
+
+def spread(variables: PyTree, placement: Placement) -> PyTree:
+    """The variables on all devices, for a step.
+
+    Args:
+      variables: As `init_variables` or `kept` returned them, or arrays from elsewhere,
+        which are copied.
+      placement: The towers and devices.
+
+    Returns:
+      The variables, each where its layout says.
+
+    Raises:
+      ValueError: A tower-local variable has not one copy for each tower.
+    """
+    wrong = [
+        f"variables{name} has shape {np.shape(leaf)}"
+        for node in jax.tree.leaves(variables, is_leaf=_is_local)
+        if _is_local(node)
+        for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
+        if np.shape(leaf)[:1] != (placement.num_towers,)
+    ]
+    if wrong:
+        raise ValueError(
+            f"A tower-local variable has one copy for each of the"
+            f" {placement.num_towers} towers, leaves [T, ...], but {'; '.join(wrong)}."
+            " Make the variables with model.init(variables)."
+        )
+    leaves, treedef = jax.tree.flatten(variables)
+    layouts = jax.tree.map(_layout, variables, is_leaf=_is_local)
+    spread_layouts = jax.tree.map(
+        lambda layout, part: jax.tree.map(lambda _: layout, part), layouts, variables
+    )
+    wanted = [placement.sharding(x) for x in jax.tree.leaves(spread_layouts)]
+    away = [
+        i for i, pair in enumerate(zip(leaves, wanted, strict=True)) if not _is_at(*pair)
+    ]
+    if away:
+        moved = place(
+            [leaves[i] for i in away],
+            placement,
+            [jax.tree.leaves(spread_layouts)[i] for i in away],
+        )
+        for i, leaf in zip(away, moved, strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_at(leaf: Any, sharding: Any) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    return leaf.committed and leaf.sharding.is_equivalent_to(sharding, jnp.ndim(leaf))
