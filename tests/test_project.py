@@ -46,7 +46,7 @@ LAYERS = """
     strategies
     program pipeline step inference
     metrics metrics.state metrics.over_towers
-    estimator estimator.losses estimator.optimizer estimator.spec estimator.arguments
+    estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec estimator.arguments
     estimator.rows estimator.pipeline estimator.whereabouts estimator.replicate
     estimator.steps
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives import CrossTowerOps
+from towerjax.estimator.in_turn import Meeting
 from towerjax.outputs import as_tower_output
 from towerjax.placement import LOCAL_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, Weighted
@@ -136,12 +137,14 @@ class TowersOfStep:
       ops: How sums travel.
       reduction: What the one loss is.
       compat: ``"tf1"`` divides by the number of towers whatever the weights are.
+      meeting: How towers meet that run one after another; None where they run together.
     """
 
     axes: TowerAxes
     ops: CrossTowerOps
     reduction: LossReduction
     compat: str | None
+    meeting: Meeting | None = None
 
     @property
     def takes_scalars(self) -> bool:
@@ -203,6 +206,8 @@ class TowersOfStep:
           The sums, the same on each tower.
         """
         tree = jax.tree.map(jnp.asarray, tree)
+        if self.meeting is not None:
+            return self.meeting.sums(tree)
         if LOCAL_AXIS in self.axes.names:
             meet = lax.all_gather if self.ops.needs_every_tower else lax.psum
             tree = jax.tree.map(lambda x: meet(x, LOCAL_AXIS), tree)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.estimator.losses import LossReduction, TowersOfStep
-from towerjax.merge import refuse_in_turn
 from towerjax.outputs import as_tower_output, widened
 from towerjax.state import TrainState
 from towerjax.types import PyTree, Reduction, Weighted
@@ -271,7 +270,6 @@ def _reduced(
     towers = state.towers
     if towers is None:
         return _alone(grads, loss)
-    refuse_in_turn(towers.axes, "TowerOptimizer.update")
     like = grads if params is None else params
     return _over_towers(grads, loss, towers, like)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.estimator.arguments import ModelFn
+from towerjax.estimator.in_turn import Meeting, met_in_turn
 from towerjax.estimator.losses import LossReduction, TowersOfStep
 from towerjax.estimator.optimizer import in_towers
 from towerjax.estimator.rows import checked_rows, joined_rows
@@ -166,26 +167,36 @@ class ModelPass:
     ) -> tuple[dict[str, Any], tuple[Any, Any, Any], ModelSpec]:
         """What this device's towers add up, and what each keeps, ``[k, ...]``."""
         axes, traced = towers.axes, []
-        inputs = self._inputs(axes, variables)
-        local = self._local(variables, towers)
-        shared = in_towers(variables, towers if axes.num_towers > 1 else None)
+        inputs, local = self._inputs(axes, variables), self._local(variables, towers)
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
         )
 
-        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+        def tower_fn(
+            tower_id: jax.Array, own: PyTree, meeting: Meeting | None
+        ) -> tuple[PyTree, PyTree]:
             rows, num_valid, local = own
-            seen = _joined(shared, local)
+            here = dataclasses.replace(towers, meeting=meeting)
+            seen = in_towers(variables, here if axes.num_towers > 1 else None)
+            seen = _joined(seen, local)
             size = jax.tree.leaves(rows)[0].shape[0]
             values = local_values(seen.local) if isinstance(seen, TrainState) else None
             tower = inputs.tower(tower_id, values, num_valid, size)
             spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
             traced[:] = [spec]
-            return self._sums(spec, towers), self._kept(spec, seen, size)
+            mirrored, local, outputs = self._kept(spec, seen, size)
+            return (self._sums(spec, towers), local, outputs), mirrored
 
         own = (rows, num_valid, local)
-        sums, kept = over_local_towers(tower_fn, axes, own, stack_sums=True)
-        return sums, kept, traced[0]
+        if axes.in_turn and axes.num_towers > 1 and self.mode is Mode.TRAIN:
+            found = met_in_turn(tower_fn, towers.ops, axes, own)
+            (sums, local, outputs), mirrored = found
+            mirrored = jax.tree.map(lambda x: jnp.asarray(x)[None], mirrored)
+        else:
+            (sums, local, outputs), mirrored = over_local_towers(
+                lambda *args: tower_fn(*args, None), axes, own, stack_sums=True
+            )
+        return sums, (mirrored, local, outputs), traced[0]
 
     def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
         if isinstance(variables, TrainState):
