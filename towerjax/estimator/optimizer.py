@@ -303,7 +303,7 @@ def _over_towers(
         addend = Weighted(jnp.float32(0), jnp.float32(1))
     else:
         addend = towers.addend(loss)
-    total, summed = towers.sums((addend, wide))
+    (total, summed), _ = towers.meet((addend, wide), ())
     total = towers.one(total)
     summed = _scaled(summed, Weighted(1.0, total.weight).value)
     summed = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), summed, like)
