@@ -8,3 +8,4 @@ from towerjax.sparse.rows import reduce_stacked_rows as reduce_stacked_rows
 from towerjax.sparse.rows import reduce_stacked_tree as reduce_stacked_tree
 from towerjax.sparse.rows import reduce_tree_over_towers as reduce_tree_over_towers
 from towerjax.sparse.rows import rows_of as rows_of
+from towerjax.sparse.update import update_with_rows as update_with_rows

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from towerjax.proof.origin import Site, line_of
@@ -66,7 +66,8 @@ def sparse_value_and_grad(
       >>> params = {"table": jnp.ones((1000, 2)), "scale": jnp.array(3.0)}
       >>> def loss(params, ids):
       ...     return (params["table"][ids] * params["scale"]).sum()
-      >>> value, grads = sparse_value_and_grad(loss, ["table"])(params, jnp.array([7]))
+      >>> gradient = sparse_value_and_grad(loss, ["table"])
+      >>> value, grads = gradient(params, jnp.array([7]))
       >>> grads["table"].indices.tolist(), grads["table"].values.tolist()
       ([7], [[3.0, 3.0]])
       >>> float(grads["scale"])
@@ -217,7 +218,8 @@ def _apply(
     if name == "stop_gradient":
         return _bind(jaxpr, eqn, [_whole(jaxpr, x) for x in operands])
     if len(tables) == 1 and tables[0] is operands[0]:
-        floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        out: Any = eqn.outvars[0].aval
+        floats = jnp.issubdtype(out.dtype, jnp.floating)
         if name in _ROW_BY_ROW and floats:
             return [tables[0]._replace(casts=(*tables[0].casts, eqn))]
         if lookup := lookup_of(eqn):
@@ -240,7 +242,7 @@ def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     ]
     invars, values = [v for v, _ in given], [x for _, x in given]
     one = jaxpr.replace(constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn])
-    return jax.core.eval_jaxpr(one, [], *values)
+    return eval_jaxpr(one, [], *values)
 
 
 def _cast(jaxpr: Jaxpr, x: Any, casts: tuple[JaxprEqn, ...]) -> Any:

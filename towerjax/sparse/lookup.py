@@ -55,7 +55,7 @@ class Lookup(NamedTuple):
         else:
             first = jnp.asarray(operands[0] if operands else 0)
         first = wide_indices(first).reshape(-1)
-        offsets = jnp.asarray(self.offsets, first.dtype)
+        offsets = jnp.asarray(self.offsets, first.dtype)[None]
         last = self.shape[0] - 1 - max(self.offsets, default=0)
         counted = jnp.full(first.shape, True)
         if not self.clips:
@@ -79,7 +79,8 @@ def lookup_of(eqn: JaxprEqn) -> Lookup | None:
         "dynamic_slice": _of_dynamic_slice,
         "slice": _of_slice,
     }.get(eqn.primitive.name)
-    return find(eqn, tuple(eqn.invars[0].aval.shape)) if find else None
+    table: Any = eqn.invars[0].aval if eqn.invars else None
+    return find(eqn, tuple(table.shape)) if find else None
 
 
 def _of_gather(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:

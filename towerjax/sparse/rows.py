@@ -76,7 +76,7 @@ class IndexedRows:
             _check_values(self.values)
             _check_shapes(self)
         if isinstance(self.indices, np.ndarray):
-            _check_range(self)
+            self.check_range()
 
     def to_dense(self) -> jax.Array:
         """The array ``dense_shape`` that holds these rows, and 0 elsewhere.
@@ -120,6 +120,24 @@ class IndexedRows:
         exist = ((indices >= 0) & (indices < num_rows)).all()
         return jnp.where(exist, added, poison(array.dtype))
 
+    def check_range(self) -> None:
+        """Raise unless each index names a row, where indices are known.
+
+        Raises:
+          ValueError: One does not; traced indices are not looked at.
+        """
+        if isinstance(self.indices, Tracer):
+            return
+        indices, num_rows = np.asarray(self.indices), self.dense_shape[0]
+        bad = indices[(indices < 0) | (indices >= num_rows)]
+        if bad.size:
+            raise ValueError(
+                f"IndexedRows.indices has {', '.join(str(i) for i in bad[:5])}"
+                f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
+                f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index"
+                " that there is."
+            )
+
     # NumPy's arrays then leave `array + rows` to `__radd__`, as JAX's do.
     __array_ufunc__ = None
 
@@ -159,7 +177,7 @@ def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
             f" shape {np.shape(rows.indices)}, cannot be added to an array of shape"
             f" {array.shape}. Both shapes must be the same, and indices [r]."
         )
-    _check_range(rows)
+    rows.check_range()
 
 
 def _check_dtype(indices: Any) -> None:
@@ -195,20 +213,6 @@ def _check_shapes(rows: IndexedRows) -> None:
             f"IndexedRows of an array of shape {rows.dense_shape} got values of shape"
             f" {values} and indices of shape {indices}. Give values [{expected}] and"
             " indices [r], one for each row."
-        )
-
-
-def _check_range(rows: IndexedRows) -> None:
-    if isinstance(rows.indices, Tracer):
-        return
-    indices, num_rows = np.asarray(rows.indices), rows.dense_shape[0]
-    bad = indices[(indices < 0) | (indices >= num_rows)]
-    if bad.size:
-        raise ValueError(
-            f"IndexedRows.indices has {', '.join(str(i) for i in bad[:5])}"
-            f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
-            f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index that"
-            " there is."
         )
 
 
