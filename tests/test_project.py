@@ -38,7 +38,7 @@ LAYERS = """
     sparse.duplicates sparse.rows sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower outputs gradient
-    input input.feed input.sources input.placer input.distribute
+    input input.sparse_rows input.feed input.sources input.placer input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
     collectives.choose collectives

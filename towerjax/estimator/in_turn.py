@@ -75,7 +75,9 @@ class Meeting:
         self.brought.append(Brought(added, gathered))
         if number < len(self._outcomes):
             return self._outcomes[number].added, self._outcomes[number].gathered
-        return added, jax.tree.map(lambda x: jnp.stack([x] * self._num_towers), gathered)
+        return added, jax.tree.map(
+            lambda x: jnp.stack([x] * self._num_towers), gathered
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,9 @@ class _Rounds:
             for pair in (((True, b.added), (False, b.gathered)) for b in brought)
         ]
         added = jax.tree.leaves((flags, jax.tree.map(lambda _: False, out[1])))
-        return cls(tower_fn, num_towers, brought, jax.tree.structure(out), rounds, added)
+        return cls(
+            tower_fn, num_towers, brought, jax.tree.structure(out), rounds, added
+        )
 
     def leaves(
         self, outcomes: list[Any], wanted: list[int], tower_id: jax.Array, own: PyTree

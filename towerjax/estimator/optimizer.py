@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from towerjax.estimator.losses import LossReduction, TowersOfStep
+from towerjax.estimator.losses import TowersOfStep
 from towerjax.outputs import as_tower_output, widened
 from towerjax.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.sparse.rows import IndexedRows, is_rows, reduce_stacked_rows
@@ -271,9 +271,7 @@ def _sum_of(loss: Any) -> jax.Array:
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 
 
-def _reduced(
-    grads: PyTree, state: Any, loss: Any
-) -> tuple[PyTree, jax.Array | None]:
+def _reduced(grads: PyTree, state: Any, loss: Any) -> tuple[PyTree, jax.Array | None]:
     """The gradient of the one loss, of the towers' gradients; and that loss."""
     if not _is_state(state):
         raise ValueError(

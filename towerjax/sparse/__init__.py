@@ -3,6 +3,7 @@
 from towerjax.sparse.gradient import sparse_value_and_grad as sparse_value_and_grad
 from towerjax.sparse.rows import IndexedRows as IndexedRows
 from towerjax.sparse.rows import is_rows as is_rows
+from towerjax.sparse.rows import num_rows as num_rows
 from towerjax.sparse.rows import reduce_rows as reduce_rows
 from towerjax.sparse.rows import reduce_stacked_rows as reduce_stacked_rows
 from towerjax.sparse.rows import reduce_stacked_tree as reduce_stacked_tree

@@ -377,3 +377,16 @@ def reduce_tree_over_towers(
 
     out = [one(x) if is_rows(x) else d for x, d in zip(leaves, dense, strict=True)]
     return jax.tree.unflatten(treedef, out)
+
+
+def num_rows(rows: Any) -> int:
+    """How many rows a tower's part of a batch has.
+
+    Args:
+      rows: Leaves ``[b, ...]``, or ``IndexedRows`` of an array ``[b, ...]``.
+
+    Returns:
+      ``b``.
+    """
+    first = jax.tree.leaves(rows, is_leaf=is_rows)[0]
+    return first.dense_shape[0] if is_rows(first) else first.shape[0]
