@@ -16,16 +16,16 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce ClassificationOutput CrossTowerOps LossReduction Mode ModelSpec
-PredictOutput RegressionOutput ReplicatedModel TowerOptimizer VariablePlacement
-compute_weighted_loss replicate_model_fn DistributedDataset Hierarchical History IndexedRows
-InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevice
-OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
-RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
-build_eval_step build_predict_step build_train_step choose_cross_tower_ops cluster
-evaluate_all read_local restored_values run saved_values sparse_value_and_grad
-update_with_rows
-""".split()
+PUBLIC = """AllReduce ClassificationOutput CrossTowerOps DistributedDataset Exported
+Hierarchical History IndexedRows InputContext Layout LossReduction Mirrored
+MirroredVar Mode ModelSpec MultiStepContext NonFiniteError OneDevice OpsChoice Packed
+PerTower PinnedTree PredictOutput ReduceToOneDevice Reduction RegressionOutput
+ReplicatedModel ReplicationError RunSummary Tower TowerLocal TowerOptimizer
+TowerOutput TrainState VariablePlacement Weighted __version__ batches build_eval_step
+build_predict_step build_train_step choose_cross_tower_ops cluster
+compute_weighted_loss evaluate_all export_model load_exported read_local
+replicate_model_fn restored_values run saved_values sparse_value_and_grad
+update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -51,9 +51,9 @@ LAYERS = """
     strategies
     program pipeline step inference
     metrics metrics.state metrics.over_towers
-    estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec estimator.arguments
-    estimator.rows estimator.pipeline estimator.whereabouts estimator.replicate
-    estimator.steps
+    estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
+    estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
+    estimator.replicate estimator.steps estimator.export
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead
     cli __main__
