@@ -23,7 +23,9 @@ InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevi
 OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
 RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
 build_eval_step build_predict_step build_train_step choose_cross_tower_ops cluster
-evaluate_all read_local restored_values run saved_values""".split()
+evaluate_all read_local restored_values run saved_values sparse_value_and_grad
+update_with_rows
+""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -32,8 +34,11 @@ LAYERS = """
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
-    placement executors shard reduce sparse merge tower outputs gradient
-    input input.feed input.sources input.placer input.distribute
+    placement executors shard reduce
+    sparse.duplicates sparse.rows sparse.lookup sparse.gradient
+    sparse.row_wise sparse.probe sparse.update sparse
+    merge tower outputs gradient
+    input input.sparse_rows input.feed input.sources input.placer input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
     collectives.choose collectives

@@ -34,6 +34,8 @@ from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.run import run as run
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
 from towerjax.sparse import IndexedRows as IndexedRows
+from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad
+from towerjax.sparse import update_with_rows as update_with_rows
 from towerjax.state import TrainState as TrainState
 from towerjax.step import build_train_step as build_train_step
 from towerjax.strategies import Mirrored as Mirrored

@@ -21,6 +21,7 @@ from towerjax.outputs import (
 from towerjax.placement import TowerAxes, on_every_process, place
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
+from towerjax.sparse import num_rows
 from towerjax.state import TrainState, check_state
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs, branches_explained
@@ -118,7 +119,7 @@ class Pass:
 
         def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
             rows, num_valid = own
-            size = jax.tree.leaves(rows)[0].shape[0]
+            size = num_rows(rows)
             tower = inputs.tower(tower_id, local, num_valid, size)
             with branches_explained():
                 out = self.fn(model["params"], rows, tower)

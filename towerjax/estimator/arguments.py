@@ -13,7 +13,7 @@ from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.tower import Tower, branches_explained
 from towerjax.types import PyTree
 
-_ALWAYS = ("variables", "features", "labels", "mode")
+_BY_NAME = ("features", "labels", "mode")
 _WHERE_ASKED = ("params", "config", "tower")
 
 
@@ -23,7 +23,7 @@ class ModelFn:
 
     Attributes:
       fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
-        of which the last three may be left out.
+        of which the last three may be left out; the first has any name.
       asks_for: Those of the last three that it names.
     """
 
@@ -45,14 +45,16 @@ class ModelFn:
         """
         if not callable(fn):
             raise ValueError(f"model_fn={fn!r} is not a function.")
-        parameters = inspect.signature(fn).parameters
+        parameters = dict(inspect.signature(fn).parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return cls(fn, frozenset(_WHERE_ASKED))
-        missing = [name for name in _ALWAYS if name not in parameters]
+        named = list(parameters)[1:]
+        missing = [name for name in _BY_NAME if name not in named]
         unknown = [
             name
-            for name, p in parameters.items()
-            if name not in _ALWAYS + _WHERE_ASKED and p.default is p.empty
+            for name in named
+            if name not in _BY_NAME + _WHERE_ASKED
+            and parameters[name].default is inspect.Parameter.empty
         ]
         if missing or unknown:
             raise ValueError(
@@ -64,7 +66,7 @@ class ModelFn:
                 " mode, params=None, config=None, tower=None), of which the last three"
                 " may be left out."
             )
-        return cls(fn, frozenset(_WHERE_ASKED) & set(parameters))
+        return cls(fn, frozenset(_WHERE_ASKED) & set(named))
 
     def refuse_unasked(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the function would never see.
@@ -109,7 +111,7 @@ class ModelFn:
         asked = {name: values[name] for name in self.asks_for}
         with branches_explained():
             spec = self.fn(
-                variables=variables,
+                variables,
                 features=batch["features"],
                 labels=batch.get("labels"),
                 mode=mode,

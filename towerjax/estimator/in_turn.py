@@ -12,35 +12,53 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
 from towerjax.executors import first_tower_of_device, over_local_towers
-from towerjax.placement import TowerAxes
+from towerjax.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof.analysis import analyse
 from towerjax.types import PyTree
 
 
-class Meeting:
-    """The meetings of one tower that runs alone: what it brought, what it is told.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Brought:
+    """What one tower brings to a meeting.
 
-    Args:
-      totals: What the first meetings came to; a later one hands back what it got.
+    Attributes:
+      added: Arrays of which the sum over all towers is made.
+      gathered: Arrays that are laid side by side, ``[T, ...]``.
     """
 
-    def __init__(self, totals: Sequence[PyTree]) -> None:
-        self.brought: list[PyTree] = []
-        self._totals = totals
+    added: PyTree
+    gathered: PyTree
+
+
+class Meeting:
+    """The meetings of one tower that runs alone: what it brings, what it is told.
+
+    Args:
+      num_towers: ``T``.
+      outcomes: What the first meetings came to; a later one makes something up, on
+        which no wanted result depends.
+    """
+
+    def __init__(self, num_towers: int, outcomes: Sequence[Brought]) -> None:
+        self.brought: list[Brought] = []
+        self._num_towers, self._outcomes = num_towers, outcomes
         self._trace = get_opaque_trace_state()
 
-    def sums(self, tree: PyTree) -> PyTree:
-        """The sum over all towers, as far as it is known.
+    def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
+        """The sums and the gathered values of all towers, as far as they are known.
 
         Args:
-          tree: This tower's addends.
+          added: This tower's addends.
+          gathered: This tower's values to be laid side by side.
 
         Returns:
-          A tree of the same shapes.
+          ``(sums, values)``, of the same shapes, and ``[T, ...]``.
 
         Raises:
           ValueError: The tower meets inside a ``jit``, ``scan`` or ``cond`` of its own,
@@ -54,8 +72,12 @@ class Meeting:
                 " local='vmap'."
             )
         number = len(self.brought)
-        self.brought.append(tree)
-        return self._totals[number] if number < len(self._totals) else tree
+        self.brought.append(Brought(added, gathered))
+        if number < len(self._outcomes):
+            return self._outcomes[number].added, self._outcomes[number].gathered
+        return added, jax.tree.map(
+            lambda x: jnp.stack([x] * self._num_towers), gathered
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,61 +86,72 @@ class _Rounds:
 
     Attributes:
       tower_fn: ``(tower_id, own, meeting) -> results``.
-      shapes: What is brought to each meeting.
-      treedef: The tree of the results.
-      rounds: Of each leaf of ``(brought, results)``, the number of meetings whose
-        totals it depends on.
+      num_towers: ``T``.
+      brought: The shapes of what is brought to each meeting.
+      treedef: The tree of ``(brought, results)``.
+      rounds: Of each leaf of it, the number of meetings whose outcome it depends on.
+      added: Which leaves are added over towers.
     """
 
     tower_fn: Callable[..., PyTree]
-    shapes: list[PyTree]
+    num_towers: int
+    brought: list[Brought]
     treedef: Any
     rounds: list[int]
+    added: list[bool]
 
     @classmethod
     def of(
-        cls, tower_fn: Callable[..., PyTree], tower_id: jax.Array, own: PyTree
+        cls,
+        tower_fn: Callable[..., PyTree],
+        num_towers: int,
+        tower_id: jax.Array,
+        own: PyTree,
     ) -> "_Rounds":
-        def brought() -> Any:
-            meeting = Meeting(())
+        def rehearse() -> Any:
+            meeting, outcomes = Meeting(num_towers, ()), []
             tower_fn(tower_id, own, meeting)
-            return meeting.brought
+            for brought in meeting.brought:
+                outcome = Meeting(num_towers, ()).meet(brought.added, brought.gathered)
+                outcomes.append(Brought(*outcome))
+            return meeting.brought, outcomes
 
-        shapes = jax.eval_shape(brought)
+        brought, outcomes = jax.eval_shape(rehearse)
 
-        def run(totals: Any) -> tuple[Any, Any]:
-            meeting = Meeting(totals)
-            return meeting.brought, tower_fn(tower_id, own, meeting)
+        def run(outcomes: list[Brought]) -> tuple[Any, Any]:
+            meeting = Meeting(num_towers, outcomes)
+            results = tower_fn(tower_id, own, meeting)
+            return meeting.brought, results
 
-        jaxpr, out = jax.make_jaxpr(run, return_shape=True)(shapes)
+        jaxpr, out = jax.make_jaxpr(run, return_shape=True)(outcomes)
         rounds = [0] * len(jaxpr.jaxpr.outvars)
-        for number, shape in enumerate(shapes):
+        for number in range(len(outcomes)):
             names = [
-                "total" if other == number else None
-                for other, tree in enumerate(shapes)
-                for _ in jax.tree.leaves(tree)
+                "outcome" if other == number else None
+                for other, outcome in enumerate(outcomes)
+                for _ in jax.tree.leaves(outcome)
             ]
-            found = analyse(jaxpr, names, ("",)).outputs
-            for leaf, dependence in enumerate(found):
-                if dependence is not None:
+            for leaf, found in enumerate(analyse(jaxpr, names, ("",)).outputs):
+                if found is not None:
                     rounds[leaf] = number + 1
-        return cls(tower_fn, shapes, jax.tree.structure(out), rounds)
-
-    @property
-    def num_brought(self) -> int:
-        """How many of the leaves are brought to meetings; they come first."""
-        return len(jax.tree.leaves(self.shapes))
+        flags = [
+            Brought(*(jax.tree.map(lambda _, f=f: f, x) for f, x in pair))
+            for pair in (((True, b.added), (False, b.gathered)) for b in brought)
+        ]
+        added = jax.tree.leaves((flags, jax.tree.map(lambda _: False, out[1])))
+        return cls(
+            tower_fn, num_towers, brought, jax.tree.structure(out), rounds, added
+        )
 
     def leaves(
-        self, totals: list[PyTree], wanted: list[int], tower_id: jax.Array, own: PyTree
+        self, outcomes: list[Any], wanted: list[int], tower_id: jax.Array, own: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Wanted leaves of one tower: what it brings, and other results."""
-        meeting = Meeting(totals)
+        """Wanted leaves of one tower: those that are added, and the others."""
+        meeting = Meeting(self.num_towers, outcomes)
         results = self.tower_fn(tower_id, own, meeting)
-        leaves = jax.tree.leaves((meeting.brought, results))
-        brought = [leaves[i] for i in wanted if i < self.num_brought]
-        others = [leaves[i] for i in wanted if i >= self.num_brought]
-        return brought, [jnp.asarray(x) for x in others]
+        leaves = list(map(jnp.asarray, jax.tree.leaves((meeting.brought, results))))
+        added = [leaves[i] for i in wanted if self.added[i]]
+        return added, [leaves[i] for i in wanted if not self.added[i]]
 
 
 def met_in_turn(
@@ -139,44 +172,51 @@ def met_in_turn(
       ``per_tower`` with leaves ``[k, ...]``; ``mirrored`` as one tower made it.
     """
     first, row = first_tower_of_device(axes), jax.tree.map(lambda x: x[0], own)
-    per_tower = _Rounds.of(lambda *args: tower_fn(*args)[0], first, row)
-    leaves: list[Any] = [None] * len(per_tower.rounds)
-    totals: list[PyTree] = []
-    for number in range(len(per_tower.shapes) + 1):
-        wanted = [i for i, known in enumerate(per_tower.rounds) if known == number]
-        if wanted:
+    rounds = _Rounds.of(lambda *a: tower_fn(*a)[0], axes.num_towers, first, row)
+    leaves: list[Any] = [None] * len(rounds.rounds)
+    outcomes: list[Brought] = []
+    for number in range(len(rounds.brought) + 1):
+        known = [i for i, of_leaf in enumerate(rounds.rounds) if of_leaf == number]
+        if known:
 
             def in_round(tower_id: jax.Array, row: PyTree) -> Any:
-                return per_tower.leaves(totals, wanted, tower_id, row)  # noqa: B023
+                return rounds.leaves(outcomes, known, tower_id, row)  # noqa: B023
 
             # Local sums are made at once where the op takes them so: less memory.
             stacked = ops.needs_every_tower
-            found = over_local_towers(in_round, axes, own, stack_sums=stacked)
-            for i, leaf in zip(wanted, [*found[0], *found[1]], strict=True):
-                leaves[i] = leaf
-        totals += _sums_of(per_tower, leaves, len(totals), ops, axes)
-    _, results = jax.tree.unflatten(per_tower.treedef, leaves)
-    return results, tower_fn(first, row, Meeting(totals))[1]
+            added, kept = over_local_towers(in_round, axes, own, stack_sums=stacked)
+            pools = {True: iter(added), False: iter(kept)}
+            for i in known:
+                leaves[i] = next(pools[rounds.added[i]])
+        outcomes += _outcomes(rounds, leaves, len(outcomes), ops, axes)
+    _, results = jax.tree.unflatten(rounds.treedef, leaves)
+    meeting = Meeting(axes.num_towers, outcomes)
+    return results, tower_fn(first, row, meeting)[1]
 
 
-def _sums_of(
+def _outcomes(
     rounds: _Rounds,
     leaves: list[Any],
     done: int,
     ops: CrossTowerOps,
     axes: TowerAxes,
-) -> list[PyTree]:
-    """The sums of the next meetings to which all is brought, in one collective."""
-    pool = iter(leaves)
-    brought = [[next(pool) for _ in jax.tree.leaves(x)] for x in rounds.shapes]
-    ready = done
-    while ready < len(brought) and all(x is not None for x in brought[ready]):
-        ready += 1
-    if ready == done:
+) -> list[Brought]:
+    """What the next meetings come to, to which all is brought; one sum for them all."""
+    pool, ready = iter(leaves), []
+    for shape in rounds.brought:
+        values = [next(pool) for _ in jax.tree.leaves(shape)]
+        if any(x is None for x in values):
+            break
+        ready.append(jax.tree.unflatten(jax.tree.structure(shape), values))
+    ready = ready[done:]
+    if not ready:
         return []
-    sums = ops.sum_over_towers(brought[done:ready], axes).tree()
-    shapes = rounds.shapes[done:ready]
+    sums = ops.sum_over_towers([x.added for x in ready], axes).tree()
+
+    def gather(x: jax.Array) -> jax.Array:
+        return lax.all_gather(x, DEVICE_AXIS, tiled=True) if axes.device_axis else x
+
     return [
-        jax.tree.unflatten(jax.tree.structure(shape), part)
-        for shape, part in zip(shapes, sums, strict=True)
+        Brought(total, jax.tree.map(gather, x.gathered))
+        for total, x in zip(sums, ready, strict=True)
     ]

@@ -12,6 +12,7 @@ from towerjax.collectives import CrossTowerOps
 from towerjax.estimator.in_turn import Meeting
 from towerjax.outputs import as_tower_output
 from towerjax.placement import LOCAL_AXIS, TowerAxes
+from towerjax.reduce import gather_over_towers
 from towerjax.types import PyTree, Reduction, Weighted
 
 
@@ -196,24 +197,26 @@ class TowersOfStep:
             return Weighted(total.sum, jnp.ones_like(total.sum))
         return total
 
-    def sums(self, tree: PyTree) -> PyTree:
-        """The sum over all towers of one tower's values, inside the tower.
+    def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
+        """All towers' values, from inside a tower; the same on each.
 
         Args:
-          tree: This tower's arrays.
+          added: This tower's arrays, to be added.
+          gathered: This tower's arrays, to be laid side by side.
 
         Returns:
-          The sums, the same on each tower.
+          ``(sums, values)``, the second with leaves ``[T, ...]``.
         """
-        tree = jax.tree.map(jnp.asarray, tree)
+        added, gathered = jax.tree.map(jnp.asarray, (added, gathered))
         if self.meeting is not None:
-            return self.meeting.sums(tree)
+            return self.meeting.meet(added, gathered)
         if LOCAL_AXIS in self.axes.names:
-            meet = lax.all_gather if self.ops.needs_every_tower else lax.psum
-            tree = jax.tree.map(lambda x: meet(x, LOCAL_AXIS), tree)
+            sum_up = lax.all_gather if self.ops.needs_every_tower else lax.psum
+            added = jax.tree.map(lambda x: sum_up(x, LOCAL_AXIS), added)
         elif self.ops.needs_every_tower:
-            tree = jax.tree.map(lambda x: x[None], tree)
-        return self.ops.sum_over_towers(tree, self.axes).tree()
+            added = jax.tree.map(lambda x: x[None], added)
+        sums = self.ops.sum_over_towers(added, self.axes).tree()
+        return sums, gather_over_towers(gathered, self.axes)
 
 
 _BARE = (

@@ -5,15 +5,19 @@ What it has to know of the towers travels with its state: inside the towers of
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from towerjax.estimator.losses import LossReduction, TowersOfStep
+from towerjax.estimator.losses import TowersOfStep
 from towerjax.outputs import as_tower_output, widened
+from towerjax.sparse.gradient import Selection, sparse_value_and_grad
+from towerjax.sparse.rows import IndexedRows, is_rows, reduce_stacked_rows
+from towerjax.sparse.update import update_with_rows
 from towerjax.state import TrainState
 from towerjax.types import PyTree, Reduction, Weighted
 from towerjax.update import checked_like
@@ -72,6 +76,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     Args:
       optimizer: Any optax transformation, or a function without arguments that makes
         one.
+      lazy: For gradients that are ``IndexedRows``: update moments, and decay weights,
+        only of the rows in them; see ``tj.update_with_rows``.
 
     Raises:
       ValueError: It is neither, or a `TowerOptimizer`, which would reduce twice.
@@ -93,6 +99,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         cls,
         optimizer: optax.GradientTransformation
         | Callable[[], optax.GradientTransformation],
+        *,
+        lazy: bool = False,
     ) -> "TowerOptimizer":
         """Wrap the optimizer."""
         made = optimizer
@@ -123,10 +131,12 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             loss: Weighted | jax.Array | None = None,
             **extra_args: Any,
         ) -> tuple[PyTree, TowerOptimizerState]:
-            grads, value = _reduced(updates, state, loss, params)
+            grads, value = _reduced(updates, state, loss)
             if value is not None:
                 extra_args.setdefault("value", value)
-            out, after = inner.update(grads, state.inner, params, **extra_args)
+            out, after = update_with_rows(
+                inner, grads, state.inner, params, lazy=lazy, **extra_args
+            )
             return out, dataclasses.replace(state, inner=after)
 
         self = super().__new__(cls, init, update)
@@ -143,7 +153,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         params: PyTree,
         *,
         has_aux: bool = False,
-        sparse: Collection[str] = (),
+        sparse: Selection = (),
     ) -> tuple[Any, PyTree]:
         """A tower's loss and the gradient of its *sum*, not yet reduced.
 
@@ -174,8 +184,11 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             loss = out[0] if has_aux else out
             return _sum_of(loss), out
 
-        grad = jax.grad(sum_of_losses, has_aux=True)
-        grads, out = grad(params)
+        if sparse:
+            gradient = sparse_value_and_grad(sum_of_losses, sparse, has_aux=True)
+        else:
+            gradient = jax.value_and_grad(sum_of_losses, has_aux=True)
+        (_, out), grads = gradient(params)
         return out, grads
 
     def apply_gradients(
@@ -222,7 +235,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         state: TrainState,
         *,
         has_aux: bool = False,
-        sparse: Collection[str] = (),
+        sparse: Selection = (),
     ) -> tuple[Any, TrainState]:
         """The loss, and the state after one step on it.
 
@@ -262,9 +275,7 @@ def _sum_of(loss: Any) -> jax.Array:
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 
 
-def _reduced(
-    grads: PyTree, state: Any, loss: Any, params: PyTree
-) -> tuple[PyTree, jax.Array | None]:
+def _reduced(grads: PyTree, state: Any, loss: Any) -> tuple[PyTree, jax.Array | None]:
     """The gradient of the one loss, of the towers' gradients; and that loss."""
     if not _is_state(state):
         raise ValueError(
@@ -274,8 +285,7 @@ def _reduced(
     towers = state.towers
     if towers is None:
         return _alone(grads, loss)
-    like = grads if params is None else params
-    return _over_towers(grads, loss, towers, like)
+    return _over_towers(grads, loss, towers)
 
 
 def _alone(grads: PyTree, loss: Any) -> tuple[PyTree, jax.Array | None]:
@@ -286,29 +296,63 @@ def _alone(grads: PyTree, loss: Any) -> tuple[PyTree, jax.Array | None]:
 
 
 def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+    """The gradients times a scalar; of ``IndexedRows`` the values, not the indices."""
+
+    def one(g: Any) -> Any:
+        if is_rows(g):
+            return dataclasses.replace(g, values=one(g.values))
+        return g * scale.astype(g.dtype)
+
+    return jax.tree.map(one, grads, is_leaf=is_rows)
+
+
+def _as(grads: PyTree, dtype_of: Callable[[Any], Any]) -> PyTree:
+    def one(g: Any) -> Any:
+        if is_rows(g):
+            return dataclasses.replace(g, values=one(g.values))
+        return g.astype(dtype_of(g))
+
+    return jax.tree.map(one, grads, is_leaf=is_rows)
 
 
 def _over_towers(
-    grads: PyTree, loss: Any, towers: TowersOfStep, like: PyTree
+    grads: PyTree, loss: Any, towers: TowersOfStep
 ) -> tuple[PyTree, jax.Array | None]:
-    wide = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
+    dtypes = [(x.values if is_rows(x) else x).dtype for x in _leaves(grads)]
+    wide = _as(grads, lambda g: widened(g.dtype))
     if towers.compat == "tf1" and isinstance(loss, Weighted):
         wide = _scaled(wide, Weighted(1.0, loss.weight).value)
-    if loss is None:
-        if not towers.takes_scalars:
-            raise ValueError(
-                f"TowerOptimizer.update was not told the loss, and under"
-                f" loss_reduction={towers.reduction!r} the loss says what gradients are"
-                " divided by. Write optimizer.update(grads, state, params, loss=loss)"
-                " with the tj.Weighted loss whose sum was differentiated, or use"
-                " optimizer.minimize."
-            )
-        addend = Weighted(jnp.float32(0), jnp.float32(1))
-    else:
-        addend = towers.addend(loss)
-    total, summed = towers.sums((addend, wide))
-    total = towers.one(total)
-    summed = _scaled(summed, Weighted(1.0, total.weight).value)
-    summed = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), summed, like)
+    addend = _addend(loss, towers)
+    leaves = _leaves(wide)
+    dense = [None if is_rows(x) else x for x in leaves]
+    (total, dense), rows = towers.meet((addend, dense), list(filter(is_rows, leaves)))
+    total, pool = towers.one(total), iter(rows)
+    summed = [_joined(next(pool), towers) if x is None else x for x in dense]
+    # Behind a barrier, so that all quotients are products with the same number.
+    scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
+    scaled = _scaled(summed, scale)
+    leaves = [_as(x, lambda _, d=d: d) for x, d in zip(scaled, dtypes, strict=True)]
+    treedef = jax.tree.structure(grads, is_leaf=is_rows)
+    summed = jax.tree.unflatten(treedef, leaves)
     return summed, None if loss is None else total.value
+
+
+def _leaves(grads: PyTree) -> list[Any]:
+    return jax.tree.leaves(grads, is_leaf=is_rows)
+
+
+def _joined(rows: IndexedRows, towers: TowersOfStep) -> IndexedRows:
+    return reduce_stacked_rows(Reduction.SUM, rows, towers.axes.num_towers)
+
+
+def _addend(loss: Any, towers: TowersOfStep) -> Weighted:
+    if loss is not None:
+        return towers.addend(loss)
+    if not towers.takes_scalars:
+        raise ValueError(
+            f"TowerOptimizer.update was not told the loss, and under loss_reduction="
+            f"{towers.reduction!r} the loss says what gradients are divided by. Write"
+            " optimizer.update(grads, state, params, loss=loss) with the tj.Weighted"
+            " loss whose sum was differentiated, or use optimizer.minimize."
+        )
+    return Weighted(jnp.float32(0), jnp.float32(1))

@@ -17,6 +17,7 @@ from towerjax.executors import over_local_towers
 from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
 from towerjax.placement import TowerAxes
+from towerjax.sparse import num_rows
 from towerjax.state import TrainState
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs
@@ -179,7 +180,7 @@ class ModelPass:
             here = dataclasses.replace(towers, meeting=meeting)
             seen = in_towers(variables, here if axes.num_towers > 1 else None)
             seen = _joined(seen, local)
-            size = jax.tree.leaves(rows)[0].shape[0]
+            size = num_rows(rows)
             values = local_values(seen.local) if isinstance(seen, TrainState) else None
             tower = inputs.tower(tower_id, values, num_valid, size)
             spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
@@ -213,9 +214,7 @@ class ModelPass:
         return [
             dataclasses.replace(
                 x,
-                value=jax.tree.map(
-                    lambda v: jnp.broadcast_to(v, (k, *v.shape)), value
-                ),
+                value=jax.tree.map(lambda v: jnp.broadcast_to(v, (k, *v.shape)), value),
             )
             for x, value in zip(nodes, values, strict=True)
         ]

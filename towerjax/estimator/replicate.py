@@ -12,10 +12,15 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.pipeline import WRAP, ModelPass, layouts_of
 from towerjax.estimator.rows import cut_padding
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
-from towerjax.estimator.whereabouts import VariablePlacement, init_variables, kept, spread
+from towerjax.estimator.whereabouts import (
+    VariablePlacement,
+    init_variables,
+    kept,
+    spread,
+)
 from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.placement import on_every_process
-from towerjax.program import Program, Proof, Recipe, Runner, prove
+from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
 from towerjax.strategies import Mirrored, Strategy
 from towerjax.types import Layout, PyTree

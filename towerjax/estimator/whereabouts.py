@@ -154,7 +154,9 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
     )
     wanted = [placement.sharding(x) for x in jax.tree.leaves(spread_layouts)]
     away = [
-        i for i, pair in enumerate(zip(leaves, wanted, strict=True)) if not _is_at(*pair)
+        i
+        for i, pair in enumerate(zip(leaves, wanted, strict=True))
+        if not _is_at(*pair)
     ]
     if away:
         moved = place(

@@ -17,6 +17,7 @@ from towerjax.reduce import (
     reduce_stacked,
     reduced_dtype,
 )
+from towerjax.sparse.duplicates import existing_rows, poison, sum_duplicates
 from towerjax.types import PyTree, Reduction
 
 _HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -75,7 +76,7 @@ class IndexedRows:
             _check_values(self.values)
             _check_shapes(self)
         if isinstance(self.indices, np.ndarray):
-            _check_range(self)
+            self.check_range()
 
     def to_dense(self) -> jax.Array:
         """The array ``dense_shape`` that holds these rows, and 0 elsewhere.
@@ -104,13 +105,7 @@ class IndexedRows:
             the values; an index names no row.
         """
         array = jnp.asarray(array)
-        if array.shape != self.dense_shape or np.ndim(self.indices) != 1:
-            raise ValueError(
-                f"IndexedRows of an array of shape {self.dense_shape}, with indices of"
-                f" shape {np.shape(self.indices)}, cannot be added to an array of shape"
-                f" {array.shape}. Both shapes must be the same, and indices [r]."
-            )
-        _check_range(self)
+        _check_fits(self, array)
         values, num_rows = jnp.asarray(self.values), array.shape[0]
         _check_holds(array.dtype, values.dtype)
         indices = jnp.asarray(self.indices)
@@ -123,15 +118,66 @@ class IndexedRows:
         if not isinstance(indices, Tracer):
             return added
         exist = ((indices >= 0) & (indices < num_rows)).all()
-        return jnp.where(exist, added, _poison(array.dtype))
+        return jnp.where(exist, added, poison(array.dtype))
+
+    def check_range(self) -> None:
+        """Raise unless each index names a row, where indices are known.
+
+        Raises:
+          ValueError: One does not; traced indices are not looked at.
+        """
+        if isinstance(self.indices, Tracer):
+            return
+        indices, num_rows = np.asarray(self.indices), self.dense_shape[0]
+        bad = indices[(indices < 0) | (indices >= num_rows)]
+        if bad.size:
+            raise ValueError(
+                f"IndexedRows.indices has {', '.join(str(i) for i in bad[:5])}"
+                f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
+                f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index"
+                " that there is."
+            )
+
+    # NumPy's arrays then leave `array + rows` to `__radd__`, as JAX's do.
+    __array_ufunc__ = None
+
+    def __radd__(self, array: Any) -> jax.Array:
+        """``array + rows``, of the array's dtype; so ``optax.apply_updates`` adds rows.
+
+        As `add_to`, but nothing of size ``N`` is read or written: an index that names
+        no row poisons these rows alone, at the nearest indices; and a wider float may
+        be added, in its own dtype and rounded once, as optax adds updates.
+        """
+        array = jnp.asarray(array)
+        _check_fits(self, array)
+        values, num_rows = jnp.asarray(self.values), array.shape[0]
+        wide = addable(jnp.promote_types(array.dtype, values.dtype))
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            _check_holds(array.dtype, values.dtype)
+        elif jnp.issubdtype(wide, jnp.complexfloating):
+            _check_holds(addable(array.dtype), values.dtype)
+        if wide == array.dtype:
+            values, indices = existing_rows(values, self.indices, num_rows)
+            return array.at[indices].add(values.astype(wide))
+        # Only these rows in the wider dtype, each once, or roundings would add up.
+        values, indices = sum_duplicates(values.astype(wide), self.indices, num_rows)
+        rows = array.at[indices].get(mode="fill", fill_value=0).astype(wide) + values
+        return array.at[indices].set(
+            rows.astype(array.dtype),
+            mode="drop",
+            unique_indices=True,
+            indices_are_sorted=True,
+        )
 
 
-def _poison(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(jnp.nan, dtype)
-    info = jnp.iinfo(dtype)
-    value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
-    return jnp.asarray(value, dtype)
+def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
+    if array.shape != rows.dense_shape or np.ndim(rows.indices) != 1:
+        raise ValueError(
+            f"IndexedRows of an array of shape {rows.dense_shape}, with indices of"
+            f" shape {np.shape(rows.indices)}, cannot be added to an array of shape"
+            f" {array.shape}. Both shapes must be the same, and indices [r]."
+        )
+    rows.check_range()
 
 
 def _check_dtype(indices: Any) -> None:
@@ -167,20 +213,6 @@ def _check_shapes(rows: IndexedRows) -> None:
             f"IndexedRows of an array of shape {rows.dense_shape} got values of shape"
             f" {values} and indices of shape {indices}. Give values [{expected}] and"
             " indices [r], one for each row."
-        )
-
-
-def _check_range(rows: IndexedRows) -> None:
-    if isinstance(rows.indices, Tracer):
-        return
-    indices, num_rows = np.asarray(rows.indices), rows.dense_shape[0]
-    bad = indices[(indices < 0) | (indices >= num_rows)]
-    if bad.size:
-        raise ValueError(
-            f"IndexedRows.indices has {', '.join(str(i) for i in bad[:5])}"
-            f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
-            f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index that"
-            " there is."
         )
 
 
@@ -345,3 +377,16 @@ def reduce_tree_over_towers(
 
     out = [one(x) if is_rows(x) else d for x, d in zip(leaves, dense, strict=True)]
     return jax.tree.unflatten(treedef, out)
+
+
+def num_rows(rows: Any) -> int:
+    """How many rows a tower's part of a batch has.
+
+    Args:
+      rows: Leaves ``[b, ...]``, or ``IndexedRows`` of an array ``[b, ...]``.
+
+    Returns:
+      ``b``.
+    """
+    first = jax.tree.leaves(rows, is_leaf=is_rows)[0]
+    return first.dense_shape[0] if is_rows(first) else first.shape[0]
