@@ -266,7 +266,7 @@ def test_params_and_config_come_only_where_they_are_named():
         seen.append(sorted(rest))
         return tj.ModelSpec(mode, predictions={"x": features})
 
-    def reordered(*, mode, config, labels, features, variables):
+    def reordered(weights, *, mode, config, labels, features):
         seen.append(config)
         return tj.ModelSpec(mode, predictions={"x": features})
 
