@@ -191,9 +191,9 @@ class TowersOfStep:
           total: All towers' addends, added.
 
         Returns:
-          ``Weighted``, of weight 1 under ``SUM``.
+          ``Weighted``, of weight 1 under ``SUM`` of several towers.
         """
-        if self.reduction is LossReduction.SUM:
+        if self.reduction is LossReduction.SUM and self.axes.num_towers > 1:
             return Weighted(total.sum, jnp.ones_like(total.sum))
         return total
 

@@ -143,6 +143,10 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         self.optimizer = inner
         return self
 
+    def __getnewargs__(self) -> tuple[optax.GradientTransformation]:
+        """What makes a copy: ``params`` with an optimizer in them are copied."""
+        return (self.optimizer,)
+
     def compute_gradients(
         self,
         loss_fn: Callable[..., Any],

@@ -1,5 +1,6 @@
 """How does a model function run on all devices? replicate_model_fn makes it so."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -235,7 +236,9 @@ class ReplicatedModel:
     ) -> Runner:
         given = {"params": params, "config": config}
         static = tuple(static_key(name, value) for name, value in given.items())
-        key = (mode, wanted, jax.tree.structure(variables), static)
+        leaves, treedef = jax.tree.flatten(variables)
+        kinds = tuple((x.shape, x.dtype) for x in leaves)
+        key = (mode, wanted, treedef, kinds, static)
         if key not in self._runners:
             self.model_fn.refuse_unasked(given)
             self._runners[key] = Runner(
@@ -261,7 +264,7 @@ class ReplicatedModel:
         return ModelPass(
             self.model_fn,
             mode,
-            given,
+            copy.deepcopy(dict(given)),  # the caller's may change before a later trace
             self.strategy,
             self.options.loss_reduction,
             self.options.compat,

@@ -124,7 +124,8 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
       The variables, each where its layout says.
 
     Raises:
-      ValueError: A tower-local variable has not one copy for each tower.
+      ValueError: A tower-local variable has not one copy for each tower; the variables
+        were donated.
     """
     wrong = [
         f"variables{name} has shape {np.shape(leaf)}"
@@ -140,6 +141,13 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
             " Make the variables with model.init(variables)."
         )
     leaves, treedef = jax.tree.flatten(variables)
+    # JAX 0.10 does not raise but abort the process when several CPU devices are given
+    # a donated array.
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        raise ValueError(
+            "The variables were donated to an earlier call. Go on with the train_op"
+            " which that call returned, or say donate=False to keep both."
+        )
     layouts = jax.tree.map(_layout, variables, is_leaf=_is_local)
     spread_layouts = jax.tree.map(
         lambda layout, part: jax.tree.map(lambda _: layout, part), layouts, variables
