@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
 from towerjax.estimator.in_turn import Meeting
@@ -130,6 +131,36 @@ def _spread(weights: Any, losses: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReducedLoss:
+    """A tower's loss, and the one loss that it became part of.
+
+    Attributes:
+      loss: The very object that the optimizer was given.
+      total: The one loss.
+      trace: In which trace that was: inside a ``jit`` of its own it is no use outside.
+    """
+
+    loss: Any
+    total: Weighted
+    trace: Any
+
+    def is_of(self, loss: Any) -> bool:
+        """Is it this loss, and can its total be used here?
+
+        Args:
+          loss: What a model function returned.
+
+        Returns:
+          Whether it is.
+        """
+        pairs = [(self.loss, loss)]
+        if isinstance(loss, Weighted) and isinstance(self.loss, Weighted):
+            pairs = [(self.loss.sum, loss.sum), (self.loss.weight, loss.weight)]
+        same = all(mine is yours for mine, yours in pairs)
+        return same and self.trace == get_opaque_trace_state()
+
+
+@dataclasses.dataclass(frozen=True)
 class TowersOfStep:
     """What must be known where a loss or a gradient of all towers is made.
 
@@ -139,6 +170,8 @@ class TowersOfStep:
       reduction: What the one loss is.
       compat: ``"tf1"`` divides by the number of towers whatever the weights are.
       meeting: How towers meet that run one after another; None where they run together.
+      reduced: The losses that optimizers have reduced together with their gradients,
+        so that they need not travel twice; None where nobody asks.
     """
 
     axes: TowerAxes
@@ -146,6 +179,7 @@ class TowersOfStep:
     reduction: LossReduction
     compat: str | None
     meeting: Meeting | None = None
+    reduced: list[ReducedLoss] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def takes_scalars(self) -> bool:
@@ -196,6 +230,28 @@ class TowersOfStep:
         if self.reduction is LossReduction.SUM and self.axes.num_towers > 1:
             return Weighted(total.sum, jnp.ones_like(total.sum))
         return total
+
+    def remember(self, loss: Any, total: Weighted) -> None:
+        """Note that a loss has been reduced.
+
+        Args:
+          loss: The tower's, as the optimizer was given it.
+          total: The one loss.
+        """
+        if self.reduced is not None:
+            self.reduced.append(ReducedLoss(loss, total, get_opaque_trace_state()))
+
+    def total_of(self, loss: Any) -> Weighted | None:
+        """The one loss of a loss that an optimizer has reduced already.
+
+        Args:
+          loss: What the model function returned.
+
+        Returns:
+          The one loss; None where it has to be reduced.
+        """
+        found = [x.total for x in self.reduced or () if x.is_of(loss)]
+        return found[0] if found else None
 
     def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
         """All towers' values, from inside a tower; the same on each.

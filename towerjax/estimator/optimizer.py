@@ -327,6 +327,8 @@ def _over_towers(
     dense = [None if is_rows(x) else x for x in leaves]
     (total, dense), rows = towers.meet((addend, dense), list(filter(is_rows, leaves)))
     total, pool = towers.one(total), iter(rows)
+    if loss is not None:
+        towers.remember(loss, total)
     summed = [_joined(next(pool), towers) if x is None else x for x in dense]
     # Behind a barrier, so that all quotients are products with the same number.
     scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)

@@ -112,19 +112,18 @@ class ModelPass:
 
         def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
             towers = self._of(axes)
-            sums, (mirrored, local, rows), spec = self._towers(
-                towers, variables, batch, num_valid
-            )
-            merged = merged_over_towers(towers.ops, sums, axes)
-            loss = merged.get("loss")
-            if loss is not None:
-                loss = towers.one(loss)
-                loss = loss if isinstance(spec.loss, Weighted) else loss.value
-            train_op = None
-            if mirrored is not None:
-                mirrored = jax.tree.map(lambda x: x[0], mirrored)
-                train_op = _joined(mirrored, local)
-            outputs = joined_rows(rows, stacked_classes=self.compat == "tf1")
+            values = (variables, batch, num_valid)
+            own, mirrored, spec = self._towers(towers, *values, reuse=True)
+            merged = merged_over_towers(towers.ops, own.sums, axes)
+            mirrored = jax.tree.map(lambda x: x[0], mirrored)
+            total = mirrored.total
+            if "loss" in merged:
+                total = towers.one(merged["loss"])
+            loss = total if isinstance(spec.loss, Weighted) else total and total.value
+            train_op = mirrored.variables
+            if train_op is not None:
+                train_op = _joined(train_op, own.local)
+            outputs = joined_rows(own.outputs, stacked_classes=self.compat == "tf1")
             return (
                 train_op,
                 loss,
@@ -147,10 +146,9 @@ class ModelPass:
         """
 
         def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
-            sums, (mirrored, local, _), _ = self._towers(
-                self._of(axes), variables, batch, num_valid
-            )
-            sums = {**sums, "train_op": (mirrored, local)}
+            values = (variables, batch, num_valid)
+            own, mirrored, _ = self._towers(self._of(axes), *values, reuse=False)
+            sums = {**own.sums, "train_op": (mirrored.variables, own.local)}
             return {name: part for name, part in sums.items() if part is not None}
 
         return run
@@ -165,8 +163,10 @@ class ModelPass:
         variables: PyTree,
         batch: PyTree,
         num_valid: jax.Array,
-    ) -> tuple[dict[str, Any], tuple[Any, Any, Any], ModelSpec]:
-        """What this device's towers add up, and what each keeps, ``[k, ...]``."""
+        *,
+        reuse: bool,
+    ) -> tuple["_Own", "_Mirrored", ModelSpec]:
+        """What this device's towers have of their own, and in common, ``[k, ...]``."""
         axes, traced = towers.axes, []
         inputs, local = self._inputs(axes, variables), self._local(variables, towers)
         rows = jax.tree.map(
@@ -177,7 +177,8 @@ class ModelPass:
             tower_id: jax.Array, own: PyTree, meeting: Meeting | None
         ) -> tuple[PyTree, PyTree]:
             rows, num_valid, local = own
-            here = dataclasses.replace(towers, meeting=meeting)
+            reduced = [] if reuse else None
+            here = dataclasses.replace(towers, meeting=meeting, reduced=reduced)
             seen = in_towers(variables, here if axes.num_towers > 1 else None)
             seen = _joined(seen, local)
             size = num_rows(rows)
@@ -185,19 +186,22 @@ class ModelPass:
             tower = inputs.tower(tower_id, values, num_valid, size)
             spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
             traced[:] = [spec]
-            mirrored, local, outputs = self._kept(spec, seen, size)
-            return (self._sums(spec, towers), local, outputs), mirrored
+            train_op, local = self._next(spec, seen)
+            total = here.total_of(spec.loss)
+            sums = self._sums(spec, towers, loss_too=total is None)
+            return _Own(sums, local, self._outputs(spec, size)), _Mirrored(
+                train_op, total
+            )
 
         own = (rows, num_valid, local)
         if axes.in_turn and axes.num_towers > 1 and self.mode is Mode.TRAIN:
-            found = met_in_turn(tower_fn, towers.ops, axes, own)
-            (sums, local, outputs), mirrored = found
+            own, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
             mirrored = jax.tree.map(lambda x: jnp.asarray(x)[None], mirrored)
         else:
-            (sums, local, outputs), mirrored = over_local_towers(
+            own, mirrored = over_local_towers(
                 lambda *args: tower_fn(*args, None), axes, own, stack_sums=True
             )
-        return sums, (mirrored, local, outputs), traced[0]
+        return own, mirrored, traced[0]
 
     def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
         if isinstance(variables, TrainState):
@@ -219,9 +223,11 @@ class ModelPass:
             for x, value in zip(nodes, values, strict=True)
         ]
 
-    def _sums(self, spec: ModelSpec, towers: TowersOfStep) -> dict[str, Any]:
+    def _sums(
+        self, spec: ModelSpec, towers: TowersOfStep, *, loss_too: bool
+    ) -> dict[str, Any]:
         sums: dict[str, Any] = {}
-        if "loss" in self.wanted:
+        if "loss" in self.wanted and loss_too:
             sums["loss"] = towers.addend(spec.loss)
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
             sums["eval_metrics"] = {
@@ -230,22 +236,44 @@ class ModelPass:
             }
         return sums
 
-    def _kept(self, spec: ModelSpec, seen: PyTree, rows: int) -> tuple[Any, Any, Any]:
+    def _outputs(self, spec: ModelSpec, rows: int) -> dict[str, Any]:
         outputs: dict[str, Any] = {}
         for name in ("predictions", "export_outputs"):
             part = getattr(spec, name)
             if name in self.wanted and part is not None:
                 outputs[name] = dict(part)
-        outputs = checked_rows(outputs, rows, stacked_classes=self.compat == "tf1")
+        return checked_rows(outputs, rows, stacked_classes=self.compat == "tf1")
+
+    def _next(self, spec: ModelSpec, seen: PyTree) -> tuple[PyTree, list[Any] | None]:
+        """The next variables that towers share, and each tower's own."""
         if "train_op" not in self.wanted:
-            return None, None, outputs
+            return None, None
         train_op = spec.train_op
         if isinstance(seen, TrainState) and isinstance(train_op, TrainState):
             # One call is one step, whatever the function did to the counter.
             train_op = dataclasses.replace(train_op, step=seen.step + 1)
         train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
         local = [x for x in jax.tree.leaves(train_op, is_leaf=is_local) if is_local(x)]
-        return _without_local(in_towers(train_op, None)), local, outputs
+        return _without_local(in_towers(train_op, None)), local
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    """What a tower has of its own: addends, tower-local variables, output rows."""
+
+    sums: dict[str, Any]
+    local: list[Any] | None
+    outputs: dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Mirrored:
+    """What towers have in common: the other variables, and the loss if it is known."""
+
+    variables: PyTree
+    total: Weighted | None
 
 
 def _without_local(variables: PyTree) -> PyTree:
