@@ -491,7 +491,6 @@ TRAIN_OPS = {
         lambda s: s.params,
         r"train_op\['w'\] was absent and becomes float32\[3\]",
     ),
-    "a function": (lambda s: lambda: s, r"train_op"),
 }
 
 
