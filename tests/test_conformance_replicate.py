@@ -372,7 +372,9 @@ def check_round_robin(case, strategy):
     expected = numbers(case["expected"]["variables_on"])
     names = [f"v{i}" for i in range(case["input"]["n_variables"])]
     policy = tj.VariablePlacement.ROUND_ROBIN
-    assert list(kept_on(expected[:4], names, policy).values()) == [[i] for i in expected]
+    assert list(kept_on(expected[:4], names, policy).values()) == [
+        [i] for i in expected
+    ]
 
 
 @TABLE.checks("rmf.round_robin.variables")

@@ -33,9 +33,7 @@ def squares(params, features, labels, tower):
 
 
 def model_fn(variables, features, labels, mode, tower):
-    loss_fn = functools.partial(
-        squares, features=features, labels=labels, tower=tower
-    )
+    loss_fn = functools.partial(squares, features=features, labels=labels, tower=tower)
     if mode is tj.Mode.TRAIN:
         loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
         return tj.ModelSpec(mode, loss=loss, train_op=train_op)
@@ -218,7 +216,11 @@ def test_a_loss_keeps_its_kind(count, devices):
         return tj.ModelSpec(mode, loss=loss)
 
     x = rows(8)
-    for kind, params in [(EXACT, None), (SUM, "scalar"), (tj.LossReduction.MEAN, "scalar")]:
+    for kind, params in [
+        (EXACT, None),
+        (SUM, "scalar"),
+        (tj.LossReduction.MEAN, "scalar"),
+    ]:
         model = tj.replicate_model_fn(model_fn, kind, towers(count, devices))
         loss = model(np.float32(1), x, None, tj.Mode.EVAL, params).loss
         assert isinstance(loss, tj.Weighted) == (params is None)

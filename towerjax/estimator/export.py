@@ -152,7 +152,8 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     index = source / "model.json"
     if not index.is_file():
         raise ValueError(
-            f"directory={str(source)!r} holds no exported model: there is no model.json."
+            f"directory={str(source)!r} holds no exported model: there is no"
+            " model.json."
         )
     _require_flatbuffers()
     held = json.loads(index.read_text())

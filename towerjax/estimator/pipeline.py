@@ -13,7 +13,7 @@ from towerjax.estimator.losses import LossReduction, TowersOfStep
 from towerjax.estimator.optimizer import in_towers
 from towerjax.estimator.rows import checked_rows, joined_rows
 from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.executors import over_local_towers
+from towerjax.executors import over_local_towers_sharing
 from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
 from towerjax.placement import TowerAxes
@@ -115,7 +115,6 @@ class ModelPass:
             values = (variables, batch, num_valid)
             own, mirrored, spec = self._towers(towers, *values, reuse=True)
             merged = merged_over_towers(towers.ops, own.sums, axes)
-            mirrored = jax.tree.map(lambda x: x[0], mirrored)
             total = mirrored.total
             if "loss" in merged:
                 total = towers.one(merged["loss"])
@@ -148,7 +147,8 @@ class ModelPass:
         def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
             values = (variables, batch, num_valid)
             own, mirrored, _ = self._towers(self._of(axes), *values, reuse=False)
-            sums = {**own.sums, "train_op": (mirrored.variables, own.local)}
+            train_op = jax.tree.map(lambda x: x[None], mirrored.variables)
+            sums = {**own.sums, "train_op": (train_op, own.local)}
             return {name: part for name, part in sums.items() if part is not None}
 
         return run
@@ -195,13 +195,12 @@ class ModelPass:
 
         own = (rows, num_valid, local)
         if axes.in_turn and axes.num_towers > 1 and self.mode is Mode.TRAIN:
-            own, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
-            mirrored = jax.tree.map(lambda x: jnp.asarray(x)[None], mirrored)
+            kept, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
         else:
-            own, mirrored = over_local_towers(
-                lambda *args: tower_fn(*args, None), axes, own, stack_sums=True
+            _, kept, mirrored = over_local_towers_sharing(
+                lambda *args: ((), *tower_fn(*args, None)), axes, own
             )
-        return own, mirrored, traced[0]
+        return kept, mirrored, traced[0]
 
     def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
         if isinstance(variables, TrainState):

@@ -19,6 +19,7 @@ from towerjax.placement import TowerAxes
 from towerjax.state import TrainState, check_is_state, split_state
 from towerjax.step import StepOptions, TrainStep
 from towerjax.types import PyTree, Weighted
+from towerjax.update import accept_or_keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +53,22 @@ class ModelPipeline:
             batch: PyTree,
             num_valid: jax.Array,
         ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array]:
-            state = TrainState(**carry, **clock)
-            after, loss, metrics, _, _, hooks = whole(state, batch, num_valid)
-            self.traced_hooks[:] = hooks.hooks
-            weight = loss.weight if isinstance(loss, Weighted) else jnp.float32(1)
-            value = loss.value if isinstance(loss, Weighted) else loss
-            finite = jnp.isfinite(value)
-            next_carry, clock_after = split_state(after)
-            if self.on_nonfinite != "ignore":
-                accepted = finite & (weight != 0)
-                next_carry = jax.tree.map(
-                    lambda new, old: jnp.where(accepted, new, old), next_carry, carry
-                )
-            named = {name: compute(state) for name, state in (metrics or {}).items()}
-            return next_carry, clock_after["step"], {"loss": value, **named}, finite
+            def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
+                state = TrainState(**carry, **clock)
+                after, loss, metrics, _, _, hooks = whole(state, batch, num_valid)
+                self.traced_hooks[:] = hooks.hooks
+                weight = loss.weight if isinstance(loss, Weighted) else jnp.float32(1)
+                value = loss.value if isinstance(loss, Weighted) else loss
+                finite = jnp.isfinite(value)
+                named = {name: compute(m) for name, m in (metrics or {}).items()}
+                rest = {"loss": value, **named}, finite
+                return finite & (weight != 0), split_state(after)[0], rest
+
+            if self.on_nonfinite == "ignore":
+                _, after, (metrics, finite) = judged(carry)
+            else:
+                after, (metrics, finite) = accept_or_keep(judged, carry)
+            return after, clock["step"] + 1, metrics, finite
 
         return step
 
