@@ -191,7 +191,10 @@ CALLS = {
         ({"a": X, "b": X[:2]}, Y, TRAIN),
         r"batch\['features'\]\['a'\]: 4, batch\['features'\]\['b'\]: 2",
     ),
-    "no rows": ((X[:0], Y[:0], TRAIN), r"empty: batch\['features'\] has shape \(0, 3\)"),
+    "no rows": (
+        (X[:0], Y[:0], TRAIN),
+        r"empty: batch\['features'\] has shape \(0, 3\)",
+    ),
     "nothing": ((None, None, TRAIN), r"holds no arrays"),
     "scalar": ((X, np.float32(1), TRAIN), r"batch\['labels'\] is "),
     "list": ((X, [1.0, 2.0, 3.0, 4.0], TRAIN), r"batch\['labels'\]\[0\] is 1.0"),
@@ -240,7 +243,10 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
 VALUES = {
     "array": (lambda: np.ones(3), r"^{} is an array.*put arrays into variables"),
     "on a device": (lambda: {"a": jnp.ones(())}, r"^{}\['a'\] is an array"),
-    "deep": (lambda: {"a": [1, (np.float64(1), np.ones(2))]}, r"^{}\['a'\]\[1\]\[1\] is"),
+    "deep": (
+        lambda: {"a": [1, (np.float64(1), np.ones(2))]},
+        r"^{}\['a'\]\[1\]\[1\] is",
+    ),
     "set": (lambda: {"a": {1, 2}, "b": bytearray(b"x")}, r"^{}\['b'\] is a bytearray"),
 }
 
@@ -367,7 +373,8 @@ RETURNS = {
         lambda mode, v, x: tj.ModelSpec(
             mode, {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}, 1.0, v
         ),
-        r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape \(3,\);"
+        r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape"
+        r" \(3,\);"
         r" predictions\['sum'\] has shape \(\)",
     ),
     "rows of exports": (
@@ -426,7 +433,11 @@ LOSSES = {
     ),
 }
 ANYWHERE = {
-    "vector": (SUM, lambda x, t: x[:, 0], r"loss is not a scalar: sum has shape \(2,\)"),
+    "vector": (
+        SUM,
+        lambda x, t: x[:, 0],
+        r"loss is not a scalar: sum has shape \(2,\)",
+    ),
     "vector sum": (
         EXACT,
         lambda x, t: tj.Weighted(x[:, 0], 1.0),
