@@ -21,7 +21,7 @@ InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevi
 OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
 RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
 build_eval_step build_predict_step build_train_step choose_cross_tower_ops cluster
-evaluate_all read_local restored_values run saved_values""".split()
+evaluate_all metrics read_local restored_values run saved_values""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -30,11 +30,14 @@ LAYERS = """
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
-    placement executors shard reduce sparse merge tower outputs gradient
+    placement executors shard reduce sparse merge tower
+    metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
+    metrics.classes metrics.thresholds metrics.host metrics
+    outputs gradient
     input input.feed input.sources input.placer input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
-    collectives.choose collectives
+    collectives.choose collectives metrics.over_towers
     update tower_local state
     cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
     cross_tower.batch cross_tower.regroup cross_tower.one_by_one cross_tower.constants
