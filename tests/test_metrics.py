@@ -459,6 +459,14 @@ def test_bad_input_is_refused(number):
         build()
 
 
+def test_what_has_weight_0_may_be_anything_known_too():
+    w, ids, scores = [1, 0, 1], [0, 7, 1], np.float32([0.25, np.nan, 0.75])
+    assert float(m.auc(ids, scores, w).compute()) == 1.0
+    assert float(m.precision(ids, scores, w, threshold=0.5).compute()) == 1.0
+    assert float(m.recall(ids, [0, 9, 1], w).compute()) == 1.0
+    assert float(m.mean_iou(ids, ids, 2, w).compute()) == 1.0
+
+
 @pytest.mark.parametrize(
     "state",
     [

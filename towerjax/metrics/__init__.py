@@ -15,6 +15,7 @@ from towerjax.metrics.means import mean_absolute_error as mean_absolute_error
 from towerjax.metrics.means import mean_squared_error as mean_squared_error
 from towerjax.metrics.means import percentage_below as percentage_below
 from towerjax.metrics.means import root_mean_squared_error as root_mean_squared_error
+from towerjax.metrics.rows import ratio as ratio
 from towerjax.metrics.state import Additive as Additive
 from towerjax.metrics.state import compute as compute
 from towerjax.metrics.state import is_metric as is_metric

@@ -57,10 +57,10 @@ class _Outcomes:
         threshold: float | None,
     ) -> None:
         labels, predictions = paired(name, labels, predictions)
-        self.weight = element_weights(name, jnp.shape(labels), weight)
-        self.true, right = truths(name, "labels", labels)
-        self.said, told = positives(name, predictions, threshold)
-        self.weight = spoiled(self.weight, right & told)
+        elements = element_weights(name, jnp.shape(labels), weight)
+        self.true, right = truths(name, "labels", labels, weight)
+        self.said, told = positives(name, predictions, weight, threshold)
+        self.weight = spoiled(elements, right & told)
 
     def total(self, *, true: bool, said: bool) -> jax.Array:
         chosen = (self.true == true) & (self.said == said)

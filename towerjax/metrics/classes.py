@@ -59,14 +59,14 @@ def _ids_and_weights(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Labels, predictions and weights, flat; NaN weight for an id of no class."""
     labels, predictions = paired(name, labels, predictions)
-    check_classes(name, "labels", labels, num_classes)
-    check_classes(name, "predictions", predictions, num_classes)
-    weight = element_weights(name, jnp.shape(labels), weight)
+    elements = element_weights(name, jnp.shape(labels), weight)
+    check_classes(name, "labels", labels, weight, num_classes)
+    check_classes(name, "predictions", predictions, weight, num_classes)
     ids = [jnp.asarray(x).astype(jnp.int32) for x in (labels, predictions)]
     for x in ids:
-        weight = spoiled(weight, (x >= 0) & (x < num_classes))
+        elements = spoiled(elements, (x >= 0) & (x < num_classes))
     labels, predictions = (x.clip(0, num_classes - 1).reshape(-1) for x in ids)
-    return labels, predictions, weight.reshape(-1)
+    return labels, predictions, elements.reshape(-1)
 
 
 def mean_iou(

@@ -22,14 +22,18 @@ def library_of(*arrays: Any) -> Any:
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """``total / weight``, and 0 where the weight is 0.
+    """``total / weight``, and 0 where the weight is 0: for the ``compute`` of a state.
 
     Args:
-      total: Any shape.
-      weight: The same shape.
+      total: Any shape, of NumPy or JAX.
+      weight: The same shape, or ``()``.
 
     Returns:
-      That shape. NaN stays NaN.
+      That shape, made by the library of the operands. NaN stays NaN.
+
+    Example:
+      >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
+      [0.25, 0.0]
     """
     library = library_of(total, weight)
     empty = weight == 0
@@ -121,6 +125,18 @@ def element_weights(
     return jnp.broadcast_to(weight, shape)
 
 
+def _counted(x: Any, weight: Any) -> np.ndarray:
+    """``[n]``, the values that are known to count; none where nobody knows."""
+    if not known(x) or not (weight is None or known(weight)):
+        return np.zeros(0)
+    x = np.asarray(x)
+    if weight is None:
+        return x.reshape(-1)
+    weight = np.asarray(weight)
+    counts = (weight != 0).reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+    return x[np.broadcast_to(counts, x.shape)]
+
+
 def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
     """Weights that make the metric NaN where an element that counts is not valid.
 
@@ -136,13 +152,16 @@ def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid | (weight == 0), weight, jnp.nan)
 
 
-def truths(name: str, what: str, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
+def truths(
+    name: str, what: str, x: ArrayLike, weight: Any
+) -> tuple[jax.Array, jax.Array]:
     """Booleans, and which of them were given as such.
 
     Args:
       name: The metric's, for errors.
       what: ``"labels"`` or ``"predictions"``.
       x: Booleans, or numbers that are 0 or 1.
+      weight: As `element_weights` has checked it; what has weight 0 may be anything.
 
     Returns:
       ``(x != 0, x is 0 or 1)``, both of the shape of ``x``.
@@ -150,24 +169,25 @@ def truths(name: str, what: str, x: ArrayLike) -> tuple[jax.Array, jax.Array]:
     Raises:
       ValueError: A number that is known is neither 0 nor 1.
     """
-    if known(x) and not np.isin(x, (0, 1)).all():
-        odd = np.asarray(x)[~np.isin(x, (0, 1))].flat[0]
+    counted = _counted(x, weight)
+    if (bad := counted[~np.isin(counted, (0, 1))]).size:
         raise ValueError(
-            f"{name} got {what} with the value {odd}; they must be booleans, or 0 and"
-            " 1. For several classes use mean_iou or mean_per_class_accuracy."
+            f"{name} got {what} with the value {bad[0]}; they must be booleans, or 0"
+            " and 1. For several classes use mean_iou or mean_per_class_accuracy."
         )
     x = jnp.asarray(x)
     return x != 0, (x == 0) | (x == 1)
 
 
 def positives(
-    name: str, predictions: ArrayLike, threshold: float | None
+    name: str, predictions: ArrayLike, weight: Any, threshold: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Which predictions say yes, and which say anything at all.
 
     Args:
       name: The metric's, for errors.
       predictions: Booleans, or integers 0 and 1, without a threshold; scores with.
+      weight: As for `truths`.
       threshold: A score above it says yes.
 
     Returns:
@@ -184,7 +204,7 @@ def positives(
             " booleans, and integers 0 and 1, take none."
         )
     if threshold is None:
-        return truths(name, "predictions", predictions)
+        return truths(name, "predictions", predictions, weight)
     x = jnp.asarray(predictions)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x > threshold, ~jnp.isnan(x)
@@ -196,7 +216,7 @@ def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
     Args:
       name: The metric's, for errors.
       predictions: Scores.
-      weight: As for `element_weights`; an element of weight 0 may be anything.
+      weight: As for `truths`.
 
     Raises:
       ValueError: The dtype is not floating, or a score is below 0 or above 1.
@@ -207,25 +227,24 @@ def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
             f"{name} got predictions of dtype {dtype}; they must be floating scores"
             " between 0 and 1."
         )
-    if not known(predictions) or (weight is not None and not known(weight)):
-        return
-    scores = np.asarray(predictions)
-    counted = np.asarray(element_weights(name, scores.shape, weight)) != 0
-    bad = scores[counted & ~((scores >= 0) & (scores <= 1))]
-    if bad.size:
+    scores = _counted(predictions, weight)
+    if (bad := scores[~((scores >= 0) & (scores <= 1))]).size:
         raise ValueError(
-            f"{name} got a score of {bad.flat[0]}; scores lie between 0 and 1. Use"
+            f"{name} got a score of {bad[0]}; scores lie between 0 and 1. Use"
             " jax.nn.sigmoid(logits)."
         )
 
 
-def check_classes(name: str, what: str, ids: ArrayLike, num_classes: int) -> None:
+def check_classes(
+    name: str, what: str, ids: ArrayLike, weight: Any, num_classes: int
+) -> None:
     """Raise unless ids are integers, and those that are known are of a class.
 
     Args:
       name: The metric's, for errors.
       what: ``"labels"`` or ``"predictions"``.
       ids: Class ids.
+      weight: As for `truths`.
       num_classes: ``C``.
 
     Raises:
@@ -243,13 +262,10 @@ def check_classes(name: str, what: str, ids: ArrayLike, num_classes: int) -> Non
             f"{name} got {what} of dtype {dtype}; class ids are integers. Write"
             " jnp.argmax(logits, axis=-1) for scores."
         )
-    if not known(ids) or np.size(ids) == 0:
-        return
-    low, high = int(np.min(ids)), int(np.max(ids))
-    if low < 0 or high >= num_classes:
-        odd = low if low < 0 else high
+    counted = _counted(ids, weight)
+    if (bad := counted[(counted < 0) | (counted >= num_classes)]).size:
         raise ValueError(
-            f"{name} got {what} with the class id {odd}, but num_classes={num_classes}"
-            f" has ids 0 to {num_classes - 1}. Pass more classes, or give such examples"
-            " weight 0 and an id that there is."
+            f"{name} got {what} with the class id {bad[0]}, but"
+            f" num_classes={num_classes} has ids 0 to {num_classes - 1}. Pass more"
+            " classes, or give such examples weight 0."
         )

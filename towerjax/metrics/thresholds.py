@@ -148,20 +148,21 @@ def _histograms(
 ) -> tuple[jax.Array, jax.Array]:
     """``(yes, no)``, ``[n + 1]`` each: weights by how many thresholds are passed."""
     labels, scores = paired(name, labels, predictions)
+    elements = element_weights(name, jnp.shape(labels), weight)
     check_scores(name, scores, weight)
-    true, right = truths(name, "labels", labels)
+    true, right = truths(name, "labels", labels, weight)
     scores = jnp.asarray(scores)
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-    weight = element_weights(name, scores.shape, weight)
-    weight = spoiled(weight, right & (scores >= 0) & (scores <= 1)).reshape(-1)
+    valid = right & (scores >= 0) & (scores <= 1)
+    elements = spoiled(elements, valid).reshape(-1)
     scores, true = scores.reshape(-1), true.reshape(-1)
     edges = jnp.asarray(thresholds, scores.dtype)
     bucket = jnp.searchsorted(edges, scores, side="left")
-    none = jnp.zeros(len(thresholds) + 1, weight.dtype)
+    none = jnp.zeros(len(thresholds) + 1, elements.dtype)
     # A NaN weight spoils both.
-    odd = jnp.isnan(weight)
-    yes = none.at[bucket].add(jnp.where(true | odd, weight, 0))
-    return yes, none.at[bucket].add(jnp.where(true & ~odd, 0, weight))
+    odd = jnp.isnan(elements)
+    yes = none.at[bucket].add(jnp.where(true | odd, elements, 0))
+    return yes, none.at[bucket].add(jnp.where(true & ~odd, 0, elements))
 
 
 def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
