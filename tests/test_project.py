@@ -23,7 +23,7 @@ PerTower PinnedTree PredictOutput ReduceToOneDevice Reduction RegressionOutput
 ReplicatedModel ReplicationError RunSummary Tower TowerLocal TowerOptimizer
 TowerOutput TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step choose_cross_tower_ops cluster
-compute_weighted_loss evaluate_all export_model load_exported read_local
+compute_weighted_loss evaluate_all export_model load_exported metrics read_local
 replicate_model_fn restored_values run saved_values sparse_value_and_grad
 update_with_rows""".split()
 
@@ -37,11 +37,14 @@ LAYERS = """
     placement executors shard reduce
     sparse.duplicates sparse.rows sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
-    merge tower outputs gradient
+    merge tower
+    metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
+    metrics.classes metrics.thresholds metrics.host metrics
+    outputs gradient
     input input.sparse_rows input.feed input.sources input.placer input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
-    collectives.choose collectives
+    collectives.choose collectives metrics.over_towers
     update tower_local state
     cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
     cross_tower.batch cross_tower.regroup cross_tower.one_by_one cross_tower.constants
@@ -50,7 +53,6 @@ LAYERS = """
     cross_tower.multi_step cross_tower.job
     strategies
     program pipeline step inference
-    metrics metrics.state metrics.over_towers
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.replicate estimator.steps estimator.export

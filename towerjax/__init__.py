@@ -1,6 +1,7 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
 from towerjax import cluster as cluster
+from towerjax import metrics as metrics
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical

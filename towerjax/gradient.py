@@ -53,7 +53,7 @@ class TowerLoss:
 
         Returns:
           ``(grads, loss, metrics, local)``: gradients at least float32; the loss
-          and each ``Weighted`` metric as sums; the next local values.
+          and metric states as sums; the next local values.
         """
         rows, num_valid, local = own
         size = num_rows(rows)

@@ -273,7 +273,7 @@ class TrainStep:
 
         Returns:
           ``(state, metrics)``: ``metrics["loss"]`` is the one global loss, and each
-          ``Weighted`` metric its value over the global batch.
+          metric state its value over the global batch.
 
         Raises:
           ValueError: A malformed batch or a state that is not this step's, before

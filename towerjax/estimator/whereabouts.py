@@ -5,7 +5,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from towerjax.devices import Device
@@ -127,20 +126,10 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
       ValueError: A tower-local variable has not one copy for each tower; the variables
         were donated.
     """
-    wrong = [
-        f"variables{name} has shape {np.shape(leaf)}"
-        for node in jax.tree.leaves(variables, is_leaf=_is_local)
-        if _is_local(node)
-        for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
-        if np.shape(leaf)[:1] != (placement.num_towers,)
-    ]
-    if wrong:
-        raise ValueError(
-            f"A tower-local variable has one copy for each of the"
-            f" {placement.num_towers} towers, leaves [T, ...], but {'; '.join(wrong)}."
-            " Make the variables with model.init(variables)."
-        )
-    leaves, treedef = jax.tree.flatten(variables)
+    nodes = jax.tree.leaves(variables, is_leaf=_is_local)
+    local = [x for x in nodes if _is_local(x)]
+    _check_copies(local, placement.num_towers)
+    leaves = jax.tree.leaves(variables) if local else nodes
     # JAX 0.10 does not raise but abort the process when several CPU devices are given
     # a donated array.
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
@@ -148,28 +137,41 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
             "The variables were donated to an earlier call. Go on with the train_op"
             " which that call returned, or say donate=False to keep both."
         )
-    layouts = jax.tree.map(_layout, variables, is_leaf=_is_local)
-    spread_layouts = jax.tree.map(
-        lambda layout, part: jax.tree.map(lambda _: layout, part), layouts, variables
-    )
-    wanted = [placement.sharding(x) for x in jax.tree.leaves(spread_layouts)]
+    layouts = [Layout.MIRRORED] * len(leaves)
+    if local:
+        layouts = [_layout(x) for x in nodes for _ in jax.tree.leaves(x)]
+    mirrored, per_tower = map(placement.sharding, (Layout.MIRRORED, Layout.PER_TOWER))
     away = [
         i
-        for i, pair in enumerate(zip(leaves, wanted, strict=True))
-        if not _is_at(*pair)
+        for i, (x, layout) in enumerate(zip(leaves, layouts, strict=True))
+        if not _is_at(x, mirrored if layout is Layout.MIRRORED else per_tower)
     ]
-    if away:
-        moved = place(
-            [leaves[i] for i in away],
-            placement,
-            [jax.tree.leaves(spread_layouts)[i] for i in away],
+    if not away:
+        return variables
+    moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
+    for i, leaf in zip(away, moved, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+
+
+def _check_copies(local: list[TowerLocal], num_towers: int) -> None:
+    wrong = [
+        f"variables{name} has shape {np.shape(leaf)}"
+        for node in local
+        for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
+        if np.shape(leaf)[:1] != (num_towers,)
+    ]
+    if wrong:
+        raise ValueError(
+            f"A tower-local variable has one copy for each of the {num_towers} towers,"
+            f" leaves [T, ...], but {'; '.join(wrong)}. Make the variables with"
+            " model.init(variables)."
         )
-        for i, leaf in zip(away, moved, strict=True):
-            leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
 
 
 def _is_at(leaf: Any, sharding: Any) -> bool:
     if not isinstance(leaf, jax.Array):
         return False
-    return leaf.committed and leaf.sharding.is_equivalent_to(sharding, jnp.ndim(leaf))
+    if leaf.sharding == sharding:
+        return True
+    return leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
