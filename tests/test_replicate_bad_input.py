@@ -671,3 +671,73 @@ def test_padding_that_nothing_masks_is_refused(name, towers, compiled):
     refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
     model(variables, rows(8, 3), rows(8), mode)  # nothing to mask
     refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
+
+
+# Metrics that are no states, and towers that run one after another.
+
+METRICS = {
+    "of the tower's rows": lambda x, tower: x.sum(),
+    "of the tower": lambda x, tower: tower.id,
+    "a number": lambda x, tower: 1.0,
+    "an array": lambda x, tower: np.ones(3),
+    "a dict": lambda x, tower: {"deep": tj.Weighted(1.0, 1.0)},
+    "a class": lambda x, tower: tj.Weighted,
+    "nothing": lambda x, tower: None,
+}
+
+
+@pytest.mark.parametrize("mode", [TRAIN, EVAL])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled):
+    def fn(variables, features, labels, mode, tower):
+        metrics = {"fine": tj.Weighted(1.0, 1.0), "m": METRICS[name](features, tower)}
+        loss = tj.Weighted.mean(features, tower.weight)
+        return tj.ModelSpec(mode, None, loss, variables, metrics)
+
+    for towers in (1, 2):
+        text = r"eval_metrics\['m'\] is (.*tj\.Weighted|the class.* Return an object)"
+        refused(compiled, text, replicated(fn, towers=towers), start(), X, None, mode)
+
+
+def in_turn(fn, devices):
+    strategy = tj.Mirrored(TWO[:devices], towers=2, local="scan")
+    return tj.replicate_model_fn(fn, EXACT, strategy)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_towers_in_turn_share_their_updates_too(devices, compiled):
+    optimizer = optax.sgd(0.1)
+
+    def bare(variables, features, labels, mode, tower):
+        def total(params):
+            return squares(params, features, labels, tower).value
+
+        loss, grads = jax.value_and_grad(total)(variables.params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables.params, grads)
+        after = dataclasses.replace(variables, params=params)
+        loss = squares(params, features, labels, tower)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    error = refused(
+        compiled, "Please wrap optimizers", in_turn(bare, devices), start(optimizer),
+        X, Y, error=tj.ReplicationError,
+    )  # fmt: skip
+    assert "params['w']" in str(error) and "params['b']" not in str(error)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            return squares(params, features, labels, tower)
+
+        after = jax.jit(lambda v: OPTIMIZER.minimize(loss_fn, v)[1])(variables)
+        return tj.ModelSpec(mode, loss=loss_fn(variables.params), train_op=after)
+
+    text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
+    refused(compiled, text, in_turn(fn, devices), start(), X, Y)
+    together = replicated(fn, devices=devices)(start(), X, Y).train_op
+    expected = replicated(devices=devices)(start(), X, Y).train_op
+    np.testing.assert_allclose(
+        together.params["w"], expected.params["w"], rtol=1e-6, atol=1e-6
+    )
