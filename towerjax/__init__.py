@@ -12,6 +12,8 @@ from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_op
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.cross_tower.saving import restored_values as restored_values
 from towerjax.cross_tower.saving import saved_values as saved_values
+from towerjax.estimator.predict import predict as predict
+from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.distribute import DistributedDataset as DistributedDataset
@@ -20,7 +22,12 @@ from towerjax.input.sources import InputContext as InputContext
 from towerjax.loop.evaluate import evaluate_all as evaluate_all
 from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary
+from towerjax.loop.json_lines import JsonLines as JsonLines
 from towerjax.loop.run import run as run
+from towerjax.loop.stopping import Best as Best
+from towerjax.loop.stopping import BestEvaluation as BestEvaluation
+from towerjax.loop.stopping import EarlyStopping as EarlyStopping
+from towerjax.loop.tensorboard import TensorBoard as TensorBoard
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.state import TrainState as TrainState

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +117,18 @@ class TrainStep:
         """
         placement = self.strategy.placement
         return init_state(params, self.optimizer, placement, local=local, rng=rng)
+
+    def check_state(self, state: Any) -> None:
+        """Raise unless the state was made for this step's towers and devices.
+
+        Args:
+          state: What was passed to the step.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        check_state(state, self.strategy.placement)
 
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
