@@ -4,6 +4,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import jax
+import numpy as np
+
+from towerjax.placement import Placement
+from towerjax.processes import from_first_process
+
 
 @dataclasses.dataclass(frozen=True)
 class Record:
@@ -152,3 +158,33 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
                 " whose open(start) returns one with write(record) and close()."
             )
     return writers
+
+
+def opened(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
+    """The writers of a run, open on the first of the processes that share it.
+
+    Args:
+      writers: The same on every process.
+      start: Steps that the state had done before.
+      placement: Of the run.
+
+    Returns:
+      `Writers`, of none on the other processes.
+
+    Raises:
+      ValueError: One could not be opened, on every process.
+    """
+    if placement.num_processes == 1:
+        return Writers(writers, start)
+    failure, made = None, Writers((), start)
+    if jax.process_index() == 0:
+        try:
+            made = Writers(writers, start)
+        except Exception as error:  # the others would wait for this one's steps
+            failure = error
+    failed = from_first_process(np.array(failure is not None))
+    if failure is not None:
+        raise failure
+    if failed:
+        raise ValueError("A writer could not be opened on process 0, which says why.")
+    return made

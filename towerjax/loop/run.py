@@ -25,7 +25,7 @@ from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
 from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress, choose_display
-from towerjax.loop.records import Record, Writer, Writers, check_writers
+from towerjax.loop.records import Record, Writer, Writers, check_writers, opened
 from towerjax.loop.steps import EvaluationStep, LoopStep
 from towerjax.loop.stopping import Best, EarlyStopping, Watch
 from towerjax.placement import Placement
@@ -127,9 +127,8 @@ def run(
     _require_same_length(placement, batches, options, evaluation, start)
     display = choose_display(progress)
     with contextlib.closing(Progress(display, start, steps)) as shown:
-        is_chief = placement.num_processes == 1 or jax.process_index() == 0
-        opened = Writers(writers if is_chief else (), start)
-        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), opened)
+        to = opened(writers, start, placement)
+        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), to)
         try:
             with loop.guard.installed():
                 loop.run(batches)
@@ -302,9 +301,9 @@ class _Loop:
         self._writers.check()
         self._watch.see(number, values, self.state)
         self._evaluate_s += time.perf_counter() - start_s
-        self._progress.evaluation(number, values, self._watch.describe(number, values))
-        if self._watch.stopped is not None:
-            self._progress.stopped(number, self._watch.stopped)
+        watch = self._watch
+        in_short = watch.describe(number, values)
+        self._progress.evaluation(number, values, in_short, watch.stopped)
 
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps
