@@ -13,7 +13,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.loop.run import run
-from towerjax.loop.stopping import Watch
+from towerjax.loop.stopping import Watch, _restored, copied
 
 NAN, INF = math.nan, math.inf
 
@@ -263,6 +263,16 @@ def test_a_run_goes_on_from_the_restored_best(steps, keep):
     assert bits(history.best.state) == bits(alone)
 
 
+def test_a_restored_state_shares_no_memory_with_what_is_kept():
+    # On the CPU an array may lie in NumPy's memory, where that is aligned.
+    memory = np.zeros(4096 + 64, np.uint8)
+    kept = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
+    restored = _restored({"w": kept}, {"w": jax.device_put(kept, jax.devices()[1])})
+    kept[:] = 7.0
+    assert not np.asarray(restored["w"]).any()
+    assert restored["w"].devices() == {jax.devices()[1]}
+
+
 def test_a_copy_is_compiled_once(steps):
     compiled = []
 
@@ -280,8 +290,6 @@ def test_a_copy_is_compiled_once(steps):
 
 
 def test_variables_on_different_devices_are_copied_each_in_its_place():
-    from towerjax.loop.stopping import copied
-
     there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
     copies = copied(there, "devices", tj.Mirrored(towers=2).placement)
     for i, (copy, original) in enumerate(zip(copies, there, strict=True)):

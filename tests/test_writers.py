@@ -231,14 +231,18 @@ def test_a_folder_is_no_file(tmp_path):
 
 
 PROGRAM = """
-import sys, numpy as np, optax, jax.numpy as jnp, towerjax as tj
+import os, sys, numpy as np, optax, jax.numpy as jnp, towerjax as tj
 def loss_fn(params, batch, tower):
     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
 step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored())
 data = tj.batches(np.arange(16.0, dtype=np.float32), 8, epochs=None)
+def hook(number, metrics):
+    if number == 20:
+        print("go", flush=True)
+        if sys.argv[2] == "itself":
+            os.kill(os.getpid(), 9)
 tj.run(step, step.init(jnp.float32(0)), data, steps=10**7, progress=False,
-       writers=[tj.JsonLines(sys.argv[1])],
-       hooks=[lambda number, metrics: number != 20 or print("go", flush=True)])
+       writers=[tj.JsonLines(sys.argv[1])], hooks=[hook])
 """
 
 
@@ -246,13 +250,16 @@ tj.run(step, step.init(jnp.float32(0)), data, steps=10**7, progress=False,
 def test_a_killed_process_leaves_whole_lines(step, tmp_path):
     path = tmp_path / "run.jsonl"
     environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    for pause_s in (0.0, 0.0571, 0.213):
+    for pause_s in ("itself", 0.0571, 0.213):
         path.unlink(missing_ok=True)
-        argv = [sys.executable, "-c", PROGRAM, str(path)]
+        argv = [sys.executable, "-c", PROGRAM, str(path), str(pause_s)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ) as process:
             assert process.stdout.readline() == b"go\n"
-            time.sleep(pause_s)
-            process.send_signal(signal.SIGKILL)
+            if pause_s == "itself":
+                assert process.wait() == -signal.SIGKILL
+            else:
+                time.sleep(pause_s)
+                process.kill()
         steps = steps_of(lines_of(path))
         # Step 20 was told to the hook, so its line was there.
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
