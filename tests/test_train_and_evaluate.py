@@ -172,7 +172,10 @@ def test_data_that_can_be_gone_through_once_is(model):
     check(train(model, iter(data), epochs=1), data)
     endless = itertools.cycle(data)
     check(train(model, endless, steps=5), [*data, *data[:2]])
-    assert next(endless) is data[2]  # the caller's own is not closed
+    assert next(endless) is data[2]
+    mine = (batch for batch in data)
+    check(train(model, mine, steps=2, prefetch=0), data[:2])
+    assert next(mine) is data[2]  # the caller's own is not closed
 
 
 @pytest.mark.parametrize("steps_per_call, prefetch", [(4, 2), (4, 0), (1, 0)])
