@@ -51,8 +51,7 @@ def predict(
     """What the model predicts for each batch, or each example, in their order.
 
     Lazy: endless data gives endless predictions. So that the devices stay busy, up to
-    ``prefetch + in_flight + 1`` batches are taken before their predictions are asked
-    for. When the data raises, the predictions before come first. Closing the
+    ``prefetch + in_flight`` batches are taken for the first prediction. When the data raises, the predictions before come first. Closing the
     iterator stops the thread and closes what a function of data made.
 
     Args:
