@@ -51,8 +51,9 @@ def predict(
     """What the model predicts for each batch, or each example, in their order.
 
     Lazy: endless data gives endless predictions. So that the devices stay busy, up to
-    ``prefetch + in_flight`` batches are taken for the first prediction. When the data raises, the predictions before come first. Closing the
-    iterator stops the thread and closes what a function of data made.
+    ``prefetch + in_flight`` batches are taken for the first prediction. When the data
+    raises, the predictions before come first. Closing the iterator stops the thread
+    and closes what a function of data made.
 
     Args:
       model: Gives the step; see `PredictingModel`.
