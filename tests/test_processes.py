@@ -207,6 +207,7 @@ def written(tmp_path_factory):
     return folder, told_by(2, 2, str(WORKERS / "writes.py"), str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["devices", "host"])
 def test_the_first_process_alone_writes(written, keep):
     folder, told = written
@@ -221,6 +222,7 @@ def test_the_first_process_alone_writes(written, keep):
     assert [one[keep]["loss"] for one in told] == [trained] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["devices", "host"])
 def test_every_process_stops_and_keeps_the_same(written, keep):
     for one in [one[keep] for one in written[1]]:
@@ -232,6 +234,7 @@ def test_every_process_stops_and_keeps_the_same(written, keep):
         assert one["best_seen"] == (12.0 if keep == "devices" else None)
 
 
+@pytest.mark.slow
 def test_every_process_hears_of_a_writer_and_of_another_patience(written):
     told = written[1]
     assert told[0]["host"]["refused"] == "read only"

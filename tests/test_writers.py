@@ -250,7 +250,7 @@ tj.run(step, step.init(jnp.float32(0)), data, steps=10**7, progress=False,
 def test_a_killed_process_leaves_whole_lines(step, tmp_path):
     path = tmp_path / "run.jsonl"
     environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    for pause_s in ("itself", 0.0571, 0.213):
+    for pause_s in ("itself", 0.0571):
         path.unlink(missing_ok=True)
         argv = [sys.executable, "-c", PROGRAM, str(path), str(pause_s)]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ) as process:
