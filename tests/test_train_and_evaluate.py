@@ -166,6 +166,25 @@ def test_how_long(model, form, steps, epochs, expected):
         assert len(calls) == -(-expected // 3)
 
 
+def test_a_distributed_data_set_has_one_thread_and_no_other(model):
+    def count(*_):
+        names = [thread.name for thread in threading.enumerate()]
+        counts.append(names.count("towerjax-prefetch"))
+
+    def endless():
+        yield from itertools.cycle(pairs())
+
+    for data in (endless, model.strategy.distribute_dataset(endless, remainder="pad")):
+        counts = []
+        train(model, data, steps=3, epochs=1, hooks=[count])
+        for _ in itertools.islice(tj.predict(model, model.init(), data), 2):
+            count()
+        assert max(counts) == 1
+        counts.clear()
+        count()
+        assert counts == [0]
+
+
 def test_data_that_can_be_gone_through_once_is(model):
     data = pairs()
     check(train(model, iter(data)), data)
