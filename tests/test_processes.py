@@ -199,3 +199,46 @@ def test_an_input_that_fails_on_one_process_is_told_to_all(told):
     assert told[0]["loader_fails"] == "The input of process 1 failed: OSError: disk"
     assert "The input of process 0 failed: ValueError: " in told[1]["no_leaves"]
     assert "holds no arrays" in told[0]["no_leaves"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    return folder, told_by(2, 2, str(WORKERS / "writes.py"), str(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["devices", "host"])
+def test_the_first_process_alone_writes(written, keep):
+    folder, told = written
+    lines = map(json.loads, (folder / f"{keep}.jsonl").read_text().splitlines())
+    lines = [(x["kind"], x["step"], x["metrics"]) for x in lines]
+    trained = [metrics["loss"] for kind, _, metrics in lines if kind == "train"]
+    noted = [[kind, step] for step in (1, 2, 3, 4) for kind in ("train", "eval")]
+    assert [[kind, step] for kind, step, _ in lines] == noted
+    # It was opened once more, and closed, by the run with a writer that is broken.
+    assert told[0][keep]["noted"] == ["closed", *noted, "closed"]
+    assert told[1][keep]["noted"] == []
+    assert [one[keep]["loss"] for one in told] == [trained] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", ["devices", "host"])
+def test_every_process_stops_and_keeps_the_same(written, keep):
+    for one in [one[keep] for one in written[1]]:
+        why = "told did not improve in 2 evaluations in a row: best 2.000 after step 2"
+        assert (one["stopped"], one["best"]) == (why, [2, 2.0])
+        assert one["host"] == (keep == "host")
+        # Two steps of 6 examples, summed over the towers of both processes.
+        assert one["restored"] == [2, 12.0]
+        assert one["best_seen"] == (12.0 if keep == "devices" else None)
+
+
+@pytest.mark.slow
+def test_every_process_hears_of_a_writer_and_of_another_patience(written):
+    told = written[1]
+    assert told[0]["host"]["refused"] == "read only"
+    assert "could not be opened on process 0" in told[1]["host"]["refused"]
+    for one in told:
+        assert "How long tj.run goes must be the same" in one["differs"]
+        assert f"patience={1 + one['process']}" in one["differs"]

@@ -16,16 +16,17 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce ClassificationOutput CrossTowerOps DistributedDataset Exported
-Hierarchical History IndexedRows InputContext Layout LossReduction Mirrored
-MirroredVar Mode ModelSpec MultiStepContext NonFiniteError OneDevice OpsChoice Packed
-PerTower PinnedTree PredictOutput ReduceToOneDevice Reduction RegressionOutput
-ReplicatedModel ReplicationError RunSummary Tower TowerLocal TowerOptimizer
-TowerOutput TrainState VariablePlacement Weighted __version__ batches build_eval_step
+PUBLIC = """AllReduce Best BestEvaluation ClassificationOutput CrossTowerOps
+DistributedDataset EarlyStopping Exported Hierarchical History IndexedRows
+InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
+MultiStepContext NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree
+PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
+ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
+TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step choose_cross_tower_ops cluster
-compute_weighted_loss evaluate_all export_model load_exported metrics read_local
-replicate_model_fn restored_values run saved_values sparse_value_and_grad
-update_with_rows""".split()
+compute_weighted_loss evaluate_all export_model load_exported metrics predict
+read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
+train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -55,8 +56,10 @@ LAYERS = """
     program pipeline step inference
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
-    estimator.replicate estimator.steps estimator.export
-    loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
+    estimator.options estimator.steps estimator.replicate estimator.export
+    loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
+    loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
+    estimator.data estimator.train estimator.predict
     bench bench.overhead
     cli __main__
 """.split()
@@ -184,7 +187,8 @@ def test_importing_towerjax_brings_nothing_heavy():
     )
     roots = set(done.stdout.split())
     assert "towerjax" in roots
-    assert not roots & {"rich", "IPython", "matplotlib", "sklearn", "flax", "orbax"}
+    heavy = {"rich", "IPython", "matplotlib", "sklearn", "flax", "orbax"}
+    assert not roots & (heavy | {"tensorboardX"})
 
 
 def test_the_program_of_the_readme_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""replicate_model_fn on T towers: against NumPy float64, on every executor."""
+"""replicate_model_fn on T towers: NumPy float64, on each executor and layout."""
 
 import functools
 

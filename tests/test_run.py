@@ -445,6 +445,30 @@ def test_a_function_that_gives_no_batches_is_told_of(eval_step):
         evaluate_all(eval_step, {"w": np.zeros(3, np.float32)}, [])
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_that_a_function_makes_are_closed_and_others_are_not(
+    eval_step, prefetch
+):
+    closed = []
+
+    def made():
+        try:
+            yield from batches(eval_data(16), 16)
+            yield {"x": 3.0}
+        finally:
+            closed.append(1)
+
+    mine = made()
+    for source in (made, mine):
+        with pytest.raises(ValueError, match="batch") as caught:
+            w = {"w": np.ones(3, np.float32)}
+            evaluate_all(eval_step, w, source, prefetch=prefetch)
+        assert caught.value is not None  # its traceback holds the frames
+    assert closed == [1]
+    mine.close()
+    assert closed == [1, 1]
+
+
 def test_a_prediction_is_no_evaluation():
     predict = tj.build_predict_step(lambda p, batch, tower: batch, tj.Mirrored())
     with pytest.raises(ValueError, match="Pass a step of tj.build_eval_step"):

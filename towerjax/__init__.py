@@ -19,6 +19,7 @@ from towerjax.estimator.export import load_exported as load_exported
 from towerjax.estimator.losses import LossReduction as LossReduction
 from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.estimator.optimizer import TowerOptimizer as TowerOptimizer
+from towerjax.estimator.predict import predict as predict
 from towerjax.estimator.replicate import ReplicatedModel as ReplicatedModel
 from towerjax.estimator.replicate import replicate_model_fn as replicate_model_fn
 from towerjax.estimator.spec import ClassificationOutput as ClassificationOutput
@@ -26,6 +27,7 @@ from towerjax.estimator.spec import Mode as Mode
 from towerjax.estimator.spec import ModelSpec as ModelSpec
 from towerjax.estimator.spec import PredictOutput as PredictOutput
 from towerjax.estimator.spec import RegressionOutput as RegressionOutput
+from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
@@ -35,7 +37,12 @@ from towerjax.input.sources import InputContext as InputContext
 from towerjax.loop.evaluate import evaluate_all as evaluate_all
 from towerjax.loop.history import History as History
 from towerjax.loop.history import RunSummary as RunSummary
+from towerjax.loop.json_lines import JsonLines as JsonLines
 from towerjax.loop.run import run as run
+from towerjax.loop.stopping import Best as Best
+from towerjax.loop.stopping import BestEvaluation as BestEvaluation
+from towerjax.loop.stopping import EarlyStopping as EarlyStopping
+from towerjax.loop.tensorboard import TensorBoard as TensorBoard
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad

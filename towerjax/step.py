@@ -126,6 +126,21 @@ class TrainStep:
         """
         check_state(state, self.strategy.placement)
 
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start a loop from: the same, as `init` has placed it.
+
+        Args:
+          state: As ``init`` or a step returned it.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: As `check_state`.
+        """
+        self.check_state(state)
+        return state
+
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
 

@@ -94,72 +94,68 @@ def accept_or_keep(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry, *args)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
+    walk = _Walk(closed, jax.tree.leaves((carry, *args)))
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
-    made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    first = _needed(jaxpr.eqns, verdict)
+    for eqn in first:
+        walk.evaluate(eqn)
+    accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
+    others = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_first]
+    made = {var for eqn in others for var in eqn.outvars}
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
         if not isinstance(var, Literal) and var in made:
             olds.setdefault(var, old)
-    inputs = jax.tree.leaves((carry, *args))
-    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    values |= dict(zip(jaxpr.constvars, closed.consts, strict=True))
-
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else values[var]
-
-    def evaluate(eqn: Any) -> list[tuple[Any, Any]]:
-        params = eqn.primitive.get_bind_params(eqn.params)
-        out = eqn.primitive.bind(*map(read, eqn.invars), **params)
-        return list(
-            zip(
-                eqn.outvars,
-                out if eqn.primitive.multiple_results else [out],
-                strict=True,
-            )
-        )
-
-    first = _needed(jaxpr.eqns, verdict)
-    for eqn, is_first in zip(jaxpr.eqns, first, strict=True):
-        if is_first:
-            values.update(evaluate(eqn))
-    accepted = read(verdict)
-    for eqn, is_first in zip(jaxpr.eqns, first, strict=True):
-        if is_first:
-            continue
-        for var, value in evaluate(eqn):
-            is_new = var in olds
-            values[var] = lax.select(accepted, value, olds[var]) if is_new else value
-    chosen = {
-        var
-        for eqn, is_first in zip(jaxpr.eqns, first, strict=True)
-        if not is_first
-        for var in eqn.outvars
-    }
+    for eqn in others:
+        for var in walk.evaluate(eqn):
+            if var in olds:
+                walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
 
     def kept(var: Any, old: Any) -> Any:
-        if not isinstance(var, Literal) and var in chosen and olds.get(var) is old:
-            return values[var]
+        if not isinstance(var, Literal) and olds.get(var) is old:
+            return walk.values[var]
         # A constant, an input handed on, what the verdict needs, or a value that
         # another leaf has too.
-        return lax.select(accepted, jnp.asarray(read(var), old.dtype), old)
+        return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
     leaves = [kept(*pair) for pair in zip(after, before, strict=True)]
-    rest = [read(var) for var in jaxpr.outvars[1 + len(before) :]]
+    rest = [walk.read(var) for var in jaxpr.outvars[1 + len(before) :]]
     return (
         jax.tree.unflatten(jax.tree.structure(carry), leaves),
         jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
     )
 
 
-def _needed(eqns: list[Any], var: Any) -> list[bool]:
-    """Which equations a value depends on."""
-    wanted, flags = {var} if not isinstance(var, Literal) else set(), []
+class _Walk:
+    """The values of a jaxpr that is evaluated equation by equation."""
+
+    def __init__(self, closed: Any, inputs: list[Any]) -> None:
+        self.values: dict[Any, Any] = dict(
+            zip(closed.jaxpr.invars, inputs, strict=True)
+        )
+        self.values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def read(self, var: Any) -> Any:
+        """The value of a variable or a literal."""
+        return var.val if isinstance(var, Literal) else self.values[var]
+
+    def evaluate(self, eqn: Any) -> list[Any]:
+        """Evaluate an equation; the variables that it made."""
+        params = eqn.primitive.get_bind_params(eqn.params)
+        out = eqn.primitive.bind(*map(self.read, eqn.invars), **params)
+        outs = out if eqn.primitive.multiple_results else [out]
+        self.values.update(zip(eqn.outvars, outs, strict=True))
+        return list(eqn.outvars)
+
+
+def _needed(eqns: list[Any], var: Any) -> list[Any]:
+    """The equations on which a value depends, and those with effects, in order."""
+    wanted, needed = {var} if not isinstance(var, Literal) else set(), []
     for eqn in reversed(eqns):
-        is_needed = any(out in wanted for out in eqn.outvars) or bool(eqn.effects)
-        flags.append(is_needed)
-        if is_needed:
+        if eqn.effects or any(out in wanted for out in eqn.outvars):
+            needed.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-    return flags[::-1]
+    return needed[::-1]
 
 
 def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:

@@ -27,7 +27,7 @@ class ModelFn:
       asks_for: Those of the last three that it names.
     """
 
-    fn: Callable[..., ModelSpec]
+    fn: Callable[..., Any]
     asks_for: frozenset[str]
 
     @classmethod

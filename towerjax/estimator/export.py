@@ -62,7 +62,7 @@ class Exported:
         """
         if signature is None and len(self._programs) == 1:
             signature = next(iter(self._programs))
-        if signature not in self._programs:
+        if signature is None or signature not in self._programs:
             raise ValueError(
                 f"signature={signature!r} is not one of {sorted(self._programs)}."
             )

@@ -122,17 +122,17 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             )
         inner = optax.with_extra_args_support(made)
 
-        def init(params: PyTree) -> TowerOptimizerState:
+        def init(params: PyTree) -> Any:
             return TowerOptimizerState(inner.init(params))
 
         def update(
             updates: PyTree,
-            state: TowerOptimizerState,
+            state: Any,
             params: PyTree = None,
             *,
             loss: Weighted | jax.Array | None = None,
             **extra_args: Any,
-        ) -> tuple[PyTree, TowerOptimizerState]:
+        ) -> tuple[PyTree, Any]:
             _check_is_own(state, init, params)
             grads, value = _reduced(updates, state, loss)
             if value is not None:
@@ -197,12 +197,12 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     def apply_gradients(
         self,
         grads: PyTree,
-        opt_state: TowerOptimizerState,
+        opt_state: Any,
         params: PyTree,
         *,
         loss: Any = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, TowerOptimizerState]:
+    ) -> tuple[PyTree, Any]:
         """The next parameters and optimizer state.
 
         Args:

@@ -17,6 +17,7 @@ from towerjax.executors import over_local_towers_sharing
 from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
 from towerjax.placement import TowerAxes
+from towerjax.program import Recipe
 from towerjax.sparse import num_rows
 from towerjax.state import TrainState
 from towerjax.strategies import Strategy
@@ -121,7 +122,7 @@ class ModelPass:
             loss = total if isinstance(spec.loss, Weighted) else total and total.value
             train_op = mirrored.variables
             if train_op is not None:
-                train_op = _joined(train_op, own.local)
+                train_op = _joined(train_op, own.local or [])
             outputs = joined_rows(own.outputs, stacked_classes=self.compat == "tf1")
             return (
                 train_op,
@@ -198,7 +199,7 @@ class ModelPass:
             kept, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
         else:
             _, kept, mirrored = over_local_towers_sharing(
-                lambda *args: ((), *tower_fn(*args, None)), axes, own
+                lambda tower_id, own: ((), *tower_fn(tower_id, own, None)), axes, own
             )
         return kept, mirrored, traced[0]
 
@@ -254,6 +255,41 @@ class ModelPass:
         train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
         local = [x for x in jax.tree.leaves(train_op, is_leaf=is_local) if is_local(x)]
         return _without_local(in_towers(train_op, None)), local
+
+
+def one_call_recipe(
+    model_pass: ModelPass, variables: PyTree, *, donate: bool
+) -> Recipe:
+    """The recipe of one call of a replicated model.
+
+    Args:
+      model_pass: The model function in one mode.
+      variables: Arrays or shapes, for their tree.
+      donate: May the next variables take over the buffers of these?
+
+    Returns:
+      A ``Recipe``: ``(variables, batch, num_valid)``.
+    """
+    layouts, trains = layouts_of(variables), "train_op" in model_pass.wanted
+    outputs = dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
+    return Recipe(
+        model_pass.on_device,
+        {
+            "variables": layouts,
+            "batch": Layout.PER_TOWER,
+            "num_valid": Layout.PER_TOWER,
+        },
+        {
+            "train_op": layouts if trains else Layout.MIRRORED,
+            "loss": Layout.MIRRORED,
+            "eval_metrics": Layout.MIRRORED,
+            **outputs,
+            "hooks": Layout.MIRRORED,
+        },
+        donate=donate and trains,
+        counted=None if model_pass.mode is Mode.PREDICT else model_pass.counted,
+        advice=WRAP,
+    )
 
 
 @jax.tree_util.register_dataclass

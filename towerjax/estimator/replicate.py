@@ -3,15 +3,17 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 
 from towerjax.estimator.arguments import ModelFn, static_key
-from towerjax.estimator.losses import LossReduction, check_loss_reduction
-from towerjax.estimator.pipeline import WRAP, ModelPass, layouts_of
+from towerjax.estimator.losses import LossReduction
+from towerjax.estimator.options import Compat, ModelOptions
+from towerjax.estimator.pipeline import ModelPass, one_call_recipe
 from towerjax.estimator.rows import cut_padding
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
+from towerjax.estimator.steps import ModelStep, ModelTrainStep
 from towerjax.estimator.whereabouts import (
     VariablePlacement,
     init_variables,
@@ -19,52 +21,19 @@ from towerjax.estimator.whereabouts import (
     spread,
 )
 from towerjax.input.placer import PlacedBatch, Placer
+from towerjax.pipeline import OnNonfinite
 from towerjax.placement import on_every_process
-from towerjax.program import Program, Recipe, Runner
-from towerjax.shard import Remainder, check_remainder
+from towerjax.program import Program, Runner
+from towerjax.shard import Remainder
+from towerjax.step import StepOptions
 from towerjax.strategies import Mirrored, Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.types import PyTree
 
-Compat = Literal["tf1"]
 _PARTS = {
     Mode.TRAIN: ("loss", "train_op", "eval_metrics", "predictions", "export_outputs"),
     Mode.EVAL: ("loss", "eval_metrics", "predictions", "export_outputs"),
     Mode.PREDICT: ("predictions", "export_outputs"),
 }
-_OUT_LAYOUTS = {
-    "loss": Layout.MIRRORED,
-    "eval_metrics": Layout.MIRRORED,
-    "predictions": Layout.PER_TOWER,
-    "export_outputs": Layout.PER_TOWER,
-    "hooks": Layout.MIRRORED,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelOptions:
-    """How a model function is replicated; see `replicate_model_fn`."""
-
-    loss_reduction: LossReduction
-    variable_placement: VariablePlacement
-    remainder: Remainder
-    compat: Compat | None
-    donate: bool
-    max_programs: int
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        check_loss_reduction(self.loss_reduction)
-        check_remainder(self.remainder)
-        if not isinstance(self.variable_placement, VariablePlacement):
-            raise ValueError(
-                f"variable_placement={self.variable_placement!r} is none; write"
-                " tj.VariablePlacement.MIRRORED, ON_ONE_DEVICE or ROUND_ROBIN."
-            )
-        if self.compat not in (None, *get_args(Compat)):
-            raise ValueError(f"compat={self.compat!r} must be None or 'tf1'.")
-        number = self.max_programs
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"max_programs={number!r} must be a whole number >= 1.")
 
 
 class ReplicatedModel:
@@ -198,6 +167,69 @@ class ReplicatedModel:
             spec = dataclasses.replace(spec, train_op=train_op)
         return spec
 
+    def train_step(
+        self,
+        *,
+        params: Any = None,
+        config: Any = None,
+        on_nonfinite: OnNonfinite = "raise",
+        donate: bool = True,
+    ) -> ModelTrainStep:
+        """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
+
+        Args:
+          params: As for a call.
+          config: As for a call.
+          on_nonfinite: As for ``tj.build_train_step``; the loss is what is guarded.
+          donate: May the next state take over the state's buffers?
+
+        Returns:
+          A `ModelTrainStep`, for batches ``{"features": ..., "labels": ...}``.
+
+        Raises:
+          ValueError: An option is not one that there is, or the model function does
+            not ask for what is given.
+        """
+        given = {"params": params, "config": config}
+        self.model_fn.refuse_unasked(given)
+        wanted = ("loss", "train_op", "eval_metrics")
+        options = StepOptions(
+            loss_reduction=None,
+            micro_batches=1,
+            remainder=self.options.remainder,
+            on_nonfinite=on_nonfinite,
+            guard="loss",
+            donate=donate,
+            max_programs=self.options.max_programs,
+        )
+        model_pass = self.model_pass(Mode.TRAIN, wanted, given)
+        return ModelTrainStep(model_pass, self.options.variable_placement, options)
+
+    def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
+        """The evaluation step, for ``tj.evaluate_all``.
+
+        Args:
+          params: As for a call.
+          config: As for a call.
+
+        Returns:
+          ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
+          ``{"features": ..., "labels": ...}``.
+        """
+        return ModelStep(self, Mode.EVAL, ("loss", "eval_metrics"), params, config)
+
+    def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
+        """The prediction step.
+
+        Args:
+          params: As for a call.
+          config: As for a call.
+
+        Returns:
+          ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
+        """
+        return ModelStep(self, Mode.PREDICT, ("predictions",), params, config)
+
     def program(
         self,
         variables: PyTree,
@@ -245,7 +277,11 @@ class ReplicatedModel:
                 return runner
         self.model_fn.refuse_unasked(given)
         runner = Runner(
-            self.recipe(variables, mode, wanted, given),
+            one_call_recipe(
+                self.model_pass(mode, wanted, given),
+                variables,
+                donate=self.options.donate,
+            ),
             self.strategy.placement,
             max_programs=self.options.max_programs,
         )
@@ -273,37 +309,6 @@ class ReplicatedModel:
             self.options.loss_reduction,
             self.options.compat,
             wanted,
-        )
-
-    def recipe(
-        self,
-        variables: PyTree,
-        mode: Mode,
-        wanted: tuple[str, ...],
-        given: Mapping[str, Any],
-    ) -> Recipe:
-        """The recipe of a call.
-
-        Args:
-          variables: Arrays or shapes, for their tree.
-          mode: The mode.
-          wanted: Names of the parts of the spec.
-          given: ``params`` and ``config``.
-
-        Returns:
-          A ``Recipe``: ``(variables, batch, num_valid)``.
-        """
-        layouts = layouts_of(variables)
-        model_pass = self.model_pass(mode, wanted, given)
-        rows = {"batch": Layout.PER_TOWER, "num_valid": Layout.PER_TOWER}
-        next_layouts = layouts if "train_op" in wanted else Layout.MIRRORED
-        return Recipe(
-            model_pass.on_device,
-            {"variables": layouts, **rows},
-            {"train_op": next_layouts, **_OUT_LAYOUTS},
-            donate=self.options.donate and "train_op" in wanted,
-            counted=model_pass.counted if mode is not Mode.PREDICT else None,
-            advice=WRAP,
         )
 
 

@@ -1,16 +1,15 @@
 """How do the loops call a replicated model? As a train, eval or predict step."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from towerjax.estimator.pipeline import WRAP, ModelPass
-from towerjax.estimator.replicate import ReplicatedModel
-from towerjax.estimator.spec import Mode
+from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.whereabouts import VariablePlacement, kept, spread
 from towerjax.input.placer import PlacedBatch
 from towerjax.metrics.state import compute
@@ -92,21 +91,37 @@ class ModelPipeline:
 class ModelTrainStep(TrainStep):
     """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
 
-    Made by `train_step`. The state is a ``TrainState``, which lies where the model's
-    ``variable_placement`` says; a batch is ``{"features": ..., "labels": ...}``.
+    Made by the model's ``train_step``. The state is a ``TrainState``, which lies where
+    the model's ``variable_placement`` says; a batch is ``{"features": ..., "labels":
+    ...}``.
     """
 
     def __init__(
-        self, model: ReplicatedModel, given: Mapping[str, Any], options: StepOptions
+        self, model_pass: ModelPass, policy: VariablePlacement, options: StepOptions
     ) -> None:
-        wanted = ("loss", "train_op", "eval_metrics")
-        model_pass = model.model_pass(Mode.TRAIN, wanted, given)
         self._hooks: list[Callable[..., Any]] = []
         pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
         recipe = one_step_recipe(pipeline, donate=options.donate)
         recipe = dataclasses.replace(recipe, advice=WRAP)
-        super().__init__(recipe, optax.identity(), model.strategy, options)
-        self._policy = model.options.variable_placement
+        super().__init__(recipe, optax.identity(), model_pass.strategy, options)
+        self._policy = policy
+
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start a loop from, where the step wants it.
+
+        Args:
+          state: As the model's ``init`` returned it, or a step; or of host arrays, or
+            from other devices, which are copied.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: It is no ``TrainState``, or was made for another number of towers.
+        """
+        check_is_state(state)
+        placement = self.strategy.placement
+        return kept(spread(state, placement), placement, self._policy)
 
     @property
     def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
@@ -157,42 +172,38 @@ class ModelTrainStep(TrainStep):
         return kept(after, placement, self._policy), metrics, guarded
 
 
-def train_step(
-    model: ReplicatedModel,
-    *,
-    params: Any = None,
-    config: Any = None,
-    on_nonfinite: OnNonfinite = "raise",
-    donate: bool = True,
-) -> ModelTrainStep:
-    """A model's train step, for ``tj.run``.
+class RunsModes(Protocol):
+    """A replicated model, as far as its steps call it."""
 
-    Args:
-      model: The model.
-      params: Hyperparameters, where its model function asks for them.
-      config: What else it asks for.
-      on_nonfinite: As for ``tj.build_train_step``; the loss is what is guarded.
-      donate: May the next state take over the state's buffers?
+    def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
 
-    Returns:
-      A `ModelTrainStep`.
+        Args:
+          batch: ``{"features": ..., "labels": ...}``.
+          mode: The mode.
+        """
+        ...
 
-    Raises:
-      ValueError: An option is not one that there is, or the model function does not
-        ask for what is given.
-    """
-    given = {"params": params, "config": config}
-    model.model_fn.refuse_unasked(given)
-    options = StepOptions(
-        loss_reduction=None,
-        micro_batches=1,
-        remainder=model.options.remainder,
-        on_nonfinite=on_nonfinite,
-        guard="loss",
-        donate=donate,
-        max_programs=model.options.max_programs,
-    )
-    return ModelTrainStep(model, given, options)
+    def run(
+        self,
+        variables: PyTree,
+        batch: PlacedBatch,
+        mode: Mode,
+        wanted: Sequence[str],
+        params: Any = None,
+        config: Any = None,
+    ) -> ModelSpec:
+        """The wanted parts of the global spec.
+
+        Args:
+          variables: As for the model.
+          batch: A placed batch.
+          mode: The mode.
+          wanted: Names of the parts.
+          params: As for the model.
+          config: As for the model.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +218,7 @@ class ModelStep:
       config: What else it asks for.
     """
 
-    model: ReplicatedModel
+    model: RunsModes
     mode: Mode
     wanted: tuple[str, ...]
     params: Any
@@ -247,35 +258,3 @@ class ModelStep:
         if not isinstance(loss, Weighted):  # the mean over batches, as the original
             loss = Weighted(loss, jnp.float32(1))
         return {"loss": loss, **(spec.eval_metrics or {})}
-
-
-def eval_step(
-    model: ReplicatedModel, *, params: Any = None, config: Any = None
-) -> ModelStep:
-    """A model's evaluation step, for ``tj.evaluate_all``.
-
-    Args:
-      model: The model.
-      params: Hyperparameters, where its model function asks for them.
-      config: What else it asks for.
-
-    Returns:
-      ``(variables, batch) -> {"loss": ..., name: metric state}``.
-    """
-    return ModelStep(model, Mode.EVAL, ("loss", "eval_metrics"), params, config)
-
-
-def predict_step(
-    model: ReplicatedModel, *, params: Any = None, config: Any = None
-) -> ModelStep:
-    """A model's prediction step.
-
-    Args:
-      model: The model.
-      params: Hyperparameters, where its model function asks for them.
-      config: What else it asks for.
-
-    Returns:
-      ``(variables, batch) -> {name: rows}``, one row or more for each example.
-    """
-    return ModelStep(model, Mode.PREDICT, ("predictions",), params, config)

@@ -195,7 +195,12 @@ class DistributedDataset:
 
     Go through it as often as its source allows; each time it starts anew. Steps and
     `run` take its elements as they take batches.
+
+    Attributes:
+      prefetches: A thread of its own places batches in advance.
     """
+
+    prefetches = True
 
     def __init__(
         self, placement: Placement, source: Any, options: InputOptions

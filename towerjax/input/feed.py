@@ -1,6 +1,7 @@
 """How do batches reach the devices in time? Cut, grouped, and placed in advance."""
 
 import atexit
+import contextlib
 import itertools
 import queue
 import threading
@@ -138,6 +139,32 @@ def own_copy(leaf: Any) -> Any:
       A copy of a NumPy array; anything else as it is.
     """
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+@contextlib.contextmanager
+def closing_iterator(
+    iterable: Iterable[Pulled], *, is_ours: bool = False
+) -> Iterator[Iterator[Pulled]]:
+    """What an iterable gives, for a ``with`` that closes what it opened.
+
+    An iterator that the caller passed in stays open: it may be gone on with.
+
+    Args:
+      iterable: Anything.
+      is_ours: Close it even if it is an iterator itself: nobody else has it.
+
+    Yields:
+      ``iter(iterable)``.
+    """
+    iterator = iter(iterable)
+    try:
+        yield iterator
+    finally:
+        close = getattr(iterator, "close", None)
+        is_ours = is_ours or iterator is not iterable
+        # A loader that hangs in a thread cannot be closed; the thread's end says so.
+        if is_ours and close is not None and not getattr(iterator, "gi_running", False):
+            close()
 
 
 def prefetch(

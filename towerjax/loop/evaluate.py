@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.inference import InferenceStep
 from towerjax.input import feed
-from towerjax.input.distribute import DistributedDataset
+from towerjax.loop.steps import EvaluationStep
 from towerjax.metrics.host import add_batch, on_host, value_on_host
 from towerjax.metrics.state import is_metric
 from towerjax.types import PyTree
@@ -19,7 +18,7 @@ Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 
 
 def evaluate_all(
-    evaluate: InferenceStep,
+    evaluate: EvaluationStep,
     state: Any,
     batches: Batches,
     *,
@@ -34,7 +33,7 @@ def evaluate_all(
     that of the last batch.
 
     Args:
-      evaluate: As `build_eval_step` returns it.
+      evaluate: As `build_eval_step` returns it, or another `EvaluationStep`.
       state: A ``TrainState``, or parameters alone.
       batches: Global batches, or a function that gives them.
       prefetch: How many placed batches may wait; 0 uses no thread.
@@ -56,13 +55,18 @@ def evaluate_all(
       >>> evaluate_all(evaluate, jnp.float32(2), feed.batches(data, 4))
       {'mean': 8.0}
     """
-    source = batches if isinstance(batches, Iterable) else batches()
+    is_ours = not isinstance(batches, Iterable)
+    source = batches() if is_ours else batches
     totals: dict[str, Any] = {}
     running: collections.deque[Any] = collections.deque()
     count = 0
-    depth = 0 if isinstance(source, DistributedDataset) else prefetch  # it has its own
-    placed_batches = feed.prefetch(source, evaluate.place_batch, depth=depth)
-    with contextlib.closing(placed_batches):
+    depth = 0 if getattr(source, "prefetches", False) else prefetch
+    with (
+        feed.closing_iterator(source, is_ours=is_ours) as iterator,
+        contextlib.closing(
+            feed.prefetch(iterator, evaluate.place_batch, depth=depth)
+        ) as placed_batches,
+    ):
         for placed in placed_batches:
             if len(running) == in_flight:
                 _add_metrics(totals, running.popleft())

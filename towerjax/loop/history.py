@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from towerjax.loop.progress import format_value
+from towerjax.loop.stopping import BestEvaluation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,6 +64,9 @@ class History:
       skipped: The numbers of the steps that left the parameters as they were,
         because a loss or gradient was not finite.
       summary: How much and how fast.
+      best: The best evaluation and a copy of its state, where `run` was told to
+        keep it and there was one that is not NaN.
+      stopped: Why the run ended early, in words; None when all steps were done.
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj
@@ -81,6 +85,8 @@ class History:
     evaluations: tuple[tuple[int, dict[str, Any]], ...]
     skipped: tuple[int, ...]
     summary: RunSummary
+    best: BestEvaluation | None = None
+    stopped: str | None = None
 
     @property
     def final(self) -> dict[str, Any]:
@@ -166,11 +172,18 @@ class HistoryLog:
         if refused:
             self._skipped.append(self.number)
 
-    def history(self, summary: RunSummary) -> History:
+    def history(
+        self,
+        summary: RunSummary,
+        best: BestEvaluation | None = None,
+        stopped: str | None = None,
+    ) -> History:
         """What is written so far.
 
         Args:
           summary: Its summary.
+          best: The best of its evaluations.
+          stopped: Why it ended early.
 
         Returns:
           A `History`.
@@ -181,6 +194,8 @@ class HistoryLog:
             evaluations=tuple(self.evaluations),
             skipped=tuple(self._skipped),
             summary=summary,
+            best=best,
+            stopped=stopped,
         )
 
 

@@ -177,6 +177,7 @@ class Progress:
     def __init__(self, display: Display, start: int, steps: int | None) -> None:
         self._display, self._start, self._steps = display, start, steps
         self._next_s = 0.0
+        self._evaluated = ""
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
@@ -199,21 +200,33 @@ class Progress:
         number, metrics, rate = self._waiting
         self._waiting = None
         text = describe_step(number, self._start, self._steps, metrics, rate)
+        text += self._evaluated
         self._display.show(number - self._start, self._steps, text)
 
-    def evaluation(self, number: int, values: Mapping[str, Any]) -> None:
+    def evaluation(
+        self,
+        number: int,
+        values: Mapping[str, Any],
+        in_short: str = "",
+        stopped: str | None = None,
+    ) -> None:
         """An evaluation is done.
 
         Args:
           number: The number of the step before it.
           values: Its metrics.
+          in_short: What to say of it in the lines of the steps that follow.
+          stopped: Why the run ends here, where it does.
         """
         is_last = self._steps is not None and number == self._start + self._steps
-        if is_last or time.monotonic() >= self._next_s:
+        if is_last or stopped or time.monotonic() >= self._next_s:
             self._show()  # else a log would hold a line of both for each evaluation
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self._display.note(f"evaluation after step {number}  {shown}")
+        self._evaluated = f"  {in_short}" if in_short else ""
+        if stopped is not None:
+            self._display.note(f"stopped after step {number}: {stopped}")
 
     def close(self) -> None:
         """Show the last step, and leave the screen in order."""

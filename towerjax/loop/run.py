@@ -18,17 +18,19 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.inference import InferenceStep
 from towerjax.input import feed
-from towerjax.input.distribute import DistributedDataset
 from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches, evaluate_all
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress, choose_display
+from towerjax.loop.records import Record, Writer, Writers, check_writers, opened
+from towerjax.loop.steps import EvaluationStep, LoopStep
+from towerjax.loop.stopping import Best, EarlyStopping, Watch
+from towerjax.placement import Placement
 from towerjax.processes import require_same
 from towerjax.state import TrainState
-from towerjax.step import TrainStep
 from towerjax.types import PyTree
 from towerjax.update import NonFiniteError, is_refused
 
@@ -36,73 +38,23 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
 
 
-@dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """How the loop goes; see `run`."""
-
-    steps: int | None
-    eval_every: int | None
-    steps_per_call: int
-    prefetch: int
-    in_flight: int
-
-    def __post_init__(self) -> None:
-        """Check the options."""
-        for name in ("steps", "eval_every"):
-            if getattr(self, name) is not None:
-                feed.check_whole(name, getattr(self, name), 1)
-        feed.check_whole("steps_per_call", self.steps_per_call, 1)
-        feed.check_whole("prefetch", self.prefetch, 0)
-        feed.check_whole("in_flight", self.in_flight, 1)
-        if self.eval_every is not None and self.eval_every % self.steps_per_call:
-            raise ValueError(
-                f"eval_every={self.eval_every} must be a multiple of steps_per_call="
-                f"{self.steps_per_call}: there is no state between the steps of a call."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Evaluation:
-    """What to evaluate, on what."""
-
-    step: InferenceStep | None
-    batches: Batches | None
-    every: int | None
-
-    def __post_init__(self) -> None:
-        if (self.step is None) != (self.batches is None):
-            raise ValueError(
-                "evaluate and eval_batches belong together, but only"
-                f" {'eval_batches' if self.step is None else 'evaluate'} was given."
-            )
-        if self.step is None and self.every is not None:
-            raise ValueError(
-                f"eval_every={self.every} was given without anything to evaluate. Pass"
-                " evaluate=tj.build_eval_step(...) and eval_batches=..."
-            )
-        if isinstance(self.batches, Iterator):
-            raise ValueError(
-                f"eval_batches is a {type(self.batches).__name__}, which can be gone"
-                " through only once, but every evaluation needs all of it. Pass a list"
-                " of batches, or a function that gives them anew:"
-                " eval_batches=lambda: tj.batches(data, batch_size)."
-            )
-
-
 def run(
-    step: TrainStep,
+    step: LoopStep,
     state: TrainState,
     batches: Iterable[PyTree],
     *,
     steps: int | None = None,
-    evaluate: InferenceStep | None = None,
+    evaluate: EvaluationStep | None = None,
     eval_batches: Batches | None = None,
     eval_every: int | None = None,
+    early_stopping: EarlyStopping | None = None,
+    best: Best | None = None,
     steps_per_call: int = 1,
     prefetch: int = 2,
     in_flight: int = 2,
     progress: bool | None = None,
     hooks: Sequence[Hook] = (),
+    writers: Sequence[Writer] = (),
 ) -> tuple[TrainState, History]:
     """The state after the steps, and the history of every one of them.
 
@@ -112,18 +64,20 @@ def run(
     state stopped.
 
     Args:
-      step: As `build_train_step` returns it.
+      step: As `build_train_step` returns it, or another `LoopStep`.
       state: Where to start; donated, unless the step was built otherwise.
       batches: Global batches, e.g. of `batches`, or a `DistributedDataset`; may be
         endless with ``steps``. No more than ``steps`` are taken (a distributed data
         set takes some in advance from its source).
       steps: How many steps to do; None goes to the end of the data.
-      evaluate: As `build_eval_step` returns it.
+      evaluate: As `build_eval_step` returns it, or another `EvaluationStep`.
       eval_batches: The data to evaluate on, all of it each time: something that can
         be gone through again, or a function that returns an iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end. With several steps a call, after the call
         that reaches the multiple.
+      early_stopping: Ends the run when evaluations stop getting better.
+      best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
         steps are shorter than a call; a shorter last call needs no other program.
       prefetch: How many placed batches may wait; 0 places them in line.
@@ -132,18 +86,21 @@ def run(
         True is always a bar, False is silence.
       hooks: Each called as ``hook(step number, metrics)`` with host values, for every
         step in order, once its metrics are there: some calls later.
+      writers: Such as `JsonLines`; each is given every step and every evaluation.
+        Of several processes that share the towers the first one writes.
 
     Returns:
       ``(state, history)``.
 
     Raises:
       ValueError: An option is wrong, a batch is malformed, there is no batch, or
-        there are fewer than ``steps``.
+        there are fewer than ``steps``; the evaluation lacks a metric that is named.
       NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
         finite. That step changed nothing; steps then in flight are done.
 
-    Any exception on the way (also of the loader, of a hook, or Ctrl-C) carries what
-    there is as ``error.state``, to go on with, and ``error.history``.
+    Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
+    what there is as ``error.state``, to go on with, and ``error.history``. Writers
+    have every step of that history, and are closed.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
@@ -157,7 +114,9 @@ def run(
       (1.75, [4.0, 1.0, 0.25])
     """
     options = LoopOptions(steps, eval_every, steps_per_call, prefetch, in_flight)
-    evaluation = _Evaluation(evaluate, eval_batches, eval_every)
+    evaluation = Evaluation(evaluate, eval_batches, eval_every, early_stopping, best)
+    writers = check_writers(writers)
+    placement = step.strategy.placement
     step.check_state(state)
     if isinstance(batches, Mapping | PlacedBatch):
         raise ValueError(
@@ -165,16 +124,11 @@ def run(
             " [batch], or tj.batches(data, batch_size)."
         )
     start = int(state.step)
-    if step.strategy.placement.num_processes > 1:
-        length = len(batches) if isinstance(batches, Sized) else "no known number of"
-        require_same(
-            "How long tj.run goes",
-            f"steps={steps}, {length} batches, from step {start}",
-            "Give every process the same steps and batches.",
-        )
+    _require_same_length(placement, batches, options, evaluation, start)
     display = choose_display(progress)
     with contextlib.closing(Progress(display, start, steps)) as shown:
-        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks))
+        to = opened(writers, start, placement)
+        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), to)
         try:
             with loop.guard.installed():
                 loop.run(batches)
@@ -182,6 +136,26 @@ def run(
             loop.hand_over(error)
             raise
     return loop.state, loop.history()
+
+
+def _require_same_length(
+    placement: Placement,
+    batches: Iterable[PyTree],
+    options: LoopOptions,
+    evaluation: Evaluation,
+    start: int,
+) -> None:
+    """Raise, on every process, unless all of them will do the same steps."""
+    if placement.num_processes == 1:
+        return
+    length = len(batches) if isinstance(batches, Sized) else "no known number of"
+    text = f"steps={options.steps}, {length} batches, from step {start}"
+    for name in ("every", "early_stopping", "best"):
+        if getattr(evaluation, name) is not None:
+            text += f", {name}={getattr(evaluation, name)}"
+    require_same(
+        "How long tj.run goes", text, "Give every process the same steps and batches."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,16 +172,20 @@ class _Loop:
 
     def __init__(
         self,
-        step: TrainStep,
+        step: LoopStep,
         state: TrainState,
         options: LoopOptions,
-        evaluation: _Evaluation,
+        evaluation: Evaluation,
         progress: Progress,
         hooks: tuple[Hook, ...],
+        writers: Writers,
     ) -> None:
         self.state, self.guard = state, InterruptGuard()
         self._step, self._options, self._evaluation = step, options, evaluation
-        self._progress, self._hooks = progress, hooks
+        self._progress, self._hooks, self._writers = progress, hooks, writers
+        self._watch = Watch(
+            evaluation.early_stopping, evaluation.best, step.strategy.placement
+        )
         self._log = HistoryLog(int(state.step))
         self._dispatched = self._log.number
         self._in_flight: collections.deque[_Call] = collections.deque()
@@ -217,9 +195,14 @@ class _Loop:
 
     def run(self, batches: Iterable[PyTree]) -> None:
         """All steps, and the evaluations between and after them."""
-        placed_batches = self._placed(batches)
-        with contextlib.closing(placed_batches):
-            while (placed := self._next(placed_batches)) is not None:
+        depth = 0 if getattr(batches, "prefetches", False) else self._options.prefetch
+        with (
+            feed.closing_iterator(batches) as iterator,
+            contextlib.closing(self._placed(iterator, depth)) as placed_batches,
+        ):
+            while self._watch.stopped is None:
+                if (placed := self._next(placed_batches)) is None:
+                    break
                 before = self._dispatched
                 self._dispatch(placed)
                 every = self._evaluation.every or self._dispatched + 1
@@ -230,11 +213,15 @@ class _Loop:
         evaluations = self._log.evaluations
         if not evaluations or evaluations[-1][0] != self._log.number:
             self._evaluate()
+        self._writers.close()
+        self._writers.check()
+        with self.guard:
+            self.state = self._watch.to_return(self.state)
 
-    def _placed(self, batches: Iterable[PyTree]) -> Generator[PlacedBatch, None, None]:
-        size, depth = self._options.steps_per_call, self._options.prefetch
-        if isinstance(batches, DistributedDataset):
-            depth = 0  # it has a thread of its own
+    def _placed(
+        self, batches: Iterable[PyTree], depth: int
+    ) -> Generator[PlacedBatch, None, None]:
+        size = self._options.steps_per_call
         batches = itertools.islice(batches, self._options.steps)
         if size == 1:
             return feed.prefetch(batches, self._step.place_batch, depth=depth)
@@ -269,6 +256,7 @@ class _Loop:
         while len(self._in_flight) > allowed:
             number = self._log.number
             rows, refused = self._record_oldest()
+            self._writers.check()
             for row, was_refused in zip(rows, refused, strict=True):
                 number += 1
                 if was_refused and self._step.options.on_nonfinite == "raise":
@@ -284,10 +272,13 @@ class _Loop:
         indices = range(len(call.num_examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
         refused = [is_refused(guarded[i]) for i in indices]
-        with self.guard:
+        time_s, first = time.time(), self._log.number + 1
+        records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
+        with self.guard:  # what is in the history is in the files, and once
             self._in_flight.popleft()
             for step in zip(rows, refused, call.num_examples, strict=True):
                 self._log.add(*step)
+            self._writers.write(records)
         return rows, refused
 
     def _evaluate(self) -> None:
@@ -303,9 +294,16 @@ class _Loop:
             prefetch=self._options.prefetch,
             in_flight=self._options.in_flight,
         )
+        number = self._log.number
+        with self.guard:
+            self._log.evaluations.append((number, values))
+            self._writers.write([Record("eval", number, time.time(), values)])
+        self._writers.check()
+        self._watch.see(number, values, self.state)
         self._evaluate_s += time.perf_counter() - start_s
-        self._log.evaluations.append((self._log.number, values))
-        self._progress.evaluation(self._log.number, values)
+        watch = self._watch
+        in_short = watch.describe(number, values)
+        self._progress.evaluation(number, values, in_short, watch.stopped)
 
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps
@@ -314,7 +312,7 @@ class _Loop:
                 "batches is empty. An iterator that was gone through before is; make"
                 " it anew."
             )
-        if steps is not None and done < steps:
+        if steps is not None and done < steps and self._watch.stopped is None:
             raise ValueError(
                 f"steps={steps} were asked for, but batches ended after {done}. Use"
                 " tj.batches(..., epochs=None) for endless data, or leave steps out to"
@@ -338,13 +336,15 @@ class _Loop:
             steps_per_second=steps_per_second,
             examples_per_second=steps_per_second * self._log.examples / max(steps, 1),
         )
-        return self._log.history(summary)
+        return self._log.history(summary, self._watch.best, self._watch.stopped)
 
     def hand_over(self, error: Any) -> None:
         """Give what there is to an exception: the caller's state was donated."""
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
+        self._writers.close()
+        self._writers.explain(error)
         error.state = self.state if _is_usable(self.state) else None
         error.history = self.history()
         if error.state is None:
@@ -352,8 +352,8 @@ class _Loop:
                 "The state is lost: the devices failed in it. Go on from a checkpoint"
             )
         else:
-            note = f"error.state is the state after step {self._dispatched}; go on with"
-            note += " tj.run(step, error.state, ...)"
+            note = f"error.state is the state after step {self._dispatched}; go on"
+            note += " from it"
         if self._step.strategy.placement.num_processes > 1:
             note += (
                 ". Each process stops where it is: their states may be of different"

@@ -1,0 +1,369 @@
+"""Early stopping and the best evaluation: counted by hand, kept bit for bit."""
+
+import io
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.loop.run import run
+from towerjax.loop.stopping import Watch, _restored, copied
+
+NAN, INF = math.nan, math.inf
+
+
+def loss_fn(params, batch, tower):
+    loss = tj.Weighted.mean((params["w"] - batch) ** 2, tower.weight)
+    return tj.TowerOutput(loss, local={"seen": tower.local["seen"] + 1.0})
+
+
+def metric_fn(params, batch, tower):
+    rows = tower.weight.sum(keepdims=True)
+    column = tj.Weighted(rows * params["w"], rows)
+    return {"told": tj.Weighted.mean(batch, tower.weight), "column": column}
+
+
+def build(executor="shard_map", devices=8, **options):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    strategy = tj.Mirrored(names, executor=executor)
+    step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+    return step, tj.build_eval_step(metric_fn, strategy)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return build()
+
+
+def init(step):
+    local = {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
+    return step.init({"w": np.float32(0.5)}, local=local, rng=jax.random.key(7))
+
+
+def told(values):
+    """Data whose evaluations are these values, one after another."""
+    values = iter(values)
+    return lambda: [np.full(8, next(values), np.float32)]
+
+
+def train(built, values, num_steps, **options):
+    step, evaluate = built
+    data = [np.full(8, float(i), np.float32) for i in range(num_steps)]
+    options = {"eval_every": 1, "progress": False, **options}
+    return run(
+        step,
+        init(step),
+        data,
+        evaluate=evaluate,
+        eval_batches=told(values),
+        **options,
+    )
+
+
+def bits(tree):
+    def of(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    return [of(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+# Early stopping
+
+# values, patience, mode, min_delta -> the number of the last evaluation
+PATIENCE = [
+    ([3, 2, 1, 0, 0, 0], 1, "min", 0.0, 5),  # equal is no improvement
+    ([3, 2, 1, 0, 0, 0], 2, "min", 0.0, 6),
+    ([3, 2, 1, 0, 0, 0], 3, "min", 0.0, None),
+    ([1, 2, 0, 2, 2, 2], 2, "min", 0.0, 5),  # an improvement begins anew
+    ([1, 2, 0, 2, 2, 2], 1, "min", 0.0, 2),
+    ([0, 1, 2, 1, 1, 3], 2, "max", 0.0, 5),
+    ([0, 1, 2, 1, 1, 3], 3, "max", 0.0, None),
+    ([4, 3.5, 3, 2.5, 2, 1], 1, "min", 0.5, 2),  # by min_delta is not by more
+    ([4, 3.5, 3, 2.5, 2, 1], 1, "min", 0.25, None),
+    ([4, 3.5, 3, 2.5, 2, 1], 2, "min", 0.5, None),  # 4 -> 3: together they count
+    ([0, 0.5, 1, 1.5, 2, 3], 2, "max", 1.0, 3),
+    ([NAN, NAN, 1, 2, 2, 2], 2, "min", 0.0, 2),  # not a number is not better
+    ([NAN, 1, NAN, NAN, 0, 0], 2, "min", 0.0, 4),
+    ([INF, INF, 1, 0, 0, 0], 3, "min", 0.0, None),
+    ([INF, 1, 2, 3, 3, 3], 1, "min", 0.0, 1),
+    ([-INF, 1, 2, 3, 4, 5], 1, "max", 0.0, 1),
+    ([1, -INF, -INF, 0, 0, 0], 2, "min", 0.0, 4),
+    ([1, INF, 2, 3, 4, 5], 2, "max", 0.0, 4),
+]
+
+
+def by_hand(values, patience, mode, min_delta):
+    """The same count, from the definition."""
+    best = INF if mode == "min" else -INF
+    without = 0
+    for number, value in enumerate(values, 1):
+        gain = best - value if mode == "min" else value - best
+        if value != value or value == best or not gain > min_delta:
+            without += 1
+        else:
+            best, without = value, 0
+        if without == patience:
+            return number
+    return None
+
+
+@pytest.mark.parametrize("values, patience, mode, min_delta, last", PATIENCE)
+def test_patience(steps, values, patience, mode, min_delta, last):
+    assert by_hand(values, patience, mode, min_delta) == last
+    early = tj.EarlyStopping("told", patience, mode, min_delta)
+    state, history = train(steps, values, 6, early_stopping=early)
+    assert (history.stopped is not None) == (last is not None)
+    assert int(state.step) == len(history.steps) == (last or 6)
+    seen = [evaluated["told"] for _, evaluated in history.evaluations]
+    np.testing.assert_array_equal(seen, values[: last or 6])
+
+
+def test_patience_of_any_values_is_as_counted_by_hand():
+    rng = np.random.default_rng(0)
+    strategy = tj.Mirrored(towers=1)
+    for _ in range(300):
+        values = rng.choice([NAN, INF, -INF, 0, 1, 2, 3, 4], size=12).tolist()
+        arguments = int(rng.integers(1, 5)), str(rng.choice(["min", "max"]))
+        arguments = (*arguments, float(rng.choice([0, 1, 2])))
+        early = tj.EarlyStopping("x", *arguments)
+        watch, last = Watch(early, None, strategy.placement), None
+        for number, value in enumerate(values, 1):
+            if watch.stopped is None:
+                watch.see(number, {"x": value}, None)
+                last = number if watch.stopped else None
+        assert last == by_hand(values, *arguments), (values, early)
+
+
+def test_what_stopped_a_run_is_said(steps, capsys):
+    early = tj.EarlyStopping("told", patience=2)
+    _, history = train(
+        steps, [3, 1, 2, 2], 9, steps=9, progress=None, early_stopping=early
+    )
+    why = "told did not improve in 2 evaluations in a row: best 1.000 after step 2"
+    assert history.stopped == why
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"stopped after step 4: {why}"
+    assert lines[-2].startswith("evaluation after step 4")
+    assert not history.evaluations[4:]
+
+
+def test_nothing_but_nan_says_no_best(steps):
+    early = tj.EarlyStopping("told", patience=1)
+    best = tj.Best("told", restore=True)
+    state, history = train(steps, [NAN], 3, early_stopping=early, best=best)
+    assert history.stopped == "told did not improve in 1 evaluation"
+    assert history.best is None
+    assert int(state.step) == 1
+
+
+def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "300")
+    train(
+        steps,
+        [3, 1, 2],
+        4,
+        steps=4,
+        eval_every=2,
+        progress=True,
+        best=tj.Best("told"),
+    )
+    text = screen.getvalue()
+    # Steps 3 and 4 come after the evaluation after step 2.
+    assert "evaluated told 3.000 after 2, best 3.000 after 2" in text
+    assert re.search(r"step 4/4  loss [\d.]+  [\d.]+ steps/s  evaluated told 3", text)
+
+
+def test_stopping_with_several_steps_a_call(steps):
+    step, evaluate = build()
+    early = tj.EarlyStopping("told", patience=1)
+    options = {"steps_per_call": 2, "eval_every": 2, "early_stopping": early}
+    state, history = train((step, evaluate), [1, 1, 0], 10, **options)
+    assert int(state.step) == 4
+    assert [number for number, _ in history.evaluations] == [2, 4]
+
+
+def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
+    step, evaluate = steps
+    closed = []
+
+    class Data:
+        def __iter__(self):
+            try:
+                while True:
+                    yield np.ones(8, np.float32)
+            finally:
+                closed.append("ours")
+
+    options = {"evaluate": evaluate, "eval_every": 1, "progress": False}
+    options["early_stopping"] = tj.EarlyStopping("told", 1)
+    for prefetch in (0, 2):
+        run(
+            step,
+            init(step),
+            Data(),
+            steps=100,
+            eval_batches=told([1, 1]),
+            prefetch=prefetch,
+            **options,
+        )
+        assert closed.pop() == "ours"
+    mine = iter(Data())
+    run(step, init(step), mine, eval_batches=told([1, 1]), prefetch=0, **options)
+    assert not closed
+    next(mine)  # the caller's iterator goes on
+
+
+# The best
+
+
+@pytest.mark.parametrize("keep", ["devices", "host"])
+@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+def test_the_best_state_is_that_of_its_step_bit_for_bit(executor, keep):
+    values = [5, 2, 3, 2, 4]
+    steps = build(executor)
+    best = tj.Best("told", keep=keep)
+    state, history = train(steps, values, 5, best=best)
+    kept = history.best
+    assert (kept.step, kept.value, kept.values["told"]) == (2, 2.0, 2.0)
+    alone, _ = train(steps, values, 2)
+    assert bits(kept.state) == bits(alone)
+    assert bits(kept.state) != bits(state)
+    if keep == "host":
+        assert isinstance(kept.state.params["w"], np.ndarray)
+        placed = steps[0].place(kept.state)
+        assert bits(placed) == bits(alone)
+
+
+def test_more_may_be_better(steps):
+    best = tj.Best("told", mode="max")
+    _, history = train(steps, [1, NAN, 4, 4, 2], 5, best=best)
+    assert (history.best.step, history.best.value) == (3, 4.0)
+
+
+@pytest.mark.parametrize("keep", ["devices", "host"])
+def test_a_run_goes_on_from_the_restored_best(steps, keep):
+    best = tj.Best("told", keep=keep, restore=True)
+    state, history = train(steps, [5, 1, 3, 2], 4, best=best)
+    alone, _ = train(steps, [5, 1], 2)
+    assert bits(state) == bits(alone) == bits(history.best.state)
+    for restored, trained in zip(*map(jax.tree.leaves, (state, alone)), strict=True):
+        assert restored.sharding == trained.sharding
+    # It is donated to the next run; the kept one stays what it was.
+    after, _ = run(steps[0], state, [np.ones(8, np.float32)], progress=False)
+    assert int(after.step) == 3
+    assert bits(history.best.state) == bits(alone)
+
+
+def test_a_restored_state_shares_no_memory_with_what_is_kept():
+    # On the CPU an array may lie in NumPy's memory, where that is aligned.
+    memory = np.zeros(4096 + 64, np.uint8)
+    kept = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
+    restored = _restored({"w": kept}, {"w": jax.device_put(kept, jax.devices()[1])})
+    kept[:] = 7.0
+    assert not np.asarray(restored["w"]).any()
+    assert restored["w"].devices() == {jax.devices()[1]}
+
+
+def test_a_copy_is_compiled_once(steps):
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    train(steps, [1, 0], 2, best=tj.Best("told"))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        train(steps, [9, 8, 7, 6], 4, best=tj.Best("told"))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+
+
+def test_variables_on_different_devices_are_copied_each_in_its_place():
+    there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
+    copies = copied(there, "devices", tj.Mirrored(towers=2).placement)
+    for i, (copy, original) in enumerate(zip(copies, there, strict=True)):
+        assert copy.devices() == original.devices() == {jax.devices()[i % 2]}
+        original.delete()
+        assert float(copy) == i
+
+
+def test_an_exception_keeps_the_best(steps):
+    def hook(number, metrics):
+        if number == 3:
+            raise LookupError
+
+    with pytest.raises(LookupError) as caught:
+        train(steps, [1, 2, 3], 5, best=tj.Best("told", restore=True), hooks=[hook])
+    alone, _ = train(steps, [1], 1)
+    assert bits(caught.value.history.best.state) == bits(alone)
+    assert int(caught.value.state.step) == 3  # the last one, to go on with
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: tj.EarlyStopping("x", 0), "patience=0 must be a whole number >= 1"),
+        (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
+        (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least') must be 'min'"),
+        (lambda: tj.EarlyStopping("", 1), "metric='') must be the name of a metric"),
+        (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
+        (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
+        (lambda: tj.Best("x", "maximum"), "Best(mode='maximum') must be 'min'"),
+        (lambda: tj.Best(3), "Best(metric=3) must be the name of a metric"),
+        (lambda: tj.Best("x", keep="disk"), "Best(keep='disk') must be 'devices'"),
+        (lambda: tj.Best("x", restore=1), "Best(restore=1) must be True or False"),
+    ],
+)
+def test_bad_options_are_refused(make, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+
+
+def test_options_that_do_not_fit_are_refused_before_the_run(steps):
+    step, evaluate = steps
+    state = init(step)
+    evaluated = {"evaluate": evaluate, "eval_batches": [np.ones(8, np.float32)]}
+    early = tj.EarlyStopping("told", 1)
+    table = [
+        ({"early_stopping": early}, "early_stopping=EarlyStopping(metric='told', pat"),
+        ({"best": tj.Best("told")}, "without anything to evaluate: pass evaluate"),
+        ({"early_stopping": early, **evaluated}, "would never stop anything"),
+        ({"early_stopping": "told", **evaluated}, "must be None or a tj.EarlyStopping"),
+        ({"best": "told", **evaluated}, "best='told' must be None or a tj.Best, such"),
+    ]
+    for options, text in table:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            run(step, state, [np.ones(8, np.float32)], **options)
+    assert int(state.step) == 0
+
+
+@pytest.mark.parametrize("option", ["early_stopping", "best"])
+@pytest.mark.parametrize(
+    "metric, text",
+    [
+        ("loss", r"has no such metric, but \['column', 'told'\]. Name one"),
+        ("column", r"its value is an array\[1\], of which none is"),
+    ],
+)
+def test_a_metric_that_is_not_there_is_told_at_the_first_evaluation(
+    steps, option, metric, text
+):
+    made = tj.Best(metric) if option == "best" else tj.EarlyStopping(metric, 9)
+    with pytest.raises(ValueError, match=text) as caught:
+        train(steps, [1, 2], 4, eval_every=2, **{option: made})
+    assert int(caught.value.state.step) == 2
+    assert len(caught.value.history.evaluations) == 1

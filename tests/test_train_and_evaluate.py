@@ -1,0 +1,552 @@
+"""train_and_evaluate and predict: how long, of what data, and what is refused."""
+
+import collections
+import functools
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.estimator.data import as_batch
+
+RATE = 0.1
+EPS = np.finfo(np.float32).eps
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def losses_of(params, batch):
+    errors = batch["features"]["x"] @ params["w"]
+    if "labels" in batch:
+        errors = errors - batch["labels"]
+    return errors**2
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean(losses_of(params, batch), tower.weight)
+
+
+def metric_fn(params, batch, tower):
+    return {"loss": loss_fn(params, batch, tower)}
+
+
+def predict_fn(params, batch, tower):
+    assert set(batch) == {"features"}
+    x = batch["features"]["x"]
+    return {"y": x @ params["w"], "double": 2 * x}
+
+
+class Model:
+    """What a replicated model offers, of a linear regression."""
+
+    def __init__(self):
+        self.strategy = tj.Mirrored()
+        self.seen = []
+
+    @functools.cache  # noqa: B019
+    def train_step(self, donate=True, on_nonfinite="raise"):
+        step = tj.build_train_step(
+            loss_fn,
+            optax.sgd(RATE),
+            self.strategy,
+            remainder="pad",
+            donate=donate,
+            on_nonfinite=on_nonfinite,
+        )
+        dispatch = step.dispatch
+
+        def dispatch_and_find_hooks(state, batch):
+            step.hooks = (lambda number, metrics: self.seen.append(number),)
+            return dispatch(state, batch)
+
+        step.dispatch = dispatch_and_find_hooks
+        return step
+
+    @functools.cache  # noqa: B019
+    def eval_step(self):
+        return tj.build_eval_step(metric_fn, self.strategy)
+
+    @functools.cache  # noqa: B019
+    def predict_step(self):
+        return tj.build_predict_step(predict_fn, self.strategy)
+
+    def init(self):
+        return self.train_step().init({"w": np.array([0.5, -1.0, 2.0], np.float32)})
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return Model()
+
+
+@pytest.fixture
+def model(compiled):
+    compiled.seen.clear()
+    return compiled
+
+
+def arrays(num_examples, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num_examples, 3)).astype(np.float32)
+    return {"x": x}, (x @ np.float32([1, 2, 3]) + rng.normal(size=len(x))).astype("f4")
+
+
+def pairs(num_examples=44, batch_size=16, seed=0):
+    """Batches of 16, 16, 12: the last one is padded on 8 towers."""
+    return list(tj.batches(arrays(num_examples, seed), batch_size))
+
+
+def oracle(batches, w=(0.5, -1.0, 2.0)):
+    """Losses before each step and last weights of gradient descent in float64."""
+    w, losses = np.array(w), []
+    for features, labels in batches:
+        x = features["x"].astype(np.float64)
+        errors = x @ w - (0.0 if labels is None else labels.astype(np.float64))
+        losses.append(np.mean(errors**2))
+        w = w - RATE * 2 * x.T @ errors / len(x)
+    return np.array(losses), w
+
+
+def train(model, data, *rest, **options):
+    options = {"variables": model.init(), "progress": False, **options}
+    return tj.train_and_evaluate(model, data, *rest, **options)
+
+
+def check(result, expected):
+    """The run did these batches, in this order."""
+    (variables, history), (losses, w) = result, oracle(expected)
+    bound = 16 * len(expected) * EPS
+    np.testing.assert_allclose(history.metrics["loss"], losses, rtol=bound)
+    np.testing.assert_allclose(variables.params["w"], w, rtol=bound)
+    assert history.steps.tolist() == list(range(1, len(expected) + 1))
+    assert history.summary.examples == sum(len(x["x"]) for x, _ in expected)
+
+
+# How long
+
+HOW_LONG = [
+    (None, None, 3),  # one pass
+    (None, 2, 6),
+    (2, None, 2),
+    (8, None, 8),  # gone through again
+    (4, 3, 4),  # whichever ends first
+    (9, 2, 6),
+    (6, 2, 6),
+]
+
+
+@pytest.mark.parametrize("steps, epochs, expected", HOW_LONG)
+@pytest.mark.parametrize("form", ["list", "function", "dataset", "own dataset"])
+def test_how_long(model, form, steps, epochs, expected):
+    data = made = pairs()
+    calls = []
+
+    def fn(context=None):
+        calls.append(1)
+        yield from data
+
+    if form == "function":
+        made = fn
+    if form == "dataset":
+        made = model.strategy.distribute_dataset(data, remainder="pad")
+    if form == "own dataset":
+        made = model.strategy.distribute_dataset(lambda c: fn(), remainder="pad")
+    result = train(model, made, steps=steps, epochs=epochs)
+    check(result, list(itertools.islice(itertools.cycle(data), expected)))
+    assert model.seen == list(range(1, expected + 1))
+    if form == "function":
+        assert len(calls) == -(-expected // 3)
+
+
+def test_a_distributed_data_set_has_one_thread_and_no_other(model):
+    def count(*_):
+        names = [thread.name for thread in threading.enumerate()]
+        counts.append(names.count("towerjax-prefetch"))
+
+    def endless():
+        yield from itertools.cycle(pairs())
+
+    for data in (endless, model.strategy.distribute_dataset(endless, remainder="pad")):
+        counts = []
+        train(model, data, steps=3, epochs=1, hooks=[count])
+        for _ in itertools.islice(tj.predict(model, model.init(), data), 2):
+            count()
+        assert max(counts) == 1
+        counts.clear()
+        count()
+        assert counts == [0]
+
+
+def test_data_that_can_be_gone_through_once_is(model):
+    data = pairs()
+    check(train(model, iter(data)), data)
+    check(train(model, iter(data), epochs=1), data)
+    endless = itertools.cycle(data)
+    check(train(model, endless, steps=5), [*data, *data[:2]])
+    assert next(endless) is data[2]
+    mine = (batch for batch in data)
+    check(train(model, mine, steps=2, prefetch=0), data[:2])
+    assert next(mine) is data[2]  # the caller's own is not closed
+
+
+@pytest.mark.parametrize("steps_per_call, prefetch", [(4, 2), (4, 0), (1, 0)])
+def test_an_epoch_may_end_within_a_call(model, steps_per_call, prefetch):
+    data = pairs()
+    options = {"steps_per_call": steps_per_call, "prefetch": prefetch}
+    check(train(model, data, epochs=3, **options), data * 3)
+
+
+def test_without_labels_there_are_none(model):
+    model, data = Model(), [(features, None) for features, _ in pairs()]
+    check(train(model, data), data)
+    check(train(model, [features for features, _ in data]), data)
+
+
+def test_evaluations_are_those_of_numpy(model):
+    data, held_out = pairs(), pairs(29, 10, seed=1)
+    _, history = train(model, data, lambda: held_out, epochs=3, eval_every=4)
+    assert [number for number, _ in history.evaluations] == [4, 8, 9]
+    for number, values in history.evaluations:
+        _, w = oracle((data * 3)[:number])
+        squares = [
+            (x["x"].astype(np.float64) @ w - y.astype(np.float64)) ** 2
+            for x, y in held_out
+        ]
+        expected = np.concatenate(squares).mean()
+        np.testing.assert_allclose(values["loss"], expected, rtol=500 * EPS)
+
+
+def test_evaluation_data_may_be_distributed(model):
+    held_out = pairs(29, 10, seed=1)
+    placed = model.strategy.distribute_dataset(held_out, remainder="pad")
+    _, history = train(model, pairs(), placed, eval_every=1)
+    _, plain = train(model, pairs(), held_out, eval_every=1)
+    assert [x["loss"] for _, x in history.evaluations] == [
+        x["loss"] for _, x in plain.evaluations
+    ]
+    assert len(history.evaluations) == 3
+
+
+def test_options_reach_the_loop(model, tmp_path):
+    path, seen = tmp_path / "run.jsonl", []
+    data = pairs()
+    # Learning from data that diverges: the first evaluation is the best.
+    worse = [(x, -10 * y) for x, y in data]
+    variables, history = train(
+        model,
+        worse,
+        data,
+        epochs=9,
+        eval_every=2,
+        early_stopping=tj.EarlyStopping("loss", patience=2),
+        best=tj.Best("loss", restore=True),
+        writers=[tj.JsonLines(path)],
+        hooks=[lambda number, metrics: seen.append((number, len(model.seen)))],
+    )
+    values = [x["loss"] for _, x in history.evaluations]
+    assert values == sorted(values) and len(values) == 3
+    assert history.stopped and history.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert int(variables.step) == history.best.step == 2
+    np.testing.assert_allclose(variables.params["w"], oracle(worse[:2])[1], rtol=1e-5)
+    assert len(path.read_text().splitlines()) == 6 + 3
+    assert seen == [(n, n) for n in range(1, 7)]  # the model's own hook comes first
+
+
+def test_a_run_goes_on(model, tmp_path):
+    data, writers = pairs(), [tj.JsonLines(tmp_path / "run.jsonl")]
+    variables, _ = train(model, data, writers=writers)
+    variables, history = train(model, data, variables=variables, writers=writers)
+    assert history.steps.tolist() == [4, 5, 6]
+    np.testing.assert_allclose(variables.params["w"], oracle(data * 2)[1], rtol=1e-5)
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 6
+
+
+# Nothing is lost, nothing left open
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", ["loader", "hook", "writer", "ctrl-c"])
+def test_after_an_error_it_goes_on(model, kind, prefetch):
+    data, error, closed = pairs(), LookupError("gone"), []
+
+    def loader():
+        try:
+            yield from data
+            if kind == "loader":
+                raise error
+            yield from data
+        finally:
+            closed.append(1)
+
+    def hook(number, metrics):
+        if number == 3 and kind == "hook":
+            raise error
+        if number == 3 and kind == "ctrl-c":
+            signal.raise_signal(signal.SIGINT)
+
+    class Writer:
+        def open(self, start):
+            return self
+
+        def write(self, record):
+            if record.step == 3 and kind == "writer":
+                raise error
+
+        def close(self):
+            closed.append(2)
+
+    expected = KeyboardInterrupt if kind == "ctrl-c" else LookupError
+    options = {"hooks": [hook], "writers": [Writer()], "prefetch": prefetch}
+    with pytest.raises(expected) as caught:
+        train(model, loader, **options)
+    assert sorted(closed) == [1, 2]
+    done = int(caught.value.state.step)
+    assert done >= 3 and len(caught.value.history.steps) == done
+    rest = (data * 2)[done:]
+    variables, _ = train(model, rest, variables=caught.value.state)
+    np.testing.assert_allclose(variables.params["w"], oracle(data * 2)[1], rtol=1e-5)
+
+
+def test_a_malformed_batch_closes_the_data(model):
+    closed = []
+
+    def loader():
+        try:
+            while True:
+                yield ({"x": np.zeros((8, 3), np.float32)}, np.zeros(7, np.float32))
+        finally:
+            closed.append(1)
+
+    for prefetch in (0, 2):
+        with pytest.raises(ValueError, match=r"batch\['labels'\]") as caught:
+            train(model, loader, prefetch=prefetch)
+        assert caught.value.state is not None and closed.pop()
+    assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
+
+
+def test_eval_data_that_a_function_makes_is_closed(model):
+    closed = []
+
+    def held_out():
+        try:
+            yield from pairs()
+            if len(closed) == 1:
+                raise LookupError
+        finally:
+            closed.append(1)
+
+    with pytest.raises(LookupError) as caught:
+        train(model, pairs(), held_out, eval_every=1)
+    assert len(closed) == 2 and int(caught.value.state.step) == 2
+
+
+# What is refused
+
+ONCE = "is a generator, which can be gone through only once"
+
+
+def once():
+    yield from pairs()
+
+
+def always(data):
+    return lambda: data
+
+
+@pytest.mark.parametrize(
+    "data, options, text",
+    [
+        (once(), {"epochs": 2}, f"train_data {ONCE}, but epochs=2 goes through it"),
+        (once(), {"epochs": 3, "steps": 4}, f"train_data {ONCE}, but epochs=3"),
+        (pairs(), {"eval_data": once()}, f"eval_data {ONCE}, but every evaluation"),
+        (pairs(), {"eval_every": 2}, "eval_every=2 needs eval_data"),
+        (pairs(), {"best": tj.Best("loss")}, "best=Best(metric='loss', mode='min'"),
+        (pairs(), {"epochs": 0}, "epochs=0 must be a whole number >= 1"),
+        (pairs(), {"epochs": 1, "steps": 0}, "steps=0 must be a whole number >= 1"),
+        (pairs(), {"steps": 1.5}, "steps=1.5 must be a whole number >= 1"),
+        (pairs()[0], {}, "train_data is one batch or whole arrays (tuple), but"),
+        (arrays(8)[0], {}, "train_data is one batch or whole arrays (dict), but it is"),
+        (arrays(8)[1], {}, "train_data is one batch or whole arrays (ndarray)"),
+        (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch or whole arrays"),
+        (7, {}, "train_data=7 must be an iterable of (features, labels)"),
+        (pairs(), {"variables": {"w": 1.0}}, "variables is a dict, but steps are coun"),
+        (
+            pairs(),
+            {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
+            "early_stopping without eval_every would never",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_done(model, data, options, text):
+    variables = model.init()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        train(model, data, **{"variables": variables, **options})
+    assert int(variables.step) == 0 and model.seen == []
+
+
+@pytest.mark.parametrize(
+    "data, options, done, text",
+    [
+        (list, {}, 0, "batches is empty"),
+        (list, {"steps": 3}, 0, "batches is empty"),
+        (once(), {"steps": 4}, 3, "steps=4 were asked for, but batches ended after 3"),
+        (lambda: 3, {}, 0, "The function train_data returned a int, which is no"),
+        (lambda: arrays(8)[0], {}, 0, "train_data returned a dict, which is no iterab"),
+        (always(once()), {"epochs": 2}, 3, "gave no batches in epoch 2"),
+        (always(once()), {"steps": 9}, 3, "gave no batches in epoch 2"),
+        (lambda: [[1, 2]], {}, 0, "A batch is a list of two, which could be"),
+    ],
+)
+def test_bad_data_is_told_of_and_nothing_is_lost(model, data, options, done, text):
+    with pytest.raises(ValueError, match=re.escape(text)) as caught:
+        train(model, data, **options)
+    assert int(caught.value.state.step) == done
+
+
+def test_what_is_a_pair():
+    one, two = np.zeros(2), np.ones(2)
+    table = [
+        ((one, two), {"features": one, "labels": two}),
+        (({"x": one}, {"y": two}), {"features": {"x": one}, "labels": {"y": two}}),
+        ((one, None), {"features": one}),
+        ((one, two, one), {"features": (one, two, one)}),
+        (Pair(one, two), {"features": Pair(one, two)}),
+        ({"x": one}, {"features": {"x": one}}),
+        ([one], {"features": [one]}),
+    ]
+    for element, expected in table:
+        made = as_batch(element)
+        assert jax.tree.structure(made) == jax.tree.structure(expected)
+        assert all(map(np.array_equal, *map(jax.tree.leaves, (made, expected))))
+    assert as_batch((one, two), with_labels=False) == {"features": one}
+
+
+# Prediction
+
+
+def expected_rows(batches, w=(0.5, -1.0, 2.0)):
+    x = np.concatenate([features["x"] for features, _ in batches]).astype(np.float64)
+    return x @ np.array(w), 2 * x
+
+
+@pytest.mark.parametrize("prefetch, in_flight", [(0, 1), (2, 2), (1, 5)])
+@pytest.mark.parametrize("form", ["pairs", "features", "function", "dataset"])
+def test_predictions_are_in_order_and_without_padding(model, form, prefetch, in_flight):
+    batches = pairs(45)
+    data = {
+        "pairs": batches,
+        "features": [features for features, _ in batches],
+        "function": lambda: iter(batches),
+        "dataset": model.strategy.distribute_dataset(batches, remainder="pad"),
+    }[form]
+    options = {"prefetch": prefetch, "in_flight": in_flight}
+    outputs = list(tj.predict(model, model.init(), data, **options))
+    assert [len(output["y"]) for output in outputs] == [16, 16, 13]
+    assert all(isinstance(output["y"], np.ndarray) for output in outputs)
+    y, double = expected_rows(batches)
+    got = {name: np.concatenate([x[name] for x in outputs]) for name in outputs[0]}
+    np.testing.assert_allclose(got["y"], y, rtol=8 * EPS, atol=8 * EPS)
+    np.testing.assert_array_equal(got["double"], double)
+
+
+def test_predictions_one_example_at_a_time(model):
+    batches = pairs(21)
+    rows = list(tj.predict(model, model.init(), batches, per_example=True))
+    y, double = expected_rows(batches)
+    assert len(rows) == 21 and rows[0]["double"].shape == (3,)
+    np.testing.assert_allclose([row["y"] for row in rows], y, rtol=8 * EPS, atol=1e-6)
+    np.testing.assert_array_equal([row["double"] for row in rows], double)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_endless_data_gives_endless_predictions(model, per_example):
+    taken, closed = [], []
+
+    def endless():
+        try:
+            for number in itertools.count():
+                taken.append(number)
+                yield {"x": np.full((8, 3), number, np.float32)}
+        finally:
+            closed.append(1)
+
+    options = {"prefetch": 2, "in_flight": 2, "per_example": per_example}
+    made = tj.predict(model, model.init(), endless, **options)
+    assert taken == []  # nothing before it is asked for
+    for number, output in zip(range(5), made, strict=False):
+        assert output["double"].flat[0] == (0 if per_example else 2 * number)
+    time.sleep(0.1)
+    # 5 given, 1 more that runs, 2 that wait.
+    assert len(taken) <= 5 + 1 + 2
+    made.close()
+    assert closed == [1]
+    assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_predictions_before_an_error_come_first(model, prefetch):
+    def loader():
+        yield from pairs()
+        raise LookupError("gone")
+
+    outputs = []
+    options = {"prefetch": prefetch, "in_flight": 4}
+    with pytest.raises(LookupError, match="gone"):
+        for output in tj.predict(model, model.init(), loader, **options):
+            outputs.append(output)
+    assert len(outputs) == 3
+
+
+def test_variables_are_kept_by_predictions(model):
+    variables = model.init()
+    for _ in range(2):
+        assert len(list(tj.predict(model, variables, pairs()))) == 3
+    np.testing.assert_array_equal(variables.params["w"], np.float32([0.5, -1, 2]))
+
+
+@pytest.mark.parametrize(
+    "variables, data, options, text",
+    [
+        ({"w": 1.0}, [], {}, "predict: variables is a dict, but steps are counted"),
+        (None, 7, {}, "data=7 must be an iterable"),
+        (None, arrays(8)[0], {}, "data is one batch or whole arrays (dict)"),
+        (None, [], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
+        (None, [], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
+    ],
+)
+def test_bad_predictions_are_refused_at_once(model, variables, data, options, text):
+    variables = model.init() if variables is None else variables
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.predict(model, variables, data, **options)
+
+
+def test_no_data_is_no_prediction(model):
+    assert list(tj.predict(model, model.init(), [])) == []
+
+
+def test_ctrl_c_during_a_call_keeps_the_state():
+    model = Model()
+    step = model.train_step()
+    dispatch = step.dispatch
+
+    def interrupted(state, batch):
+        results = dispatch(state, batch)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return results
+
+    step.dispatch = interrupted
+    model.train_step = lambda: step
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(model, pairs())
+    assert int(caught.value.state.step) == 1
+    assert caught.value.history.steps.tolist() == [1]
+    assert not jnp.isnan(caught.value.state.params["w"]).any()

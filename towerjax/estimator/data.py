@@ -1,0 +1,144 @@
+"""How does a model's data become batches? Pairs made one tree, epochs joined."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax.input.feed import check_whole, closing_iterator
+from towerjax.input.placer import PlacedBatch
+from towerjax.shard import batch_signature
+from towerjax.types import PyTree
+
+Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+"""Batches ``(features, labels)`` or features alone, or a function that gives them."""
+
+
+def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
+    """``(features, labels)`` as one tree, as the steps of a model take it.
+
+    Args:
+      element: A tuple of two, ``(features, labels)``, where labels may be None;
+        anything else is features. A placed batch stays where it is.
+      with_labels: Hand the labels on?
+
+    Returns:
+      ``{"features": ..., "labels": ...}``, without ``"labels"`` where there are none.
+
+    Raises:
+      ValueError: It is a list of two, which may mean either.
+
+    Example:
+      >>> as_batch((np.zeros(2), None))
+      {'features': array([0., 0.])}
+    """
+    if isinstance(element, PlacedBatch):
+        arrays = as_batch(element.arrays, with_labels=with_labels)
+        args, signature = (arrays, *element.args[1:]), batch_signature(arrays)
+        return dataclasses.replace(element, args=args, signature=signature)
+    if isinstance(element, list) and len(element) == 2:
+        raise ValueError(
+            "A batch is a list of two, which could be (features, labels) or two"
+            " features. Make it a tuple for the first, or a dict for the second."
+        )
+    is_pair = isinstance(element, tuple) and len(element) == 2
+    if not is_pair or hasattr(element, "_fields"):  # a named tuple is features
+        return {"features": element}
+    features, labels = element
+    if labels is None or not with_labels:
+        return {"features": features}
+    return {"features": features, "labels": labels}
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Passes over a data set, as batches of one tree; each ``iter`` starts anew.
+
+    Attributes:
+      name: What the caller calls the data.
+      data: Batches, or a function that gives them, called once a pass.
+      epochs: How many passes; None never ends.
+      most: No more batches than this, in all.
+      with_labels: Hand labels on?
+    """
+
+    name: str
+    data: Data
+    epochs: int | None = 1
+    most: int | None = None
+    with_labels: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the data as far as that takes none of it."""
+        if self.epochs is not None:
+            check_whole("epochs", self.epochs, 1)
+        if self.most is not None:
+            check_whole("steps", self.most, 1)
+        if _is_one_batch(self.data):
+            raise ValueError(
+                f"{self.name} is one batch or whole arrays ({_kind(self.data)}), but it"
+                " is gone through batch by batch. Pass [batch], or"
+                " lambda: tj.batches((features, labels), batch_size)."
+            )
+        if not isinstance(self.data, Iterable) and not callable(self.data):
+            raise ValueError(
+                f"{self.name}={self.data!r} must be an iterable of (features, labels),"
+                " or a function that returns one."
+            )
+        if isinstance(self.data, Iterator) and self.epochs != 1:
+            epochs = "" if self.epochs is None else f"={self.epochs}"
+            raise ValueError(
+                f"{self.name} is a {_kind(self.data)}, which can be gone through only"
+                f" once, but epochs{epochs} goes through it again. Pass a list of"
+                " batches, or a function that gives them anew: lambda:"
+                " tj.batches((features, labels), batch_size)."
+            )
+
+    @property
+    def prefetches(self) -> bool:
+        """Has the data a thread of its own that places batches in advance?"""
+        return bool(getattr(self.data, "prefetches", False))
+
+    def __iter__(self) -> Generator[PyTree, None, None]:
+        """The batches; what a pass opened is closed with it."""
+        left = self.most
+        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
+            is_empty = True
+            is_ours = not isinstance(self.data, Iterable)
+            with closing_iterator(self._made(), is_ours=is_ours) as elements:
+                for element in itertools.islice(elements, left):
+                    is_empty = False
+                    left = None if left is None else left - 1
+                    yield as_batch(element, with_labels=self.with_labels)
+            if left == 0 or (is_empty and epoch == 0):
+                return
+            if is_empty:
+                raise ValueError(
+                    f"{self.name} gave no batches in epoch {epoch + 1}: it was gone"
+                    " through before. A function must make them anew each time."
+                )
+
+    def _made(self) -> Iterable[Any]:
+        if isinstance(self.data, Iterable):
+            return self.data
+        made = self.data()
+        if _is_one_batch(made) or not isinstance(made, Iterable):
+            raise ValueError(
+                f"The function {self.name} returned a {_kind(made)}, which is no"
+                " iterable of batches. Return a list, or tj.batches(...)."
+            )
+        return made
+
+
+def _is_one_batch(data: Any) -> bool:
+    arrays = Mapping | np.ndarray | jax.Array | PlacedBatch | str | bytes
+    if isinstance(data, tuple) and len(data) == 2:  # (features, labels) by itself?
+        return isinstance(data[0], arrays)
+    return isinstance(data, arrays)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

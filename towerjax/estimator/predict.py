@@ -1,0 +1,137 @@
+"""What does a model say of data, however much of it there is?"""
+
+import collections
+import contextlib
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from towerjax.estimator.data import Data, Passes
+from towerjax.estimator.train import check_variables
+from towerjax.input import feed
+from towerjax.input.placer import PlacedBatch
+from towerjax.state import TrainState
+from towerjax.types import PyTree
+
+
+class PredictStep(Protocol):
+    """A prediction as `predict` drives it; `build_predict_step` makes one."""
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """A batch on the devices of its towers; called by a thread.
+
+        Args:
+          batch: ``{"features": ...}``, or one that is placed already.
+        """
+        ...
+
+    def __call__(self, variables: Any, batch: PlacedBatch, /) -> Any:
+        """The outputs of the examples ``[B, ...]``, in order, without padding."""
+        ...
+
+
+class PredictingModel(Protocol):
+    """A model as `predict` uses it."""
+
+    def predict_step(self, **given: Any) -> PredictStep:
+        """The step that predicts; keeps its variables.
+
+        Args:
+          **given: ``params`` and ``config``, where they are not None.
+        """
+        ...
+
+
+def predict(
+    model: PredictingModel,
+    variables: TrainState,
+    data: Data,
+    *,
+    per_example: bool = False,
+    prefetch: int = 2,
+    in_flight: int = 2,
+    params: Any = None,
+    config: Any = None,
+) -> Iterator[Any]:
+    """What the model predicts for each batch, or each example, in their order.
+
+    Lazy: endless data gives endless predictions. So that the devices stay busy, up to
+    ``prefetch + in_flight`` batches are taken for the first prediction. When the data
+    raises, the predictions before come first. Closing the iterator stops the thread
+    and closes what a function of data made.
+
+    Args:
+      model: Gives the step; see `PredictingModel`.
+      variables: Kept.
+      data: Batches of features, or ``(features, labels)``, whose labels are left
+        out; a function that returns such an iterable; or a `DistributedDataset`.
+      per_example: Yield one example's predictions at a time?
+      prefetch: How many placed batches may wait; 0 uses no thread.
+      in_flight: How many predictions may run without being waited for.
+      params: Hyperparameters, where the model function asks for them.
+      config: What else it asks for.
+
+    Returns:
+      An iterator of the model's predictions as NumPy arrays, ``[B, ...]`` of a
+      batch, ``[...]`` of an example. Padding is gone.
+
+    Raises:
+      ValueError: At once: an option is wrong, or ``variables`` is no ``TrainState``.
+        Later: a batch is malformed.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def model_fn(variables, features, labels, mode):
+      ...     predictions = {"twice": variables.params * features}
+      ...     return tj.ModelSpec(mode, predictions=predictions)
+      >>> model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
+      >>> variables = tj.TrainState.create(np.float32(2), optax.sgd(0.1))
+      >>> data = tj.batches(np.arange(5, dtype=np.float32), 4)
+      >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
+      [[0.0, 2.0, 4.0, 6.0], [8.0]]
+    """
+    check_variables("predict", variables)
+    feed.check_whole("prefetch", prefetch, 0)
+    feed.check_whole("in_flight", in_flight, 1)
+    passes = Passes("data", data, with_labels=False)
+    depth = 0 if passes.prefetches else prefetch
+    given = {"params": params, "config": config}
+    given = {name: value for name, value in given.items() if value is not None}
+    outputs = _outputs(model.predict_step(**given), variables, passes, depth, in_flight)
+    return _examples(outputs) if per_example else outputs
+
+
+def _outputs(
+    step: PredictStep, variables: TrainState, passes: Passes, depth: int, in_flight: int
+) -> Generator[Any, None, None]:
+    running: collections.deque[Any] = collections.deque()
+    failure: Exception | None = None
+    with (
+        feed.closing_iterator(passes) as batches,
+        contextlib.closing(
+            feed.prefetch(batches, step.place_batch, depth=depth)
+        ) as placed_batches,
+    ):
+        while True:
+            try:
+                placed = next(placed_batches, None)
+                if placed is None:
+                    break
+                running.append(step(variables, placed))
+            except Exception as error:
+                failure = error
+                break
+            if len(running) == in_flight:
+                yield jax.device_get(running.popleft())
+    while running:
+        yield jax.device_get(running.popleft())
+    if failure is not None:
+        raise failure
+
+
+def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    with contextlib.closing(outputs):
+        for output in outputs:
+            for row in range(len(jax.tree.leaves(output)[0])):
+                yield jax.tree.map(lambda x, row=row: x[row], output)

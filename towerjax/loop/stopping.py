@@ -1,0 +1,323 @@
+"""Which evaluation was the best, and when is it time to stop?"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.input.feed import check_whole
+from towerjax.loop.progress import format_value
+from towerjax.placement import Placement, on_every_process
+from towerjax.state import TrainState
+
+Mode: TypeAlias = Literal["min", "max"]
+Keep: TypeAlias = Literal["devices", "host"]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """Stop once the evaluations have stopped getting better.
+
+    An evaluation is an improvement when its value is less than the best before it
+    minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
+    never is, nor is the infinity on the wrong side. After ``patience`` evaluations
+    in a row without one the run ends. A resumed run begins to count anew.
+
+    Attributes:
+      metric: The name of a scalar metric of the evaluation.
+      patience: Evaluations in a row without an improvement, >= 1.
+      mode: Is less better, or more?
+      min_delta: By how much, >= 0.
+
+    Example:
+      >>> EarlyStopping("accuracy", patience=3, mode="max")
+      EarlyStopping(metric='accuracy', patience=3, mode='max', min_delta=0.0)
+
+    Source: L. Prechelt, "Early Stopping - But When?", in Neural Networks: Tricks of
+    the Trade, 1998, https://doi.org/10.1007/3-540-49430-8_3 (criterion UP).
+    """
+
+    metric: str
+    patience: int
+    mode: Mode = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        _check_metric("EarlyStopping", self.metric, self.mode)
+        check_whole("patience", self.patience, 1)
+        number = isinstance(self.min_delta, int | float)
+        if not number or not 0 <= self.min_delta < math.inf:
+            raise ValueError(
+                f"min_delta={self.min_delta!r} must be a finite number >= 0, in the"
+                " unit of the metric."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """Keep the state of the best evaluation.
+
+    The state is copied when an evaluation is better than all before it, so that it
+    outlives the donation of the state to the next step.
+
+    Attributes:
+      metric: The name of a scalar metric of the evaluation.
+      mode: Is less better, or more? NaN never is better.
+      keep: Where the copy lies. ``"devices"``: beside the state, which takes its
+        memory once more; a copy moves no bytes off the device. ``"host"``: NumPy
+        arrays (keys stay where they are); each new best is read from the devices.
+      restore: Does `run` return the best state instead of the last one? Again as a
+        copy, so that ``history.best.state`` stays usable.
+
+    Example:
+      >>> Best("loss", keep="host")
+      Best(metric='loss', mode='min', keep='host', restore=False)
+    """
+
+    metric: str
+    mode: Mode = "min"
+    keep: Keep = "devices"
+    restore: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        _check_metric("Best", self.metric, self.mode)
+        if self.keep not in get_args(Keep):
+            raise ValueError(
+                f"Best(keep={self.keep!r}) must be 'devices' (a second copy of the"
+                " state there) or 'host' (NumPy arrays)."
+            )
+        if not isinstance(self.restore, bool):
+            raise ValueError(f"Best(restore={self.restore!r}) must be True or False.")
+
+
+def _check_metric(what: str, metric: Any, mode: Any) -> None:
+    if not isinstance(metric, str) or not metric:
+        raise ValueError(
+            f"{what}(metric={metric!r}) must be the name of a metric of the evaluation,"
+            " such as 'loss'."
+        )
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{what}(mode={mode!r}) must be 'min' (less of {metric!r} is better) or"
+            " 'max' (more is)."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BestEvaluation:
+    """The best evaluation of a run; see `Best`.
+
+    Attributes:
+      step: The number of the step before it.
+      value: Of the metric that was looked at.
+      values: The whole evaluation, name -> float or array.
+      state: A copy of the state that was evaluated, a ``TrainState`` on the devices
+        or of NumPy arrays. None only in ``error.history``, when the copy failed:
+        then ``error.state`` is that state.
+
+    Example:
+      >>> BestEvaluation(20, 0.5, {"loss": 0.5}, None).value
+      0.5
+    """
+
+    step: int
+    value: float
+    values: dict[str, Any]
+    state: TrainState | None = dataclasses.field(repr=False)
+
+
+class Watch:
+    """What the evaluations of a run come to.
+
+    Args:
+      early_stopping: When to stop.
+      best: What to keep.
+      placement: Where the state lives.
+    """
+
+    def __init__(
+        self,
+        early_stopping: EarlyStopping | None,
+        best: Best | None,
+        placement: Placement,
+    ) -> None:
+        self.best: BestEvaluation | None = None
+        self.stopped: str | None = None
+        self._early_stopping, self._best = early_stopping, best
+        self._placement = placement
+        self._lowest: tuple[float, int | None] = (math.inf, None)
+        self._without = 0
+
+    def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:
+        """Look at an evaluation.
+
+        Args:
+          number: The number of the step before it.
+          values: Its metrics.
+          state: The state that was evaluated; copied if it is the best.
+
+        Raises:
+          ValueError: It has no such metric, or not as a scalar.
+        """
+        for option in (self._early_stopping, self._best):
+            if option is not None:
+                _value(option, values)  # all names before the first copy
+        if self._early_stopping is not None:
+            self._count(self._early_stopping, number, values)
+        if self._best is not None:
+            self._keep(self._best, number, values, state)
+
+    def _count(
+        self, option: EarlyStopping, number: int, values: Mapping[str, Any]
+    ) -> None:
+        # As a cost, of which less is better; a comparison with NaN is never true.
+        cost = _sign(option) * _value(option, values)
+        lowest, lowest_number = self._lowest
+        if cost < lowest - option.min_delta:
+            self._lowest, self._without = (cost, number), 0
+            return
+        self._without += 1
+        if self._without < option.patience:
+            return
+        text = f"{option.metric} did not improve in {self._without}"
+        text += " evaluation" if self._without == 1 else " evaluations in a row"
+        if lowest_number is not None:
+            shown = format_value(_sign(option) * lowest)
+            text += f": best {shown} after step {lowest_number}"
+        self.stopped = text
+
+    def _keep(
+        self, option: Best, number: int, values: dict[str, Any], state: TrainState
+    ) -> None:
+        value = _value(option, values)
+        best = _sign(option) * self.best.value if self.best else math.inf
+        if not _sign(option) * value < best:
+            return
+        # The old copy goes first: two of them and the state may not fit.
+        self.best = BestEvaluation(number, value, values, None)
+        copy = copied(state, option.keep, self._placement)
+        self.best = dataclasses.replace(self.best, state=copy)
+
+    def to_return(self, state: TrainState) -> TrainState:
+        """The state that a run returns.
+
+        Args:
+          state: The last one.
+
+        Returns:
+          It, or with ``Best(restore=True)`` a copy of the best one.
+        """
+        if self._best is None or not self._best.restore or self.best is None:
+            return state
+        return _restored(self.best.state, state)
+
+    def describe(self, number: int, values: Mapping[str, Any]) -> str:
+        """The last evaluation in a few words, and the best.
+
+        Args:
+          number: The number of the step before it.
+          values: Its metrics.
+
+        Returns:
+          The metric that is looked at, else the loss, else the first one.
+        """
+        option = self._best or self._early_stopping
+        name = "loss" if "loss" in values else min(values, default="")
+        name = option.metric if option else name
+        if name not in values:
+            return ""
+        text = f"evaluated {name} {format_value(values[name])} after {number}"
+        best = (self.best.value, self.best.step) if self.best else None
+        if self._best is None and self._early_stopping and self._lowest[1] is not None:
+            best = (_sign(self._early_stopping) * self._lowest[0], self._lowest[1])
+        if best is not None:
+            text += f", best {format_value(best[0])} after {best[1]}"
+        return text
+
+
+def _sign(option: EarlyStopping | Best) -> int:
+    return 1 if option.mode == "min" else -1
+
+
+def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
+    what = f"{type(option).__name__}(metric={option.metric!r})"
+    if option.metric not in values:
+        raise ValueError(
+            f"{what}: the evaluation has no such metric, but {sorted(values)}. Name one"
+            " of these, or return it from the evaluation."
+        )
+    value = values[option.metric]
+    if np.ndim(value) != 0:
+        raise ValueError(
+            f"{what}: its value is an array{list(np.shape(value))}, of which none is"
+            " the best. Name a scalar metric, such as its mean."
+        )
+    return float(value)
+
+
+def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
+    """A copy of a state, which outlives the donation of the state.
+
+    Args:
+      state: On the devices.
+      keep: ``"devices"`` or ``"host"``.
+      placement: Where the state lives; of several processes all call this.
+
+    Returns:
+      The copy: with the same shardings, or of NumPy arrays, whole on each process.
+    """
+    if keep == "devices":
+        return _copied_on_devices(state)
+
+    def on_host(leaf: jax.Array) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf.copy()
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            leaf = on_every_process(leaf, placement)
+        return np.array(leaf)
+
+    return jax.tree.map(on_host, state)
+
+
+def _copied_on_devices(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    copies: list[Any] = [None] * len(leaves)
+    # A program has one set of devices, but variables may lie round robin.
+    for devices in {frozenset(x.sharding.device_set) for x in leaves}:
+        chosen = [i for i, x in enumerate(leaves) if x.sharding.device_set == devices]
+        some = [leaves[i] for i in chosen]
+        shardings = tuple(leaf.sharding for leaf in some)
+        copied_some = _copied_leaves(some, shardings=shardings)
+        for i, copy in zip(chosen, copied_some, strict=True):
+            copies[i] = copy
+    return jax.tree.unflatten(treedef, copies)
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def _copied_leaves(leaves: list[Any], *, shardings: tuple[Any, ...]) -> list[Any]:
+    # One program for the whole tree, compiled for the first copy alone.
+    pairs = zip(leaves, shardings, strict=True)
+    return [jax.lax.with_sharding_constraint(jnp.copy(x), s) for x, s in pairs]
+
+
+def _restored(kept: Any, like: TrainState) -> TrainState:
+    """A copy of a kept state where another one lies."""
+
+    def restored(kept: Any, now: jax.Array) -> Any:
+        if isinstance(kept, jax.Array):
+            return kept
+        # Copied: on the CPU an array may share the memory of what it is made from.
+        return jax.make_array_from_callback(
+            kept.shape, now.sharding, lambda at: kept[at].copy()
+        )
+
+    on_devices = jax.tree.map(restored, kept, like)
+    is_host = any(isinstance(x, np.ndarray) for x in jax.tree.leaves(kept))
+    return on_devices if is_host else _copied_on_devices(on_devices)

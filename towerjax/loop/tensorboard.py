@@ -1,0 +1,158 @@
+"""How does a run reach TensorBoard? As scalars in an event file, written in line."""
+
+import dataclasses
+import math
+import os
+import pathlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.input.feed import check_whole
+from towerjax.loop.records import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorBoard:
+    """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
+
+    Needs ``tensorboardX``, which is imported when a run opens this. Values are
+    float32, as TensorBoard stores scalars. A metric that is an array is one curve an
+    element, ``eval/column/0``, ``eval/confusion/1/2``; one of more than
+    ``max_elements`` is refused, never left out.
+
+    Each run writes a file of its own. It begins with a mark that steps from there on
+    are done again, so that TensorBoard hides what a lost run wrote of them. A run
+    that starts at step 0 refuses a folder that has event files.
+
+    Attributes:
+      logdir: The folder; it is made.
+      max_elements: The most curves of one metric.
+      flush_s: How many seconds of curves a killed process may lose.
+      replace: May a run that starts at step 0 hide those before it?
+
+    Example:
+      >>> TensorBoard("logs", flush_s=1.0)
+      TensorBoard(logdir='logs', max_elements=64, flush_s=1.0, replace=False)
+    """
+
+    logdir: str | os.PathLike[str]
+    max_elements: int = 64
+    flush_s: float = 10.0
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if not isinstance(self.logdir, str | os.PathLike) or not str(self.logdir):
+            raise ValueError(f"TensorBoard(logdir={self.logdir!r}) must be a folder.")
+        check_whole("max_elements", self.max_elements, 1)
+        number = isinstance(self.flush_s, int | float)
+        if not number or not 0 <= self.flush_s < math.inf:
+            raise ValueError(f"flush_s={self.flush_s!r} must be seconds >= 0.")
+
+    def open(self, start: int) -> "OpenTensorBoard":
+        """A new event file.
+
+        Args:
+          start: Steps that the state had done before.
+
+        Returns:
+          The open file.
+
+        Raises:
+          ValueError: ``tensorboardX`` is missing, or the folder holds other runs.
+        """
+        logdir = pathlib.Path(self.logdir)
+        if logdir.exists() and not logdir.is_dir():
+            raise ValueError(
+                f"TensorBoard(logdir={str(logdir)!r}) is a file; name a folder."
+            )
+        try:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto import event_pb2
+        except ImportError as error:
+            raise ValueError(
+                f"TensorBoard({str(logdir)!r}) needs the package tensorboardX, which"
+                f" cannot be imported ({error}). Install it, by itself or with"
+                " towerjax[tensorboard]; tj.JsonLines(path) needs nothing."
+            ) from error
+        logdir.mkdir(parents=True, exist_ok=True)
+        if start == 0 and not self.replace and any(logdir.glob("*tfevents*")):
+            raise ValueError(
+                f"TensorBoard: {str(logdir)!r} holds event files of an earlier run, but"
+                " this one starts at step 0, and both would be one curve. Use another"
+                " folder, go on with that run's state, or say"
+                " TensorBoard(logdir, replace=True)."
+            )
+        # Its name has the second; a second run in it would overwrite the first.
+        suffix = f".{os.getpid()}.{time.time_ns()}"
+        events = EventsWriter(str(logdir / "events"), suffix)
+        return OpenTensorBoard(self, events, event_pb2, start)
+
+
+class OpenTensorBoard:
+    """An event file that is being written.
+
+    Not by ``tensorboardX.SummaryWriter``, whose thread keeps an error of the disk
+    to itself and then lets the run wait for ever.
+
+    Args:
+      options: How.
+      events: The ``EventsWriter`` of ``tensorboardX``.
+      proto: Its module of messages.
+      start: Steps that the state had done before.
+    """
+
+    def __init__(
+        self, options: TensorBoard, events: Any, proto: Any, start: int
+    ) -> None:
+        self._options, self._events, self._proto = options, events, proto
+        self._flush_at_s = time.monotonic() + options.flush_s
+        mark = proto.SessionLog(status=proto.SessionLog.START)
+        event = proto.Event(wall_time=time.time(), step=start + 1, session_log=mark)
+        self._events.write_event(event)
+
+    def write(self, record: Record) -> None:
+        """Append an event with all scalars of a record.
+
+        Args:
+          record: A step or an evaluation.
+
+        Raises:
+          ValueError: A metric is not made of real numbers, or has too many.
+        """
+        event = self._proto.Event(wall_time=record.time_s, step=record.step)
+        for name, value in record.metrics.items():
+            for tag, number in self._scalars(f"{record.kind}/{name}", value):
+                event.summary.value.add(tag=tag, simple_value=number)
+        self._events.write_event(event)
+        if record.kind == "eval" or time.monotonic() >= self._flush_at_s:
+            self._events.flush()
+            self._flush_at_s = time.monotonic() + self._options.flush_s
+
+    def _scalars(self, tag: str, value: Any) -> Iterator[tuple[str, float]]:
+        array, most = np.asarray(value), self._options.max_elements
+        if array.dtype.kind not in "biu" and not jnp.issubdtype(
+            array.dtype, jnp.floating
+        ):
+            raise ValueError(
+                f"TensorBoard: the metric {tag!r} is {array.dtype}{list(array.shape)},"
+                " not real numbers. Return its real and imaginary parts."
+            )
+        if array.size > most:
+            raise ValueError(
+                f"TensorBoard: the metric {tag!r} has {array.size} elements, which are"
+                f" as many curves; max_elements={most}. Return a summary of it, raise"
+                " max_elements, or write it with tj.JsonLines(path)."
+            )
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, and shown so
+            numbers = array.astype(np.float64).astype(np.float32)
+        for index, number in np.ndenumerate(numbers):
+            yield "/".join([tag, *map(str, index)]), float(number)
+
+    def close(self) -> None:
+        """Write the rest, and close the file."""
+        self._events.close()
