@@ -33,7 +33,7 @@ LAYERS = """
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce
-    sparse.duplicates sparse.rows sparse.lookup sparse.gradient
+    sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower outputs gradient
     input input.feed input.sources input.placer input.distribute
