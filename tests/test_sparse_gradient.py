@@ -18,7 +18,6 @@ from towerjax.proof.origin import line_of
 N, D = 5, 3
 IDS = np.array([[0, 1, -1], [4, 2, 4]])
 WILD = np.array([[0, 7, -9], [4, -1, 4]])  # beyond both ends
-LAST = 5, 4, 0  # of WILD, counted from the end or out of range
 R = tj.Reduction
 
 
@@ -66,7 +65,7 @@ LOOKUPS = {
         lambda t: jax.jit(lambda t: (t[IDS], t))(t)[1][IDS[1]],
         [0, 1, 4, 4, 2, 4, 4, 2, 4],
     ),
-    "beside a constant": (lambda t: (lax.stop_gradient(t) * t[4])[IDS[1]], [4]),
+    "beside a constant": (lambda t: (lax.stop_gradient(t) * t[4:])[IDS[1]], [4]),
     "no ids": (lambda t: t[np.zeros(0, int)], []),
     "no lookup": (lambda t: jnp.ones_like(t[:0]), []),
 }
@@ -120,14 +119,13 @@ def test_rows_are_those_of_a_calculation_by_hand():
 @st.composite
 def programs(draw):
     """A loss of several lookups in several tables of different ranks, in any order."""
-    shapes = draw(
-        st.lists(st.lists(st.integers(1, 4), max_size=2), min_size=1, max_size=3)
-    )
+    kinds = st.sampled_from([(), (3,), (2, 2)])
+    shapes = draw(st.lists(kinds, min_size=1, max_size=3))
     lookups = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 3))):
         which = draw(st.integers(0, len(shapes) - 1))
         ids = np.array(
-            draw(st.lists(st.integers(-7, 9), max_size=4)), np.int32
+            draw(st.lists(st.integers(-7, 9), min_size=2, max_size=2)), np.int32
         ).reshape(draw(st.sampled_from([(-1,), (1, -1), (-1, 1)])))
         mode = draw(st.sampled_from(["fill", "clip", "wrap", "index"]))
         jit, reuse = draw(st.booleans()), draw(st.booleans())
@@ -152,7 +150,8 @@ def programs(draw):
     return loss, {**tables, "s": jnp.float32(0.7)}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(programs())
 def test_random_programs_have_the_dense_gradient(program):
     loss, params = program
@@ -200,7 +199,7 @@ def test_rows_of_a_bfloat16_table_are_bfloat16_and_add_up_in_float32():
 
 def test_the_value_is_the_same_to_the_bit():
     t = jnp.array([[-0.0], [2.0]])
-    gradient = tj.sparse_value_and_grad(lambda t: (1 / t[[0]]).sum(), "")
+    gradient = tj.sparse_value_and_grad(lambda t: (1 / t[np.array([0])]).sum(), "")
     value, rows = gradient(t)
     assert value == -np.inf and rows.values.tolist() == [[-np.inf]]
 

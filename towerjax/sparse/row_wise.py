@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.sparse.duplicates import sum_duplicates
+from towerjax.sparse.duplicates import set_rows, sum_duplicates
 from towerjax.sparse.rows import IndexedRows, is_rows
 from towerjax.types import PyTree, named_leaves
 
@@ -128,11 +128,7 @@ class RowWise:
         def scattered(x: Any, rows: Any, table: int | None) -> Any:
             if table not in indices:
                 return rows
-            return (
-                jnp.asarray(x)
-                .at[indices[table]]
-                .set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
-            )
+            return set_rows(jnp.asarray(x), indices[table], rows)
 
         state, state_def = jax.tree.flatten(opt_state)
         updates, new_state = self.optimizer.update(

@@ -10,7 +10,12 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.reduce import addable
-from towerjax.sparse.duplicates import existing_rows, poison, sum_duplicates
+from towerjax.sparse.duplicates import (
+    existing_rows,
+    poison,
+    set_rows,
+    sum_duplicates,
+)
 from towerjax.types import PyTree
 
 _HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -155,12 +160,7 @@ class IndexedRows:
         # Only these rows in the wider dtype, each once, or roundings would add up.
         values, indices = sum_duplicates(values.astype(wide), self.indices, num_rows)
         rows = array.at[indices].get(mode="fill", fill_value=0).astype(wide) + values
-        return array.at[indices].set(
-            rows.astype(array.dtype),
-            mode="drop",
-            unique_indices=True,
-            indices_are_sorted=True,
-        )
+        return set_rows(array, indices, rows.astype(array.dtype))
 
 
 def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
