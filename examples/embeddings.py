@@ -1,0 +1,188 @@
+"""Which package do 8 words come from? A wide embedding table on 8 towers.
+
+The text is Python's own standard library, as installed: runs of 8 words of the sources
+of ten packages, every fifth for testing. Each word is hashed to one of 100,000 rows of
+64 numbers; the mean of a run's rows, times a small matrix, scores the packages.
+
+A step looks up 8,192 rows. Their gradient travels as these rows and their indices, not
+as the whole table, and the optimizer updates these rows alone: to it, a row without a
+gradient is a row that does not change, so the result is that of the dense gradient.
+The bytes are those of the collectives in the compiled programs.
+
+    python examples/embeddings.py
+    python examples/embeddings.py --towers 4 --devices 2 --epochs 2
+"""
+
+import argparse
+import keyword
+import math
+import pathlib
+import re
+import sysconfig
+import time
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+PACKAGES = (
+    *("asyncio", "ctypes", "email", "idlelib", "importlib"),
+    *("logging", "multiprocessing", "tkinter", "unittest", "xml"),
+)
+WORDS = 8  # a run
+TABLE_SHAPE = (100_000, 64)
+BATCH_SIZE = 1024
+EPOCHS = 4
+LEAST_ACCURACY = 0.8
+LARGEST_SHARE = 0.1  # of the dense gradient's bytes
+COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+
+
+def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    rows, labels = [], []
+    for label, package in enumerate(PACKAGES):
+        root = pathlib.Path(sysconfig.get_path("stdlib")) / package
+        for path in sorted(root.rglob("*.py")):
+            if any("test" in part for part in path.relative_to(root).parts):
+                continue
+            words = re.findall(r"[A-Za-z_]\w*", path.read_text(encoding="utf-8"))
+            words = [word for word in words if not keyword.iskeyword(word)]
+            hashed = [zlib.crc32(word.encode()) % TABLE_SHAPE[0] for word in words]
+            runs = len(hashed) // WORDS
+            rows += np.reshape(hashed[: runs * WORDS], (runs, WORDS)).tolist()
+            labels += [label] * runs
+    data = {"words": np.array(rows, np.int32), "label": np.array(labels, np.int32)}
+    tested = np.arange(len(labels)) % 5 == 0
+    train_split = {name: x[~tested] for name, x in data.items()}
+    return train_split, {name: x[tested] for name, x in data.items()}
+
+
+def init_params() -> dict[str, jax.Array]:
+    table = 0.1 * jax.random.normal(jax.random.key(0), TABLE_SHAPE)
+    width, classes = TABLE_SHAPE[1], len(PACKAGES)
+    return {"table": table, "w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
+
+
+def logits_of(params: Any, words: jax.Array) -> jax.Array:
+    return params["table"][words].mean(axis=1) @ params["w"] + params["b"][None]
+
+
+def losses_of(params: Any, batch: Any) -> jax.Array:
+    logits = logits_of(params, batch["words"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def build_step(
+    strategy: tj.Mirrored, optimizer: Any, *, sparse: tuple[str, ...]
+) -> Any:
+    def tower_fn(tower: tj.Tower, params: Any, opt_state: Any, batch: Any) -> Any:
+        gradient = tj.sparse_value_and_grad(
+            lambda params: losses_of(params, batch).sum() / BATCH_SIZE, sparse
+        )
+        loss, grads = tower.reduce(tj.Reduction.SUM, gradient(params))
+        updates, opt_state = tj.update_with_rows(optimizer, grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        towers = strategy.num_towers
+        batch = jax.tree.map(
+            lambda x: tj.PerTower(x.reshape((towers, -1, *x.shape[1:]))), batch
+        )
+        return strategy.call_for_each_tower(tower_fn, params, opt_state, batch)
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def collective_bytes(compiled: Any) -> dict[str, int]:
+    """The bytes of the results of each kind of collective of one device's program."""
+    found: dict[str, int] = {}
+    for line in compiled.as_text().splitlines():
+        if match := re.search(rf"= (.*?) ({COLLECTIVES})(-done)?\(", line):
+            shapes = re.findall(r"([a-z])+(\d+)\[([\d,]*)\]", match[1])
+            for _, bits, dims in shapes:
+                count = math.prod(int(n) for n in dims.split(",") if n)
+                found[match[2]] = found.get(match[2], 0) + count * int(bits) // 8
+    return found
+
+
+def shown(sent: dict[str, int]) -> str:
+    parts = [f"{count / 1e6:.2f} MB {kind}" for kind, count in sorted(sent.items())]
+    return ", ".join(parts) or "nothing"
+
+
+def compare_bytes(programs: dict[str, Any]) -> None:
+    sent = {name: collective_bytes(program) for name, program in programs.items()}
+    for name, found in sent.items():
+        print(f"{name:<6} a step sends {shown(found)}")
+    rows, dense = (sum(sent[name].values()) for name in ("rows", "dense"))
+    if dense:  # one device sends nothing
+        print(f"rows / dense {rows / dense:.4f}")
+        if rows > LARGEST_SHARE * dense:
+            raise SystemExit(f"Rows should send less than {LARGEST_SHARE} of dense.")
+
+
+def accuracy_of(params: Any, split: Any) -> float:
+    predicted = logits_of(params, split["words"]).argmax(axis=-1)
+    return float((predicted == split["label"]).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--towers", type=int, default=8, help="a divisor of 1,024")
+    parser.add_argument("--devices", type=int, help="how many the towers share")
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    args = parser.parse_args()
+
+    devices = args.devices or args.towers
+    jax.config.update("jax_num_cpu_devices", devices)
+    names = [f"{jax.default_backend()}:{i}" for i in range(devices)]
+    strategy = tj.Mirrored(names, towers=args.towers)
+
+    train_split, test_split = load_splits()
+    labels = test_split["label"]
+    print(f"{len(train_split['label']):,} runs for training, {len(labels):,} to test")
+    # Losses are means of 1,024, so gradients of rows are far below adagrad's defaults.
+    optimizer = optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
+    params = init_params()
+    opt_state = optimizer.init(params)
+    batch = {name: x[:BATCH_SIZE] for name, x in train_split.items()}
+    programs = {
+        name: build_step(strategy, optimizer, sparse=sparse)
+        .lower(params, opt_state, batch)
+        .compile()
+        for name, sparse in (("dense", ()), ("rows", ("table",)))
+    }
+    compare_bytes(programs)
+
+    step = programs["rows"]
+    for epoch in range(args.epochs):
+        losses, start = [], time.perf_counter()
+        for batch in tj.batches(train_split, BATCH_SIZE, epochs=1, seed=epoch):
+            if len(batch["label"]) == BATCH_SIZE:
+                params, opt_state, loss = step(params, opt_state, batch)
+                losses.append(float(loss))
+        rate = len(losses) / (time.perf_counter() - start)
+        print(
+            f"epoch {epoch + 1}  loss {np.mean(losses):.4f}"
+            f"  test accuracy {accuracy_of(params, test_split):.4f}"
+            f"  {rate:.1f} steps/s"
+        )
+    accuracy = accuracy_of(params, test_split)
+    chance = np.bincount(labels).max() / len(labels)
+    print(f"test accuracy {accuracy:.4f} (most frequent package {chance:.4f})")
+    if args.epochs >= EPOCHS and accuracy < LEAST_ACCURACY:
+        raise SystemExit(
+            f"{args.epochs} epochs should reach a test accuracy of {LEAST_ACCURACY},"
+            f" but reached {accuracy:.4f}."
+        )
+
+
+if __name__ == "__main__":
+    main()
