@@ -43,14 +43,19 @@ def wait_until(is_so, timeout_s=10.0):
 @contextlib.contextmanager
 def launcher(*arguments, **options):
     """``towerjax launch`` as a process, as it would be started from a shell."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "towerjax", "launch", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        **options,
-    )
+    # A test run under nohup ignores SIGHUP, and hands that down.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "towerjax", "launch", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            **options,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
     try:
         yield process
     finally:
