@@ -23,11 +23,11 @@ def pytest_terminal_summary(terminalreporter):
     if not results:
         return
     terminalreporter.section("conformance: the original's cases")
-    terminalreporter.line("             tested  passed  without meaning")
+    terminalreporter.line(f"{'':20} tested  passed  without meaning")
     rows = []
     for module in sorted(results):
         table = importlib.import_module(module).TABLE
         rows += table.counts(results[module])
     rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
     for name, tested, passed, without in rows:
-        terminalreporter.line(f"{name:<12} {tested:6}  {passed:6}  {without:15}")
+        terminalreporter.line(f"{name:<20} {tested:6}  {passed:6}  {without:15}")

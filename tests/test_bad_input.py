@@ -49,7 +49,7 @@ def refused(step, state, batch, text, names, error=ValueError):
     names.clear()
     with pytest.raises(error, match=text):
         step(state, batch)
-    assert "step" not in names and "steps" not in names, names
+    assert not any("step" in name for name in names), names
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     return True
 
@@ -312,7 +312,7 @@ def test_a_forgotten_reduction_is_refused_naming_leaf_and_line(
         str(caught.value), re.DOTALL,
     ), str(caught.value)  # fmt: skip
     assert "fine" not in str(caught.value)
-    assert "step" not in no_compiles
+    assert not any("step" in name for name in no_compiles), no_compiles
 
 
 @pytest.mark.parametrize("towers", [1, 2, 4])

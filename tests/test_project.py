@@ -16,14 +16,16 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce CrossTowerOps DistributedDataset Hierarchical History IndexedRows
-InputContext Layout Mirrored MirroredVar MultiStepContext NonFiniteError OneDevice
-OpsChoice Packed PerTower PinnedTree ReduceToOneDevice Reduction ReplicationError
-RunSummary Tower TowerLocal TowerOutput TrainState Weighted __version__ batches
-build_eval_step build_predict_step build_train_step choose_cross_tower_ops cluster
-evaluate_all read_local restored_values run saved_values sparse_value_and_grad
-update_with_rows
-""".split()
+PUBLIC = """AllReduce ClassificationOutput CrossTowerOps DistributedDataset Exported
+Hierarchical History IndexedRows InputContext Layout LossReduction Mirrored
+MirroredVar Mode ModelSpec MultiStepContext NonFiniteError OneDevice OpsChoice Packed
+PerTower PinnedTree PredictOutput ReduceToOneDevice Reduction RegressionOutput
+ReplicatedModel ReplicationError RunSummary Tower TowerLocal TowerOptimizer
+TowerOutput TrainState VariablePlacement Weighted __version__ batches build_eval_step
+build_predict_step build_train_step choose_cross_tower_ops cluster
+compute_weighted_loss evaluate_all export_model load_exported metrics read_local
+replicate_model_fn restored_values run saved_values sparse_value_and_grad
+update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -35,11 +37,14 @@ LAYERS = """
     placement executors shard reduce
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
-    merge tower outputs gradient
-    input input.feed input.sources input.placer input.distribute
+    merge tower
+    metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
+    metrics.classes metrics.thresholds metrics.host metrics
+    outputs gradient
+    input input.sparse_rows input.feed input.sources input.placer input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
-    collectives.choose collectives
+    collectives.choose collectives metrics.over_towers
     update tower_local state
     cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
     cross_tower.batch cross_tower.regroup cross_tower.one_by_one cross_tower.constants
@@ -48,6 +53,9 @@ LAYERS = """
     cross_tower.multi_step cross_tower.job
     strategies
     program pipeline step inference
+    estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
+    estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
+    estimator.replicate estimator.steps estimator.export
     loop loop.interrupt loop.progress loop.history loop.evaluate loop.run
     bench bench.overhead
     cli __main__

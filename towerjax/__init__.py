@@ -1,6 +1,7 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
 from towerjax import cluster as cluster
+from towerjax import metrics as metrics
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical
@@ -12,6 +13,20 @@ from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_op
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.cross_tower.saving import restored_values as restored_values
 from towerjax.cross_tower.saving import saved_values as saved_values
+from towerjax.estimator.export import Exported as Exported
+from towerjax.estimator.export import export_model as export_model
+from towerjax.estimator.export import load_exported as load_exported
+from towerjax.estimator.losses import LossReduction as LossReduction
+from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
+from towerjax.estimator.optimizer import TowerOptimizer as TowerOptimizer
+from towerjax.estimator.replicate import ReplicatedModel as ReplicatedModel
+from towerjax.estimator.replicate import replicate_model_fn as replicate_model_fn
+from towerjax.estimator.spec import ClassificationOutput as ClassificationOutput
+from towerjax.estimator.spec import Mode as Mode
+from towerjax.estimator.spec import ModelSpec as ModelSpec
+from towerjax.estimator.spec import PredictOutput as PredictOutput
+from towerjax.estimator.spec import RegressionOutput as RegressionOutput
+from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.distribute import DistributedDataset as DistributedDataset

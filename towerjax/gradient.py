@@ -14,6 +14,7 @@ from towerjax.outputs import (
     join_micro_batches,
     widened,
 )
+from towerjax.sparse import num_rows
 from towerjax.tower import Tower, TowerInputs, branches_explained
 from towerjax.types import LossFn, PyTree, Reduction, TowerOutput, Weighted
 
@@ -52,10 +53,10 @@ class TowerLoss:
 
         Returns:
           ``(grads, loss, metrics, local)``: gradients at least float32; the loss
-          and each ``Weighted`` metric as sums; the next local values.
+          and metric states as sums; the next local values.
         """
         rows, num_valid, local = own
-        size = jax.tree.leaves(rows)[0].shape[0]
+        size = num_rows(rows)
         if self.micro_batches == 1:
             tower = inputs.tower(tower_id, local, num_valid, size)
             return self._gradient_of_part(params, rows, tower)

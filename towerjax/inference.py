@@ -8,19 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.collectives import sum_rows_over_towers
 from towerjax.executors import over_local_towers
 from towerjax.input.placer import PlacedBatch, Placer
-from towerjax.outputs import (
-    check_metrics,
-    check_rows,
-    join_weighted,
-    split_weighted,
-    weighted_alone,
-)
+from towerjax.metrics.over_towers import merged_over_towers
+from towerjax.metrics.state import is_metric
+from towerjax.outputs import check_metrics, check_rows
 from towerjax.placement import TowerAxes, on_every_process, place
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
+from towerjax.sparse import num_rows
 from towerjax.state import TrainState, check_state
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs, branches_explained
@@ -60,8 +56,8 @@ class Pass:
     Attributes:
       fn: The user's function of ``(params, batch, tower)``.
       strategy: Which towers, where.
-      finish: ``(what it returned, rows) -> (sums, kept)``.
-      combine: ``(reduced sums, kept [k, ...]) -> result``.
+      finish: ``(what it returned, rows) -> (states, kept)``.
+      combine: ``(merged states, kept [k, ...]) -> result``.
     """
 
     fn: Callable[..., Any]
@@ -81,13 +77,13 @@ class Pass:
         ops = self.strategy.cross_tower_ops
 
         def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
-            sums, kept = self._towers(axes, model, batch, num_valid)
-            return (self.combine(sum_rows_over_towers(ops, sums, axes), kept),)
+            states, kept = self._towers(axes, model, batch, num_valid)
+            return (self.combine(merged_over_towers(ops, states, axes), kept),)
 
         return run
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's ``Weighted`` metrics, before they are reduced.
+        """A device's metric states, before they are merged.
 
         Args:
           axes: One tower a device.
@@ -97,8 +93,7 @@ class Pass:
         """
 
         def run(model: dict[str, Any], batch: PyTree, num_valid: jax.Array) -> Any:
-            metrics = join_weighted(*self._towers(axes, model, batch, num_valid))
-            return {"metrics": weighted_alone(metrics)}
+            return {"metrics": self._towers(axes, model, batch, num_valid)[0]}
 
         return run
 
@@ -118,7 +113,7 @@ class Pass:
 
         def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
             rows, num_valid = own
-            size = jax.tree.leaves(rows)[0].shape[0]
+            size = num_rows(rows)
             tower = inputs.tower(tower_id, local, num_valid, size)
             with branches_explained():
                 out = self.fn(model["params"], rows, tower)
@@ -203,8 +198,8 @@ class InferenceStep:
           batch: A global batch, a pytree of NumPy or JAX arrays ``[B, ...]``.
 
         Returns:
-          For evaluation the metrics, mergeable by ``+``; for prediction the
-          outputs of the ``B`` examples.
+          For evaluation the metric states, which merge; for prediction the outputs
+          of the ``B`` examples.
 
         Raises:
           ValueError: A malformed batch, before anything is compiled.
@@ -241,18 +236,19 @@ def build_eval_step(
 ) -> InferenceStep:
     """A step that computes metrics over a global batch.
 
-    The result holds ``Weighted`` sums: add those of several batches, then take
-    ``.value``; so a metric over a data set is exact however it is cut. Tower-local
-    variables are read by their own reduction.
+    The result holds metric states, ``Weighted`` or others of ``tj.metrics``: merge
+    those of several batches, then compute; so a metric over a data set is exact
+    however it is cut (`evaluate_all` does both). Tower-local variables are read by
+    their own reduction.
 
     Args:
-      metric_fn: ``(params, batch, tower) -> {name: Weighted}``.
+      metric_fn: ``(params, batch, tower) -> {name: state}``.
       strategy: Which towers, where.
       remainder: For a batch that ``T`` does not divide, as in `build_train_step`.
       max_programs: How many kinds of batch may compile.
 
     Returns:
-      ``evaluate(state, batch) -> {name: Weighted}``.
+      ``evaluate(state, batch) -> {name: state}``.
 
     Raises:
       ValueError: An option is not one that there is.
@@ -268,10 +264,12 @@ def build_eval_step(
     """
 
     def finish(metrics: Any, rows: int) -> tuple[PyTree, PyTree]:
-        return split_weighted(check_metrics(metrics, loss_is_free=True))
+        metrics = check_metrics(metrics, loss_is_free=True)
+        states = {name: x for name, x in metrics.items() if is_metric(x)}
+        return states, {name: x for name, x in metrics.items() if name not in states}
 
-    def combine(summed: PyTree, mirrored: PyTree) -> PyTree:
-        return join_weighted(summed, jax.tree.map(lambda x: x[0], mirrored))
+    def combine(states: PyTree, mirrored: PyTree) -> PyTree:
+        return {**states, **jax.tree.map(lambda x: x[0], mirrored)}
 
     one_pass = Pass(metric_fn, strategy, finish, combine)
     return InferenceStep(one_pass, Layout.MIRRORED, remainder, max_programs)

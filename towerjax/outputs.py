@@ -7,6 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.metrics.state import (
+    check,
+    compute,
+    described,
+    is_additive,
+    is_metric,
+    merged_rows,
+)
 from towerjax.types import PyTree, Reduction, TowerOutput, Weighted, named_leaves
 
 
@@ -81,18 +89,12 @@ def widened(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _is_weighted(x: Any) -> bool:
-    return isinstance(x, Weighted)
-
-
-def _is_metric(x: Any) -> bool:
-    return _is_weighted(x) or isinstance(
-        x, jax.Array | np.ndarray | np.generic | int | float
-    )
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
 
 
 def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
-    """Metrics as a dict of float32-or-wider ``Weighted`` and plain arrays.
+    """Metrics as a dict of states that can be added and of plain arrays.
 
     Args:
       metrics: What the tower function returned.
@@ -102,8 +104,8 @@ def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
       The same names.
 
     Raises:
-      ValueError: It is not a mapping of strings to ``Weighted`` or arrays, or it
-        names a metric ``"loss"``.
+      ValueError: It is not a mapping of strings to metric states or arrays, or it
+        names a metric ``"loss"``, or a state does not merge.
     """
     if not hasattr(metrics, "items"):
         raise ValueError(
@@ -115,73 +117,67 @@ def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
             "metrics['loss'] is the name of the global loss; give yours another name."
         )
     bad = [
-        f"metrics[{name!r}] is a {type(metric).__name__}"
+        f"metrics[{name!r}] is {described(metric)}"
         for name, metric in metrics.items()
-        if not isinstance(name, str) or not _is_metric(metric)
+        if not isinstance(name, str) or not (_is_array(metric) or is_metric(metric))
     ]
     if bad:
         raise ValueError(
-            "Each metric is one tj.Weighted or one array, under a name that is a"
-            f" string, but {'; '.join(bad)}. Give nested metrics names of their own,"
-            " such as 'group/part'."
+            "Each metric is one tj.Weighted, one state of tj.metrics or one array,"
+            f" under a name that is a string, but {'; '.join(bad)}. Give nested metrics"
+            " names of their own, such as 'group/part'."
         )
-
-    def widen(x: Any) -> Any:
-        if not _is_weighted(x):
-            return jnp.asarray(x)
-        total, weight = jnp.asarray(x.sum), jnp.asarray(x.weight)
-        wide = jnp.promote_types(widened(total.dtype), weight.dtype)
-        return Weighted(total.astype(wide), weight.astype(wide))
-
-    return {name: widen(metric) for name, metric in metrics.items()}
+    return {
+        name: jnp.asarray(metric)
+        if _is_array(metric)
+        else check(f"metrics[{name!r}]", metric)
+        for name, metric in metrics.items()
+    }
 
 
-def split_weighted(metrics: dict[str, Any]) -> tuple[list[Weighted], dict[str, Any]]:
-    """Metrics as what is added over towers, and what is mirrored already.
-
-    Args:
-      metrics: As `check_metrics` returns them.
-
-    Returns:
-      The ``Weighted`` leaves in order, and the tree with None in their places.
-    """
-    leaves = jax.tree.leaves(metrics, is_leaf=_is_weighted)
-    mirrored = jax.tree.map(
-        lambda x: None if _is_weighted(x) else x, metrics, is_leaf=_is_weighted
-    )
-    return [x for x in leaves if _is_weighted(x)], mirrored
-
-
-def join_weighted(summed: list[Any], mirrored: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `split_weighted`.
+def split_metrics(
+    metrics: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Metrics as what adds up over towers, what merges otherwise, and what is mirrored.
 
     Args:
-      summed: The ``Weighted`` leaves in order, or what became of them.
-      mirrored: The tree with None in their places.
+      metrics: As `check_metrics` returns them; a tower's own, not stacked.
 
     Returns:
-      The metrics.
+      Three dicts: the states that add up, the other states, the plain arrays.
     """
-    pool = iter(summed)
-    return jax.tree.map(
-        lambda x: next(pool) if x is None else x, mirrored, is_leaf=lambda x: x is None
-    )
+    states = {name: x for name, x in metrics.items() if is_metric(x)}
+    added = {name: x for name, x in states.items() if is_additive(x)}
+    folded = {name: x for name, x in states.items() if name not in added}
+    mirrored = {name: x for name, x in metrics.items() if name not in states}
+    return added, folded, mirrored
 
 
-def weighted_alone(metrics: dict[str, Any]) -> dict[str, Weighted]:
-    """The metrics that are ``Weighted``.
+def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:
+    """The value of each merged state, inside a compiled step.
 
     Args:
-      metrics: As `join_weighted` returns them.
+      states: Name -> state.
 
     Returns:
-      Those names.
+      Name -> array.
+
+    Raises:
+      ValueError: A state's ``compute`` does not return one array.
     """
-    return {name: metric for name, metric in metrics.items() if _is_weighted(metric)}
+    values = {name: compute(state) for name, state in states.items()}
+    for name, value in values.items():
+        if not _is_array(value):
+            raise ValueError(
+                f"metrics[{name!r}].compute() returned a {type(value).__name__}. The"
+                " value of a train metric is one array: make a state of each part, or"
+                " leave it to an evaluation."
+            )
+    return {name: jnp.asarray(value) for name, value in values.items()}
 
 
 def join_micro_batches(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics of all micro-batches: sums add, of a mirrored value the last is kept.
+    """Metrics of all micro-batches: states merge, of a mirrored value the last is kept.
 
     Args:
       metrics: Leaves ``[A, ...]``.
@@ -189,13 +185,9 @@ def join_micro_batches(metrics: dict[str, Any]) -> dict[str, Any]:
     Returns:
       Leaves ``[...]``.
     """
-    return jax.tree.map(
-        lambda x: (
-            jax.tree.map(lambda y: y.sum(axis=0), x) if _is_weighted(x) else x[-1]
-        ),
-        metrics,
-        is_leaf=_is_weighted,
-    )
+    return {
+        name: merged_rows(x) if is_metric(x) else x[-1] for name, x in metrics.items()
+    }
 
 
 def check_rows(outputs: PyTree, rows: int) -> PyTree:

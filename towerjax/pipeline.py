@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jax import lax
 
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
-from towerjax.outputs import join_weighted, split_weighted, weighted_alone
+from towerjax.metrics.over_towers import folded_over_towers
+from towerjax.outputs import metric_values, split_metrics
 from towerjax.placement import TowerAxes
 from towerjax.program import Recipe
 from towerjax.state import CARRY_LAYOUT, CLOCK_LAYOUT
@@ -62,9 +63,10 @@ class Pipeline:
         ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array | None]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            sums, (mirrored, local) = towers
+            sums, (folded, mirrored, local) = towers
             sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
-            total, grads, summed = sums.tree()
+            total, grads, states = sums.tree()
+            states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
             # A sum that is not finite shows even where the weight is 0.
@@ -76,11 +78,9 @@ class Pipeline:
             accepted = jnp.isfinite(loss) if finite is None else finite
             accepted = accepted & (total.weight != 0)  # no examples, nothing to learn
             carry = self._update(carry, grads, total, local, accepted)
-            metrics = join_weighted(
-                [metric.value for metric in summed],
-                jax.tree.map(lambda x: x[0], mirrored),
-            )
-            return carry, clock["step"] + 1, {"loss": loss, **metrics}, finite
+            metrics = {"loss": loss, **metric_values(states)}
+            metrics |= jax.tree.map(lambda x: x[0], mirrored)
+            return carry, clock["step"] + 1, metrics, finite
 
         return step
 
@@ -98,8 +98,8 @@ class Pipeline:
             grads, total, metrics, local = self.loss.gradient(
                 carry["params"], own, inputs, tower_id
             )
-            summed, mirrored = split_weighted(metrics)
-            return (total, grads, summed), (mirrored, local)
+            added, folded, mirrored = split_metrics(metrics)
+            return (total, grads, added), (folded, mirrored, local)
 
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
@@ -109,7 +109,7 @@ class Pipeline:
         return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's loss and ``Weighted`` metrics, before they are reduced.
+        """A device's loss and metric states, before they are merged.
 
         Args:
           axes: One tower a device.
@@ -124,11 +124,10 @@ class Pipeline:
         ) -> dict[str, Any]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            (total, _, summed), (mirrored, _) = towers
+            (total, _, added), (folded, _, _) = towers
             if not self.strategy.cross_tower_ops.needs_every_tower:
-                total, summed = jax.tree.map(lambda x: x[None], (total, summed))
-            metrics = weighted_alone(join_weighted(summed, mirrored))
-            return {"loss": total, "metrics": metrics}
+                total, added = jax.tree.map(lambda x: x[None], (total, added))
+            return {"loss": total, "metrics": {**added, **folded}}
 
         return sums
 
@@ -160,7 +159,27 @@ class Pipeline:
         return update_if(accepted, update, *args)
 
 
-def one_step_recipe(pipeline: Pipeline, *, donate: bool) -> Recipe:
+class OfOneStep(Protocol):
+    """A train step before it is compiled, such as `Pipeline`."""
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The step as each device runs it; see `Pipeline`.
+
+        Args:
+          axes: The axes that the towers meet over.
+        """
+        ...
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's values in which padded rows would count; see `Pipeline`.
+
+        Args:
+          axes: One tower a device.
+        """
+        ...
+
+
+def one_step_recipe(pipeline: OfOneStep, *, donate: bool) -> Recipe:
     """The recipe of a single step.
 
     Args:

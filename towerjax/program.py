@@ -34,6 +34,8 @@ class Recipe:
       donate: May the results take over the first argument's buffers?
       counted: ``axes -> f(*args)``: each device's sums in which padded rows would
         count, leaves ``[1, ...]``; None where padding is cut off again.
+      advice: What to do where a mirrored result depends on the tower; None says the
+        usual.
     """
 
     device_fn: Callable[[TowerAxes], Callable[..., PyTree]]
@@ -41,6 +43,7 @@ class Recipe:
     out_layouts: dict[str, PyTree]
     donate: bool
     counted: Callable[[TowerAxes], Callable[..., PyTree]] | None
+    advice: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +105,11 @@ def _prove_body(
     recipe: Recipe, jaxpr: Any, args: PyTree, out: PyTree, axes: TowerAxes
 ) -> Proof:
     body = body_of_shard_map(jaxpr)
+    # What one tower has of its own is the same on all of it.
     inputs = _names_where(
-        recipe.in_layouts, args, lambda layout: layout is not Layout.MIRRORED
+        recipe.in_layouts,
+        args,
+        lambda layout: layout is not Layout.MIRRORED and axes.num_towers > 1,
     )
     outputs = _names_where(
         recipe.out_layouts, out, lambda layout: layout is Layout.MIRRORED
@@ -111,7 +117,7 @@ def _prove_body(
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
     found = analyse(body, [None] * closed_over + inputs, axes.device_names)
-    prove_mirrored(found, outputs)
+    prove_mirrored(found, outputs, advice=recipe.advice)
 
     return Proof(found, functools.partial(_unmasked, recipe, args, axes))
 

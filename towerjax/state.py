@@ -10,7 +10,7 @@ import optax
 
 from towerjax.placement import Placement, place
 from towerjax.processes import require_same
-from towerjax.tower_local import stacked_local
+from towerjax.tower_local import checked_local, stacked_local
 from towerjax.types import Layout, PyTree, named_leaves
 
 
@@ -39,6 +39,39 @@ class TrainState:
     opt_state: PyTree
     local: PyTree
     rng: jax.Array
+
+    @classmethod
+    def create(
+        cls,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        local: PyTree = None,
+        rng: jax.Array | None = None,
+    ) -> "TrainState":
+        """The state before the first step, of one tower, on no particular device.
+
+        Args:
+          params: Floating arrays.
+          optimizer: Its ``init`` makes the optimizer state.
+          local: A pytree of ``TowerLocal``, each of one tower's value, or None.
+          rng: One key; None is ``jax.random.key(0)``.
+
+        Returns:
+          A ``TrainState``, for a model function; a train step's is made, and placed,
+          by its own ``init``.
+
+        Raises:
+          ValueError: As ``step.init``.
+
+        Example:
+          >>> int(TrainState.create(jnp.float32(1.0), optax.sgd(0.1)).step)
+          0
+        """
+        params = _checked_params(params)
+        local = checked_local(local)
+        key = _one_key(rng)
+        return cls(jnp.int32(0), params, optimizer.init(params), local, key)
 
 
 CARRY_LAYOUT = {
@@ -170,7 +203,7 @@ def _checked_params(params: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, params)
 
 
-def _checked_key(rng: Any, placement: Placement) -> jax.Array:
+def _one_key(rng: Any) -> jax.Array:
     if rng is None:
         return jax.random.key(0)
     rng = jnp.asarray(rng)
@@ -183,7 +216,11 @@ def _checked_key(rng: Any, placement: Placement) -> jax.Array:
         rng = jax.random.wrap_key_data(rng)
     if rng.shape:
         raise ValueError(f"rng holds {rng.shape} keys; pass one, jax.random.key(0).")
-    axes = placement.axes
+    return rng
+
+
+def _checked_key(rng: Any, placement: Placement) -> jax.Array:
+    rng, axes = _one_key(rng), placement.axes
     in_batches = axes.num_local > 1 and not axes.in_turn
     if in_batches and "rbg" in str(jax.random.key_impl(rng)):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -75,17 +75,13 @@ class TrainStep:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        recipe: Recipe,
         optimizer: optax.GradientTransformation,
         strategy: Strategy,
         options: StepOptions,
     ) -> None:
         self.strategy, self.options, self.optimizer = strategy, options, optimizer
-        loss = TowerLoss(loss_fn, options.loss_reduction, options.micro_batches)
-        pipeline = Pipeline(
-            loss, optimizer, strategy, options.on_nonfinite, options.guard
-        )
-        self._runner = self._run(one_step_recipe(pipeline, donate=options.donate))
+        self._runner = self._run(recipe)
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
             strategy.placement,
@@ -117,6 +113,18 @@ class TrainStep:
         """
         placement = self.strategy.placement
         return init_state(params, self.optimizer, placement, local=local, rng=rng)
+
+    def check_state(self, state: Any) -> None:
+        """Raise unless the state was made for this step's towers and devices.
+
+        Args:
+          state: What was passed to the step.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        check_state(state, self.strategy.placement)
 
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
@@ -265,7 +273,7 @@ class TrainStep:
 
         Returns:
           ``(state, metrics)``: ``metrics["loss"]`` is the one global loss, and each
-          ``Weighted`` metric its value over the global batch.
+          metric state its value over the global batch.
 
         Raises:
           ValueError: A malformed batch or a state that is not this step's, before
@@ -354,4 +362,7 @@ def build_train_step(
         donate=donate,
         max_programs=max_programs,
     )
-    return TrainStep(loss_fn, optimizer, strategy, options)
+    loss = TowerLoss(loss_fn, loss_reduction, micro_batches)
+    pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard)
+    recipe = one_step_recipe(pipeline, donate=donate)
+    return TrainStep(recipe, optimizer, strategy, options)

@@ -71,6 +71,28 @@ def stacked_local(local: PyTree, num_towers: int) -> PyTree:
     Raises:
       ValueError: A leaf is not inside a ``TowerLocal``.
     """
+    local = checked_local(local)
+
+    def stack(x: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return jnp.broadcast_to(x, (num_towers, *x.shape))
+        return np.broadcast_to(np.asarray(x), (num_towers, *np.shape(x)))
+
+    return jax.tree.map(stack, local)
+
+
+def checked_local(local: PyTree) -> PyTree:
+    """Tower-local variables, once each says how it is read.
+
+    Args:
+      local: A pytree of ``TowerLocal``, or None.
+
+    Returns:
+      The pytree; an empty one for None.
+
+    Raises:
+      ValueError: A leaf is not inside a ``TowerLocal``.
+    """
     local = {} if local is None else local
     bare = [
         name
@@ -82,13 +104,7 @@ def stacked_local(local: PyTree, num_towers: int) -> PyTree:
             f"{', '.join(bare)}: a tower-local variable says how it is read as one"
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
-
-    def stack(x: Any) -> Any:
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            return jnp.broadcast_to(x, (num_towers, *x.shape))
-        return np.broadcast_to(np.asarray(x), (num_towers, *np.shape(x)))
-
-    return jax.tree.map(stack, local)
+    return local
 
 
 def read_local(local: PyTree) -> PyTree:

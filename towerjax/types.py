@@ -132,6 +132,18 @@ class Weighted:
         """Both sums and both weights added."""
         return Weighted(self.sum + other.sum, self.weight + other.weight)
 
+    def merge(self, other: "Weighted") -> "Weighted":
+        """Both sums and both weights added, as for every metric state."""
+        return self + other
+
+    def compute(self) -> Any:
+        """``value``; in NumPy, in their precision, where both fields are of NumPy."""
+        kinds = np.ndarray | np.generic
+        if not (isinstance(self.sum, kinds) and isinstance(self.weight, kinds)):
+            return self.value
+        empty = self.weight == 0
+        return np.where(empty, 0.0, self.sum / np.where(empty, 1.0, self.weight))
+
     @property
     def value(self) -> jax.Array:
         """``sum / weight``; 0 where the weight is 0, never NaN from an empty set."""
@@ -164,10 +176,11 @@ class TowerOutput:
 
     Attributes:
       loss: ``Weighted`` of two scalars (or a scalar, with ``loss_reduction``).
-      metrics: Name -> ``Weighted``, merged over towers and micro-batches by
-        adding; or a plain array that is the same on every tower, which is proved
-        before the step is compiled. Of several micro-batches a plain array's last
-        value is kept: make it ``Weighted`` where it depends on the rows.
+      metrics: Name -> ``Weighted`` or another metric state (``tj.metrics``), merged
+        over towers and micro-batches; or a plain array that is the same on every
+        tower, which is proved before the step is compiled. Of several micro-batches
+        a plain array's last value is kept: make it a state where it depends on the
+        rows.
       local: The next value of the tower-local variables, of the same structure,
         shapes and dtypes as ``tower.local``; None leaves them as they are.
 
@@ -188,7 +201,10 @@ LossFn: TypeAlias = Callable[[PyTree, PyTree, Any], Any]
 """
 
 MetricFn: TypeAlias = Callable[[PyTree, PyTree, Any], Mapping[str, Any]]
-"""``(params, batch, tower) -> {name: Weighted}``: one tower's part of each metric."""
+"""``(params, batch, tower) -> {name: state}``: one tower's part of each metric.
+
+A state is ``Weighted`` or another metric state, see ``tj.metrics``.
+"""
 
 PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 """``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""

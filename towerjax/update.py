@@ -69,11 +69,35 @@ def update_if(
     Returns:
       Like ``carry``.
     """
-    closed = jax.make_jaxpr(update)(carry, *args)
+
+    def judged(carry: PyTree, *args: PyTree) -> tuple[Any, PyTree, tuple[()]]:
+        return accepted, update(carry, *args), ()
+
+    return accept_or_keep(judged, carry, *args)[0]
+
+
+def accept_or_keep(
+    step: Callable[..., tuple[jax.Array, PyTree, PyTree]], carry: PyTree, *args: PyTree
+) -> tuple[PyTree, PyTree]:
+    """What ``step(carry, *args)`` makes of the carry where it accepts it itself.
+
+    What the verdict depends on is computed first; see `update_if` for the rest.
+
+    Args:
+      step: ``(carry, *args) -> (accepted, next carry, rest)``; ``accepted`` is ``()``
+        bool, one verdict for all towers.
+      carry: The present one.
+      *args: What else the step reads.
+
+    Returns:
+      ``(carry, rest)``: the next carry, or the present one; ``rest`` as it is.
+    """
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry, *args)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
+    verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
     made = {var for eqn in jaxpr.eqns for var in eqn.outvars}
     olds: dict[Any, Any] = {}
-    for var, old in zip(jaxpr.outvars, before, strict=True):
+    for var, old in zip(after, before, strict=True):
         if not isinstance(var, Literal) and var in made:
             olds.setdefault(var, old)
     inputs = jax.tree.leaves((carry, *args))
@@ -83,22 +107,59 @@ def update_if(
     def read(var: Any) -> Any:
         return var.val if isinstance(var, Literal) else values[var]
 
-    for eqn in jaxpr.eqns:
+    def evaluate(eqn: Any) -> list[tuple[Any, Any]]:
         params = eqn.primitive.get_bind_params(eqn.params)
         out = eqn.primitive.bind(*map(read, eqn.invars), **params)
-        outs = out if eqn.primitive.multiple_results else [out]
-        for var, value in zip(eqn.outvars, outs, strict=True):
+        return list(
+            zip(
+                eqn.outvars,
+                out if eqn.primitive.multiple_results else [out],
+                strict=True,
+            )
+        )
+
+    first = _needed(jaxpr.eqns, verdict)
+    for eqn, is_first in zip(jaxpr.eqns, first, strict=True):
+        if is_first:
+            values.update(evaluate(eqn))
+    accepted = read(verdict)
+    for eqn, is_first in zip(jaxpr.eqns, first, strict=True):
+        if is_first:
+            continue
+        for var, value in evaluate(eqn):
             is_new = var in olds
             values[var] = lax.select(accepted, value, olds[var]) if is_new else value
+    chosen = {
+        var
+        for eqn, is_first in zip(jaxpr.eqns, first, strict=True)
+        if not is_first
+        for var in eqn.outvars
+    }
 
-    def chosen(var: Any, old: Any) -> Any:
-        if not isinstance(var, Literal) and olds.get(var) is old:
+    def kept(var: Any, old: Any) -> Any:
+        if not isinstance(var, Literal) and var in chosen and olds.get(var) is old:
             return values[var]
-        # A constant, an input handed on, or a value that another leaf has too.
+        # A constant, an input handed on, what the verdict needs, or a value that
+        # another leaf has too.
         return lax.select(accepted, jnp.asarray(read(var), old.dtype), old)
 
-    leaves = [chosen(*pair) for pair in zip(jaxpr.outvars, before, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(carry), leaves)
+    leaves = [kept(*pair) for pair in zip(after, before, strict=True)]
+    rest = [read(var) for var in jaxpr.outvars[1 + len(before) :]]
+    return (
+        jax.tree.unflatten(jax.tree.structure(carry), leaves),
+        jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
+    )
+
+
+def _needed(eqns: list[Any], var: Any) -> list[bool]:
+    """Which equations a value depends on."""
+    wanted, flags = {var} if not isinstance(var, Literal) else set(), []
+    for eqn in reversed(eqns):
+        is_needed = any(out in wanted for out in eqn.outvars) or bool(eqn.effects)
+        flags.append(is_needed)
+        if is_needed:
+            wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
+    return flags[::-1]
 
 
 def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:

@@ -19,6 +19,7 @@ import numpy as np
 from towerjax.input import feed
 from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.input.sources import InputContext, check_source, elements_of
+from towerjax.input.sparse_rows import refuse_sparse_rows
 from towerjax.placement import Placement, place_own_rows, place_rows
 from towerjax.processes import Exchange, from_first_process
 from towerjax.shard import (
@@ -87,6 +88,7 @@ class _WholeBatches:
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         shares = self.towers * self.options.micro_batches
         for batch in elements:
+            refuse_sparse_rows(batch, "distribute_dataset")
             if self.may_be_empty and _is_empty(batch):
                 return batch, [0]
             if self.options.remainder == "drop" and count_examples(batch) < shares:
@@ -125,6 +127,7 @@ class _Elements:
             _element(jax.tree.map(feed.own_copy, x))
             for x in itertools.islice(elements, self.towers)
         ]
+        refuse_sparse_rows([rows for rows, _ in taken], "distribute_dataset")
         sizes = [count_examples(rows) for rows, _ in taken]
         _refuse_unlike([rows for rows, _ in taken])
         missing = self.towers - len(taken)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from towerjax.executors import stack_on_devices
+from towerjax.input.sparse_rows import SparseRows, refuse_sparse_rows
 from towerjax.placement import Placement, place_own, place_rows
 from towerjax.shard import (
     Remainder,
@@ -17,6 +18,7 @@ from towerjax.shard import (
     explain_change,
     fit_batch,
 )
+from towerjax.sparse import is_rows, num_rows
 from towerjax.types import Layout, PerTower, PyTree
 
 
@@ -117,6 +119,7 @@ class Placer:
         self._shares: int = shares
         self._remainder: Remainder = remainder
         self._full_size: int | None = None
+        self._capacities: dict[int, int] = {}
         self._counts: dict[bytes, jax.Array] = {}
         self._numbers: dict[int, jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
@@ -137,9 +140,14 @@ class Placer:
         Raises:
           ValueError: As `fit_batch`.
         """
+        if self._shares != self.placement.num_towers:
+            refuse_sparse_rows(batch, "a step of several micro-batches")
+        sparse, batch = SparseRows.put_aside(batch)
         batch, num_valid = self._fit(batch)
+        counts = self._split_counts(batch, num_valid)
+        batch = sparse.put_back(batch, self.placement.num_towers, self._capacities)
         arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
-        return self.placed(arrays, self._split_counts(batch, num_valid), batch)
+        return self.placed(arrays, counts, batch)
 
     def placed(
         self, arrays: PyTree, counts: np.ndarray, batch: PyTree = None
@@ -154,7 +162,7 @@ class Placer:
         Returns:
           The `PlacedBatch`.
         """
-        rows = jax.tree.leaves(arrays)[0].shape[0] // self.placement.num_towers
+        rows = _rows_of_tower(arrays, self.placement.num_towers)
         signature, is_new = self._signature(arrays)
         fingerprint = None
         if batch is not None and is_new and self.placement.num_processes > 1:
@@ -177,6 +185,8 @@ class Placer:
         """
         if isinstance(batches[0], PlacedBatch):
             return self._stack_placed(batches, steps)
+        for batch in batches:
+            refuse_sparse_rows(batch, "steps_per_call > 1")
         fitted = [self._fit(batch) for batch in batches]
         rows = [batch for batch, _ in fitted]
         counts = np.stack([self._split_counts(*pair) for pair in fitted])
@@ -244,6 +254,12 @@ class Placer:
                 np.int32(number), self.placement, Layout.MIRRORED
             )
         return self._numbers[number]
+
+
+def _rows_of_tower(arrays: PyTree, num_towers: int) -> int:
+    rows = num_rows(arrays)
+    first = jax.tree.leaves(arrays, is_leaf=is_rows)[0]
+    return rows if is_rows(first) else rows // num_towers
 
 
 def _refuse_unlike(signatures: Sequence[Signature]) -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from towerjax.inference import InferenceStep
 from towerjax.input import feed
 from towerjax.input.distribute import DistributedDataset
-from towerjax.types import PyTree, Weighted
+from towerjax.metrics.host import add_batch, on_host, value_on_host
+from towerjax.metrics.state import is_metric
+from towerjax.types import PyTree
 
 Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 """Batches that can be gone through again, or a function that gives them anew."""
@@ -28,8 +29,9 @@ def evaluate_all(
     """The metrics over a whole data set, exact however it is cut into batches.
 
     ``sum_b s_b / sum_b w_b`` over the batches' ``Weighted`` metrics, added in float64
-    on the host and divided once. A metric that is not ``Weighted`` cannot be merged:
-    its value is that of the last batch.
+    on the host and divided once; other metric states merge in the same way and are
+    computed once, see ``tj.metrics``. A plain array cannot be merged: its value is
+    that of the last batch.
 
     Args:
       evaluate: As `build_eval_step` returns it.
@@ -39,13 +41,14 @@ def evaluate_all(
       in_flight: How many evaluations may run without being waited for.
 
     Returns:
-      Name -> float, or an array for a metric that has dims.
+      Name -> float, or an array for a metric that has dims. ``compute`` of a state
+      whose merge is not an addition of every leaf is called with ``jax.Array``.
 
     Raises:
       ValueError: There are no batches, or ``evaluate`` returns no metrics.
 
     Example:
-      >>> import jax.numpy as jnp, towerjax as tj
+      >>> import jax.numpy as jnp, numpy as np, towerjax as tj
       >>> def metric_fn(params, batch, tower):
       ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
       >>> evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(towers=2))
@@ -72,7 +75,7 @@ def evaluate_all(
             "There are no batches to evaluate. An iterator is empty the second time:"
             " pass a list, or a function that gives the batches anew."
         )
-    return {name: _divided(total) for name, total in totals.items()}
+    return {name: value_on_host(total) for name, total in totals.items()}
 
 
 def _add_metrics(totals: dict[str, Any], metrics: Any) -> None:
@@ -82,16 +85,6 @@ def _add_metrics(totals: dict[str, Any], metrics: Any) -> None:
             " Pass a step of tj.build_eval_step."
         )
     for name, metric in jax.device_get(metrics).items():
-        if isinstance(metric, Weighted):
-            exact = [np.asarray(x, np.float64) for x in (metric.sum, metric.weight)]
-            metric = Weighted(*exact)
-            metric = totals[name] + metric if name in totals else metric
+        if is_metric(metric):
+            metric = add_batch(totals.get(name), on_host(metric))
         totals[name] = metric
-
-
-def _divided(total: Any) -> Any:
-    if isinstance(total, Weighted):
-        empty = total.weight == 0
-        total = np.where(empty, 0.0, total.sum / np.where(empty, 1.0, total.weight))
-    total = np.asarray(total)
-    return total.item() if total.ndim == 0 else total

@@ -27,7 +27,7 @@ from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.processes import require_same
-from towerjax.state import TrainState, check_state
+from towerjax.state import TrainState
 from towerjax.step import TrainStep
 from towerjax.types import PyTree
 from towerjax.update import NonFiniteError, is_refused
@@ -158,7 +158,7 @@ def run(
     """
     options = LoopOptions(steps, eval_every, steps_per_call, prefetch, in_flight)
     evaluation = _Evaluation(evaluate, eval_batches, eval_every)
-    check_state(state, step.strategy.placement)
+    step.check_state(state)
     if isinstance(batches, Mapping | PlacedBatch):
         raise ValueError(
             "batches is one batch, but run goes through an iterable of them. Pass"

@@ -16,12 +16,15 @@ class ReplicationError(ValueError):
     """A value declared MIRRORED differs between towers, or a collective would hang."""
 
 
-def prove_mirrored(analysis: Analysis, names: Sequence[str | None]) -> None:
+def prove_mirrored(
+    analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
+) -> None:
     """Nothing, when every output declared MIRRORED is proved so and nothing hangs.
 
     Args:
         analysis: the result of `analyse`.
         names: for each output, its name when it is declared MIRRORED, else None.
+        advice: what to do about outputs that differ; None says the usual.
 
     Raises:
         ReplicationError: lists every output that differs and every hang, with lines.
@@ -38,7 +41,7 @@ def prove_mirrored(analysis: Analysis, names: Sequence[str | None]) -> None:
         f"{hang.control_line}, whose predicate differs from tower to tower"
         for hang in analysis.hangs
     ]
-    text = differing and [_DIFFERING, *differing, _REDUCE]
+    text = differing and [_DIFFERING, *differing, advice or _REDUCE]
     text += hanging and [_HANGING, *hanging, _AGREE]
     if text:
         raise ReplicationError("\n".join(text))

@@ -10,5 +10,6 @@ from towerjax.sparse.over_towers import (
 from towerjax.sparse.rows import IndexedRows as IndexedRows
 from towerjax.sparse.rows import is_rows as is_rows
 from towerjax.sparse.rows import map_values as map_values
+from towerjax.sparse.rows import num_rows as num_rows
 from towerjax.sparse.rows import rows_of as rows_of
 from towerjax.sparse.update import update_with_rows as update_with_rows

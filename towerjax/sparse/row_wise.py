@@ -139,11 +139,12 @@ class RowWise:
             ),
             **extra_args,
         )
-        new_state = map(scattered, state, jax.tree.leaves(new_state), owners)
+        pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
+        new_state = [scattered(*pair) for pair in pairs]
         updates = self.treedef.flatten_up_to(updates)
         for i, which in indices.items():
             updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
-        return updates, jax.tree.unflatten(state_def, list(new_state))
+        return updates, jax.tree.unflatten(state_def, new_state)
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

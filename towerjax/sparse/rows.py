@@ -268,3 +268,16 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
         return dataclasses.replace(x, values=fn(x.values, *rest))
 
     return jax.tree.map(one, tree, *others, is_leaf=is_rows)
+
+
+def num_rows(rows: Any) -> int:
+    """How many rows a tower's part of a batch has.
+
+    Args:
+      rows: Leaves ``[b, ...]``, or ``IndexedRows`` of an array ``[b, ...]``.
+
+    Returns:
+      ``b``.
+    """
+    first = jax.tree.leaves(rows, is_leaf=is_rows)[0]
+    return first.dense_shape[0] if is_rows(first) else first.shape[0]

@@ -1,0 +1,572 @@
+"""Metric states: any split of any data gives the value of one pass over all of it."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import metrics_oracle as oracle
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import balanced_accuracy_score, jaccard_score, roc_auc_score
+
+import towerjax as tj
+from towerjax.metrics.host import on_host, value_on_host
+
+m = tj.metrics
+
+
+def states(rows, w):
+    """Every builder on these rows, by the oracle's names."""
+    yes, score, said = rows["yes"], rows["score"], rows["said"]
+    ids, numbers = (rows["label"], rows["class"]), (rows["target"], rows["value"])
+    return {
+        "mean": m.mean(rows["value"], w),
+        "accuracy": m.accuracy(*ids, w),
+        "percentage_below": m.percentage_below(rows["value"], 0.5, w),
+        "mse": m.mean_squared_error(*numbers, w),
+        "rmse": m.root_mean_squared_error(*numbers, w),
+        "mae": m.mean_absolute_error(*numbers, w),
+        "true_positives": m.true_positives(yes, said, w),
+        "false_positives": m.false_positives(yes, score, w, threshold=0.5),
+        "false_negatives": m.false_negatives(yes, score, w, threshold=0.5),
+        "true_negatives": m.true_negatives(yes, said, w),
+        "precision": m.precision(yes, said, w),
+        "recall": m.recall(yes, said, w),
+        "auc": m.auc(yes, score, w),
+        "auc_pr": m.auc(yes, score, w, curve="PR"),
+        "auc_few": m.auc(yes, score, w, num_thresholds=5),
+        "auc_pr_few": m.auc(yes, score, w, curve="PR", num_thresholds=5),
+        "sensitivity": m.sensitivity_at_specificity(yes, score, 0.8, w),
+        "specificity": m.specificity_at_sensitivity(yes, score, 0.4, w),
+        "precisions": m.precision_at_thresholds(yes, score, [0.2, 0.5], w),
+        "recalls": m.recall_at_thresholds(yes, score, [0.2, 0.5], w),
+        "mean_iou": m.mean_iou(*ids, oracle.NUM_CLASSES, w),
+        "mean_per_class_accuracy": m.mean_per_class_accuracy(
+            *ids, oracle.NUM_CLASSES, w
+        ),
+    }
+
+
+def random_rows(seed, size, kind="any"):
+    """Rows with ties at thresholds, one class alone where told, and a weight each."""
+    rng = np.random.default_rng(seed)
+    ties = np.concatenate([np.arange(200) / 199, [0, 0.2, 0.25, 0.5, 0.75, 1]])
+    score = np.where(
+        rng.random(size) < 0.5, rng.choice(ties, size), rng.random(size)
+    ).astype(np.float32)
+    yes = {
+        "any": rng.random(size) < 0.4,
+        "yes": np.ones(size, bool),
+        "no": np.zeros(size, bool),
+    }[kind]
+    return {
+        "yes": yes,
+        "said": rng.random(size) < 0.5,
+        "score": score,
+        "label": rng.integers(0, oracle.NUM_CLASSES - 1, size, np.int32),
+        "class": rng.integers(0, oracle.NUM_CLASSES, size, np.int32),
+        "value": rng.normal(size=size).astype(np.float32),
+        "target": rng.normal(size=size).astype(np.float32),
+        "weight": rng.choice(np.float32([0, 0.5, 1, 2, 3]), size),
+    }
+
+
+def with_bad_values(rows):
+    """What has weight 0 may be anything."""
+    out = rows["weight"] == 0
+    rows = dict(rows)
+    for name in ("score", "value", "target"):
+        rows[name] = np.where(out, np.float32(np.nan), rows[name])
+    for name in ("label", "class"):
+        rows[name] = np.where(out, np.int32(99), rows[name])
+    return rows
+
+
+def check(found, rows, w, prefix=""):
+    assert found.keys() >= {prefix + name for name in oracle.VALUES}
+    for name, value in oracle.VALUES.items():
+        np.testing.assert_allclose(
+            found[prefix + name],
+            value(rows, np.float64(w)),
+            rtol=4e-6,
+            atol=1e-6,
+            err_msg=prefix + name,
+        )
+
+
+# Any split, on the host.
+
+
+@functools.cache
+def compiled():
+    return jax.jit(lambda rows: states(rows, rows["weight"]))
+
+
+def part(rows, chosen, capacity):
+    """Those rows alone, filled up with rows that do not count."""
+    kept = {name: x[chosen] for name, x in rows.items()}
+    more = capacity - len(kept["weight"])
+    empty = {name: np.zeros(more, x.dtype) for name, x in rows.items()}
+    empty["score"], empty["label"] = empty["score"] - 7, empty["label"] + 99
+    return {name: np.concatenate([x, empty[name]]) for name, x in kept.items()}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_parts=st.integers(1, 8),
+    size=st.integers(1, 25),
+    kind=st.sampled_from(["any", "yes", "no"]),
+    zero=st.booleans(),
+)
+def test_any_split_gives_the_value_of_one_pass(seed, num_parts, size, kind, zero):
+    rows = random_rows(seed, size, kind)
+    if zero:
+        rows["weight"] *= 0
+    rng = np.random.default_rng(seed)
+    owners = rng.integers(0, num_parts, size)  # some may own nothing
+    spoiled = with_bad_values(rows)
+    parts = [
+        jax.tree.map(np.asarray, compiled()(part(spoiled, owners == p, 25)))
+        for p in range(num_parts)
+    ]
+    found = {}
+    for name in oracle.VALUES:
+        own = [on_host(one[name]) for one in parts]
+        before = jax.tree.map(np.copy, own)
+        merged = functools.reduce(m.merge, own)
+        rng.shuffle(own)
+        again = functools.reduce(m.merge, own)
+        found[name] = value_on_host(merged)
+        np.testing.assert_array_equal(found[name], value_on_host(merged))
+        np.testing.assert_allclose(value_on_host(again), found[name], rtol=1e-9)
+        for x, y in zip(
+            jax.tree.leaves(functools.reduce(m.merge, before)),
+            jax.tree.leaves(merged),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(x, y)
+    check(found, rows, rows["weight"])
+    if zero:
+        assert all((np.asarray(value) == 0).all() for value in found.values())
+
+
+def test_merge_is_associative_in_any_grouping():
+    parts = [
+        on_host(m.auc(r["yes"], r["score"], r["weight"]))
+        for r in (random_rows(seed, 9) for seed in range(3))
+    ]
+    a, b, c = parts
+    left, right = m.merge(m.merge(a, b), c), m.merge(a, m.merge(b, c))
+    for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_values_before_they_are_summed_may_have_more_dims():
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    ids = values.astype(np.int32) % 4
+    w = np.float32([1, 0, 2])
+    each = np.repeat(w, 4)
+    assert float(m.mean(values, w).compute()) == (values.ravel() * each).sum() / 12
+    assert float(m.mean_iou(ids, ids[::-1], 4, w).compute()) == 1.0
+    count = m.true_positives(values > 3, values > 5, w).compute()
+    assert float(count) == (each * (values.ravel() > 5)).sum()
+
+
+def test_sixteen_bits_are_widened():
+    scores = jnp.array([0.1, 0.4, 0.35, 0.8], jnp.bfloat16)
+    labels = np.array([False, False, True, True])
+    for state in (
+        m.auc(labels, scores, jnp.ones(4, jnp.bfloat16)),
+        m.mean(scores, jnp.ones(4, jnp.bfloat16)),
+        m.mean_squared_error(scores, scores + 1),
+        m.precision(labels, scores, threshold=0.5),
+    ):
+        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+    # 300 ones: bfloat16 would stop at 256.
+    assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
+
+
+def test_counts_are_exact_beyond_24_bits_on_the_host():
+    state = on_host(m.true_positives(np.ones(3), np.ones(3, int)))
+    large = jax.tree.map(lambda x: x * 0 + 2.0**24, state)
+    assert value_on_host(m.merge(large, m.merge(large, state))) == 2**25 + 3
+
+
+def test_areas_agree_with_scikit_learn():
+    rows = random_rows(3, 400)
+    rows["score"] = np.random.default_rng(0).permutation(400).astype(np.float32) / 400
+    state = m.auc(rows["yes"], rows["score"], num_thresholds=4001)
+    expected = roc_auc_score(rows["yes"], rows["score"])
+    np.testing.assert_allclose(state.compute(), expected, rtol=1e-6)
+    ids = rows["label"], rows["class"] % 3
+    accuracy = m.mean_per_class_accuracy(*ids, 4).compute()
+    np.testing.assert_allclose(accuracy, balanced_accuracy_score(*ids), rtol=1e-6)
+    iou = m.mean_iou(*ids, 4).compute()
+    np.testing.assert_allclose(iou, jaccard_score(*ids, average="macro"), rtol=1e-6)
+
+
+# On real towers.
+
+
+def batches_of(rows, size):
+    return lambda: tj.batches(rows, size)
+
+
+def every_metric(params, batch, tower):
+    out = states(batch, batch["weight"] * tower.weight)
+    out |= {f"all/{n}": x for n, x in states(batch, tower.weight).items()}
+    return out
+
+
+def check_sizes(strategy, sizes, executor="shard_map"):
+    towers = strategy.num_towers
+    evaluate = tj.build_eval_step(every_metric, strategy)
+    for size in sizes:
+        rows = random_rows(size, size, ["any", "yes", "no"][size % 3])
+        found = tj.evaluate_all(evaluate, np.float32(0), batches_of(rows, 2 * towers))
+        check(found, rows, rows["weight"])
+        check(found, rows, np.ones(size), "all/")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "towers, devices",
+    [(1, 1), (2, 2), (3, 1), (4, 2), (5, 5), (6, 3), (7, 7), (8, 8)],
+)
+def test_any_number_of_towers_gives_the_value_of_one_pass(towers, devices):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=towers)
+    # The largest first, so that smaller last batches are filled up to its size.
+    check_sizes(strategy, range(3 * towers + 1, 0, -1))
+
+
+WAYS = {
+    "shard_map": {},
+    "pmap": {"executor": "pmap"},
+    "scan": {"local": "scan"},
+    "pinned": {"local": "scan", "cross_tower_ops": tj.PinnedTree()},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_every_executor_gives_the_value_of_one_pass(way):
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS[way])
+    check_sizes(strategy, [13, 3])
+
+
+class Peak:
+    """A user's own state whose merge adds nothing: the greatest value and its place."""
+
+    def __init__(self, value, place):
+        self.value, self.place = value, place
+
+    def merge(self, other):
+        ours = self.value >= other.value  # the first of equal ones
+        return Peak(*(jnp.where(ours, a, b) for a, b in zip(self, other, strict=True)))
+
+    def compute(self):
+        return jnp.stack([self.value, self.place.astype(jnp.float32)])
+
+    def __iter__(self):
+        return iter((self.value, self.place))
+
+
+jax.tree_util.register_pytree_node(
+    Peak, lambda x: (tuple(x), None), lambda _, x: Peak(*x)
+)
+
+
+class Moments(tj.metrics.Additive):
+    weight: jax.Array
+    total: jax.Array
+    squares: jax.Array
+
+    def compute(self):
+        return self.squares / self.weight - (self.total / self.weight) ** 2
+
+
+def own_states(rows, w, first_place):
+    x = jnp.where(w > 0, rows, -jnp.inf)
+    place = x.argmax()
+    return {
+        "peak": Peak(x[place], first_place + place),
+        "variance": Moments(w.sum(), (w * rows).sum(), (w * rows**2).sum()),
+    }
+
+
+def own_metrics(params, batch, tower):
+    first = tower.id * len(batch)
+    return own_states(batch, tower.weight, first)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("devices, towers", [(1, 1), (1, 4), (2, 4), (4, 4)])
+def test_states_of_ones_own_merge_in_tower_order(way, devices, towers):
+    devices = [f"cpu:{i}" for i in range(devices)]
+    strategy = tj.Mirrored(devices, towers=towers, **WAYS[way])
+    evaluate = tj.build_eval_step(own_metrics, strategy)
+    rows = np.float32([1, 7, 3, 3, 5, 7, 7, 2, 6, 0])
+    found = evaluate(np.float32(0), rows)
+    peak, place = found["peak"].compute()
+    assert (peak, place) == (7, 1)  # of towers that tie, the first
+    np.testing.assert_allclose(found["variance"].compute(), rows.var(), rtol=1e-6)
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(found))
+
+
+def test_states_of_ones_own_merge_over_batches():
+    evaluate = tj.build_eval_step(own_metrics, tj.Mirrored(("cpu:0", "cpu:1")))
+    rows = np.float32([1, 4, 3, 9, 5, 8, 9])
+    found = tj.evaluate_all(evaluate, np.float32(0), batches_of(rows, 4))
+    assert found["peak"].tolist() == [9, 3]
+    np.testing.assert_allclose(found["variance"], rows.astype(float).var(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_train_metrics_are_values_of_the_global_batch(way, micro_batches):
+    def loss_fn(w, batch, tower):
+        loss = tj.Weighted.mean(w * batch["score"], tower.weight)
+        metrics = {
+            "auc": m.auc(batch["yes"], batch["score"], tower.weight),
+            "rmse": m.root_mean_squared_error(
+                batch["target"], batch["value"], tower.weight
+            ),
+            **own_states(batch["value"], tower.weight, jnp.int32(0)),
+        }
+        return tj.TowerOutput(loss, metrics)
+
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS[way])
+    step = tj.build_train_step(
+        loss_fn,
+        tj_sgd(),
+        strategy,
+        remainder="pad",
+        micro_batches=micro_batches,
+    )
+    rows = random_rows(11, 21)
+    state = step.init(np.float32(1))
+    _, metrics = step(state, rows)
+    w = np.ones(21)
+    for name, expected in (
+        ("auc", oracle.auc_roc(rows, w)),
+        ("rmse", oracle.VALUES["rmse"](rows, w)),
+        ("variance", rows["value"].astype(float).var()),
+    ):
+        np.testing.assert_allclose(metrics[name], expected, rtol=1e-5)
+    assert metrics["peak"][0] == rows["value"].max()
+
+
+def tj_sgd():
+    import optax
+
+    return optax.sgd(0.1)
+
+
+def test_a_step_with_states_is_proved_for_any_number_of_towers():
+    def loss_fn(w, x, tower):
+        states = own_states(x, tower.weight, jnp.int32(0))
+        return tj.TowerOutput(tj.Weighted.mean(w * x, tower.weight), states)
+
+    step = tj.build_train_step(loss_fn, tj_sgd(), tj.Mirrored(towers=512))
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((), (1024,))]
+    proof = step.check(*shapes)
+    kinds = sorted(c.primitive for c in proof.analysis.collectives)
+    # All sums in one, and each leaf of the state that does not add up.
+    assert kinds == ["all_gather", "all_gather", "psum"]
+
+
+def test_pinned_tree_gives_states_of_the_same_bits_on_any_devices():
+    bits = []
+    for devices in (1, 2, 4, 8):
+        strategy = tj.Mirrored(
+            [f"cpu:{i}" for i in range(devices)], towers=8, **WAYS["pinned"]
+        )
+        evaluate = tj.build_eval_step(own_metrics, strategy)
+        rows = np.random.default_rng(0).normal(size=40).astype(np.float32)
+        leaves = jax.tree.leaves(evaluate(np.float32(0), rows))
+        bits.append([np.asarray(x).tobytes() for x in leaves])
+    assert bits[1:] == bits[:-1]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", ["peak", "auc"])
+def test_a_state_that_does_not_read_the_weight_is_refused_by_name(kind, train):
+    def unmasked(params, batch, tower):
+        if kind == "peak":
+            return {"mine": Peak(batch.max(), batch.argmax())}
+        return {"mine": m.auc(batch > 0.5, batch)}
+
+    def loss_fn(params, batch, tower):
+        loss = tj.Weighted.mean(params * batch, tower.weight)
+        return tj.TowerOutput(loss, unmasked(params, batch, tower))
+
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"))
+    rows, params = np.float32([0, 0.5, 1]), np.float32(0)
+    if train:
+        step = tj.build_train_step(loss_fn, tj_sgd(), strategy, remainder="pad")
+        run = functools.partial(step, step.init(params))
+    else:
+        run = functools.partial(tj.build_eval_step(unmasked, strategy), params)
+    with pytest.raises(
+        ValueError, match=r"metrics\['mine'\].* does not depend on tower"
+    ):
+        run(rows)
+
+
+# What is refused, and what is only seen.
+
+B, N = np.array([True, False]), np.array([0.25, 0.5], np.float32)
+I = np.array([0, 1])  # noqa: E741
+REFUSED = [
+    (lambda: m.accuracy(I, np.zeros((2, 3), int)), r"\(2,\).*\(2, 3\).*argmax"),
+    (lambda: m.accuracy(I, N), "accuracy got predictions of dtype float32.*argmax"),
+    (lambda: m.accuracy(I, I, N - 1), "accuracy got a weight of -0.75"),
+    (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),
+    (lambda: m.mean_squared_error(N, N[:1]), "mean_squared_error got labels of shape"),
+    (lambda: m.precision(B, N), "Scores need a threshold"),
+    (lambda: m.precision(B, B, threshold=0.5), "threshold=0.5.*take none"),
+    (lambda: m.recall([0, 2], B), "labels with the value 2"),
+    (lambda: m.recall(B, [0, 3]), "predictions with the value 3"),
+    (lambda: m.true_positives(B, B, [1, -2]), "true_positives got a weight of -2"),
+    (lambda: m.auc(B, N, curve="XY"), "curve='XY'.*'ROC' or 'PR'"),
+    (lambda: m.auc(B, N, num_thresholds=1), "num_thresholds=1.*>= 2"),
+    (lambda: m.auc(B, I), "predictions of dtype int.*floating scores"),
+    (lambda: m.auc(B, N * 5), "score of 1.25.*sigmoid"),
+    (lambda: m.auc(B, N * np.nan), "score of nan"),
+    (lambda: m.sensitivity_at_specificity(B, N, 1.5), "specificity=1.5.*0 and 1"),
+    (lambda: m.specificity_at_sensitivity(B, N, -1), "sensitivity=-1.*0 and 1"),
+    (lambda: m.recall_at_thresholds(B, N, [0.5, 0.5]), "thresholds=.*rise"),
+    (lambda: m.mean_iou(I, I, 1), "labels with the class id 1.*ids 0 to 0"),
+    (lambda: m.mean_iou(I, I - 1, 2), "predictions with the class id -1"),
+    (lambda: m.mean_iou(I, I, 2.0), "num_classes=2.0"),
+    (lambda: m.mean_per_class_accuracy(N, I, 2), "labels of dtype float32"),
+    (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
+    (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
+    (lambda: m.merge(m.mean(N), N), "second of type ndarray.*no metric state"),
+    (lambda: m.compute({"a": m.mean(N)}), "of type dict.*no metric state"),
+    (lambda: m.from_clu(N), "no pytree with merge and compute"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_bad_input_is_refused(number):
+    build, text = REFUSED[number]
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+def test_what_has_weight_0_may_be_anything_known_too():
+    w, ids, scores = [1, 0, 1], [0, 7, 1], np.float32([0.25, np.nan, 0.75])
+    assert float(m.auc(ids, scores, w).compute()) == 1.0
+    assert float(m.precision(ids, scores, w, threshold=0.5).compute()) == 1.0
+    assert float(m.recall(ids, [0, 9, 1], w).compute()) == 1.0
+    assert float(m.mean_iou(ids, ids, 2, w).compute()) == 1.0
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda x: m.auc(x > 0.5, x * 3),
+        lambda x: m.auc((x * 8).astype(int), x),
+        lambda x: m.sensitivity_at_specificity(x > 0.5, x * 3, 0.5),
+        lambda x: m.precision(x > 0.5, x * jnp.nan, threshold=0.5),
+        lambda x: m.recall(x * 3, x > 0.5),
+        lambda x: m.mean_iou((x * 8).astype(int), (x > 0).astype(int), 2),
+        lambda x: m.mean_per_class_accuracy(
+            (x > 0).astype(int), (x * 8).astype(int), 2
+        ),
+    ],
+)
+@pytest.mark.parametrize("on_the_host", [False, True])
+def test_values_out_of_range_that_nobody_can_refuse_make_nan(state, on_the_host):
+    """The values are not known before the program runs."""
+    found = jax.jit(state)(jnp.array([0.25, 0.5, 0.75]))
+    found = value_on_host(on_host(found)) if on_the_host else found.compute()
+    assert np.isnan(found)
+
+
+class Unregistered:
+    def merge(self, other):
+        return self
+
+    def compute(self):
+        return 0
+
+
+class Growing(Peak):
+    def merge(self, other):
+        return Growing(jnp.stack([self.value, other.value]), self.place)
+
+
+class Untraced(Peak):
+    def merge(self, other):
+        return self if self.value > other.value else other
+
+
+for cls in (Growing, Untraced):
+    jax.tree_util.register_pytree_node(
+        cls, lambda x: (tuple(x), None), lambda _, x, cls=cls: cls(*x)
+    )
+
+
+@pytest.mark.parametrize(
+    "metric, text",
+    [
+        (lambda: Unregistered(), r"metrics\['x'\] is a Unregistered .*no pytree"),
+        (lambda: Peak, r"metrics\['x'\] is the class Peak"),
+        (lambda: {"y": m.mean(N)}, r"metrics\['x'\] is of type dict.*'group/part'"),
+        (lambda: Growing(jnp.float32(1), 2), r"metrics\['x'\]: .*Growing changes"),
+        (lambda: Untraced(jnp.float32(1), 2), "merge of a Untraced cannot be traced"),
+    ],
+)
+def test_what_is_no_metric_state_is_refused(metric, text):
+    evaluate = tj.build_eval_step(lambda *_: {"x": metric()}, tj.Mirrored(towers=2))
+    with pytest.raises(ValueError, match=text):
+        evaluate(np.float32(0), np.ones(2))
+
+
+def test_a_train_metric_has_one_value():
+    class Pair(tj.metrics.Additive):
+        a: jax.Array
+
+        def compute(self):
+            return {"one": self.a, "two": 2 * self.a}
+
+    def metric_fn(params, x, tower):
+        return {"pair": Pair(x.sum() * tower.weight.sum())}
+
+    def loss_fn(params, x, tower):
+        loss = tj.Weighted.mean(params * x, tower.weight)
+        return tj.TowerOutput(loss, metric_fn(params, x, tower))
+
+    strategy = tj.Mirrored(towers=2)
+    step = tj.build_train_step(loss_fn, tj_sgd(), strategy)
+    with pytest.raises(
+        ValueError, match=r"metrics\['pair'\].compute\(\) returned a dict"
+    ):
+        step(step.init(np.float32(1)), np.ones(2, np.float32))
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    found = tj.evaluate_all(evaluate, np.float32(0), [np.ones(2, np.float32)])
+    assert found["pair"] == {"one": 2.0, "two": 4.0}
+
+
+def test_small_integers_and_booleans_are_added_as_numbers():
+    class Seen(tj.metrics.Additive):
+        flags: jax.Array
+        small: jax.Array
+
+        def compute(self):
+            return self.flags + self.small
+
+    def metric_fn(params, x, tower):
+        return {"seen": Seen(x.max() > 0, jnp.uint8(200))}
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1"), towers=4))
+    found = tj.evaluate_all(evaluate, np.float32(0), [np.ones(4, np.float32)] * 2)
+    assert found["seen"] == 8 + 8 * 200
+    one = Seen(True, np.uint8(200))
+    assert operator.add(*jax.tree.leaves(m.merge(one, one))) == 2 + 400

@@ -1,0 +1,244 @@
+"""Metrics of clu and metrax: merged over towers, and over batches, as their own are."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import metrax
+import metrics_oracle as oracle
+import numpy as np
+import optax
+import pytest
+from clu import metrics as clu_metrics
+from test_metrics import WAYS, batches_of, random_rows
+
+import towerjax as tj
+from towerjax.metrics.foreign import merge_parts
+from towerjax.metrics.state import adds_batches, is_additive
+
+
+@pytest.fixture(autouse=True)
+def ranks_promote():
+    """metrax compares scores ``[b]`` with thresholds ``[n, 1]``."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def foreign(batch, w):
+    yes, score, value = (batch[name] for name in ("yes", "score", "value"))
+    return {
+        "clu/average": clu_metrics.Average.from_model_output(value, mask=w),
+        "metrax/average": metrax.Average.from_model_output(value, sample_weights=w),
+        "metrax/roc": metrax.AUCROC.from_model_output(score, yes, w),
+        "metrax/pr": metrax.AUCPR.from_model_output(score, yes, w, num_thresholds=50),
+        "metrax/rmse": metrax.RMSE.from_model_output(value, batch["target"], w),
+    }
+
+
+def expected(rows, w):
+    value = np.float64(rows["value"])
+    # metrax has its own thresholds, from 0 to 1, and a score at one says yes.
+    one_pass = foreign(jax.tree.map(jnp.asarray, rows), jnp.asarray(w, jnp.float32))
+    return {
+        "clu/average": value[w > 0].mean(),
+        "metrax/average": oracle.weighted_mean(value, w),
+        "metrax/roc": one_pass["metrax/roc"].compute(),
+        "metrax/pr": one_pass["metrax/pr"].compute(),
+        "metrax/rmse": oracle.VALUES["rmse"](rows, w),
+    }
+
+
+def check(found, rows, w):
+    for name, value in expected(rows, w).items():
+        np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_towers_and_batches_give_the_value_of_one_pass(way):
+    def metric_fn(params, batch, tower):
+        return foreign(batch, batch["weight"] * tower.weight)
+
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS[way])
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    rows = random_rows(2, 21)
+    found = tj.evaluate_all(evaluate, np.float32(0), batches_of(rows, 8))
+    check(found, rows, np.float64(rows["weight"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_train_metrics_are_values_of_the_global_batch(micro_batches):
+    """Also where compute slices by a number of the state, as that of AUCPR does."""
+
+    def loss_fn(params, batch, tower):
+        loss = tj.Weighted.mean(params * batch["value"], tower.weight)
+        w = batch["weight"] * tower.weight
+        return tj.TowerOutput(loss, foreign(batch, w))
+
+    step = tj.build_train_step(
+        loss_fn,
+        optax.sgd(0.1),
+        tj.Mirrored(("cpu:0", "cpu:1")),
+        remainder="pad",
+        micro_batches=micro_batches,
+    )
+    rows = random_rows(4, 15)
+    _, metrics = step(step.init(np.float32(1)), rows)
+    check(metrics, rows, np.float64(rows["weight"]))
+
+
+def test_sums_of_other_classes_are_seen_in_their_merge():
+    value = jnp.arange(3.0)
+    average = clu_metrics.Average.from_model_output(value)
+    last = clu_metrics.LastValue.from_model_output(value)
+    area = tj.metrics.from_clu(metrax.AUCROC.from_model_output(value / 3, value > 1))
+    assert [is_additive(x) for x in (average, last, area)] == [True, True, True]
+    assert [adds_batches(x) for x in (average, last, area)] == [True, False, True]
+
+
+class Difference(clu_metrics.Metric):
+    """Adds one leaf and takes the other away: not additive."""
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def merge(self, other):
+        return Difference(self.a + other.a, self.b - other.b)
+
+    def compute(self):
+        return self.a - self.b
+
+
+class Swapped(Difference):
+    def merge(self, other):
+        return Swapped(self.a + other.b, self.b + other.a)
+
+
+for cls in (Difference, Swapped):
+    jax.tree_util.register_pytree_node(
+        cls, lambda x: ((x.a, x.b), None), lambda _, x, cls=cls: cls(*x)
+    )
+
+
+@pytest.mark.parametrize("kind", [Difference, Swapped])
+def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
+    assert not is_additive(kind(jnp.float32(1), jnp.float32(2)))
+
+    def metric_fn(params, x, tower):
+        return {"x": kind(x[0], 10 * x[0])}
+
+    x = np.float32([1, 2, 3, 4])
+    found = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1"), towers=4))(
+        np.float32(0), x
+    )["x"]
+    state = kind(x[0], 10 * x[0])
+    for y in x[1:]:
+        state = state.merge(kind(y, 10 * y))
+    assert (found.a, found.b) == (state.a, state.b)
+
+
+def test_a_last_value_is_the_mean_over_towers_and_the_last_of_batches():
+    """As `clu.metrics` defines it: parts of a batch are not batches."""
+
+    def metric_fn(params, x, tower):
+        return {"last": clu_metrics.LastValue.from_model_output(x, mask=tower.weight)}
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1"), towers=4))
+    x = np.float32([1, 2, 3, 4, 5, 6, 9])
+    assert float(evaluate(np.float32(0), x[:4])["last"].compute()) == 2.5
+    found = tj.evaluate_all(evaluate, np.float32(0), batches_of(x, 4))
+    assert found == {"last": pytest.approx(20 / 3)}
+
+
+def test_a_collection_becomes_its_metrics():
+    kinds = clu_metrics.Collection.create(
+        accuracy=clu_metrics.Accuracy, loss=clu_metrics.Average.from_output("loss")
+    )
+
+    def collection(batch, w):
+        return kinds.single_from_model_output(
+            logits=batch["logits"], labels=batch["labels"], loss=batch["loss"], mask=w
+        )
+
+    def metric_fn(params, batch, tower):
+        return {
+            **tj.metrics.from_clu(collection(batch, tower.weight)),
+            "one": jnp.ones(()),
+        }
+
+    rng = np.random.default_rng(0)
+    batch = {
+        "logits": rng.normal(size=(7, 3)).astype(np.float32),
+        "labels": rng.integers(0, 3, 7, np.int32),
+        "loss": rng.normal(size=7).astype(np.float32),
+    }
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"))
+    found = tj.evaluate_all(
+        tj.build_eval_step(metric_fn, strategy), np.float32(0), batches_of(batch, 4)
+    )
+    hits = batch["logits"].argmax(-1) == batch["labels"]
+    np.testing.assert_allclose(found["accuracy"], hits.mean(), rtol=1e-6)
+    np.testing.assert_allclose(found["loss"], batch["loss"].mean(), rtol=1e-5)
+
+    evaluate = tj.build_eval_step(
+        lambda _, batch, tower: {"all": collection(batch, tower.weight)}, strategy
+    )
+    with pytest.raises(ValueError, match=r"metrics\['all'\] is a Collection.*from_clu"):
+        evaluate(np.float32(0), batch)
+
+
+def test_counts_that_are_python_numbers_are_added():
+    """As `clu.metrics.Metric` shows in its own text: `np.prod`, or a len."""
+
+    def metric_fn(params, x, tower):
+        metric = clu_metrics.Average(total=(x * tower.weight).sum(), count=len(x))
+        return {"x": metric}
+
+    x = np.float32([1, 2, 3, 6])
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
+    assert tj.evaluate_all(evaluate, np.float32(0), [x, x]) == {"x": 3.0}
+
+
+def test_metrics_that_collect_are_refused():
+    kind = clu_metrics.CollectingMetric.from_outputs(("x",))
+    evaluate = tj.build_eval_step(
+        lambda params, x, tower: {"x": kind.from_model_output(x=x)},
+        tj.Mirrored(("cpu:0", "cpu:1")),
+    )
+    with pytest.raises(ValueError, match=r"metrics\['x'\]: The merge of a FromOutputs"):
+        evaluate(np.float32(0), np.ones(4, np.float32))
+
+
+def test_a_metric_without_mask_is_refused_where_rows_are_padded():
+    def metric_fn(params, batch, tower):
+        return {
+            "auc": metrax.AUCROC.from_model_output(batch["score"], batch["yes"]),
+            "recall": metrax.Recall.from_model_output(batch["said"], batch["yes"]),
+        }
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
+    with pytest.raises(
+        ValueError, match=r"metrics\['auc'\].*metrics\['recall'\].*does"
+    ):
+        evaluate(np.float32(0), random_rows(0, 3))
+    evaluate(np.float32(0), random_rows(0, 4))  # nothing is padded
+
+
+def test_nothing_of_nothing_is_what_the_library_says():
+    batch = jax.tree.map(jnp.asarray, random_rows(0, 4))
+    state = tj.metrics.from_clu(foreign(batch, jnp.zeros(4))["clu/average"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isnan(tj.metrics.compute(jax.device_get(state)))
+
+
+def test_an_adapted_metric_gives_back_its_own_class():
+    metric = metrax.AUCPR.from_model_output(jnp.array([0.2, 0.7]), jnp.array([0, 1]))
+    state = tj.metrics.from_clu(metric)
+    assert tj.metrics.from_clu(state) is state
+    assert isinstance(state.metric, metrax.AUCPR) and state.metric.num_thresholds == 200
+    assert float(merge_parts(state, state).compute()) == float(metric.compute())
+    assert float(tj.metrics.merge(state, state).compute()) == float(metric.compute())
+    with pytest.raises(ValueError, match="no pytree with merge and compute"):
+        tj.metrics.from_clu(metrax.AUCPR)

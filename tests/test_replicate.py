@@ -1,0 +1,426 @@
+"""replicate_model_fn on T towers: against NumPy float64, on every executor and layout."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replicate_oracle as numpy_model
+
+import towerjax as tj
+
+FEATURES, CLASSES, DECAY, FULL = 5, 3, 0.9, 24
+EPS = np.finfo(np.float32).eps
+# The longest sum has 24 examples; each operation on the way rounds once, and 3 steps
+# compound, with a factor 2 for tanh.
+TOLERANCE = 2 * 24 * 3 * EPS
+EXECUTORS = {
+    "shard_map": dict(executor="shard_map", local="vmap"),
+    "pmap": dict(executor="pmap", local="vmap"),
+    "shard_map scan": dict(executor="shard_map", local="scan"),
+}
+# Ours, and NumPy's; the rate is large, so that a wrong scale is seen.
+OPTIMIZERS = {
+    "sgd": (optax.sgd(0.5), numpy_model.Sgd(0.5), None),
+    "momentum": (
+        optax.sgd(0.5, momentum=0.8),
+        numpy_model.Sgd(0.5, momentum=0.8),
+        None,
+    ),
+    "adam": (optax.adam(0.05), numpy_model.Adam(0.05), None),
+    "clip": (
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)),
+        numpy_model.Sgd(0.5, clip=0.1),
+        None,
+    ),
+    "clip each tower": (
+        optax.sgd(0.5),
+        numpy_model.Sgd(0.5, clip_tower=0.4),
+        optax.clip_by_global_norm(0.4),
+    ),
+}
+LAYOUTS = [(t, d) for t in (1, 2, 3, 4, 8) for d in range(1, t + 1) if t % d == 0]
+KINDS = [(r, c) for r in numpy_model.REDUCTIONS for c in (None, "tf1")]
+
+
+def data(num_rows, seed=0):
+    """Every third weight is 0, and towers' weights are unequal."""
+    rng = np.random.default_rng(seed)
+    weight = rng.uniform(0.05, 1, size=num_rows) * np.linspace(0.2, 1, num_rows)
+    weight[1::3] = 0
+    features = {
+        "x": rng.normal(size=(num_rows, FEATURES)).astype(np.float32),
+        "weight": weight.astype(np.float32),
+    }
+    return features, rng.normal(size=(num_rows, CLASSES)).astype(np.float32)
+
+
+def params():
+    rng = np.random.default_rng(7)
+    return {
+        "w": rng.normal(size=(FEATURES, CLASSES)).astype(np.float32),
+        "b": rng.normal(size=CLASSES).astype(np.float32),
+    }
+
+
+def logits_of(params, x):
+    return x @ params["w"] + params["b"][None]
+
+
+def loss_of(reduction, params, features, labels, tower):
+    losses = (jnp.tanh(logits_of(params, features["x"]) - labels) ** 2).sum(-1) / 2
+    return tj.compute_weighted_loss(
+        losses, features["weight"], reduction=reduction, valid=tower.weight
+    )
+
+
+def next_mean(mean, features, tower):
+    weight = tower.weight * features["weight"]
+    inputs = tj.Weighted(weight @ features["x"], weight.sum())
+    after = DECAY * mean + (1 - DECAY) * inputs.value
+    return jnp.where(inputs.weight > 0, after, mean)
+
+
+def outputs_of(params, mean, features, labels, tower):
+    """Metrics and predictions."""
+    logits, rows = logits_of(params, features["x"]), features["x"].shape[0]
+    predictions = {
+        "logits": logits,
+        "tower": jnp.full(rows, tower.id),
+        "mean": jnp.broadcast_to(mean, (rows, FEATURES)),
+    }
+    if labels is None:
+        return {"predictions": predictions}
+    hits = logits.argmax(-1) == labels.argmax(-1)
+    accuracy = tj.Weighted.mean(hits, tower.weight * features["weight"])
+    return {"predictions": predictions, "eval_metrics": {"accuracy": accuracy}}
+
+
+def state_model_fn(name, reduction):
+    """Variables are a TrainState, updated by minimize where nothing stands before."""
+    inner, _, before = OPTIMIZERS[name]
+    optimizer = tj.TowerOptimizer(inner)
+    if before is not None:
+        optimizer = optax.chain(before, optimizer)
+
+    def model_fn(variables, features, labels, mode, tower):
+        mean = tower.local["mean"]
+        loss_fn = functools.partial(
+            loss_of, reduction, features=features, labels=labels, tower=tower
+        )
+        outputs = outputs_of(variables.params, mean, features, labels, tower)
+        if mode is tj.Mode.PREDICT:
+            return tj.ModelSpec(mode, **outputs)
+        if mode is tj.Mode.EVAL:
+            return tj.ModelSpec(mode, loss=loss_fn(variables.params), **outputs)
+        if before is None:
+            loss, after = optimizer.minimize(loss_fn, variables)
+        else:
+            loss, after = updated(optimizer, loss_fn, variables)
+        local = variables.local["mean"]
+        local = {"mean": replaced(local, next_mean(mean, features, tower))}
+        return tj.ModelSpec(
+            mode, loss=loss, train_op=replaced_local(after, local), **outputs
+        )
+
+    start = tj.TrainState.create(
+        params(),
+        optimizer,
+        local={"mean": tj.TowerLocal(np.zeros(FEATURES, np.float32), MEAN)},
+    )
+    return model_fn, start
+
+
+MEAN = tj.Reduction.MEAN
+
+
+def replaced(local, value):
+    return tj.TowerLocal(value, local.reduction, local.name)
+
+
+def replaced_local(state, local):
+    return tj.TrainState(state.step, state.params, state.opt_state, local, state.rng)
+
+
+def sum_of(loss):
+    return loss.sum if isinstance(loss, tj.Weighted) else loss
+
+
+def updated(optimizer, loss_fn, state):
+    """What minimize does, for a chain that holds a TowerOptimizer."""
+    loss = loss_fn(state.params)
+    grads = jax.grad(lambda p: sum_of(loss_fn(p)))(state.params)
+    updates, opt_state = optimizer.update(
+        grads, state.opt_state, state.params, loss=loss
+    )
+    after = optax.apply_updates(state.params, updates)
+    return loss, tj.TrainState(state.step, after, opt_state, state.local, state.rng)
+
+
+def plain_model_fn(name, reduction):
+    """Variables are a dict, with a step counter of their own."""
+    inner, _, before = OPTIMIZERS[name]
+    assert before is None
+    optimizer = tj.TowerOptimizer(inner)
+
+    def model_fn(variables, features, labels, mode, tower):
+        weights, mean = variables["params"], variables["mean"].value
+        loss_fn = functools.partial(
+            loss_of, reduction, features=features, labels=labels, tower=tower
+        )
+        outputs = outputs_of(weights, mean, features, labels, tower)
+        if mode is tj.Mode.PREDICT:
+            return tj.ModelSpec(mode, **outputs)
+        if mode is tj.Mode.EVAL:
+            return tj.ModelSpec(mode, loss=loss_fn(weights), **outputs)
+        loss, grads = optimizer.compute_gradients(loss_fn, weights)
+        after, slots = optimizer.apply_gradients(
+            grads, variables["slots"], weights, loss=loss
+        )
+        train_op = {
+            "mean": replaced(variables["mean"], next_mean(mean, features, tower)),
+            "params": after,
+            "slots": slots,
+            "step": variables["step"] + 1,
+        }
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op, **outputs)
+
+    start = {
+        "mean": tj.TowerLocal(np.zeros(FEATURES, np.float32), MEAN, "mean"),
+        "params": params(),
+        "slots": optimizer.init(params()),
+        "step": np.int32(0),
+    }
+    return model_fn, start
+
+
+def parts_of(variables):
+    """``(params, slots by name, tower-local means, steps)`` of either kind."""
+    if isinstance(variables, tj.TrainState):
+        slots, step = variables.opt_state, variables.step
+        found = variables.params, variables.local["mean"]
+    else:
+        slots, step = variables["slots"], variables["step"]
+        found = variables["params"], variables["mean"]
+    names = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(slots):
+        name, key = (str(part).strip("[]'.") for part in path[-2:])
+        if key in ("w", "b"):
+            names.setdefault(name, {})[key] = leaf
+        else:
+            names[key] = leaf
+    return found[0], names, found[1].value, step
+
+
+def close(got, expected, what):
+    scale = max(np.abs(expected).max(), 1.0)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), expected, rtol=0, atol=TOLERANCE * scale,
+        err_msg=what,
+    )  # fmt: skip
+
+
+def value_of(loss):
+    return loss.value if isinstance(loss, tj.Weighted) else loss
+
+
+def strategy_of(executor, towers, devices, ops=None):
+    names = [f"cpu:{i}" for i in range(devices)]
+    options = EXECUTORS[executor] | ({} if ops is None else {"cross_tower_ops": ops})
+    return tj.Mirrored(devices=names, towers=towers, **options)
+
+
+def check_variables(variables, model, what):
+    params, slots, mean, step = parts_of(variables)
+    assert int(step) == model.steps
+    for name in ("w", "b"):
+        close(params[name], model.params[name], f"{what}: {name}")
+    for name, expected in slots.items():
+        if name == "count":
+            assert int(expected) == model.slots["count"]
+            continue
+        for key, x in expected.items():
+            close(x, model.slots[name][key], f"{what}: {name} of {key}")
+    close(mean, model.mean, f"{what}: tower-local means")
+
+
+def check_predictions(predictions, model, features, rows, mean, what):
+    x = features["x"].astype(np.float64)
+    logits = x @ model.params["w"] + model.params["b"]
+    close(predictions["logits"], logits, f"{what}: logits, in row order")
+    towers = np.concatenate([np.full(len(r), t) for t, r in enumerate(rows)])
+    np.testing.assert_array_equal(predictions["tower"], towers)
+    expected = mean[towers] if mean.ndim == 2 else np.tile(mean, (len(x), 1))
+    close(predictions["mean"], expected, f"{what}: tower-local means")
+
+
+def wide(features, labels):
+    batch = {**features, "y": labels}
+    return {name: x.astype(np.float64) for name, x in batch.items()}
+
+
+def check(
+    executor, towers, devices, reduction, compat, name, *, sizes=(FULL,) * 3,
+    remainder="error", model_fn=state_model_fn, ops=None,
+):  # fmt: skip
+    kind = tj.LossReduction[reduction]
+    fn, start = model_fn(name, kind)
+    model = tj.replicate_model_fn(
+        fn, kind, strategy_of(executor, towers, devices, ops),
+        remainder=remainder, compat=compat, max_programs=2,
+    )  # fmt: skip
+    _, optimizer, _ = OPTIMIZERS[name]
+    wide_params = {k: x.astype(np.float64) for k, x in params().items()}
+    expected = numpy_model.Model(
+        wide_params, np.zeros((towers, FEATURES)), optimizer.init(wide_params)
+    )
+    how = dict(num_towers=towers, reduction=reduction, compat=compat)
+    variables, largest = model.init(start), 0
+    for number, size in enumerate(sizes):
+        features, labels = data(size, seed=number)
+        spec = model(variables, features, labels, tj.Mode.TRAIN)
+        variables = spec.train_op
+        if remainder == "drop":
+            size -= size % towers
+            features = {k: x[:size] for k, x in features.items()}
+            labels = labels[:size]
+        largest = max(largest, -(-size // towers) * towers)
+        shares = largest if remainder == "pad" else towers
+        before = expected
+        expected, loss, accuracy = numpy_model.train(
+            before, wide(features, labels), optimizer, DECAY, shares=shares, **how
+        )
+        moved = max(np.abs(expected.params["w"] - before.params["w"]).max(), 0)
+        assert moved > 1e-3, "the test would prove nothing"
+        close(value_of(spec.loss), loss, "loss")
+        close(spec.eval_metrics["accuracy"].value, accuracy, "accuracy")
+        rows = numpy_model.oracle.tower_rows(size, towers, shares)
+        what = f"step {number}"
+        check_predictions(spec.predictions, before, features, rows, before.mean, what)
+        check_variables(variables, expected, what)
+    size = sizes[1]
+    features, labels = data(size, seed=9)
+    spec = model(variables, features, labels, tj.Mode.EVAL)
+    predicted = model(variables, features, None, tj.Mode.PREDICT)
+    if remainder == "drop":
+        size -= size % towers
+        features = {k: x[:size] for k, x in features.items()}
+        labels = labels[:size]
+    shares = -(-size // towers) * towers
+    loss, _, _, accuracy, rows = numpy_model.forward(
+        expected, wide(features, labels), shares=shares, **how
+    )
+    assert spec.train_op is None
+    close(value_of(spec.loss), loss, "EVAL loss")
+    close(spec.eval_metrics["accuracy"].value, accuracy, "EVAL accuracy")
+    for one in (spec, predicted):  # the aggregate of the tower-local variable
+        mean = expected.mean.mean(0)
+        check_predictions(one.predictions, expected, features, rows, mean, "EVAL")
+    assert predicted.loss is None and predicted.eval_metrics is None
+
+
+@pytest.mark.parametrize(("reduction", "compat"), KINDS)
+@pytest.mark.parametrize(
+    ("executor", "towers", "devices", "name"),
+    [
+        ("shard_map", 1, 1, "sgd"),
+        ("shard_map", 3, 3, "momentum"),
+        ("shard_map", 8, 4, "clip each tower"),
+        ("pmap", 4, 2, "clip"),
+        ("shard_map scan", 4, 2, "adam"),
+    ],
+)
+def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name):
+    sizes = (19, FULL, 19) if towers > 1 else (FULL, 19, FULL)
+    check(
+        executor, towers, devices, reduction, compat, name, sizes=sizes, remainder="pad"
+    )
+
+
+REST = [
+    (executor, *layout)
+    for executor in EXECUTORS
+    for layout in LAYOUTS
+    if (executor, *layout)
+    not in [("shard_map", 1, 1), ("shard_map", 3, 3), ("shard_map", 8, 4)]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reduction", "compat"), KINDS)
+@pytest.mark.parametrize(("executor", "towers", "devices"), REST)
+def test_all_layouts_equal_numpy(executor, towers, devices, reduction, compat):
+    names = sorted(OPTIMIZERS)
+    number = LAYOUTS.index((towers, devices)) + KINDS.index((reduction, compat))
+    check(
+        executor, towers, devices, reduction, compat, names[number % len(names)],
+        sizes=(19, FULL, 19), remainder="pad",
+    )  # fmt: skip
+
+
+SIZES = {
+    "divisible": ((FULL,) * 3, "error"),
+    "padded": ((FULL, 19, FULL), "pad"),
+    "fewer than towers": ((3, FULL, 3), "pad"),
+    "dropped": ((FULL, 19, FULL), "drop"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("reduction", numpy_model.REDUCTIONS)
+@pytest.mark.parametrize("towers, devices", [(2, 2), (3, 1), (8, 4)])
+def test_any_size_equals_numpy(towers, devices, reduction, size):
+    sizes, remainder = SIZES[size]
+    check(
+        "shard_map", towers, devices, reduction, None, "sgd",
+        sizes=sizes, remainder=remainder,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_size_of_each_kind_equals_numpy(size):
+    sizes, remainder = SIZES[size]
+    check(
+        "shard_map", 4, 4, "SUM_BY_NONZERO_WEIGHTS", None, "sgd",
+        sizes=sizes, remainder=remainder,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "clip"])
+@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (4, 2), (3, 3)])
+def test_plain_pytrees_are_variables_too(towers, devices, name):
+    check(
+        "shard_map", towers, devices, "SUM_OVER_BATCH_SIZE", None, name,
+        model_fn=plain_model_fn, sizes=(19, FULL, 19), remainder="pad",
+    )  # fmt: skip
+
+
+OPS = [
+    tj.AllReduce(),
+    tj.PinnedTree(),
+    tj.Packed(num_packs=2),
+    tj.Hierarchical(2),
+    tj.ReduceToOneDevice(),
+]
+
+
+@pytest.mark.parametrize("ops", OPS, ids=repr)
+@pytest.mark.parametrize(("towers", "devices"), [(8, 4), (4, 4)])
+def test_every_cross_tower_op_gives_the_same(towers, devices, ops):
+    check(
+        "shard_map", towers, devices, "SUM_BY_NONZERO_WEIGHTS", None, "adam", ops=ops,
+        sizes=(19, FULL, 19), remainder="pad",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", ["pmap", "shard_map scan"])
+@pytest.mark.parametrize("ops", OPS, ids=repr)
+@pytest.mark.slow
+def test_every_cross_tower_op_on_other_executors(executor, ops):
+    check(
+        executor, 8, 4, "MEAN", None, "momentum", ops=ops,
+        sizes=(19, FULL, 19), remainder="pad",
+    )  # fmt: skip

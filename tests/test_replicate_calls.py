@@ -1,0 +1,491 @@
+"""How a replicated model is called, what its function is given, and what comes back."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+OPTIMIZER = tj.TowerOptimizer(optax.sgd(0.1))
+TOWERS = [(1, 1), (2, 1), (2, 2), (4, 2)]
+EXECUTORS = ["shard_map", "pmap"]
+
+
+def towers(count, devices=None, **options):
+    names = [f"cpu:{i}" for i in range(devices or count)]
+    return tj.Mirrored(devices=names, towers=count, **options)
+
+
+def rows(count, *width, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def squares(params, features, labels, tower):
+    return tj.Weighted.mean((features @ params["w"] - labels) ** 2, tower.weight)
+
+
+def model_fn(variables, features, labels, mode, tower):
+    loss_fn = functools.partial(squares, features=features, labels=labels, tower=tower)
+    if mode is tj.Mode.TRAIN:
+        loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+    return tj.ModelSpec(mode, loss=loss_fn(variables.params))
+
+
+def start(optimizer=OPTIMIZER, width=3, **more):
+    return tj.TrainState.create({"w": rows(width, seed=5)}, optimizer, **more)
+
+
+def predicting(fn, strategy, features, labels=None, *, mode=tj.Mode.PREDICT, **options):
+    """The spec of a function of the rows alone."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        return tj.ModelSpec(mode, **fn(features, labels, tower))
+
+    model = tj.replicate_model_fn(model_fn, devices=strategy, **options)
+    return model({"w": np.float32(1)}, features, labels, mode)
+
+
+@pytest.fixture
+def compiles():
+    """The names of what is compiled for the devices, from here on."""
+    names = []
+
+    def listen(name, seconds, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# What comes back.
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_labels_are_none_where_none_are_given(count, devices, executor):
+    seen = []
+
+    def fn(features, labels, tower):
+        seen.append(labels)
+        return {"predictions": {"x": features}}
+
+    x = rows(5, 2)
+    spec = predicting(fn, towers(count, devices, executor=executor), x)
+    assert seen and all(labels is None for labels in seen)
+    np.testing.assert_array_equal(spec.predictions["x"], x)
+
+
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_features_and_labels_are_any_trees(count, devices):
+    def fn(features, labels, tower):
+        a, (b, c) = features["a"], features["rest"]
+        assert a.shape[0] == b.shape[0] == labels[0]["y"].shape[0] <= 6
+        total = a.sum(1) + b + c[:, 0, 0] + labels[0]["y"]
+        return {"predictions": {"total": total, "tree": {"a": a, "rest": [b, c]}}}
+
+    a, b, c, y = rows(6, 2), rows(6, seed=1), rows(6, 2, 3, seed=2), rows(6, seed=3)
+    features = {"a": a, "rest": (b, c)}
+    spec = predicting(fn, towers(count, devices), features, [{"y": y}])
+    expected = a.sum(1) + b + c[:, 0, 0] + y
+    np.testing.assert_allclose(spec.predictions["total"], expected, rtol=1e-5)
+    tree = spec.predictions["tree"]
+    np.testing.assert_array_equal(tree["a"], a)
+    np.testing.assert_array_equal(tree["rest"][1], c)
+
+
+def classes_of(features, ids):
+    return {
+        "scores": tj.ClassificationOutput(scores=features),
+        "ids": tj.ClassificationOutput(classes=ids),
+        "both": tj.ClassificationOutput(features, ids),
+        "named": tj.ClassificationOutput(features, ["cat", "dog"]),
+        "names": tj.ClassificationOutput(classes=("cat", "dog")),
+        "predict": tj.PredictOutput({"x": features, "deep": [ids]}),
+        "bare": tj.PredictOutput(ids),
+        "regression": tj.RegressionOutput(features[:, 0]),
+    }
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("compat", [None, "tf1"])
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
+    def fn(features, labels, tower):
+        ids = jnp.int32(10 * features[:, 0]) + 100 * tower.id
+        exports = classes_of(features, ids)
+        return {"predictions": {"x": features}, "export_outputs": exports}
+
+    x = rows(size, 2)
+    strategy = towers(count, devices, executor=executor)
+    exports = predicting(fn, strategy, x, compat=compat).export_outputs
+    each = -(-size // count)
+    whole = 100 * (np.arange(each * count) // each)
+    whole[:size] += np.int32(10 * x[:, 0])
+    for name in ("scores", "both", "named"):
+        np.testing.assert_array_equal(exports[name].scores, x)
+    assert exports["scores"].classes is None and exports["ids"].scores is None
+    for name in ("ids", "both"):
+        classes = np.asarray(exports[name].classes)
+        if compat == "tf1":  # stacked: each tower's, with its padding
+            assert classes.shape == (count, each)
+            classes = classes.reshape(-1)[:size]
+        np.testing.assert_array_equal(classes, whole[:size])
+        assert classes.dtype == np.int32
+    assert exports["named"].classes == exports["names"].classes == ("cat", "dog")
+    assert exports["names"].scores is None
+    np.testing.assert_array_equal(exports["predict"].outputs["x"], x)
+    np.testing.assert_array_equal(exports["predict"].outputs["deep"][0], whole[:size])
+    np.testing.assert_array_equal(exports["bare"].outputs, whole[:size])
+    np.testing.assert_array_equal(exports["regression"].value, x[:, 0])
+
+
+@pytest.mark.parametrize("size", [4, 5, 8])
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_an_example_may_have_several_rows(count, devices, size):
+    def fn(features, labels, tower):
+        thrice = jnp.repeat(features[:, 0], 3)
+        pairs = jnp.stack([features, -features], 1).reshape(-1, 2)
+        return {"predictions": {"thrice": thrice, "pairs": pairs}}
+
+    x = rows(size, 2)
+    spec = predicting(fn, towers(count, devices), x)
+    np.testing.assert_array_equal(spec.predictions["thrice"], np.repeat(x[:, 0], 3))
+    pairs = np.stack([x, -x], 1).reshape(-1, 2)
+    np.testing.assert_array_equal(spec.predictions["pairs"], pairs)
+
+
+@pytest.mark.parametrize("mode", [tj.Mode.TRAIN, tj.Mode.EVAL])
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_train_and_eval_hand_back_predictions_and_exports(count, devices, mode):
+    def model_fn(variables, features, labels, mode, tower):
+        outputs = {
+            "predictions": {"x": features, "id": jnp.full(len(features), tower.id)},
+            "export_outputs": {"x": tj.RegressionOutput(features)},
+        }
+        loss = tj.Weighted.mean(features, tower.weight)
+        return tj.ModelSpec(mode, loss=loss, train_op=variables, **outputs)
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
+    x = rows(7)
+    spec = model({"w": np.float32(1)}, x, None, mode)
+    np.testing.assert_array_equal(spec.predictions["x"], x)
+    np.testing.assert_array_equal(spec.export_outputs["x"].value, x)
+    each = -(-7 // count)
+    np.testing.assert_array_equal(spec.predictions["id"], np.arange(7) // each)
+    assert (spec.train_op is None) == (mode is tj.Mode.EVAL)
+
+
+def test_hooks_come_back_from_every_mode():
+    def first(step, metrics):
+        return None
+
+    def second(step, metrics):
+        return None
+
+    def model_fn(variables, features, labels, mode, tower):
+        loss = tj.Weighted.mean(features, tower.weight)
+        return tj.ModelSpec(
+            mode, {"x": features}, loss, variables, hooks=[first, second]
+        )
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(2))
+    for mode in tj.Mode:
+        for _ in range(2):  # as traced, and as compiled before
+            spec = model(np.float32(1), rows(4), None, mode)
+            assert spec.hooks == (first, second) and spec.mode is mode
+
+
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_a_loss_keeps_its_kind(count, devices):
+    def model_fn(variables, features, labels, mode, tower, params):
+        loss = tj.Weighted.mean(features, tower.weight)
+        if params == "scalar":
+            loss = loss.value
+        return tj.ModelSpec(mode, loss=loss)
+
+    x = rows(8)
+    for kind, params in [
+        (EXACT, None),
+        (SUM, "scalar"),
+        (tj.LossReduction.MEAN, "scalar"),
+    ]:
+        model = tj.replicate_model_fn(model_fn, kind, towers(count, devices))
+        loss = model(np.float32(1), x, None, tj.Mode.EVAL, params).loss
+        assert isinstance(loss, tj.Weighted) == (params is None)
+        value = loss.value if params is None else loss
+        factor = count if kind is SUM else 1
+        np.testing.assert_allclose(value, factor * x.mean(), rtol=1e-5)
+        if params is None:
+            assert float(loss.weight) == 8
+
+
+@pytest.mark.parametrize("compat", [None, "tf1"])
+def test_one_tower_alone_is_neither_split_nor_scaled(compat):
+    # A Weighted loss says what it is divided by, under any reduction.
+    x, y, w = rows(5, 3), rows(5, seed=1), np.asarray(start().params["w"])
+    errors = x @ w - y
+    expected = w - 0.1 * 2 * (x * errors[:, None]).mean(0)
+    for kind in tj.LossReduction:
+        if kind is tj.LossReduction.NONE:
+            continue
+        model = tj.replicate_model_fn(model_fn, kind, towers(1), compat=compat)
+        spec = model(start(), x, y)
+        np.testing.assert_allclose(spec.train_op.params["w"], expected, rtol=1e-5)
+        np.testing.assert_allclose(spec.loss.value, (errors**2).mean(), rtol=1e-5)
+
+
+# What the function is given.
+
+
+def test_params_and_config_come_only_where_they_are_named():
+    seen = []
+
+    def both(variables, features, labels, mode, params, config):
+        seen.append((params, config))
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    def defaults(variables, features, labels, mode, params="none", config="none"):
+        seen.append((params, config))
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    def neither(variables, features, labels, mode):
+        seen.append(())
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    def anything(variables, features, labels, mode, **rest):
+        seen.append(sorted(rest))
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    def reordered(weights, *, mode, config, labels, features):
+        seen.append(config)
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    given = {"params": {"rate": 0.5}, "config": ("a", 1)}
+    for fn, arguments, expected in [
+        (both, given, ({"rate": 0.5}, ("a", 1))),
+        (both, {}, (None, None)),
+        (defaults, {}, (None, None)),
+        (neither, {}, ()),
+        (anything, given, ["config", "params", "tower"]),
+        (reordered, {"config": 3}, 3),
+    ]:
+        seen.clear()
+        model = tj.replicate_model_fn(fn, devices=towers(2))
+        model(np.float32(1), rows(4), None, tj.Mode.PREDICT, **arguments)
+        assert seen and all(one == expected for one in seen)
+
+
+def test_each_trace_has_params_of_its_own():
+    seen = []
+
+    def model_fn(variables, features, labels, mode, params, config):
+        seen.append((copy.deepcopy(params), copy.deepcopy(config)))
+        params["list"].append(len(seen))
+        config.rate = 7
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    class Config:
+        rate = 1
+
+    params, config = {"list": [1]}, Config()
+    model = tj.replicate_model_fn(model_fn, devices=towers(2, 1), max_programs=2)
+    for size in (4, 6, 4):
+        model(np.float32(1), rows(size), None, tj.Mode.PREDICT, params, config)
+    assert len(seen) >= 2  # one for each kind of batch
+    assert all(one == {"list": [1]} and other.rate == 1 for one, other in seen)
+    assert params == {"list": [1]} and config.rate == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    width: int
+    rates: tuple = (0.5, 0.25)
+
+
+class Simple:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+PAIRS = {  # equal ones, and another
+    "dict": (lambda: {"a": 1, "b": [2.0]}, {"a": 1, "b": [3.0]}),
+    "names": (lambda: {"a": 1}, {"b": 1}),
+    "type": (lambda: {"a": 1}, {"a": True}),
+    "float": (lambda: {"a": 1}, {"a": 1.0}),
+    "none": (lambda: None, {}),
+    "sets": (lambda: {"a", "b", "c"}, {"a", "b"}),
+    "frozen": (lambda: Frozen(3), Frozen(4)),
+    "simple": (lambda: Simple(a=1, b=[2]), Simple(a=1, b=[3])),
+    "text": (lambda: "".join(["a", "b"]), "ba"),
+    "list or tuple": (lambda: [1, 2], (1, 2)),
+}
+
+
+@pytest.mark.parametrize("which", ["params", "config"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_only_other_params_compile_another_program(name, which, compiles):
+    make, other = PAIRS[name]
+
+    def model_fn(variables, features, labels, mode, params, config):
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(2))
+
+    def programs(value):
+        compiles.clear()
+        model(np.float32(1), rows(4), None, tj.Mode.PREDICT, **{which: value})
+        return compiles.count("jit(run)")
+
+    assert programs(make()) == 1
+    assert programs(make()) == 0
+    assert programs(other) == 1
+    assert programs(make()) == programs(other) == 0
+
+
+def test_params_that_change_after_a_call_change_later_calls_only(compiles):
+    def model_fn(variables, features, labels, mode, params):
+        return tj.ModelSpec(mode, predictions={"x": features * params["factor"]})
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(2), max_programs=2)
+
+    def run(params, size=4):
+        spec = model(np.float32(1), np.ones(size, np.float32), None,
+                     tj.Mode.PREDICT, params)  # fmt: skip
+        return float(spec.predictions["x"][0])
+
+    params = {"factor": 2.0}
+    assert run(params) == 2
+    params["factor"] = 3.0
+    assert run(params) == 3
+    # Equal to what the first call was given: the same, for a new kind of batch too.
+    assert run({"factor": 2.0}) == 2
+    assert run({"factor": 2.0}, size=6) == 2
+
+
+def test_an_optimizer_among_the_params_is_handed_on():
+    def model_fn(variables, features, labels, mode, params, tower):
+        loss_fn = functools.partial(
+            squares, features=features, labels=labels, tower=tower
+        )
+        loss, train_op = params["optimizer"].minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(2))
+    x, y = rows(4, 3), rows(4, seed=1)
+    spec = model(start(), x, y, tj.Mode.TRAIN, {"optimizer": OPTIMIZER})
+    expected = tj.replicate_model_fn(globals()["model_fn"], devices=towers(2))
+    expected = expected(start(), x, y).train_op.params["w"]
+    np.testing.assert_array_equal(spec.train_op.params["w"], expected)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_dropout_differs_between_towers_and_steps_and_not_between_devices(executor):
+    def model_fn(variables, features, labels, mode, tower):
+        draws = jax.random.normal(tower.rng, features.shape)
+        loss = tj.Weighted.mean(features, tower.weight)
+        outputs = {"predictions": {"draws": draws}}
+        return tj.ModelSpec(mode, loss=loss, train_op=variables, **outputs)
+
+    found = []
+    for devices in (1, 2, 4):
+        strategy = towers(4, devices, executor=executor)
+        model = tj.replicate_model_fn(model_fn, devices=strategy)
+        state, draws = start(rng=jax.random.key(3)), []
+        for _ in range(2):
+            spec = model(state, rows(8))
+            state = spec.train_op
+            draws.append(np.asarray(spec.predictions["draws"]))
+        found.append(np.concatenate(draws))
+        evaluated = model(state, rows(8), None, tj.Mode.EVAL).predictions["draws"]
+        assert not np.isin(evaluated, found[-1]).any()  # another step
+    assert len(np.unique(found[0])) == 16
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
+
+
+# Whose buffers.
+
+
+def alive(tree):
+    return not any(x.is_deleted() for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize(("count", "devices"), [(1, 1), (2, 2), (4, 2)])
+def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executor):
+    strategy = towers(count, devices, executor=executor)
+    model = tj.replicate_model_fn(model_fn, devices=strategy, donate=donate)
+    x, y = rows(8, 3), rows(8, seed=1)
+    host = jax.device_get(start())
+    kept = copy.deepcopy(jax.tree.map(np.asarray, host.params))
+    made = start()
+    for state in (host, made):  # copied, so never taken
+        after = model(state, x, y).train_op
+        assert alive(made)
+    np.testing.assert_array_equal(host.params["w"], kept["w"])
+    placed = model.init(made)
+    assert alive(made)
+    again = model(placed, x, y).train_op
+    assert alive(placed) == (not donate)
+    np.testing.assert_array_equal(again.params["w"], after.params["w"])
+    model(again, x, y, tj.Mode.EVAL)
+    assert alive(again)  # nothing takes over what EVAL reads
+    if donate:
+        with pytest.raises(ValueError, match="donated"):
+            model(placed, x, y)
+
+
+@pytest.mark.parametrize(("count", "devices"), TOWERS)
+def test_evaluation_changes_nothing(count, devices):
+    model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
+    variables = model.init(start())
+    before = numbers_of(variables)
+    losses = [
+        jax.device_get(model(variables, rows(7, 3), rows(7), tj.Mode.EVAL).loss)
+        for _ in range(3)
+    ]
+    assert losses[0].sum == losses[1].sum == losses[2].sum
+    assert losses[0].weight == losses[1].weight == 7
+    assert all(map(np.array_equal, before, numbers_of(variables)))
+
+
+def numbers_of(state):
+    key = jax.random.key_data(state.rng)
+    return [np.array(x) for x in jax.tree.leaves((state.params, state.step, key))]
+
+
+def test_variables_of_another_kind_are_another_program():
+    # The same tree with other shapes or dtypes.
+    def summed(variables, features, labels, mode, tower):
+        loss = tj.Weighted(variables["w"].sum(), 1.0)
+        return tj.ModelSpec(mode, loss=loss, predictions={"x": features})
+
+    model = tj.replicate_model_fn(summed, devices=towers(2))
+    for variables in ({"w": rows(3)}, {"w": rows(4)}, {"w": np.float16([1, 2])}):
+        spec = model(variables, rows(2), None, tj.Mode.EVAL)
+        np.testing.assert_allclose(spec.loss.value, variables["w"].sum(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_devices_are_named_or_all_or_a_strategy(count):
+    x, y, found = rows(8, 3), rows(8, seed=1), []
+    names = [f"cpu:{i}" for i in range(count)]
+    for devices in (names, tuple(jax.devices()[:count]), tj.Mirrored(devices=names)):
+        model = tj.replicate_model_fn(model_fn, devices=devices)
+        assert model.strategy.num_towers == count
+        found.append(np.asarray(model(start(), x, y).train_op.params["w"]))
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[1], found[2])
+    assert tj.replicate_model_fn(model_fn).strategy.num_towers == 8

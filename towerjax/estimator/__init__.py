@@ -1,0 +1,1 @@
+"""How is one model function trained, evaluated and served on all devices?"""

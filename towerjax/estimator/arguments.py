@@ -1,0 +1,170 @@
+"""What is a model function called with? Only what its signature asks for."""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.estimator.spec import Mode, ModelSpec
+from towerjax.tower import Tower, branches_explained
+from towerjax.types import PyTree
+
+_BY_NAME = ("features", "labels", "mode")
+_WHERE_ASKED = ("params", "config", "tower")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFn:
+    """A model function and what it asks for.
+
+    Attributes:
+      fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
+        of which the last three may be left out; the first has any name.
+      asks_for: Those of the last three that it names.
+    """
+
+    fn: Callable[..., ModelSpec]
+    asks_for: frozenset[str]
+
+    @classmethod
+    def of(cls, fn: Any) -> "ModelFn":
+        """A function whose signature is that of a model function.
+
+        Args:
+          fn: What the caller passed.
+
+        Returns:
+          The `ModelFn`.
+
+        Raises:
+          ValueError: It cannot be called so.
+        """
+        if not callable(fn):
+            raise ValueError(f"model_fn={fn!r} is not a function.")
+        parameters = dict(inspect.signature(fn).parameters)
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return cls(fn, frozenset(_WHERE_ASKED))
+        named = list(parameters)[1:]
+        missing = [name for name in _BY_NAME if name not in named]
+        unknown = [
+            name
+            for name in named
+            if name not in _BY_NAME + _WHERE_ASKED
+            and parameters[name].default is inspect.Parameter.empty
+        ]
+        if missing or unknown:
+            raise ValueError(
+                f"model_fn{inspect.signature(fn)} "
+                + (f"does not take {', '.join(missing)}" if missing else "")
+                + (" and " if missing and unknown else "")
+                + (f"needs {', '.join(unknown)}" if unknown else "")
+                + ". A model function is def model_fn(variables, features, labels,"
+                " mode, params=None, config=None, tower=None), of which the last three"
+                " may be left out."
+            )
+        return cls(fn, frozenset(_WHERE_ASKED) & set(named))
+
+    def refuse_unasked(self, given: Mapping[str, Any]) -> None:
+        """Raise where an argument is given that the function would never see.
+
+        Args:
+          given: ``params`` and ``config``; None is not given.
+
+        Raises:
+          ValueError: It has no such parameter.
+        """
+        for name, value in given.items():
+            if value is not None and name not in self.asks_for:
+                raise ValueError(
+                    f"{name} was given, but model_fn has no parameter {name!r}. Add"
+                    f" {name}=None to its signature, or leave {name} out."
+                )
+
+    def call(
+        self,
+        variables: PyTree,
+        batch: Mapping[str, PyTree],
+        mode: Mode,
+        tower: Tower,
+        given: Mapping[str, Any],
+    ) -> ModelSpec:
+        """What it returns for one tower.
+
+        Args:
+          variables: As the tower sees them.
+          batch: Its ``features`` and, where there are any, ``labels``.
+          mode: The mode.
+          tower: For a function that asks for it.
+          given: ``params`` and ``config``; each call gets a copy of its own.
+
+        Returns:
+          The `ModelSpec`.
+
+        Raises:
+          ValueError: It returned something else, or of another mode.
+        """
+        values = {**copy.deepcopy(dict(given)), "tower": tower}
+        asked = {name: values[name] for name in self.asks_for}
+        with branches_explained():
+            spec = self.fn(
+                variables,
+                features=batch["features"],
+                labels=batch.get("labels"),
+                mode=mode,
+                **asked,
+            )
+        if not isinstance(spec, ModelSpec):
+            raise ValueError(
+                f"model_fn returned a {type(spec).__name__}; return tj.ModelSpec(mode,"
+                " ...)."
+            )
+        if spec.mode is not mode:
+            raise ValueError(
+                f"model_fn was called in {mode!r} and returned a ModelSpec of"
+                f" {spec.mode!r}. Return tj.ModelSpec(mode, ...)."
+            )
+        return spec
+
+
+def static_key(name: str, value: Any) -> Any:
+    """A key that changes when the value does: another program is compiled for it.
+
+    Args:
+      name: What errors call the value.
+      value: Plain values in mappings, sequences, dataclasses and simple objects.
+
+    Returns:
+      A hashable object.
+
+    Raises:
+      ValueError: It holds an array, which is data and belongs into the variables.
+    """
+    if isinstance(value, jax.Array | np.ndarray):
+        raise ValueError(
+            f"{name} is an array. params and config are plain values, fixed when the"
+            " step is compiled; put arrays into variables, or write float(...)."
+        )
+    if isinstance(value, Mapping):
+        parts = [(k, static_key(f"{name}[{k!r}]", v)) for k, v in value.items()]
+        return type(value), tuple(parts)
+    if isinstance(value, list | tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        parts = [static_key(f"{name}[{i}]", v) for i, v in enumerate(items)]
+        return type(value), tuple(parts)
+    held = getattr(value, "__dict__", None)
+    by_identity = type(value).__hash__ is object.__hash__ and not callable(value)
+    if held is not None and by_identity:  # may change and still hash the same
+        return type(value), static_key(name, dict(held))
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which cannot be compared with what a"
+            " step was compiled for. Use numbers, strings, mappings, sequences or"
+            " frozen dataclasses."
+        ) from error
+    return type(value), value

@@ -1,0 +1,284 @@
+"""How does a trained model leave Python? As programs with its variables inside."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.estimator.pipeline import is_local
+from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.spec import (
+    ClassificationOutput,
+    Mode,
+    ModelSpec,
+    PredictOutput,
+    RegressionOutput,
+)
+from towerjax.placement import TowerAxes
+from towerjax.state import TrainState
+from towerjax.strategies import OneDevice
+from towerjax.tower import TowerInputs
+from towerjax.tower_local import local_values, read_local
+from towerjax.types import PyTree
+from towerjax.version import __version__
+
+_FORMAT = 1
+_PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """An exported model, as `load_exported` returns it: one program a signature.
+
+    Attributes:
+      signatures: Name -> what its outputs are: ``kind`` (``"predict"``,
+        ``"regression"``, ``"classification"``) and, for classes with names,
+        ``classes``.
+    """
+
+    signatures: Mapping[str, Mapping[str, Any]]
+    _programs: Mapping[str, Any]
+
+    def __call__(self, features: PyTree, signature: str | None = None) -> PyTree:
+        """The outputs of one signature.
+
+        Args:
+          features: As the model was exported for, with any number of rows.
+          signature: Its name; may be left out where there is one.
+
+        Returns:
+          Name -> array: a classification's ``scores`` and ``classes``, a regression's
+          ``value``, what a ``PredictOutput`` held.
+
+        Raises:
+          ValueError: There is no such signature, or features are of another kind.
+        """
+        if signature is None and len(self._programs) == 1:
+            signature = next(iter(self._programs))
+        if signature not in self._programs:
+            raise ValueError(
+                f"signature={signature!r} is not one of {sorted(self._programs)}."
+            )
+        features = jax.tree.map(jnp.asarray, features)
+        return self._programs[signature].call(features)
+
+
+def export_model(
+    model: ReplicatedModel,
+    variables: PyTree,
+    features: PyTree,
+    directory: str | os.PathLike[str],
+    *,
+    params: Any = None,
+    config: Any = None,
+    platforms: Sequence[str] = _PLATFORMS,
+) -> None:
+    """Write the model's exported outputs as programs that need no Python of the model.
+
+    Each of ``export_outputs`` that the model function returns in ``Mode.PREDICT``
+    becomes a program of one tower, with the variables inside, for any number of rows;
+    without ``export_outputs``, the predictions become one, called ``"predictions"``.
+    Tower-local variables are read as one value. The directory appears whole or not at
+    all; of several processes, the first writes it.
+
+    Args:
+      model: The model.
+      variables: As the model takes them.
+      features: Arrays or shapes ``[B, ...]``; only kinds are read, not ``B``.
+      directory: Where to; must not exist.
+      params: Hyperparameters, where the model function asks for them.
+      config: What else it asks for.
+      platforms: Where the programs shall run, as JAX calls them.
+
+    Raises:
+      ValueError: The directory exists, the model function returns nothing to export,
+        or the package flatbuffers, by which JAX writes programs, is not installed.
+
+    Example:
+      >>> import tempfile, optax, towerjax as tj
+      >>> def model_fn(w, features, labels, mode):
+      ...     return tj.ModelSpec(mode, predictions={"y": w * features})
+      >>> model = tj.replicate_model_fn(model_fn, devices=tj.OneDevice())
+      >>> folder = pathlib.Path(tempfile.mkdtemp()) / "served"
+      >>> export_model(model, jnp.float32(2), jnp.ones(1), folder, platforms=["cpu"])
+      >>> load_exported(folder)(jnp.arange(3.0))["y"].tolist()
+      [0.0, 2.0, 4.0]
+    """
+    target = pathlib.Path(directory)
+    if target.exists():
+        raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
+    _require_flatbuffers()
+    given = {"params": params, "config": config}
+    model.model_fn.refuse_unasked(given)
+    variables = _as_one_tower(variables)
+    specs = _symbolic(features)
+    programs, signatures = {}, {}
+    for name, signature in _signatures(model, variables, specs, given).items():
+
+        def serve(features: PyTree, name: str = name) -> PyTree:
+            return _outputs(_spec_of(model, variables, features, given), name)
+
+        exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
+        programs[name], signatures[name] = exported(specs).serialize(), signature
+    if jax.process_index() == 0:
+        _write(target, programs, signatures)
+
+
+def load_exported(directory: str | os.PathLike[str]) -> Exported:
+    """A model that `export_model` wrote.
+
+    Args:
+      directory: Where it is.
+
+    Returns:
+      An `Exported`.
+
+    Raises:
+      ValueError: It is no exported model, or of a later format.
+
+    Example:
+      >>> load_exported("nowhere")
+      Traceback (most recent call last):
+      ValueError: directory='nowhere' holds no exported model: there is no model.json.
+    """
+    source = pathlib.Path(directory)
+    index = source / "model.json"
+    if not index.is_file():
+        raise ValueError(
+            f"directory={str(source)!r} holds no exported model: there is no"
+            " model.json."
+        )
+    _require_flatbuffers()
+    held = json.loads(index.read_text())
+    if held.get("format") != _FORMAT:
+        raise ValueError(
+            f"{str(index)!r} is of format {held.get('format')!r}; this is towerjax"
+            f" {__version__}, which reads format {_FORMAT}."
+        )
+    programs = {
+        name: jax.export.deserialize(bytearray((source / entry["file"]).read_bytes()))
+        for name, entry in held["signatures"].items()
+    }
+    return Exported(held["signatures"], programs)
+
+
+def _require_flatbuffers() -> None:
+    try:
+        import flatbuffers  # noqa: F401  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(
+            "JAX writes and reads programs by the package flatbuffers, which is not"
+            " installed. Install it: pip install 'towerjax[export]'."
+        ) from error
+
+
+def _as_one_tower(variables: PyTree) -> PyTree:
+    """The variables as one tower sees them in PREDICT, on the default device."""
+
+    def one(x: Any) -> Any:
+        if not is_local(x):
+            return x
+        return dataclasses.replace(x, value=read_local(x))
+
+    def on_host(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return jax.device_get(x)
+        data = jax.device_get(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+    return jax.tree.map(on_host, jax.tree.map(one, variables, is_leaf=is_local))
+
+
+def _symbolic(features: PyTree) -> PyTree:
+    """Shapes in which the number of rows is left open."""
+    leaves, treedef = jax.tree.flatten(features)
+    (rows,) = jax.export.symbolic_shape("b")
+    specs = [
+        jax.ShapeDtypeStruct(
+            (rows, *jnp.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+        )
+        for x in leaves
+    ]
+    return jax.tree.unflatten(treedef, specs)
+
+
+def _spec_of(
+    model: ReplicatedModel, variables: PyTree, features: PyTree, given: Any
+) -> ModelSpec:
+    """What the model function says of these features, on one tower."""
+    axes = TowerAxes(1, 1, device_axis=False, in_turn=False, platform="")
+    inputs = TowerInputs(OneDevice(), axes)
+    local = None
+    if isinstance(variables, TrainState):
+        inputs = dataclasses.replace(inputs, step=variables.step, rng=variables.rng)
+        local = local_values(variables.local)
+    rows = jax.tree.leaves(features)[0].shape[0]
+    tower = inputs.tower(jnp.int32(0), local, jnp.int32(rows), rows)
+    batch = {"features": features}
+    return model.model_fn.call(variables, batch, Mode.PREDICT, tower, given)
+
+
+def _signatures(
+    model: ReplicatedModel, variables: PyTree, specs: PyTree, given: Any
+) -> dict[str, dict[str, Any]]:
+    spec = jax.eval_shape(lambda x: _spec_of(model, variables, x, given), specs)
+    found: dict[str, dict[str, Any]] = {}
+    for name, output in (spec.export_outputs or {}).items():
+        if isinstance(output, PredictOutput):
+            found[name] = {"kind": "predict"}
+        elif isinstance(output, RegressionOutput):
+            found[name] = {"kind": "regression"}
+        else:
+            found[name] = {"kind": "classification"}
+            if isinstance(output.classes, tuple):
+                found[name]["classes"] = list(output.classes)
+    return found or {"predictions": {"kind": "predict"}}
+
+
+def _outputs(spec: ModelSpec, name: str) -> PyTree:
+    output = (spec.export_outputs or {}).get(name)
+    if output is None:
+        return dict(spec.predictions or {})
+    if isinstance(output, PredictOutput):
+        outputs = output.outputs
+        return dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+    if isinstance(output, ClassificationOutput):
+        parts = {"scores": output.scores, "classes": output.classes}
+        return {
+            key: part
+            for key, part in parts.items()
+            if part is not None and not isinstance(part, tuple)
+        }
+    return {"value": output.value}
+
+
+def _write(
+    target: pathlib.Path, programs: dict[str, bytes], signatures: dict[str, Any]
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(
+        tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    )
+    try:
+        for number, (name, program) in enumerate(programs.items()):
+            signatures[name]["file"] = f"program_{number}.bin"
+            (folder / signatures[name]["file"]).write_bytes(program)
+        index = {
+            "format": _FORMAT,
+            "towerjax": __version__,
+            "jax": jax.__version__,
+            "signatures": signatures,
+        }
+        (folder / "model.json").write_text(json.dumps(index, indent=2) + "\n")
+        folder.chmod(0o755)
+        folder.rename(target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise

@@ -1,0 +1,285 @@
+"""How do the losses of T towers become one? Exactly, over the global batch."""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+
+from towerjax.collectives import CrossTowerOps
+from towerjax.estimator.in_turn import Meeting
+from towerjax.outputs import as_tower_output
+from towerjax.placement import LOCAL_AXIS, TowerAxes
+from towerjax.reduce import gather_over_towers
+from towerjax.types import PyTree, Reduction, Weighted
+
+
+class LossReduction(enum.Enum):
+    """What the one loss of several towers' losses is.
+
+    ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the towers'
+    scalars. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``: the sum over the
+    global batch divided once, by the number of elements whose weight is not 0 or by the
+    number of elements; the tower's loss is a ``Weighted``, as `compute_weighted_loss`
+    and ``Weighted.mean`` make it, and says what it is divided by. ``NONE``: no one
+    loss, which `replicate_model_fn` refuses.
+
+    Source:
+      ``tf.losses.Reduction`` of TensorFlow 1.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    SUM_BY_NONZERO_WEIGHTS = "sum_by_nonzero_weights"
+    SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
+    NONE = "none"
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return f"LossReduction.{self.name}"
+
+
+_OF_SCALARS = {
+    LossReduction.SUM: Reduction.SUM,
+    LossReduction.MEAN: Reduction.MEAN,
+}
+
+
+def check_loss_reduction(reduction: Any) -> None:
+    """Raise unless it says what the one loss of several is.
+
+    Args:
+      reduction: What the caller passed.
+
+    Raises:
+      ValueError: It is NONE, or no `LossReduction`.
+    """
+    if not isinstance(reduction, LossReduction):
+        raise ValueError(
+            f"loss_reduction={reduction!r} is not a tj.LossReduction; write"
+            " tj.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
+            " SUM_OVER_BATCH_SIZE."
+        )
+    if reduction is LossReduction.NONE:
+        raise ValueError(
+            "Tower losses need to be reduced in some way, yet none reduction is"
+            " specified. Write tj.LossReduction.SUM_BY_NONZERO_WEIGHTS, which is exact"
+            " over the global batch, or another one."
+        )
+
+
+def compute_weighted_loss(
+    losses: jax.typing.ArrayLike,
+    weights: jax.typing.ArrayLike | None = None,
+    *,
+    reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
+    valid: jax.typing.ArrayLike | None = None,
+) -> Weighted | jax.Array:
+    """One tower's loss of its elements' losses, for the reduction over towers.
+
+    Args:
+      losses: ``[b, ...]``, one for each element.
+      weights: ``[b]`` or any leading part of the shape of ``losses``, >= 0; None
+        counts every element once. An element of weight 0 is left out even when its
+        loss is NaN.
+      reduction: What it is divided by: for ``SUM_BY_NONZERO_WEIGHTS`` the number of
+        elements whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of
+        elements, for ``MEAN`` the sum of the weights, for ``SUM`` nothing.
+      valid: ``[b]``, 1 where the row is an example and 0 where it is padding:
+        ``tower.weight``. Padding counts neither above nor below.
+
+    Returns:
+      ``Weighted`` for the two that are exact over the global batch; a scalar for SUM
+      and MEAN.
+
+    Raises:
+      ValueError: Shapes do not fit, a weight is known to be negative, or the
+        reduction is NONE.
+
+    Example:
+      >>> float(compute_weighted_loss([2.0, 4.0, 6.0], [1.0, 0.5, 0.0]).value)
+      2.0
+
+    Source:
+      ``tf.losses.compute_weighted_loss`` of TensorFlow 1.
+    """
+    check_loss_reduction(reduction)
+    losses = jnp.asarray(losses)
+    losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+    rows = _spread(valid, losses)
+    weighted = Weighted.mean(losses, _spread(weights, losses) * rows)
+    if reduction is LossReduction.SUM:
+        return jnp.asarray(weighted.sum)
+    if reduction is LossReduction.MEAN:
+        return weighted.value
+    if reduction is LossReduction.SUM_BY_NONZERO_WEIGHTS:
+        rows = rows * (_spread(weights, losses) != 0)
+    return Weighted(weighted.sum, rows.sum())
+
+
+def _spread(weights: Any, losses: jax.Array) -> jax.Array:
+    """Weights of the shape of the losses, once they are checked; None is 1."""
+    if weights is None:
+        return jnp.ones_like(losses)
+    Weighted.mean(losses, weights)  # refuses wrong shapes and signs
+    weights = jnp.asarray(weights, losses.dtype)
+    weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
+    return jnp.broadcast_to(weights, losses.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducedLoss:
+    """A tower's loss, and the one loss that it became part of.
+
+    Attributes:
+      loss: The very object that the optimizer was given.
+      total: The one loss.
+      trace: In which trace that was: inside a ``jit`` of its own it is no use outside.
+    """
+
+    loss: Any
+    total: Weighted
+    trace: Any
+
+    def is_of(self, loss: Any) -> bool:
+        """Is it this loss, and can its total be used here?
+
+        Args:
+          loss: What a model function returned.
+
+        Returns:
+          Whether it is.
+        """
+        pairs = [(self.loss, loss)]
+        if isinstance(loss, Weighted) and isinstance(self.loss, Weighted):
+            pairs = [(self.loss.sum, loss.sum), (self.loss.weight, loss.weight)]
+        same = all(mine is yours for mine, yours in pairs)
+        return same and self.trace == get_opaque_trace_state()
+
+
+@dataclasses.dataclass(frozen=True)
+class TowersOfStep:
+    """What must be known where a loss or a gradient of all towers is made.
+
+    Attributes:
+      axes: The axes that the towers meet over.
+      ops: How sums travel.
+      reduction: What the one loss is.
+      compat: ``"tf1"`` divides by the number of towers whatever the weights are.
+      meeting: How towers meet that run one after another; None where they run together.
+      reduced: The losses that optimizers have reduced together with their gradients,
+        so that they need not travel twice; None where nobody asks.
+    """
+
+    axes: TowerAxes
+    ops: CrossTowerOps
+    reduction: LossReduction
+    compat: str | None
+    meeting: Meeting | None = None
+    reduced: list[ReducedLoss] | None = dataclasses.field(default=None, compare=False)
+
+    @property
+    def takes_scalars(self) -> bool:
+        """Does a scalar loss say all that is needed?"""
+        return self.compat == "tf1" or self.reduction in _OF_SCALARS
+
+    def addend(self, loss: Any) -> Weighted:
+        """A tower's loss as what towers add up.
+
+        Args:
+          loss: A scalar, or ``Weighted``.
+
+        Returns:
+          ``Weighted``; see `one`.
+
+        Raises:
+          ValueError: The loss has no such meaning under the reduction.
+        """
+        scalar = _OF_SCALARS.get(self.reduction)
+        if self.axes.num_towers == 1:  # nothing is shared, so every loss says enough
+            alone = None if isinstance(loss, Weighted) else Reduction.MEAN
+            return as_tower_output(loss, alone).loss
+        if self.compat == "tf1":
+            value = loss.value if isinstance(loss, Weighted) else loss
+            scalar = scalar or Reduction.MEAN
+            loss = as_tower_output(value, scalar).loss
+        elif isinstance(loss, Weighted) and scalar is not None:
+            raise ValueError(
+                f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
+                " returned a tj.Weighted, which says itself what it is divided by. Use"
+                " tj.LossReduction.SUM_BY_NONZERO_WEIGHTS, or return a scalar."
+            )
+        elif not isinstance(loss, Weighted) and scalar is None:
+            raise ValueError(_BARE.format(reduction=self.reduction))
+        else:
+            loss = as_tower_output(loss, scalar).loss
+        return loss
+
+    def one(self, total: Weighted) -> Weighted:
+        """The one loss.
+
+        Args:
+          total: All towers' addends, added.
+
+        Returns:
+          ``Weighted``, of weight 1 under ``SUM`` of several towers.
+        """
+        if self.reduction is LossReduction.SUM and self.axes.num_towers > 1:
+            return Weighted(total.sum, jnp.ones_like(total.sum))
+        return total
+
+    def remember(self, loss: Any, total: Weighted) -> None:
+        """Note that a loss has been reduced.
+
+        Args:
+          loss: The tower's, as the optimizer was given it.
+          total: The one loss.
+        """
+        if self.reduced is not None:
+            self.reduced.append(ReducedLoss(loss, total, get_opaque_trace_state()))
+
+    def total_of(self, loss: Any) -> Weighted | None:
+        """The one loss of a loss that an optimizer has reduced already.
+
+        Args:
+          loss: What the model function returned.
+
+        Returns:
+          The one loss; None where it has to be reduced.
+        """
+        found = [x.total for x in self.reduced or () if x.is_of(loss)]
+        return found[0] if found else None
+
+    def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
+        """All towers' values, from inside a tower; the same on each.
+
+        Args:
+          added: This tower's arrays, to be added.
+          gathered: This tower's arrays, to be laid side by side.
+
+        Returns:
+          ``(sums, values)``, the second with leaves ``[T, ...]``.
+        """
+        added, gathered = jax.tree.map(jnp.asarray, (added, gathered))
+        if self.meeting is not None:
+            return self.meeting.meet(added, gathered)
+        if LOCAL_AXIS in self.axes.names:
+            sum_up = lax.all_gather if self.ops.needs_every_tower else lax.psum
+            added = jax.tree.map(lambda x: sum_up(x, LOCAL_AXIS), added)
+        elif self.ops.needs_every_tower:
+            added = jax.tree.map(lambda x: x[None], added)
+        sums = self.ops.sum_over_towers(added, self.axes).tree()
+        return sums, gather_over_towers(gathered, self.axes)
+
+
+_BARE = (
+    "model_fn returned a bare scalar as its loss, which does not say how towers of"
+    " unequal weight share it, and loss_reduction={reduction!r} is exact. Return"
+    " tj.Weighted.mean(losses, tower.weight) or tj.compute_weighted_loss(losses,"
+    " weights, valid=tower.weight); or say loss_reduction=tj.LossReduction.SUM (the"
+    " total of the towers' losses) or MEAN (the mean of the towers' losses);"
+    " compat='tf1' divides by the number of towers."
+)

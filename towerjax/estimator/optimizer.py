@@ -1,0 +1,361 @@
+"""How does an optimizer of one tower become one of all? It reduces before it updates.
+
+What it has to know of the towers travels with its state: inside the towers of
+`replicate_model_fn` the state says which towers these are, and outside it says nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from towerjax.estimator.losses import TowersOfStep
+from towerjax.outputs import as_tower_output, widened
+from towerjax.sparse.gradient import Selection, sparse_value_and_grad
+from towerjax.sparse.over_towers import reduce_stacked_rows
+from towerjax.sparse.rows import IndexedRows, is_rows
+from towerjax.sparse.update import update_with_rows
+from towerjax.state import TrainState
+from towerjax.types import PyTree, Reduction, Weighted
+from towerjax.update import checked_like
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerOptimizerState:
+    """The state of a `TowerOptimizer`.
+
+    Attributes:
+      inner: The wrapped optimizer's state.
+      towers: The towers that the optimizer runs in; None outside of towers.
+    """
+
+    inner: PyTree
+    towers: TowersOfStep | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+
+def in_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
+    """The tree in which each `TowerOptimizerState` says which towers it runs in.
+
+    Args:
+      tree: Any pytree.
+      towers: The towers; None for a state outside of towers.
+
+    Returns:
+      The tree.
+    """
+
+    def bound(x: Any) -> Any:
+        return dataclasses.replace(x, towers=towers) if _is_state(x) else x
+
+    return jax.tree.map(bound, tree, is_leaf=_is_state)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, TowerOptimizerState)
+
+
+class TowerOptimizer(optax.GradientTransformationExtraArgs):
+    """An optax optimizer that reduces gradients over towers before it updates.
+
+    Inside the towers of `replicate_model_fn` its ``update`` adds up the towers'
+    gradients, divides as the loss reduction says, and hands the one gradient to the
+    wrapped optimizer, so that clipping by global norm, schedules and layer-wise
+    scaling mean what they mean on one device. Everywhere else it hands gradients on
+    unchanged. It is an optax transformation like any other: ``optax.chain`` takes it,
+    and what stands before it in a chain sees one tower's gradient.
+
+    Attributes:
+      optimizer: What is wrapped.
+
+    Args:
+      optimizer: Any optax transformation, or a function without arguments that makes
+        one.
+      lazy: For gradients that are ``IndexedRows``: update moments, and decay weights,
+        only of the rows in them; see ``tj.update_with_rows``.
+
+    Raises:
+      ValueError: It is neither, or a `TowerOptimizer`, which would reduce twice.
+
+    Example:
+      >>> optimizer = TowerOptimizer(optax.sgd(0.5))
+      >>> state = optimizer.init(jnp.float32(2.0))
+      >>> updates, state = optimizer.update(jnp.float32(1.0), state)
+      >>> float(updates)
+      -0.5
+
+    Source:
+      ``TowerOptimizer`` of ``tf.contrib.estimator`` (2018).
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+
+    def __new__(
+        cls,
+        optimizer: optax.GradientTransformation
+        | Callable[[], optax.GradientTransformation],
+        *,
+        lazy: bool = False,
+    ) -> "TowerOptimizer":
+        """Wrap the optimizer."""
+        made = optimizer
+        if callable(optimizer) and not isinstance(
+            optimizer, optax.GradientTransformation
+        ):
+            made = optimizer()
+        if isinstance(made, cls):
+            raise ValueError(
+                "TowerOptimizer got a TowerOptimizer, which would reduce gradients"
+                " twice. Wrap the optimizer once."
+            )
+        if not isinstance(made, optax.GradientTransformation):
+            raise ValueError(
+                f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
+                " optax.adam(1e-3), or a function that returns one."
+            )
+        inner = optax.with_extra_args_support(made)
+
+        def init(params: PyTree) -> TowerOptimizerState:
+            return TowerOptimizerState(inner.init(params))
+
+        def update(
+            updates: PyTree,
+            state: TowerOptimizerState,
+            params: PyTree = None,
+            *,
+            loss: Weighted | jax.Array | None = None,
+            **extra_args: Any,
+        ) -> tuple[PyTree, TowerOptimizerState]:
+            grads, value = _reduced(updates, state, loss)
+            if value is not None:
+                extra_args.setdefault("value", value)
+            out, after = update_with_rows(
+                inner, grads, state.inner, params, lazy=lazy, **extra_args
+            )
+            return out, dataclasses.replace(state, inner=after)
+
+        self = super().__new__(cls, init, update)
+        self.optimizer = inner
+        return self
+
+    def __getnewargs__(self) -> tuple[optax.GradientTransformation]:
+        """What makes a copy: ``params`` with an optimizer in them are copied."""
+        return (self.optimizer,)
+
+    def compute_gradients(
+        self,
+        loss_fn: Callable[..., Any],
+        params: PyTree,
+        *,
+        has_aux: bool = False,
+        sparse: Selection = (),
+    ) -> tuple[Any, PyTree]:
+        """A tower's loss and the gradient of its *sum*, not yet reduced.
+
+        Args:
+          loss_fn: ``params -> loss``, a scalar or ``Weighted``; with ``has_aux``
+            ``params -> (loss, aux)``.
+          params: Floating arrays.
+          has_aux: Does ``loss_fn`` return something besides?
+          sparse: The leaves whose gradient shall be ``IndexedRows`` of the rows that
+            were looked up, as for ``tj.sparse_value_and_grad``.
+
+        Returns:
+          ``(loss, grads)``, or ``((loss, aux), grads)``. Hand the loss to
+          `apply_gradients`: a ``Weighted`` says what the gradient is divided by.
+
+        Raises:
+          ValueError: The loss is no scalar and no ``Weighted`` of scalars.
+
+        Example:
+          >>> optimizer = TowerOptimizer(optax.sgd(0.5))
+          >>> loss, grads = optimizer.compute_gradients(lambda w: w**2, jnp.float32(3))
+          >>> float(loss), float(grads)
+          (9.0, 6.0)
+        """
+
+        def sum_of_losses(params: PyTree) -> tuple[jax.Array, Any]:
+            out = loss_fn(params)
+            loss = out[0] if has_aux else out
+            return _sum_of(loss), out
+
+        if sparse:
+            gradient = sparse_value_and_grad(sum_of_losses, sparse, has_aux=True)
+        else:
+            gradient = jax.value_and_grad(sum_of_losses, has_aux=True)
+        (_, out), grads = gradient(params)
+        return out, grads
+
+    def apply_gradients(
+        self,
+        grads: PyTree,
+        opt_state: TowerOptimizerState,
+        params: PyTree,
+        *,
+        loss: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, TowerOptimizerState]:
+        """The next parameters and optimizer state.
+
+        Args:
+          grads: A tower's gradients, like ``params``.
+          opt_state: As ``init`` or the last call returned it.
+          params: The parameters.
+          loss: The tower's loss that these are the gradients of.
+          **extra_args: For the wrapped optimizer.
+
+        Returns:
+          ``(params, opt_state)``.
+
+        Raises:
+          ValueError: As ``update``; the optimizer changes the type of either.
+
+        Example:
+          >>> optimizer = TowerOptimizer(optax.sgd(0.5))
+          >>> w = jnp.float32(3)
+          >>> w, _ = optimizer.apply_gradients(jnp.float32(6), optimizer.init(w), w)
+          >>> float(w)
+          0.0
+        """
+        updates, after = self.update(grads, opt_state, params, loss=loss, **extra_args)
+        next_params = optax.apply_updates(params, updates)
+        return (
+            checked_like(params, next_params, "params", "the optimizer's updates"),
+            checked_like(opt_state, after, "opt_state", "the optimizer"),
+        )
+
+    def minimize(
+        self,
+        loss_fn: Callable[..., Any],
+        state: TrainState,
+        *,
+        has_aux: bool = False,
+        sparse: Selection = (),
+    ) -> tuple[Any, TrainState]:
+        """The loss, and the state after one step on it.
+
+        Args:
+          loss_fn: As for `compute_gradients`.
+          state: A `TrainState` of this optimizer.
+          has_aux: As for `compute_gradients`.
+          sparse: As for `compute_gradients`.
+
+        Returns:
+          ``(loss, state)``, or ``((loss, aux), state)``.
+
+        Raises:
+          ValueError: As `compute_gradients` and `apply_gradients`.
+
+        Example:
+          >>> optimizer = TowerOptimizer(optax.sgd(0.5))
+          >>> state = TrainState.create(jnp.float32(3), optimizer)
+          >>> loss, state = optimizer.minimize(lambda w: w**2, state)
+          >>> float(loss), float(state.params), int(state.step)
+          (9.0, 0.0, 1)
+        """
+        out, grads = self.compute_gradients(
+            loss_fn, state.params, has_aux=has_aux, sparse=sparse
+        )
+        params, opt_state = self.apply_gradients(
+            grads, state.opt_state, state.params, loss=out[0] if has_aux else out
+        )
+        return out, dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state
+        )
+
+
+def _sum_of(loss: Any) -> jax.Array:
+    """What is differentiated: the sum of a ``Weighted``, or the scalar."""
+    reduction = None if isinstance(loss, Weighted) else Reduction.SUM
+    return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
+
+
+def _reduced(grads: PyTree, state: Any, loss: Any) -> tuple[PyTree, jax.Array | None]:
+    """The gradient of the one loss, of the towers' gradients; and that loss."""
+    if not _is_state(state):
+        raise ValueError(
+            f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
+            " with its own init(params)."
+        )
+    towers = state.towers
+    if towers is None:
+        return _alone(grads, loss)
+    return _over_towers(grads, loss, towers)
+
+
+def _alone(grads: PyTree, loss: Any) -> tuple[PyTree, jax.Array | None]:
+    if not isinstance(loss, Weighted):
+        return grads, loss
+    scale = Weighted(1.0, loss.weight).value
+    return _scaled(grads, scale), loss.value
+
+
+def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
+    """The gradients times a scalar; of ``IndexedRows`` the values, not the indices."""
+
+    def one(g: Any) -> Any:
+        if is_rows(g):
+            return dataclasses.replace(g, values=one(g.values))
+        return g * scale.astype(g.dtype)
+
+    return jax.tree.map(one, grads, is_leaf=is_rows)
+
+
+def _as(grads: PyTree, dtype_of: Callable[[Any], Any]) -> PyTree:
+    def one(g: Any) -> Any:
+        if is_rows(g):
+            return dataclasses.replace(g, values=one(g.values))
+        return g.astype(dtype_of(g))
+
+    return jax.tree.map(one, grads, is_leaf=is_rows)
+
+
+def _over_towers(
+    grads: PyTree, loss: Any, towers: TowersOfStep
+) -> tuple[PyTree, jax.Array | None]:
+    dtypes = [(x.values if is_rows(x) else x).dtype for x in _leaves(grads)]
+    wide = _as(grads, lambda g: widened(g.dtype))
+    if towers.compat == "tf1" and isinstance(loss, Weighted):
+        wide = _scaled(wide, Weighted(1.0, loss.weight).value)
+    addend = _addend(loss, towers)
+    leaves = _leaves(wide)
+    dense = [None if is_rows(x) else x for x in leaves]
+    (total, dense), rows = towers.meet((addend, dense), list(filter(is_rows, leaves)))
+    total, pool = towers.one(total), iter(rows)
+    if loss is not None:
+        towers.remember(loss, total)
+    summed = [_joined(next(pool), towers) if x is None else x for x in dense]
+    # Behind a barrier, so that all quotients are products with the same number.
+    scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
+    scaled = _scaled(summed, scale)
+    leaves = [_as(x, lambda _, d=d: d) for x, d in zip(scaled, dtypes, strict=True)]
+    treedef = jax.tree.structure(grads, is_leaf=is_rows)
+    summed = jax.tree.unflatten(treedef, leaves)
+    return summed, None if loss is None else total.value
+
+
+def _leaves(grads: PyTree) -> list[Any]:
+    return jax.tree.leaves(grads, is_leaf=is_rows)
+
+
+def _joined(rows: IndexedRows, towers: TowersOfStep) -> IndexedRows:
+    return reduce_stacked_rows(Reduction.SUM, rows, towers.axes.num_towers)
+
+
+def _addend(loss: Any, towers: TowersOfStep) -> Weighted:
+    if loss is not None:
+        return towers.addend(loss)
+    if not towers.takes_scalars:
+        raise ValueError(
+            f"TowerOptimizer.update was not told the loss, and under loss_reduction="
+            f"{towers.reduction!r} the loss says what gradients are divided by. Write"
+            " optimizer.update(grads, state, params, loss=loss) with the tj.Weighted"
+            " loss whose sum was differentiated, or use optimizer.minimize."
+        )
+    return Weighted(jnp.float32(0), jnp.float32(1))

@@ -1,0 +1,384 @@
+"""How does a model function run on all devices? replicate_model_fn makes it so."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+
+from towerjax.estimator.arguments import ModelFn, static_key
+from towerjax.estimator.losses import LossReduction, check_loss_reduction
+from towerjax.estimator.pipeline import WRAP, ModelPass, layouts_of
+from towerjax.estimator.rows import cut_padding
+from towerjax.estimator.spec import Mode, ModelSpec, check_mode
+from towerjax.estimator.whereabouts import (
+    VariablePlacement,
+    init_variables,
+    kept,
+    spread,
+)
+from towerjax.input.placer import PlacedBatch, Placer
+from towerjax.placement import on_every_process
+from towerjax.program import Program, Recipe, Runner
+from towerjax.shard import Remainder, check_remainder
+from towerjax.strategies import Mirrored, Strategy
+from towerjax.types import Layout, PyTree
+
+Compat = Literal["tf1"]
+_PARTS = {
+    Mode.TRAIN: ("loss", "train_op", "eval_metrics", "predictions", "export_outputs"),
+    Mode.EVAL: ("loss", "eval_metrics", "predictions", "export_outputs"),
+    Mode.PREDICT: ("predictions", "export_outputs"),
+}
+_OUT_LAYOUTS = {
+    "loss": Layout.MIRRORED,
+    "eval_metrics": Layout.MIRRORED,
+    "predictions": Layout.PER_TOWER,
+    "export_outputs": Layout.PER_TOWER,
+    "hooks": Layout.MIRRORED,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """How a model function is replicated; see `replicate_model_fn`."""
+
+    loss_reduction: LossReduction
+    variable_placement: VariablePlacement
+    remainder: Remainder
+    compat: Compat | None
+    donate: bool
+    max_programs: int
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_loss_reduction(self.loss_reduction)
+        check_remainder(self.remainder)
+        if not isinstance(self.variable_placement, VariablePlacement):
+            raise ValueError(
+                f"variable_placement={self.variable_placement!r} is none; write"
+                " tj.VariablePlacement.MIRRORED, ON_ONE_DEVICE or ROUND_ROBIN."
+            )
+        if self.compat not in (None, *get_args(Compat)):
+            raise ValueError(f"compat={self.compat!r} must be None or 'tf1'.")
+        number = self.max_programs
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"max_programs={number!r} must be a whole number >= 1.")
+
+
+class ReplicatedModel:
+    """A model function on all towers: called as the function itself is called.
+
+    Made by `replicate_model_fn`. Each mode compiles at its first call.
+    """
+
+    def __init__(
+        self, model_fn: ModelFn, strategy: Strategy, options: ModelOptions
+    ) -> None:
+        self.model_fn, self.strategy, self.options = model_fn, strategy, options
+        self._runners: dict[Any, list[tuple[list[Any], Runner]]] = {}
+        self._placers: dict[Mode, Placer] = {}
+
+    def init(self, variables: PyTree) -> PyTree:
+        """The variables on all towers, a copy, placed where the calls want them.
+
+        On several processes every one starts with the values of process 0.
+
+        Args:
+          variables: Any pytree of arrays, such as a `TrainState`; a ``TowerLocal`` in
+            it holds one tower's value, of which each tower gets a copy.
+
+        Returns:
+          The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
+
+        Raises:
+          ValueError: A device is not on this machine.
+        """
+        placement = self.strategy.placement
+        placed = init_variables(variables, placement)
+        return kept(placed, placement, self.options.variable_placement)
+
+    def __call__(
+        self,
+        variables: PyTree,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: Mode = Mode.TRAIN,
+        params: Any = None,
+        config: Any = None,
+    ) -> ModelSpec:
+        """What the model function says of the global batch.
+
+        Args:
+          variables: As `init` or the last call's ``train_op`` gave them; or a pytree of
+            arrays without tower-local variables, which is copied to the devices.
+          features: Arrays ``[B, ...]``, or a tree of them; also ``IndexedRows``.
+          labels: The same, or None.
+          mode: The mode.
+          params: Hyperparameters, where the model function asks for them.
+          config: What else it asks for.
+
+        Returns:
+          A `ModelSpec` of global values: ``loss`` of the kind that the model function
+          returned, ``train_op`` the next variables, ``eval_metrics`` merged over
+          towers, ``predictions`` and ``export_outputs`` of the ``B`` examples in order.
+
+        Raises:
+          ValueError: The batch, the variables or what the model function returned is
+            malformed, before anything is compiled.
+          ReplicationError: A value that must be the same on all towers is not, such as
+            variables updated by an optimizer that is not wrapped.
+        """
+        check_mode(mode)
+        batch = self.place_batch(_batch_of(features, labels), mode)
+        return self.run(variables, batch, mode, _PARTS[mode], params, config)
+
+    def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: ``{"features": ..., "labels": ...}``, leaves ``[B, ...]``.
+          mode: The mode, each of which has a batch size of its own.
+
+        Returns:
+          A ``PlacedBatch``.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        placement = self.strategy.placement
+        if isinstance(batch, PlacedBatch):
+            batch.check(placement)
+            return batch
+        if mode not in self._placers:
+            self._placers[mode] = Placer(
+                placement,
+                shares=placement.num_towers,
+                remainder=self.options.remainder,
+            )
+        return self._placers[mode].place(batch)
+
+    def run(
+        self,
+        variables: PyTree,
+        batch: PlacedBatch,
+        mode: Mode,
+        wanted: Sequence[str],
+        params: Any = None,
+        config: Any = None,
+    ) -> ModelSpec:
+        """As a call, of a placed batch, for the wanted parts of the spec alone.
+
+        Args:
+          variables: As for a call.
+          batch: As `place_batch` returns it.
+          mode: The mode.
+          wanted: Names of the parts; others are not computed.
+          params: As for a call.
+          config: As for a call.
+
+        Returns:
+          A `ModelSpec` whose other parts are None.
+        """
+        placement, policy = self.strategy.placement, self.options.variable_placement
+        variables = spread(variables, placement)
+        runner = self._runner(variables, mode, tuple(wanted), params, config)
+        train_op, loss, metrics, predictions, exports, hooks = runner(
+            (variables,), batch
+        )
+        outputs = on_every_process((predictions, exports), placement)
+        stacked = self.options.compat == "tf1"
+        predictions, exports = cut_padding(outputs, batch, stacked_classes=stacked)
+        spec = ModelSpec.tree_unflatten(
+            (mode, hooks.hooks), (predictions, loss, None, metrics, exports)
+        )
+        if "train_op" in wanted:
+            train_op = kept(train_op, placement, policy)
+            spec = dataclasses.replace(spec, train_op=train_op)
+        return spec
+
+    def program(
+        self,
+        variables: PyTree,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: Mode = Mode.TRAIN,
+        params: Any = None,
+        config: Any = None,
+    ) -> Program:
+        """The compiled program of such a call; compiles it if need be.
+
+        Args:
+          variables: As for a call.
+          features: As for a call.
+          labels: As for a call.
+          mode: As for a call.
+          params: As for a call.
+          config: As for a call.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        check_mode(mode)
+        batch = self.place_batch(_batch_of(features, labels), mode)
+        variables = spread(variables, self.strategy.placement)
+        runner = self._runner(variables, mode, _PARTS[mode], params, config)
+        return runner.program((variables,), batch)
+
+    def _runner(
+        self,
+        variables: PyTree,
+        mode: Mode,
+        wanted: tuple[str, ...],
+        params: Any,
+        config: Any,
+    ) -> Runner:
+        given = {"params": params, "config": config}
+        static = tuple(static_key(name, value) for name, value in given.items())
+        leaves, treedef = jax.tree.flatten(variables)
+        kinds = [(x.shape, x.dtype) for x in leaves]
+        # Compared, not hashed: a tenth of the time for many leaves.
+        known = self._runners.setdefault((mode, wanted, treedef, static), [])
+        for seen, runner in known:
+            if seen == kinds:
+                return runner
+        self.model_fn.refuse_unasked(given)
+        runner = Runner(
+            self.recipe(variables, mode, wanted, given),
+            self.strategy.placement,
+            max_programs=self.options.max_programs,
+        )
+        known.append((kinds, runner))
+        return runner
+
+    def model_pass(
+        self, mode: Mode, wanted: tuple[str, ...], given: Mapping[str, Any]
+    ) -> ModelPass:
+        """The model function in one mode, before it is compiled.
+
+        Args:
+          mode: The mode.
+          wanted: Names of the parts of the spec.
+          given: ``params`` and ``config``.
+
+        Returns:
+          The `ModelPass`.
+        """
+        return ModelPass(
+            self.model_fn,
+            mode,
+            copy.deepcopy(dict(given)),  # the caller's may change before a later trace
+            self.strategy,
+            self.options.loss_reduction,
+            self.options.compat,
+            wanted,
+        )
+
+    def recipe(
+        self,
+        variables: PyTree,
+        mode: Mode,
+        wanted: tuple[str, ...],
+        given: Mapping[str, Any],
+    ) -> Recipe:
+        """The recipe of a call.
+
+        Args:
+          variables: Arrays or shapes, for their tree.
+          mode: The mode.
+          wanted: Names of the parts of the spec.
+          given: ``params`` and ``config``.
+
+        Returns:
+          A ``Recipe``: ``(variables, batch, num_valid)``.
+        """
+        layouts = layouts_of(variables)
+        model_pass = self.model_pass(mode, wanted, given)
+        rows = {"batch": Layout.PER_TOWER, "num_valid": Layout.PER_TOWER}
+        next_layouts = layouts if "train_op" in wanted else Layout.MIRRORED
+        return Recipe(
+            model_pass.on_device,
+            {"variables": layouts, **rows},
+            {"train_op": next_layouts, **_OUT_LAYOUTS},
+            donate=self.options.donate and "train_op" in wanted,
+            counted=model_pass.counted if mode is not Mode.PREDICT else None,
+            advice=WRAP,
+        )
+
+
+def _batch_of(features: PyTree, labels: PyTree) -> dict[str, PyTree]:
+    batch = {"features": features}
+    return batch if labels is None else {**batch, "labels": labels}
+
+
+def replicate_model_fn(
+    model_fn: Callable[..., ModelSpec],
+    loss_reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
+    devices: Strategy | Sequence[Any] | None = None,
+    *,
+    variable_placement: VariablePlacement = VariablePlacement.MIRRORED,
+    remainder: Remainder = "pad",
+    compat: Compat | None = None,
+    donate: bool = False,
+    max_programs: int = 1,
+) -> ReplicatedModel:
+    """The model function on all devices: called as it is, with the global batch.
+
+    The batch is split over the towers, each calls the model function on its own rows,
+    and what they return becomes one: the loss as ``loss_reduction`` says, the variables
+    by the one update of each ``TowerOptimizer``, metrics merged, outputs joined row by
+    row. On one tower nothing is split, scaled or sent.
+
+    Args:
+      model_fn: ``(variables, features, labels, mode, params=None, config=None,
+        tower=None) -> ModelSpec``, pure, written for one device. ``params`` and
+        ``config`` are handed on, and ``tower`` (a ``Tower``) is given, only where its
+        signature asks for them; each tower gets its own copy of the first two.
+      loss_reduction: What the one loss of all towers is. The default is exact over the
+        global batch and wants a ``Weighted`` loss.
+      devices: A strategy; or devices, of which each gets a tower; None takes all.
+      variable_placement: Where variables lie between two calls.
+      remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
+        0, ``"drop"`` the rows over, or ``"error"``. Where padding would count, because
+        the loss does not read ``tower.weight``, it is refused.
+      compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
+        the towers' losses by the number of towers, and classes are stacked.
+      donate: May ``train_op`` take over the buffers of ``variables``?
+      max_programs: How many kinds of batch may compile for each mode.
+
+    Returns:
+      A `ReplicatedModel`.
+
+    Raises:
+      ValueError: An option is not one that there is, or ``model_fn`` does not take what
+        it is called with.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+      >>> def model_fn(variables, features, labels, mode, tower):
+      ...     def loss_fn(w):
+      ...         return tj.Weighted.mean((w * features - labels) ** 2, tower.weight)
+      ...     loss, train_op = optimizer.minimize(loss_fn, variables)
+      ...     return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+      >>> model = replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
+      >>> variables = tj.TrainState.create(np.float32(0), optimizer)
+      >>> x, y = np.ones(3, np.float32), np.array([1, 2, 6], np.float32)
+      >>> spec = model(variables, x, y, tj.Mode.TRAIN)
+      >>> round(float(spec.loss.value), 4), round(float(spec.train_op.params), 4)
+      (13.6667, 0.6)
+
+    Source:
+      ``tf.contrib.estimator.replicate_model_fn`` (2018).
+    """
+    options = ModelOptions(
+        loss_reduction, variable_placement, remainder, compat, donate, max_programs
+    )
+    if devices is None:
+        strategy: Strategy = Mirrored()
+    elif isinstance(devices, Strategy):
+        strategy = devices
+    else:
+        strategy = Mirrored(devices=devices)
+    return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

@@ -1,0 +1,232 @@
+"""What does a model function return? A ModelSpec, and the outputs to be exported."""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from towerjax.types import PyTree
+
+
+class Mode(enum.Enum):
+    """What a model function is called for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "predict"
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return f"Mode.{self.name}"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PredictOutput:
+    """Outputs to be exported as they are.
+
+    Attributes:
+      outputs: Name -> array ``[b, ...]``, row for row; or one array.
+
+    Example:
+      >>> import numpy as np
+      >>> sorted(PredictOutput({"probabilities": np.ones((4, 2))}).outputs)
+      ['probabilities']
+    """
+
+    outputs: PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RegressionOutput:
+    """A regression's output to be exported.
+
+    Attributes:
+      value: ``[b, ...]``.
+
+    Example:
+      >>> import numpy as np
+      >>> RegressionOutput(np.ones(4)).value.shape
+      (4,)
+    """
+
+    value: PyTree
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class ClassificationOutput:
+    """A classification's output to be exported; one of the two at least.
+
+    Attributes:
+      scores: ``[b, n]``, one for each class, or None.
+      classes: Integers ``[b, ...]``, or the names of the ``n`` classes, a tuple of
+        strings, the same for every row; or None.
+
+    Raises:
+      ValueError: Neither is given.
+
+    Example:
+      >>> import numpy as np
+      >>> ClassificationOutput(np.ones((4, 2)), classes=("cat", "dog")).classes
+      ('cat', 'dog')
+    """
+
+    scores: PyTree = None
+    classes: PyTree = None
+
+    def __post_init__(self) -> None:
+        """Refuse an output of nothing."""
+        if self.scores is None and self.classes is None:
+            raise ValueError("ClassificationOutput needs scores, classes or both.")
+        if _are_names(self.classes):
+            object.__setattr__(self, "classes", tuple(self.classes))
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        """Arrays are children; names are not."""
+        if _are_names(self.classes):
+            return (self.scores, None), self.classes
+        return (self.scores, self.classes), None
+
+    @classmethod
+    def tree_unflatten(cls, names: Any, children: Any) -> "ClassificationOutput":
+        """The inverse, unchecked: leaves may be anything."""
+        return _unchecked(
+            cls, scores=children[0], classes=children[1] if names is None else names
+        )
+
+
+ExportOutput = PredictOutput | RegressionOutput | ClassificationOutput
+
+
+def _are_names(classes: Any) -> bool:
+    is_some = isinstance(classes, tuple | list) and bool(classes)
+    return is_some and all(isinstance(name, str) for name in classes)
+
+
+def _unchecked(cls: Any, **values: Any) -> Any:
+    made = object.__new__(cls)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What a model function returns: the values of one mode, a pytree.
+
+    Attributes:
+      mode: The mode that it was called for.
+      predictions: Name -> array, row for row. In every mode; needed in PREDICT.
+      loss: ``Weighted``, or a scalar, of this tower; needed in TRAIN and EVAL.
+      train_op: The next variables, like ``variables``; needed in TRAIN, and left alone
+        in other modes.
+      eval_metrics: Name -> a metric state of this tower: ``Weighted``, or one of
+        ``tj.metrics``.
+      export_outputs: Name -> `PredictOutput`, `RegressionOutput` or
+        `ClassificationOutput`.
+      hooks: Functions ``(step number, metrics)`` that ``tj.train_and_evaluate`` calls
+        after each step, with host values.
+
+    Raises:
+      ValueError: What the mode needs is missing, or a part is not what it must be.
+
+    Example:
+      >>> import numpy as np
+      >>> spec = ModelSpec(Mode.PREDICT, predictions={"x": np.ones(2)})
+      >>> spec.mode, spec.loss
+      (Mode.PREDICT, None)
+
+    Source:
+      ``tf.estimator.EstimatorSpec`` of TensorFlow 1.
+    """
+
+    mode: Mode
+    predictions: Mapping[str, PyTree] | None = None
+    loss: Any = None
+    train_op: PyTree = None
+    eval_metrics: Mapping[str, Any] | None = None
+    export_outputs: Mapping[str, ExportOutput] | None = None
+    hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what the mode needs."""
+        check_mode(self.mode)
+        _check_needed(self)
+        _check_mapping("predictions", self.predictions, "{'probabilities': ...}")
+        _check_mapping("eval_metrics", self.eval_metrics, "{'accuracy': ...}")
+        outputs = self.export_outputs
+        _check_mapping("export_outputs", outputs, "{'serving': tj.PredictOutput(...)}")
+        for name, output in (outputs or {}).items():
+            if not isinstance(output, ExportOutput):
+                raise ValueError(
+                    f"export_outputs[{name!r}] is a {type(output).__name__}; write"
+                    " tj.PredictOutput, tj.RegressionOutput or tj.ClassificationOutput."
+                )
+        if callable(self.hooks) or not all(map(callable, self.hooks)):
+            raise ValueError(
+                f"hooks={self.hooks!r} must be a tuple of functions (step number,"
+                " metrics)."
+            )
+        object.__setattr__(self, "hooks", tuple(self.hooks))
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Arrays are children; mode and hooks are not."""
+        children = tuple(getattr(self, name) for name in _CHILDREN)
+        return children, (self.mode, self.hooks)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> "ModelSpec":
+        """The inverse, unchecked: leaves may be anything."""
+        values = dict(zip(_CHILDREN, children, strict=True))
+        return _unchecked(cls, mode=aux[0], hooks=aux[1], **values)
+
+
+_CHILDREN = ("predictions", "loss", "train_op", "eval_metrics", "export_outputs")
+_NEEDED = {
+    Mode.TRAIN: ("loss", "train_op"),
+    Mode.EVAL: ("loss",),
+    Mode.PREDICT: ("predictions",),
+}
+
+
+def check_mode(mode: Any) -> None:
+    """Raise unless it is a `Mode`.
+
+    Args:
+      mode: What the caller passed.
+
+    Raises:
+      ValueError: It is something else.
+    """
+    if not isinstance(mode, Mode):
+        raise ValueError(
+            f"mode={mode!r} is not a mode; write tj.Mode.TRAIN, EVAL or PREDICT."
+        )
+
+
+def _check_needed(spec: ModelSpec) -> None:
+    missing = [name for name in _NEEDED[spec.mode] if getattr(spec, name) is None]
+    if missing:
+        raise ValueError(
+            f"A ModelSpec of {spec.mode!r} needs {' and '.join(missing)}. In TRAIN give"
+            " loss and train_op (the next variables), in EVAL loss, in PREDICT"
+            " predictions."
+        )
+
+
+def _check_mapping(name: str, value: Any, example: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, which has no names; return a dict,"
+            f" such as {name}={example}."
+        )
+    bad = [key for key in value if not isinstance(key, str)]
+    if bad:
+        raise ValueError(f"{name} has the names {bad}; names are strings.")

@@ -1,0 +1,281 @@
+"""How do the loops call a replicated model? As a train, eval or predict step."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from towerjax.estimator.pipeline import WRAP, ModelPass
+from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.spec import Mode
+from towerjax.estimator.whereabouts import VariablePlacement, kept, spread
+from towerjax.input.placer import PlacedBatch
+from towerjax.metrics.state import compute
+from towerjax.pipeline import OnNonfinite, one_step_recipe
+from towerjax.placement import TowerAxes
+from towerjax.state import TrainState, check_is_state, split_state
+from towerjax.step import StepOptions, TrainStep
+from towerjax.types import PyTree, Weighted
+from towerjax.update import accept_or_keep
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPipeline:
+    """A model function's train step before it is compiled.
+
+    Attributes:
+      model_pass: The model function in ``Mode.TRAIN``.
+      on_nonfinite: Is a step refused whose loss is not finite?
+      traced_hooks: Where the hooks go that the model function returned.
+    """
+
+    model_pass: ModelPass
+    on_nonfinite: OnNonfinite
+    traced_hooks: list[Callable[..., Any]] = dataclasses.field(compare=False)
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The step as each device runs it.
+
+        Args:
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, finite)``.
+        """
+        whole = self.model_pass.on_device(axes)
+
+        def step(
+            carry: dict[str, Any],
+            clock: dict[str, jax.Array],
+            batch: PyTree,
+            num_valid: jax.Array,
+        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array]:
+            def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
+                state = TrainState(**carry, **clock)
+                after, loss, metrics, _, _, hooks = whole(state, batch, num_valid)
+                self.traced_hooks[:] = hooks.hooks
+                weight = loss.weight if isinstance(loss, Weighted) else jnp.float32(1)
+                value = loss.value if isinstance(loss, Weighted) else loss
+                finite = jnp.isfinite(value)
+                named = {name: compute(m) for name, m in (metrics or {}).items()}
+                rest = {"loss": value, **named}, finite
+                return finite & (weight != 0), split_state(after)[0], rest
+
+            if self.on_nonfinite == "ignore":
+                _, after, (metrics, finite) = judged(carry)
+            else:
+                after, (metrics, finite) = accept_or_keep(judged, carry)
+            return after, clock["step"] + 1, metrics, finite
+
+        return step
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's values in which padded rows would count.
+
+        Args:
+          axes: One tower a device.
+
+        Returns:
+          ``(carry, clock, batch, num_valid) -> {"loss": ..., ...}``.
+        """
+        of_state = self.model_pass.counted(axes)
+
+        def run(carry: Any, clock: Any, batch: PyTree, num_valid: jax.Array) -> Any:
+            return of_state(TrainState(**carry, **clock), batch, num_valid)
+
+        return run
+
+
+class ModelTrainStep(TrainStep):
+    """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
+
+    Made by `train_step`. The state is a ``TrainState``, which lies where the model's
+    ``variable_placement`` says; a batch is ``{"features": ..., "labels": ...}``.
+    """
+
+    def __init__(
+        self, model: ReplicatedModel, given: Mapping[str, Any], options: StepOptions
+    ) -> None:
+        wanted = ("loss", "train_op", "eval_metrics")
+        model_pass = model.model_pass(Mode.TRAIN, wanted, given)
+        self._hooks: list[Callable[..., Any]] = []
+        pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
+        recipe = one_step_recipe(pipeline, donate=options.donate)
+        recipe = dataclasses.replace(recipe, advice=WRAP)
+        super().__init__(recipe, optax.identity(), model.strategy, options)
+        self._policy = model.options.variable_placement
+
+    @property
+    def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
+        """The hooks that the model function returned, once a step is traced."""
+        return tuple(self._hooks)
+
+    def check_state(self, state: Any) -> None:
+        """Raise unless it is a ``TrainState`` for these towers.
+
+        Args:
+          state: What was passed to the loop.
+
+        Raises:
+          ValueError: It is not.
+        """
+        check_is_state(state)
+        if self._policy is VariablePlacement.MIRRORED:
+            super().check_state(state)
+
+    def program(self, state: TrainState, batch: PyTree) -> Any:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: The state.
+          batch: A global batch, or one placed before.
+
+        Returns:
+          A ``Program``.
+        """
+        return super().program(spread(state, self.strategy.placement), batch)
+
+    def dispatch(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        """The step, without looking at whether its loss was finite.
+
+        Args:
+          state: The state; donated.
+          batch: A placed batch, or several stacked.
+
+        Returns:
+          ``(state, metrics, guarded)``, as a train step does.
+        """
+        placement = self.strategy.placement
+        if self._policy is VariablePlacement.MIRRORED:
+            return super().dispatch(state, batch)
+        after, metrics, guarded = super().dispatch(spread(state, placement), batch)
+        return kept(after, placement, self._policy), metrics, guarded
+
+
+def train_step(
+    model: ReplicatedModel,
+    *,
+    params: Any = None,
+    config: Any = None,
+    on_nonfinite: OnNonfinite = "raise",
+    donate: bool = True,
+) -> ModelTrainStep:
+    """A model's train step, for ``tj.run``.
+
+    Args:
+      model: The model.
+      params: Hyperparameters, where its model function asks for them.
+      config: What else it asks for.
+      on_nonfinite: As for ``tj.build_train_step``; the loss is what is guarded.
+      donate: May the next state take over the state's buffers?
+
+    Returns:
+      A `ModelTrainStep`.
+
+    Raises:
+      ValueError: An option is not one that there is, or the model function does not
+        ask for what is given.
+    """
+    given = {"params": params, "config": config}
+    model.model_fn.refuse_unasked(given)
+    options = StepOptions(
+        loss_reduction=None,
+        micro_batches=1,
+        remainder=model.options.remainder,
+        on_nonfinite=on_nonfinite,
+        guard="loss",
+        donate=donate,
+        max_programs=model.options.max_programs,
+    )
+    return ModelTrainStep(model, given, options)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelStep:
+    """A model in one mode, for batches ``{"features": ..., "labels": ...}``.
+
+    Attributes:
+      model: The model.
+      mode: ``EVAL`` or ``PREDICT``.
+      wanted: The parts of the spec that are computed.
+      params: Hyperparameters, where the model function asks for them.
+      config: What else it asks for.
+    """
+
+    model: ReplicatedModel
+    mode: Mode
+    wanted: tuple[str, ...]
+    params: Any
+    config: Any
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A global batch.
+
+        Returns:
+          A ``PlacedBatch``.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        return self.model.place_batch(batch, self.mode)
+
+    def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
+        """The metrics with the loss, mergeable; or the predictions.
+
+        Args:
+          variables: As for the model.
+          batch: A global batch, or one placed before.
+
+        Returns:
+          Name -> metric state, or name -> rows.
+        """
+        placed = self.place_batch(batch)
+        spec = self.model.run(
+            variables, placed, self.mode, self.wanted, self.params, self.config
+        )
+        if self.mode is Mode.PREDICT:
+            return dict(spec.predictions or {})
+        loss = spec.loss
+        if not isinstance(loss, Weighted):  # the mean over batches, as the original
+            loss = Weighted(loss, jnp.float32(1))
+        return {"loss": loss, **(spec.eval_metrics or {})}
+
+
+def eval_step(
+    model: ReplicatedModel, *, params: Any = None, config: Any = None
+) -> ModelStep:
+    """A model's evaluation step, for ``tj.evaluate_all``.
+
+    Args:
+      model: The model.
+      params: Hyperparameters, where its model function asks for them.
+      config: What else it asks for.
+
+    Returns:
+      ``(variables, batch) -> {"loss": ..., name: metric state}``.
+    """
+    return ModelStep(model, Mode.EVAL, ("loss", "eval_metrics"), params, config)
+
+
+def predict_step(
+    model: ReplicatedModel, *, params: Any = None, config: Any = None
+) -> ModelStep:
+    """A model's prediction step.
+
+    Args:
+      model: The model.
+      params: Hyperparameters, where its model function asks for them.
+      config: What else it asks for.
+
+    Returns:
+      ``(variables, batch) -> {name: rows}``, one row or more for each example.
+    """
+    return ModelStep(model, Mode.PREDICT, ("predictions",), params, config)

@@ -1,0 +1,177 @@
+"""Where do variables lie between two steps? Mirrored, on one device, or dealt out."""
+
+import enum
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.devices import Device
+from towerjax.placement import Placement, place
+from towerjax.tower_local import stacked_local
+from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.variables import TowerLocal
+
+
+class VariablePlacement(enum.Enum):
+    """Where variables lie between two steps.
+
+    ``MIRRORED``: a copy on every device. ``ON_ONE_DEVICE``: one copy, on the GPU where
+    the strategy has exactly one, else in the host's memory: a local parameter server.
+    ``ROUND_ROBIN``: one copy, variable ``k`` (in tree order) on device ``k mod D``. A
+    step works on copies on all devices, so that numbers are the same for all three, and
+    each copy that is sent costs its bytes at every step. Tower-local variables stay
+    with their towers.
+
+    Source:
+      ``VariableDistributionMode`` of ``tf.contrib.estimator.replicate_model_fn``.
+    """
+
+    MIRRORED = "mirrored"
+    ON_ONE_DEVICE = "on_one_device"
+    ROUND_ROBIN = "round_robin"
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return f"VariablePlacement.{self.name}"
+
+
+def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
+    """The devices that variables are dealt out to, one after another.
+
+    Args:
+      placement: The towers' devices.
+      policy: Not ``MIRRORED``, which deals nothing out.
+
+    Returns:
+      This process's devices.
+    """
+    here = jax.process_index()
+    devices = [d for d in placement.jax_devices if d.process_index == here]
+    if policy is VariablePlacement.ROUND_ROBIN:
+        return devices
+    gpus = [d for d in devices if d.platform == "gpu"]
+    return gpus if len(gpus) == 1 else jax.local_devices(backend="cpu")[:1]
+
+
+def _is_local(x: Any) -> bool:
+    return isinstance(x, TowerLocal)
+
+
+def init_variables(variables: PyTree, placement: Placement) -> PyTree:
+    """A copy of the variables on all towers.
+
+    Args:
+      variables: Any pytree; a ``TowerLocal`` holds one tower's value.
+      placement: The towers and devices.
+
+    Returns:
+      The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
+    """
+    stacked = jax.tree.map(
+        lambda x: stacked_local(x, placement.num_towers) if _is_local(x) else x,
+        variables,
+        is_leaf=_is_local,
+    )
+    layouts = jax.tree.map(_layout, stacked, is_leaf=_is_local)
+    return place(stacked, placement, layouts)
+
+
+def _layout(x: Any) -> Layout:
+    return Layout.PER_TOWER if _is_local(x) else Layout.MIRRORED
+
+
+def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
+    """The variables where the policy keeps them between steps.
+
+    Args:
+      variables: On all devices.
+      placement: The towers and devices.
+      policy: Where to keep them.
+
+    Returns:
+      The variables; of the mirrored ones one copy, unless the policy is ``MIRRORED``.
+    """
+    if policy is VariablePlacement.MIRRORED:
+        return variables
+    devices = itertools.cycle(variable_devices(placement, policy))
+
+    def one(x: Any) -> Any:
+        return x if _is_local(x) else _only_on(x, next(devices))
+
+    return jax.tree.map(one, variables, is_leaf=_is_local)
+
+
+def _only_on(x: jax.Array, device: Device) -> jax.Array:
+    """The copy on that device, without a copy where there is one."""
+    copies = {shard.device: shard.data for shard in x.addressable_shards}
+    if device in copies:
+        return copies[device]
+    return jax.device_put(next(iter(copies.values())), device)
+
+
+def spread(variables: PyTree, placement: Placement) -> PyTree:
+    """The variables on all devices, for a step.
+
+    Args:
+      variables: As `init_variables` or `kept` returned them, or arrays from elsewhere,
+        which are copied.
+      placement: The towers and devices.
+
+    Returns:
+      The variables, each where its layout says.
+
+    Raises:
+      ValueError: A tower-local variable has not one copy for each tower; the variables
+        were donated.
+    """
+    nodes = jax.tree.leaves(variables, is_leaf=_is_local)
+    local = [x for x in nodes if _is_local(x)]
+    _check_copies(local, placement.num_towers)
+    leaves = jax.tree.leaves(variables) if local else nodes
+    # JAX 0.10 does not raise but abort the process when several CPU devices are given
+    # a donated array.
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+        raise ValueError(
+            "The variables were donated to an earlier call. Go on with the train_op"
+            " which that call returned, or say donate=False to keep both."
+        )
+    layouts = [Layout.MIRRORED] * len(leaves)
+    if local:
+        layouts = [_layout(x) for x in nodes for _ in jax.tree.leaves(x)]
+    mirrored, per_tower = map(placement.sharding, (Layout.MIRRORED, Layout.PER_TOWER))
+    away = [
+        i
+        for i, (x, layout) in enumerate(zip(leaves, layouts, strict=True))
+        if not _is_at(x, mirrored if layout is Layout.MIRRORED else per_tower)
+    ]
+    if not away:
+        return variables
+    moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
+    for i, leaf in zip(away, moved, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+
+
+def _check_copies(local: list[TowerLocal], num_towers: int) -> None:
+    wrong = [
+        f"variables{name} has shape {np.shape(leaf)}"
+        for node in local
+        for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
+        if np.shape(leaf)[:1] != (num_towers,)
+    ]
+    if wrong:
+        raise ValueError(
+            f"A tower-local variable has one copy for each of the {num_towers} towers,"
+            f" leaves [T, ...], but {'; '.join(wrong)}. Make the variables with"
+            " model.init(variables)."
+        )
+
+
+def _is_at(leaf: Any, sharding: Any) -> bool:
+    if not isinstance(leaf, jax.Array):
+        return False
+    if leaf.sharding == sharding:
+        return True
+    return leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

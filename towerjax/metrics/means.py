@@ -1,0 +1,187 @@
+"""Which metrics are means over examples? Values, hits and errors."""
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.metrics.rows import as_array, element_weights, library_of, paired, ratio
+from towerjax.metrics.state import Additive
+from towerjax.types import ArrayLike, Weighted
+
+
+def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
+    """The mean of values, each counted by its example's weight: ``tf.metrics.mean``.
+
+    Args:
+      values: ``[b, ...]`` or ``()``, numbers or booleans.
+      weight: Of the leading dims of ``values``, ``[b]`` for one per example, >= 0;
+        None counts each once. An element of weight 0 is left out even when NaN.
+
+    Returns:
+      A ``Weighted`` of two scalars, float32 or wider.
+
+    Raises:
+      ValueError: The weight has another shape, or is negative where that is known.
+
+    Example:
+      >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
+      2.0
+    """
+    return _weighted("mean", jnp.asarray(as_array(values)), weight)
+
+
+def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighted:
+    return Weighted.mean(values, element_weights(name, values.shape, weight, "values"))
+
+
+def accuracy(
+    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+) -> Weighted:
+    """How often the prediction is the label: ``tf.metrics.accuracy``.
+
+    Args:
+      labels: ``[b, ...]`` class ids or booleans.
+      predictions: The same shape: class ids, not scores.
+      weight: As for `mean`.
+
+    Returns:
+      A ``Weighted``; the value lies between 0 and 1.
+
+    Raises:
+      ValueError: Shapes differ, predictions are floating, or as for `mean`.
+
+    Example:
+      >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
+      0.75
+    """
+    labels, predictions = paired("accuracy", labels, predictions)
+    for what, x in (("labels", labels), ("predictions", predictions)):
+        dtype = jnp.result_type(x)
+        if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
+            raise ValueError(
+                f"accuracy got {what} of dtype {dtype}; they must be class ids or"
+                " booleans. Write jnp.argmax(logits, axis=-1), or scores > 0.5."
+            )
+    return _weighted(
+        "accuracy", jnp.asarray(labels) == jnp.asarray(predictions), weight
+    )
+
+
+def percentage_below(
+    values: ArrayLike, threshold: float, weight: ArrayLike | None = None
+) -> Weighted:
+    """Which share of the values is below: ``tf.metrics.percentage_below``.
+
+    Args:
+      values: ``[b, ...]``.
+      threshold: Counted are values less than this.
+      weight: As for `mean`.
+
+    Returns:
+      A ``Weighted``; the value lies between 0 and 1.
+
+    Raises:
+      ValueError: As for `mean`.
+
+    Example:
+      >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
+      0.25
+    """
+    return _weighted(
+        "percentage_below", jnp.asarray(as_array(values)) < threshold, weight
+    )
+
+
+def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
+    labels, predictions = map(jnp.asarray, paired(name, labels, predictions))
+    dtype = jnp.promote_types(labels.dtype, predictions.dtype)
+    dtype = jnp.promote_types(dtype, jnp.float32)
+    return predictions.astype(dtype) - labels.astype(dtype)
+
+
+def mean_absolute_error(
+    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+) -> Weighted:
+    """The mean of ``|prediction - label|``: ``tf.metrics.mean_absolute_error``.
+
+    Args:
+      labels: ``[b, ...]`` numbers.
+      predictions: The same shape.
+      weight: As for `mean`.
+
+    Returns:
+      A ``Weighted``.
+
+    Raises:
+      ValueError: Shapes differ, or as for `mean`.
+
+    Example:
+      >>> float(mean_absolute_error([1.0, 2.0], [1.0, 5.0]).compute())
+      1.5
+    """
+    errors = _errors("mean_absolute_error", labels, predictions)
+    return _weighted("mean_absolute_error", abs(errors), weight)
+
+
+def mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+) -> Weighted:
+    """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
+
+    Args:
+      labels: ``[b, ...]`` numbers.
+      predictions: The same shape.
+      weight: As for `mean`.
+
+    Returns:
+      A ``Weighted``.
+
+    Raises:
+      ValueError: Shapes differ, or as for `mean`.
+
+    Example:
+      >>> float(mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
+      4.5
+    """
+    errors = _errors("mean_squared_error", labels, predictions)
+    return _weighted("mean_squared_error", errors**2, weight)
+
+
+class RootMean(Additive):
+    """The root of a mean, taken once, after everything is added.
+
+    Attributes:
+      sum: ``()`` float, the weighted total.
+      weight: ``()`` float, what it is divided by.
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+
+    def compute(self) -> jax.Array:
+        """``sqrt(sum / weight)``; 0 where the weight is 0."""
+        return library_of(self.sum).sqrt(ratio(self.sum, self.weight))
+
+
+def root_mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+) -> RootMean:
+    """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
+
+    Args:
+      labels: ``[b, ...]`` numbers.
+      predictions: The same shape.
+      weight: As for `mean`.
+
+    Returns:
+      A `RootMean`.
+
+    Raises:
+      ValueError: Shapes differ, or as for `mean`.
+
+    Example:
+      >>> float(root_mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
+      2.1213202...
+    """
+    name = "root_mean_squared_error"
+    squares = _weighted(name, _errors(name, labels, predictions) ** 2, weight)
+    return RootMean(jnp.asarray(squares.sum), jnp.asarray(squares.weight))

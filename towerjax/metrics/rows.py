@@ -1,0 +1,271 @@
+"""Which elements count, and how much? Labels, predictions and weights, checked."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.types import ArrayLike
+
+
+def library_of(*arrays: Any) -> Any:
+    """``jax.numpy`` where an array is of JAX, else ``numpy``: a value's precision.
+
+    Args:
+      *arrays: Arrays.
+
+    Returns:
+      The module.
+    """
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
+def ratio(total: Any, weight: Any) -> Any:
+    """``total / weight``, and 0 where the weight is 0: for the ``compute`` of a state.
+
+    Args:
+      total: Any shape, of NumPy or JAX.
+      weight: The same shape, or ``()``.
+
+    Returns:
+      That shape, made by the library of the operands. NaN stays NaN.
+
+    Example:
+      >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
+      [0.25, 0.0]
+    """
+    library = library_of(total, weight)
+    empty = weight == 0
+    return library.where(empty, 0.0, total / library.where(empty, 1, weight))
+
+
+def known(x: Any) -> bool:
+    """Are its values known before tracing, without asking a device?
+
+    Args:
+      x: A number or an array.
+
+    Returns:
+      Whether they are.
+    """
+    return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
+
+
+def as_array(x: Any) -> Any:
+    """A list as a NumPy array; anything else as it is.
+
+    Args:
+      x: An array, a number or a list.
+
+    Returns:
+      An array or a number.
+    """
+    return np.asarray(x) if isinstance(x, list | tuple) else x
+
+
+def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
+    """Labels and predictions, when there is one prediction for each label.
+
+    Args:
+      name: The metric's, for errors.
+      labels: An array.
+      predictions: An array.
+
+    Returns:
+      Both as arrays.
+
+    Raises:
+      ValueError: The shapes differ.
+    """
+    labels, predictions = as_array(labels), as_array(predictions)
+    shapes = jnp.shape(labels), jnp.shape(predictions)
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{name} got labels of shape {shapes[0]} and predictions of shape"
+            f" {shapes[1]}. They must be equal, one prediction for each label: reduce"
+            " scores of several classes first, jnp.argmax(logits, axis=-1)."
+        )
+    return labels, predictions
+
+
+def element_weights(
+    name: str, shape: tuple[int, ...], weight: Any, what: str = "labels"
+) -> jax.Array:
+    """How much each element counts.
+
+    Args:
+      name: The metric's, for errors.
+      shape: Of the labels.
+      weight: Shape equal to the leading dims of ``shape``, >= 0; None is 1 each.
+      what: What has the shape, for errors.
+
+    Returns:
+      ``shape``, float32 or wider.
+
+    Raises:
+      ValueError: The weight has another shape, or is negative where that is known.
+    """
+    if weight is None:
+        return jnp.ones(shape, jnp.float32)
+    if known(weight) and (lowest := np.min(weight, initial=0)) < 0:
+        raise ValueError(
+            f"{name} got a weight of {lowest}; weights must be >= 0. Mask an example"
+            " with weight 0."
+        )
+    weight = jnp.asarray(as_array(weight))
+    if shape[: weight.ndim] != weight.shape:
+        raise ValueError(
+            f"{name} got {what} of shape {shape} and weights of shape {weight.shape}."
+            f" Weights must have the leading dims of the {what}, here {shape[:1]} for"
+            " one weight per example."
+        )
+    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    weight = weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim))
+    return jnp.broadcast_to(weight, shape)
+
+
+def _counted(x: Any, weight: Any) -> np.ndarray:
+    """``[n]``, the values that are known to count; none where nobody knows."""
+    if not known(x) or not (weight is None or known(weight)):
+        return np.zeros(0)
+    x = np.asarray(x)
+    if weight is None:
+        return x.reshape(-1)
+    weight = np.asarray(weight)
+    counts = (weight != 0).reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+    return x[np.broadcast_to(counts, x.shape)]
+
+
+def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
+    """Weights that make the metric NaN where an element that counts is not valid.
+
+    What a compiled program cannot refuse must at least be seen.
+
+    Args:
+      weight: ``[...]``.
+      valid: ``[...]`` bool.
+
+    Returns:
+      ``[...]``: the weights, NaN where they are not 0 and the element is not valid.
+    """
+    return jnp.where(valid | (weight == 0), weight, jnp.nan)
+
+
+def truths(
+    name: str, what: str, x: ArrayLike, weight: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Booleans, and which of them were given as such.
+
+    Args:
+      name: The metric's, for errors.
+      what: ``"labels"`` or ``"predictions"``.
+      x: Booleans, or numbers that are 0 or 1.
+      weight: As `element_weights` has checked it; what has weight 0 may be anything.
+
+    Returns:
+      ``(x != 0, x is 0 or 1)``, both of the shape of ``x``.
+
+    Raises:
+      ValueError: A number that is known is neither 0 nor 1.
+    """
+    counted = _counted(x, weight)
+    if (bad := counted[~np.isin(counted, (0, 1))]).size:
+        raise ValueError(
+            f"{name} got {what} with the value {bad[0]}; they must be booleans, or 0"
+            " and 1. For several classes use mean_iou or mean_per_class_accuracy."
+        )
+    x = jnp.asarray(x)
+    return x != 0, (x == 0) | (x == 1)
+
+
+def positives(
+    name: str, predictions: ArrayLike, weight: Any, threshold: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """Which predictions say yes, and which say anything at all.
+
+    Args:
+      name: The metric's, for errors.
+      predictions: Booleans, or integers 0 and 1, without a threshold; scores with.
+      weight: As for `truths`.
+      threshold: A score above it says yes.
+
+    Returns:
+      Two boolean arrays of the shape of ``predictions``; a NaN says nothing.
+
+    Raises:
+      ValueError: Scores without a threshold, or booleans with one.
+    """
+    scores = jnp.issubdtype(jnp.result_type(predictions), jnp.floating)
+    if scores != (threshold is not None):
+        raise ValueError(
+            f"{name} got predictions of dtype {jnp.result_type(predictions)} and"
+            f" threshold={threshold!r}. Scores need a threshold, such as 0.5;"
+            " booleans, and integers 0 and 1, take none."
+        )
+    if threshold is None:
+        return truths(name, "predictions", predictions, weight)
+    x = jnp.asarray(predictions)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x > threshold, ~jnp.isnan(x)
+
+
+def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
+    """Raise unless the scores that are known lie between 0 and 1.
+
+    Args:
+      name: The metric's, for errors.
+      predictions: Scores.
+      weight: As for `truths`.
+
+    Raises:
+      ValueError: The dtype is not floating, or a score is below 0 or above 1.
+    """
+    dtype = jnp.result_type(predictions)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{name} got predictions of dtype {dtype}; they must be floating scores"
+            " between 0 and 1."
+        )
+    scores = _counted(predictions, weight)
+    if (bad := scores[~((scores >= 0) & (scores <= 1))]).size:
+        raise ValueError(
+            f"{name} got a score of {bad[0]}; scores lie between 0 and 1. Use"
+            " jax.nn.sigmoid(logits)."
+        )
+
+
+def check_classes(
+    name: str, what: str, ids: ArrayLike, weight: Any, num_classes: int
+) -> None:
+    """Raise unless ids are integers, and those that are known are of a class.
+
+    Args:
+      name: The metric's, for errors.
+      what: ``"labels"`` or ``"predictions"``.
+      ids: Class ids.
+      weight: As for `truths`.
+      num_classes: ``C``.
+
+    Raises:
+      ValueError: ``num_classes`` is no whole number >= 1, the dtype is not an
+        integer, or an id is below 0 or at least ``C``.
+    """
+    whole = isinstance(num_classes, int) and not isinstance(num_classes, bool)
+    if not whole or num_classes < 1:
+        raise ValueError(
+            f"{name} got num_classes={num_classes!r}; it must be a whole number >= 1."
+        )
+    dtype = jnp.result_type(ids)
+    if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
+        raise ValueError(
+            f"{name} got {what} of dtype {dtype}; class ids are integers. Write"
+            " jnp.argmax(logits, axis=-1) for scores."
+        )
+    counted = _counted(ids, weight)
+    if (bad := counted[(counted < 0) | (counted >= num_classes)]).size:
+        raise ValueError(
+            f"{name} got {what} with the class id {bad[0]}, but"
+            f" num_classes={num_classes} has ids 0 to {num_classes - 1}. Pass more"
+            " classes, or give such examples weight 0."
+        )

@@ -1,0 +1,342 @@
+"""What is a metric state? Something that merges, and is computed once, at the end."""
+
+import dataclasses
+from typing import Any, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from towerjax.metrics.foreign import (
+    Adapted,
+    adapted,
+    is_collection,
+    looks_like_state,
+    merge_parts,
+    merged_leaves,
+    strong,
+)
+from towerjax.types import PyTree, Weighted
+
+
+def wide(x: Any) -> Any:
+    """The array in a dtype in which counts and sums do not soon run over.
+
+    Args:
+      x: An array or a number.
+
+    Returns:
+      Booleans and integers of less than 32 bits as int32, floats of less as float32;
+      all others as they are.
+    """
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    dtype = x.dtype
+    if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return x
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return x.astype(jnp.float32 if floating else jnp.int32)
+
+
+@dataclass_transform(frozen_default=True)
+class Additive:
+    """A state that merges by adding every leaf: write its fields and ``compute``.
+
+    A subclass is made a frozen dataclass and a pytree; do not decorate it. A field
+    that is no array, such as a threshold, is marked static by
+    ``dataclasses.field(metadata={"static": True})``, and must be equal in what is
+    merged. A tower returns sums over its rows, each times its weight; what is to be
+    divided, ``compute`` divides, after all of them are added.
+
+    Example:
+      >>> class Variance(Additive):
+      ...     weight: jax.Array
+      ...     total: jax.Array
+      ...     squares: jax.Array
+      ...
+      ...     def compute(self):
+      ...         return self.squares / self.weight - (self.total / self.weight) ** 2
+      >>> low, high = Variance(2.0, 2.0, 4.0), Variance(1.0, 4.0, 16.0)
+      >>> round(float(low.merge(high).compute()), 4)
+      2.6667
+    """
+
+    def __init_subclass__(cls) -> None:
+        """Make the subclass a frozen dataclass and a pytree."""
+        super().__init_subclass__()
+        jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+    def merge(self, other: Any) -> Any:
+        """Both states added, leaf by leaf; neither is changed.
+
+        Args:
+          other: A state of the same class, of the same shapes.
+
+        Returns:
+          A state of this class.
+
+        Raises:
+          ValueError: It is of another class, or its static fields differ.
+        """
+        if jax.tree.structure(self) != jax.tree.structure(other):
+            raise ValueError(
+                f"Cannot merge {self!r} with {other!r}: they are of different classes,"
+                " or were made with different options. Make both by the same call."
+            )
+        return jax.tree.map(lambda x, y: wide(x) + wide(y), self, other)
+
+    def compute(self) -> Any:
+        """The value of what has been merged.
+
+        Returns:
+          One array.
+
+        Raises:
+          NotImplementedError: The class does not say.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compute. Write one that returns an array."
+        )
+
+
+def is_metric(x: Any) -> bool:
+    """Is it a metric state: ``Weighted``, or a pytree with ``merge`` and ``compute``?
+
+    Args:
+      x: Anything.
+
+    Returns:
+      Whether it is. A ``Collection`` of clu is several, and none.
+
+    Example:
+      >>> is_metric(Weighted(1.0, 2.0)), is_metric(jnp.zeros(3))
+      (True, False)
+    """
+    return (
+        looks_like_state(x)
+        and not is_collection(x)
+        and not jax.tree_util.all_leaves([x])
+    )
+
+
+def check(name: str, x: Any) -> Any:
+    """A state whose leaves are strongly typed arrays, wide enough to be added.
+
+    To be called inside the tower function, before leaves are stacked.
+
+    Args:
+      name: What errors call it, such as ``"metrics['auc']"``.
+      x: What the user gave.
+
+    Returns:
+      The state; one of another library that holds Python numbers as a state with
+      the same ``merge`` and ``compute`` that keeps them apart.
+
+    Raises:
+      ValueError: It is no metric state, or its merge cannot be traced.
+
+    Example:
+      >>> check("metrics['mean']", Weighted(1, 2)).sum.dtype
+      dtype('float32')
+    """
+    if not is_metric(x):
+        raise ValueError(f"{name} is {described(x)}")
+    if isinstance(x, Weighted):
+        total, weight = strong(x.sum), strong(x.weight)
+        dtype = jnp.promote_types(total.dtype, jnp.float32)
+        dtype = jnp.promote_types(dtype, weight.dtype)
+        return Weighted(total.astype(dtype), weight.astype(dtype))
+    if _is_ours(x):
+        return jax.tree.map(lambda leaf: wide(strong(leaf)), x)
+    try:
+        if any(
+            isinstance(leaf, bool | int | float | str) for leaf in jax.tree.leaves(x)
+        ):
+            x = adapted(x)
+        x = jax.tree.map(strong, x)
+        merged_leaves(x, merge_parts)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return jax.tree.map(wide, x) if is_additive(x) else x
+
+
+def described(x: Any) -> str:
+    """What something that is no metric state is, and what to write.
+
+    Args:
+      x: Anything.
+
+    Returns:
+      Text to follow "it is".
+    """
+    write = "Return tj.Weighted.mean(hits, tower.weight) or a state of tj.metrics."
+    if isinstance(x, type):
+        return f"the class {x.__name__}. Return an object made from the tower's rows."
+    if is_collection(x):
+        return (
+            f"a Collection, which is several metrics. Write"
+            f" {{**tj.metrics.from_clu(collection)}} for {type(x).__name__}."
+        )
+    if looks_like_state(x):
+        return (
+            f"a {type(x).__name__} with merge and compute that is no pytree. Make it a"
+            " subclass of tj.metrics.Additive, or register its class with"
+            " jax.tree_util.register_dataclass."
+        )
+    return f"of type {type(x).__name__}, which is no metric state. {write}"
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, Additive) and type(x).merge is Additive.merge
+
+
+def is_additive(state: Any) -> bool:
+    """Does merging two parts of a batch add every leaf, and nothing else?
+
+    Known of ``Weighted`` and `Additive`; of other classes read off the traced merge,
+    so that their sums may travel with all others.
+
+    Args:
+      state: A metric state; only its shapes and dtypes are looked at.
+
+    Returns:
+      Whether it does. It errs to one side only: what it calls additive is.
+
+    Example:
+      >>> is_additive(Weighted(1.0, 2.0))
+      True
+    """
+    if isinstance(state, Weighted) or _is_ours(state):
+        return True
+    return _adds(state, merge_parts)
+
+
+def adds_batches(state: Any) -> bool:
+    """The same of ``merge``, by which batches are merged.
+
+    Args:
+      state: A metric state.
+
+    Returns:
+      Whether ``merge`` adds every leaf.
+    """
+    if isinstance(state, Weighted) or _is_ours(state):
+        return True
+    return _adds(state, lambda first, second: first.merge(second))
+
+
+def _adds(state: Any, merge: Any) -> bool:
+    leaves, treedef = jax.tree.flatten(state)
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    def merged(first: list[Any], second: list[Any]) -> list[Any]:
+        both = (jax.tree.unflatten(treedef, x) for x in (first, second))
+        return jax.tree.leaves(merge(*both))
+
+    try:
+        jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False  # it is merged one after another, where its error is told
+    added = {
+        id(eqn.outvars[0]): sorted(map(id, eqn.invars))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "add"
+    }
+    firsts, seconds = jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :]
+    return len(jaxpr.outvars) == len(leaves) and all(
+        added.get(id(out)) == sorted((id(first), id(second)))
+        for out, first, second in zip(jaxpr.outvars, firsts, seconds, strict=True)
+    )
+
+
+def merge(first: Any, second: Any) -> Any:
+    """The state of two disjoint sets of examples, from their states.
+
+    Associative and commutative up to rounding; neither operand is changed.
+
+    Args:
+      first: A ``Weighted``, or any metric state.
+      second: One made by the same call on other examples.
+
+    Returns:
+      A state of the same class.
+
+    Raises:
+      ValueError: One is no metric state, or they were not made by the same call.
+
+    Example:
+      >>> merge(Weighted(1.0, 2.0), Weighted(5.0, 1.0))
+      Weighted(sum=6.0, weight=3.0)
+    """
+    for name, state in (("first", first), ("second", second)):
+        if not is_metric(state):
+            raise ValueError(f"merge got as {name} {described(state)}")
+    if isinstance(first, Weighted | Additive) and type(first) is not type(second):
+        raise ValueError(
+            f"merge got a {type(first).__name__} and a {type(second).__name__}. Merge"
+            " states that the same call made."
+        )
+    return first.merge(second)
+
+
+def compute(state: Any) -> Any:
+    """The value of a state, as often as you like.
+
+    Args:
+      state: A ``Weighted``, or any metric state. Of NumPy arrays the value is made
+        in NumPy, in their precision; those of other libraries are given
+        ``jax.Array``.
+
+    Returns:
+      What the state's ``compute`` returns: an array. 0 where no example counts.
+
+    Raises:
+      ValueError: It is no metric state.
+
+    Example:
+      >>> float(compute(Weighted(6.0, 3.0)))
+      2.0
+    """
+    if not is_metric(state):
+        raise ValueError(f"compute got {described(state)}")
+    if isinstance(state, Weighted | Additive | Adapted):
+        return state.compute()
+    return jax.tree.map(jnp.asarray, state).compute()
+
+
+def merged_rows(rows: Any) -> Any:
+    """The states that lie side by side, merged in their order.
+
+    Args:
+      rows: A state with leaves ``[n, ...]``, ``n >= 1``, parts of one batch.
+
+    Returns:
+      The state with leaves ``[...]``.
+    """
+    if is_additive(_of_one(rows)):
+        return jax.tree.map(lambda x: x.sum(axis=0), rows)
+    first = jax.tree.map(lambda x: x[0], rows)
+    rest = jax.tree.map(lambda x: x[1:], rows)
+    if jax.tree.leaves(rest)[0].shape[0] == 0:
+        return first
+    return lax.scan(lambda done, row: (merge_parts(done, row), None), first, rest)[0]
+
+
+def _of_one(rows: Any) -> Any:
+    shape = jax.ShapeDtypeStruct
+    return jax.tree.map(lambda x: shape(x.shape[1:], x.dtype), rows)
+
+
+def split_states(states: PyTree) -> tuple[list[Any], list[Any], list[bool]]:
+    """States that lie side by side, as those that add up and the others.
+
+    Args:
+      states: A pytree of metric states with leaves ``[k, ...]``.
+
+    Returns:
+      The additive ones, the others, and which of all are additive, in tree order.
+    """
+    leaves = jax.tree.leaves(states, is_leaf=is_metric)
+    flags = [is_additive(_of_one(x)) for x in leaves]
+    pairs = list(zip(leaves, flags, strict=True))
+    return [x for x, f in pairs if f], [x for x, f in pairs if not f], flags

@@ -1,0 +1,378 @@
+"""How good are scores at every threshold? Histograms, and curves over them."""
+
+import dataclasses
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.metrics.rows import (
+    check_scores,
+    element_weights,
+    library_of,
+    paired,
+    ratio,
+    spoiled,
+    truths,
+)
+from towerjax.metrics.state import Additive
+from towerjax.types import ArrayLike
+
+Curve: TypeAlias = Literal["ROC", "PR"]
+
+
+class _Outcomes:
+    """The weights of the four outcomes at ``n`` thresholds, each ``[n]``."""
+
+    def __init__(self, yes: Any, no: Any) -> None:
+        self.library = library_of(yes, no)
+        # Between two thresholds, the lower one first: never negative by a rounding.
+        self.yes_between, self.no_between = yes[1:-1], no[1:-1]
+        # Bucket j has the scores that are above j thresholds: the j lowest.
+        above = [x[::-1].cumsum()[::-1] for x in (yes, no)]
+        self.true_positives, self.false_positives = (x[1:] for x in above)
+        self.all_yes, self.all_no = (x[0] for x in above)
+
+    @property
+    def sensitivity(self) -> Any:
+        """Of those that are yes, the share above each threshold."""
+        return ratio(self.true_positives, self.all_yes)
+
+    @property
+    def specificity(self) -> Any:
+        """Of those that are no, the share not above each threshold."""
+        below = self.all_no - self.false_positives
+        return ratio(below, self.all_no)
+
+    @property
+    def precision(self) -> Any:
+        """Of those above each threshold, the share that is yes."""
+        above = self.true_positives + self.false_positives
+        return ratio(self.true_positives, above)
+
+
+class Curves(Additive):
+    """Yes and no by how many of the thresholds their scores are above.
+
+    Attributes:
+      yes: ``[n + 1]`` float, the weight of positive labels in each bucket.
+      no: ``[n + 1]`` float, of negative ones.
+      curve: Under which curve the area is.
+    """
+
+    yes: jax.Array
+    no: jax.Array
+    curve: Curve = dataclasses.field(metadata={"static": True})
+
+    def compute(self) -> jax.Array:
+        """The area; see `auc`."""
+        found = _Outcomes(self.yes, self.no)
+        return _area_under_roc(found) if self.curve == "ROC" else _area_under_pr(found)
+
+
+class AtNearest(Additive):
+    """One rate at the threshold at which the other is nearest to a wanted one.
+
+    Attributes:
+      yes: As in `Curves`.
+      no: As in `Curves`.
+      wanted: The rate that is given.
+      given: ``"specificity"`` or ``"sensitivity"``.
+    """
+
+    yes: jax.Array
+    no: jax.Array
+    wanted: float = dataclasses.field(metadata={"static": True})
+    given: str = dataclasses.field(metadata={"static": True})
+
+    def compute(self) -> jax.Array:
+        """The other rate; see `sensitivity_at_specificity`."""
+        found = _Outcomes(self.yes, self.no)
+        rates = found.specificity, found.sensitivity
+        given, other = rates if self.given == "specificity" else rates[::-1]
+        distance = abs(given - self.wanted)
+        nearest = distance.min()
+        # Equally near ones differ by a rounding: the best of them, in any precision.
+        far = distance > nearest + 1e-6
+        return found.library.where(far, 0.0, other).max() + 0 * nearest
+
+
+class RateAtThresholds(Additive):
+    """Precision or recall at thresholds of one's own.
+
+    Attributes:
+      yes: As in `Curves`.
+      no: As in `Curves`.
+      rate: ``"precision"`` or ``"sensitivity"``, which is recall.
+    """
+
+    yes: jax.Array
+    no: jax.Array
+    rate: str = dataclasses.field(metadata={"static": True})
+
+    def compute(self) -> jax.Array:
+        """``[n]``, the rate at each threshold."""
+        return getattr(_Outcomes(self.yes, self.no), self.rate)
+
+
+def _area_under_roc(found: _Outcomes) -> Any:
+    """Trapezoids between the thresholds' points."""
+    heights = found.sensitivity
+    widths = ratio(found.no_between, found.all_no)
+    return (widths * (heights[:-1] + heights[1:]) / 2).sum()
+
+
+def _area_under_pr(found: _Outcomes) -> Any:
+    """Between two thresholds counts change in proportion, so precision is no line.
+
+    With ``a`` above the higher threshold and ``b`` above the lower one, of which
+    ``t_a`` and ``t_b`` are yes, the area between them is the integral of
+    ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
+    """
+    true = found.true_positives[1:]
+    above = true + found.false_positives[1:]
+    gained, more = found.yes_between, found.yes_between + found.no_between
+    slope = ratio(gained, more)
+    offset = true - slope * above
+    stretch = found.library.log1p(ratio(more, above))
+    return ratio((slope * (gained + offset * stretch)).sum(), found.all_yes)
+
+
+def _histograms(
+    name: str,
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None,
+    thresholds: np.ndarray,
+) -> tuple[jax.Array, jax.Array]:
+    """``(yes, no)``, ``[n + 1]`` each: weights by how many thresholds are passed."""
+    labels, scores = paired(name, labels, predictions)
+    elements = element_weights(name, jnp.shape(labels), weight)
+    check_scores(name, scores, weight)
+    true, right = truths(name, "labels", labels, weight)
+    scores = jnp.asarray(scores)
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    valid = right & (scores >= 0) & (scores <= 1)
+    elements = spoiled(elements, valid).reshape(-1)
+    scores, true = scores.reshape(-1), true.reshape(-1)
+    edges = jnp.asarray(thresholds, scores.dtype)
+    bucket = jnp.searchsorted(edges, scores, side="left")
+    none = jnp.zeros(len(thresholds) + 1, elements.dtype)
+    # A NaN weight spoils both.
+    odd = jnp.isnan(elements)
+    yes = none.at[bucket].add(jnp.where(true | odd, elements, 0))
+    return yes, none.at[bucket].add(jnp.where(true & ~odd, 0, elements))
+
+
+def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
+    """From just below 0 to just above 1: the first lets all pass, the last none."""
+    whole = isinstance(num_thresholds, int) and not isinstance(num_thresholds, bool)
+    if not whole or num_thresholds < 2:
+        raise ValueError(
+            f"{name} got num_thresholds={num_thresholds!r}; it must be a whole number"
+            " >= 2."
+        )
+    inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+    return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
+
+
+def auc(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    curve: Curve = "ROC",
+    num_thresholds: int = 200,
+) -> Curves:
+    """The area under the ROC or the precision-recall curve: ``tf.metrics.auc``.
+
+    At ``num_thresholds`` even thresholds from 0 to 1, a score above one (not at it)
+    says yes. ROC: trapezoids. PR: between thresholds the counts are interpolated, not
+    the precision, which TensorFlow calls ``careful_interpolation``; its default is
+    trapezoids, which are too large. More thresholds are nearer to the area of all
+    scores: two scores in one bucket count as equal.
+
+    Args:
+      labels: ``[b, ...]``: booleans, or numbers 0 and 1.
+      predictions: The same shape, scores between 0 and 1. 16 bits are widened.
+      weight: Of the leading dims of ``labels``, ``[b]`` for one per example, >= 0;
+        None counts each once. An element of weight 0 is left out whatever it is.
+      curve: ``"ROC"`` or ``"PR"``.
+      num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
+
+    Returns:
+      A `Curves` of float32 or wider: exact up to ``2**24`` a batch. The value of one
+      class alone is 0.
+
+    Raises:
+      ValueError: Shapes differ, a value that is known is out of range, or an option
+        is not one that there is. Where a value is not known before tracing, one out
+        of range makes the result NaN, unless its weight is 0.
+
+    Example:
+      >>> float(auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]).compute())
+      0.75
+
+    Source:
+      Interpolation: Davis and Goadrich (2006), "The relationship between
+      Precision-Recall and ROC curves", https://doi.org/10.1145/1143844.1143874.
+    """
+    if curve not in get_args(Curve):
+        raise ValueError(f"auc got curve={curve!r}; it must be 'ROC' or 'PR'.")
+    thresholds = _even_thresholds("auc", num_thresholds)
+    return Curves(*_histograms("auc", labels, predictions, weight, thresholds), curve)
+
+
+def _at_nearest(
+    name: str, rows: tuple[Any, Any, Any], wanted: float, num_thresholds: int
+) -> AtNearest:
+    given = name.rpartition("_")[2]
+    if not 0 <= wanted <= 1:
+        raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
+    thresholds = _even_thresholds(name, num_thresholds)
+    yes, no = _histograms(name, *rows, thresholds)
+    return AtNearest(yes, no, float(wanted), given)
+
+
+def sensitivity_at_specificity(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    specificity: float,
+    weight: ArrayLike | None = None,
+    *,
+    num_thresholds: int = 200,
+) -> AtNearest:
+    """Sensitivity where specificity is nearest to one that is wanted.
+
+    ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
+    (share of the negatives not above) is nearest, within 1e-6, the greatest
+    sensitivity (share of the positives above).
+
+    Args:
+      labels: As for `auc`.
+      predictions: As for `auc`.
+      specificity: From 0 to 1.
+      weight: As for `auc`.
+      num_thresholds: As for `auc`.
+
+    Returns:
+      An `AtNearest`.
+
+    Raises:
+      ValueError: ``specificity`` is out of range, or as for `auc`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> float(sensitivity_at_specificity(labels, scores, 0.9).compute())
+      0.5
+    """
+    name = "sensitivity_at_specificity"
+    return _at_nearest(name, (labels, predictions, weight), specificity, num_thresholds)
+
+
+def specificity_at_sensitivity(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    sensitivity: float,
+    weight: ArrayLike | None = None,
+    *,
+    num_thresholds: int = 200,
+) -> AtNearest:
+    """Specificity where sensitivity is nearest to one that is wanted.
+
+    ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
+    the rates exchanged.
+
+    Args:
+      labels: As for `auc`.
+      predictions: As for `auc`.
+      sensitivity: From 0 to 1.
+      weight: As for `auc`.
+      num_thresholds: As for `auc`.
+
+    Returns:
+      An `AtNearest`.
+
+    Raises:
+      ValueError: ``sensitivity`` is out of range, or as for `auc`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> float(specificity_at_sensitivity(labels, scores, 0.9).compute())
+      0.5
+    """
+    name = "specificity_at_sensitivity"
+    return _at_nearest(name, (labels, predictions, weight), sensitivity, num_thresholds)
+
+
+def precision_at_thresholds(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    thresholds: Any,
+    weight: ArrayLike | None = None,
+) -> RateAtThresholds:
+    """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
+
+    Args:
+      labels: As for `auc`.
+      predictions: As for `auc`.
+      thresholds: ``[n]`` numbers, rising; a score above one says yes.
+      weight: As for `auc`.
+
+    Returns:
+      A `RateAtThresholds`, whose value is ``[n]``; 0 where none is above.
+
+    Raises:
+      ValueError: Thresholds do not rise, or as for `auc`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> precision_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
+      [0.6666666..., 1.0]
+    """
+    name = "precision_at_thresholds"
+    edges = _rising(name, thresholds)
+    found = _histograms(name, labels, predictions, weight, edges)
+    return RateAtThresholds(*found, "precision")
+
+
+def recall_at_thresholds(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    thresholds: Any,
+    weight: ArrayLike | None = None,
+) -> RateAtThresholds:
+    """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
+
+    Args:
+      labels: As for `auc`.
+      predictions: As for `auc`.
+      thresholds: As for `precision_at_thresholds`.
+      weight: As for `auc`.
+
+    Returns:
+      A `RateAtThresholds`, whose value is ``[n]``; 0 where none is yes.
+
+    Raises:
+      ValueError: As for `precision_at_thresholds`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> recall_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
+      [1.0, 0.5]
+    """
+    name = "recall_at_thresholds"
+    edges = _rising(name, thresholds)
+    found = _histograms(name, labels, predictions, weight, edges)
+    return RateAtThresholds(*found, "sensitivity")
+
+
+def _rising(name: str, thresholds: Any) -> np.ndarray:
+    edges = np.asarray(thresholds, np.float64)
+    if edges.ndim != 1 or edges.size == 0 or not (np.diff(edges) > 0).all():
+        raise ValueError(
+            f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
+            " that rise, such as [0.25, 0.5]."
+        )
+    return edges
