@@ -68,40 +68,35 @@ def init_params() -> dict[str, jax.Array]:
     return {"table": table, "w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
 
 
-def logits_of(params: Any, words: jax.Array) -> jax.Array:
-    return params["table"][words].mean(axis=1) @ params["w"] + params["b"][None]
+def build_model(
+    strategy: tj.Mirrored, optimizer: tj.TowerOptimizer, *, sparse: tuple[str, ...]
+) -> tj.ReplicatedModel:
+    def model_fn(
+        variables: Any, features: Any, labels: Any, mode: tj.Mode, tower: tj.Tower
+    ) -> tj.ModelSpec:
+        def loss_fn(params: Any) -> Any:
+            rows = params["table"][features].mean(axis=1)
+            logits = rows @ params["w"] + params["b"][None]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            hits = logits.argmax(axis=-1) == labels
+            accuracy = tj.Weighted.mean(hits, tower.weight)
+            return tj.Weighted.mean(losses, tower.weight), {"accuracy": accuracy}
 
-
-def losses_of(params: Any, batch: Any) -> jax.Array:
-    logits = logits_of(params, batch["words"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
-
-def build_step(
-    strategy: tj.Mirrored, optimizer: Any, *, sparse: tuple[str, ...]
-) -> Any:
-    def tower_fn(tower: tj.Tower, params: Any, opt_state: Any, batch: Any) -> Any:
-        gradient = tj.sparse_value_and_grad(
-            lambda params: losses_of(params, batch).sum() / BATCH_SIZE, sparse
+        if mode is tj.Mode.EVAL:
+            loss, metrics = loss_fn(variables.params)
+            return tj.ModelSpec(mode, loss=loss, eval_metrics=metrics)
+        (loss, _), train_op = optimizer.minimize(
+            loss_fn, variables, has_aux=True, sparse=sparse
         )
-        loss, grads = tower.reduce(tj.Reduction.SUM, gradient(params))
-        updates, opt_state = tj.update_with_rows(optimizer, grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        towers = strategy.num_towers
-        batch = jax.tree.map(
-            lambda x: tj.PerTower(x.reshape((towers, -1, *x.shape[1:]))), batch
-        )
-        return strategy.call_for_each_tower(tower_fn, params, opt_state, batch)
-
-    return jax.jit(step, donate_argnums=(0, 1))
+    return tj.replicate_model_fn(model_fn, devices=strategy, donate=True)
 
 
-def collective_bytes(compiled: Any) -> dict[str, int]:
+def collective_bytes(program: str) -> dict[str, int]:
     """The bytes of the results of each kind of collective of one device's program."""
     found: dict[str, int] = {}
-    for line in compiled.as_text().splitlines():
+    for line in program.splitlines():
         if match := re.search(rf"= (.*?) ({COLLECTIVES})(-done)?\(", line):
             shapes = re.findall(r"([a-z])+(\d+)\[([\d,]*)\]", match[1])
             for _, bits, dims in shapes:
@@ -115,7 +110,7 @@ def shown(sent: dict[str, int]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def compare_bytes(programs: dict[str, Any]) -> None:
+def compare_bytes(programs: dict[str, str]) -> None:
     sent = {name: collective_bytes(program) for name, program in programs.items()}
     for name, found in sent.items():
         print(f"{name:<6} a step sends {shown(found)}")
@@ -126,9 +121,11 @@ def compare_bytes(programs: dict[str, Any]) -> None:
             raise SystemExit(f"Rows should send less than {LARGEST_SHARE} of dense.")
 
 
-def accuracy_of(params: Any, split: Any) -> float:
-    predicted = logits_of(params, split["words"]).argmax(axis=-1)
-    return float((predicted == split["label"]).mean())
+def accuracy_of(
+    model: tj.ReplicatedModel, state: tj.TrainState, split: dict[str, np.ndarray]
+) -> float:
+    spec = model(state, split["words"], split["label"], tj.Mode.EVAL)
+    return float((spec.eval_metrics or {})["accuracy"].value)
 
 
 def main() -> None:
@@ -149,32 +146,33 @@ def main() -> None:
     labels = test_split["label"]
     print(f"{len(train_split['label']):,} runs for training, {len(labels):,} to test")
     # Losses are means of 1,024, so gradients of rows are far below adagrad's defaults.
-    optimizer = optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
-    params = init_params()
-    opt_state = optimizer.init(params)
-    batch = {name: x[:BATCH_SIZE] for name, x in train_split.items()}
-    programs = {
-        name: build_step(strategy, optimizer, sparse=sparse)
-        .lower(params, opt_state, batch)
-        .compile()
-        for name, sparse in (("dense", ()), ("rows", ("table",)))
-    }
-    compare_bytes(programs)
-
-    step = programs["rows"]
+    optimizer = tj.TowerOptimizer(
+        optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
+    )
+    model = build_model(strategy, optimizer, sparse=("table",))
+    dense = build_model(strategy, optimizer, sparse=())
+    state = model.init(tj.TrainState.create(init_params(), optimizer))
+    words, label = (x[:BATCH_SIZE] for x in train_split.values())
+    compare_bytes(
+        {
+            "dense": dense.program(state, words, label).call.as_text(),
+            "rows": model.program(state, words, label).call.as_text(),
+        }
+    )
     for epoch in range(args.epochs):
         losses, start = [], time.perf_counter()
         for batch in tj.batches(train_split, BATCH_SIZE, epochs=1, seed=epoch):
             if len(batch["label"]) == BATCH_SIZE:
-                params, opt_state, loss = step(params, opt_state, batch)
-                losses.append(float(loss))
+                spec = model(state, batch["words"], batch["label"], tj.Mode.TRAIN)
+                state = spec.train_op
+                losses.append(float(spec.loss.value))
         rate = len(losses) / (time.perf_counter() - start)
         print(
             f"epoch {epoch + 1}  loss {np.mean(losses):.4f}"
-            f"  test accuracy {accuracy_of(params, test_split):.4f}"
+            f"  test accuracy {accuracy_of(model, state, test_split):.4f}"
             f"  {rate:.1f} steps/s"
         )
-    accuracy = accuracy_of(params, test_split)
+    accuracy = accuracy_of(model, state, test_split)
     chance = np.bincount(labels).max() / len(labels)
     print(f"test accuracy {accuracy:.4f} (most frequent package {chance:.4f})")
     if args.epochs >= EPOCHS and accuracy < LEAST_ACCURACY:

@@ -145,7 +145,7 @@ class _Trial:
     extra_args: Mapping[str, Any]
 
     def both(
-        self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
+        self, indices: np.ndarray, grads: list[Any], params: list[Any], state: PyTree
     ) -> tuple[Any, Any, list[Any]]:
         """Updates and states, row-wise and dense, and the dense update's params."""
         treedef, of_rows = self.row_wise.treedef, list(grads)
