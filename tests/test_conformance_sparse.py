@@ -1,4 +1,4 @@
-"""What the original's sum of towers' dense and row-sparse values promises, in numbers."""
+"""What the original promises of sums of dense and row-sparse values, in numbers."""
 
 import numpy as np
 import pytest

@@ -32,7 +32,14 @@ def scalar(x):
     return (jnp.sin(x) * factors).sum()
 
 
+def rows_last(t):
+    """A gather whose output has the numbers of a row before the ids."""
+    numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
+    return lax.gather(t, IDS.reshape(-1, 1) % N, numbers, (1, D))
+
+
 LOOKUPS = {
+    "rows last": (rows_last, [0, 1, 4, 4, 2, 4]),
     "ids": (lambda t: t[IDS], [0, 1, 4, 4, 2, 4]),
     "ids out of range": (lambda t: t[WILD], [0, 4, 0, 4, 4, 4]),
     "ids and all columns": (lambda t: t[IDS[1], :], [4, 2, 4]),
@@ -311,6 +318,13 @@ REFUSED = {
     "remat": (jax.checkpoint(lambda t: t[IDS].sum()), "remat2|checkpoint"),
     "own_rule": (own_rule, "custom_vjp_call"),
     "part of a row": (lambda t: t[IDS, 0].sum(), "gather"),
+    "a column": (lambda t: jnp.take(t, IDS[0] % D, axis=1).sum(), "gather"),
+    "part of slices": (
+        lambda t: jax.vmap(lambda i: lax.dynamic_slice(t, (i, 0), (1, 2)))(
+            IDS[0]
+        ).sum(),
+        "gather",
+    ),
     "part of a slice": (lambda t: t[1:, 1:].sum(), "slice"),
     "scaled": (lambda t: (t * 2)[IDS].sum(), "mul"),
     "cast to integers": (lambda t: t.astype(int)[IDS].sum() * 1.0, "convert_elem.*"),
@@ -329,6 +343,21 @@ def test_any_other_use_is_refused_with_its_line(name):
         " or leave it out of `sparse`",
     ):
         tj.sparse_value_and_grad(lambda p: loss(p["t"]), "t")({"t": table()})
+
+
+def test_an_id_within_the_row_is_refused_where_it_may_name_none():
+    """Clipped, it can but be 0; else a row may be left out for it."""
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0, 1))
+
+    def loss(t, mode):
+        ids = np.array([[0, 0], [3, 1]])
+        return jnp.nan_to_num(lax.gather(t, ids, numbers, (1, D), mode=mode)).sum()
+
+    gradient = tj.sparse_value_and_grad(loss, "")
+    _, rows = gradient(table(), lax.GatherScatterMode.CLIP)
+    assert rows.to_dense()[:, 0].tolist() == [1, 0, 0, 1, 0]
+    with pytest.raises(ValueError, match="gather uses it otherwise"):
+        gradient(table(), lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def test_equations_keep_their_source_lines():

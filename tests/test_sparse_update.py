@@ -163,6 +163,22 @@ def test_lazy_adam_by_hand():
         np.testing.assert_allclose(params[name], expected[0][name], rtol=1e-5)
 
 
+def test_rows_that_only_fill_up_change_nothing():
+    """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
+    optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))
+    params = {"t": arrays(0)["a"]}
+    rows = tj.IndexedRows(jnp.ones((3, D)), np.array([2, 4, 2]), (N, D))
+    state = optimizer.init(params)
+    updates, state = tj.update_with_rows(
+        optimizer, {"t": rows}, state, params, lazy=True
+    )
+    moved = np.zeros((N, D))
+    moved[[2, 4]] = -0.1  # Adam's first step is of size 1
+    out = optax.apply_updates(params, updates)["t"]
+    np.testing.assert_allclose(out, params["t"] + moved, rtol=1e-5)
+    assert np.isfinite(state[0].mu["t"]).all()
+
+
 def decay(rate, learning_rate):
     return optax.chain(optax.add_decayed_weights(rate), optax.sgd(learning_rate))
 
