@@ -36,7 +36,7 @@ LAYERS = """
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce
-    sparse.duplicates sparse.rows sparse.lookup sparse.gradient
+    sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary

@@ -16,7 +16,8 @@ from jax import lax
 from towerjax.estimator.losses import TowersOfStep
 from towerjax.outputs import as_tower_output, widened
 from towerjax.sparse.gradient import Selection, sparse_value_and_grad
-from towerjax.sparse.rows import IndexedRows, is_rows, reduce_stacked_rows
+from towerjax.sparse.over_towers import reduce_stacked_rows
+from towerjax.sparse.rows import IndexedRows, is_rows
 from towerjax.sparse.update import update_with_rows
 from towerjax.state import TrainState
 from towerjax.types import PyTree, Reduction, Weighted
