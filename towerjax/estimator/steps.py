@@ -102,7 +102,7 @@ class ModelTrainStep(TrainStep):
         self._hooks: list[Callable[..., Any]] = []
         pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
         recipe = one_step_recipe(pipeline, donate=options.donate)
-        recipe = dataclasses.replace(recipe, advice=WRAP)
+        recipe = dataclasses.replace(recipe, advice=WRAP, proved_alone=False)
         super().__init__(recipe, optax.identity(), model_pass.strategy, options)
         self._policy = policy
 
