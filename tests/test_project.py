@@ -53,7 +53,7 @@ LAYERS = """
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job
     strategies
-    program pipeline step inference
+    program pipeline compiled_step step inference
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
