@@ -53,8 +53,14 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
                "collective-permute", "collective-broadcast")  # fmt: skip
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
+@pytest.mark.parametrize(
+    "executor, micro_batches",
+    [("shard_map", 4)]
+    + [
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in [("shard_map", 1), ("pmap", 1), ("pmap", 4)]
+    ],
+)
 def test_one_all_reduce_for_fifty_gradients(micro_batches, executor):
     strategy = tj.Mirrored(devices=devices(8), executor=executor)
     step = tj.build_train_step(

@@ -273,6 +273,7 @@ def test_variables_lie_where_they_are_told(kind, devices):
         same(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 def test_what_is_not_kept_is_freed(placement):
     def held():
