@@ -34,11 +34,12 @@ class PredictStep(Protocol):
 class PredictingModel(Protocol):
     """A model as `predict` uses it."""
 
-    def predict_step(self, **given: Any) -> PredictStep:
+    def predict_step(self, *, params: Any = None, config: Any = None) -> PredictStep:
         """The step that predicts; keeps its variables.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
 

@@ -36,19 +36,23 @@ class TrainableModel(Protocol):
     there are none.
     """
 
-    def train_step(self, **given: Any) -> TrainStepWithHooks:
+    def train_step(
+        self, *, params: Any = None, config: Any = None
+    ) -> TrainStepWithHooks:
         """The step that trains; takes over the buffers of its state.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
 
-    def eval_step(self, **given: Any) -> EvaluationStep:
+    def eval_step(self, *, params: Any = None, config: Any = None) -> EvaluationStep:
         """The step that evaluates; ``"loss"`` is among its metrics.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
 
