@@ -115,7 +115,7 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
     )
     assert served and int(served[1]) == 357 and float(served[2]) < 1e-5
     folder = tmp_path / "runs/estimator_digits"
-    lines = [json.loads(line) for line in (folder / "log.jsonl").open()]
+    lines = [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
     assert [x["step"] for x in lines if x["kind"] == "eval"] == steps
     assert len(lines[-1]["metrics"]["class_accuracy"]) == 10
     assert list((folder / "tensorboard").glob("*tfevents*"))
