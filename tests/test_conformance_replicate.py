@@ -52,7 +52,9 @@ def model_fn_of(optimizer):
             return tj.ModelSpec(mode, **outputs)
         hits = tj.Weighted.mean(predictions == labels, None)
         if mode is tj.Mode.EVAL:
-            metrics = {"accuracy": hits}
+            # The original casts its labels, 0.01 and 0.02, to booleans; we refuse to.
+            auc = tj.metrics.auc(labels != 0, predictions)
+            metrics = {"accuracy": hits, "auc": auc}
             loss = loss_fn(variables.params)
             return tj.ModelSpec(mode, loss=loss, eval_metrics=metrics, **outputs)
         loss, train_op = minimize(optimizer, loss_fn, variables)
@@ -236,6 +238,8 @@ def check_eval(case, strategy):
         assert_equal(spec.loss, case, case["expected"]["loss"])
         accuracy = spec.eval_metrics["accuracy"].value
         assert_equal(accuracy, case, case["expected"]["accuracy"])
+        auc = spec.eval_metrics["auc"].compute()
+        assert_equal(auc, case, case["expected"]["auc"])
 
 
 @TABLE.checks("rmf.predict.single")

@@ -242,3 +242,43 @@ def test_every_process_hears_of_a_writer_and_of_another_patience(written):
     for one in told:
         assert "How long tj.run goes must be the same" in one["differs"]
         assert f"patience={1 + one['process']}" in one["differs"]
+
+
+ESTIMATOR = str(WORKERS / "estimator.py")
+
+
+def model_trained(processes, devices, **options):
+    return told_by(processes, devices, ESTIMATOR, json.dumps(options))
+
+
+@pytest.fixture(scope="module")
+def one_model():
+    (told,) = model_trained(1, 8)
+    assert told["losses"][-1] < 0.2 * told["losses"][0] and told["rows"] == 101
+    assert told["evaluation"]["accuracy"] > 0.8 and told["copies"] == [8, 8, 8]
+    return told
+
+
+@pytest.mark.parametrize(
+    "processes, devices, placement, copies",
+    [
+        (2, 4, "MIRRORED", [8, 8, 8]),
+        pytest.param(1, 1, "MIRRORED", [1, 1, 1], marks=pytest.mark.slow),
+        pytest.param(1, 8, "ROUND_ROBIN", [1, 1, 1], marks=pytest.mark.slow),
+        pytest.param(2, 2, "ON_ONE_DEVICE", [1, 1, 1], marks=pytest.mark.slow),
+        pytest.param(2, 4, "ROUND_ROBIN", [1, 1, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_trains_to_the_same_bits(
+    one_model, processes, devices, placement, copies
+):
+    for told in model_trained(processes, devices, placement=placement):
+        assert told["copies"] == copies
+        for name in ("bits", "losses", "evaluation", "rows"):
+            assert told[name] == one_model[name], name
+
+
+@pytest.mark.slow
+def test_towers_side_by_side_train_a_model_up_to_rounding(one_model):
+    for told in model_trained(2, 4, local="vmap"):
+        np.testing.assert_allclose(told["losses"], one_model["losses"], rtol=2e-5)

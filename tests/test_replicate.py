@@ -325,11 +325,11 @@ def check(
 @pytest.mark.parametrize(
     ("executor", "towers", "devices", "name"),
     [
-        ("shard_map", 1, 1, "sgd"),
-        ("shard_map", 3, 3, "momentum"),
         ("shard_map", 8, 4, "clip each tower"),
-        ("pmap", 4, 2, "clip"),
-        ("shard_map scan", 4, 2, "adam"),
+        pytest.param("shard_map", 1, 1, "sgd", marks=pytest.mark.slow),
+        pytest.param("shard_map", 3, 3, "momentum", marks=pytest.mark.slow),
+        pytest.param("pmap", 4, 2, "clip", marks=pytest.mark.slow),
+        pytest.param("shard_map scan", 4, 2, "adam", marks=pytest.mark.slow),
     ],
 )
 def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name):
@@ -390,7 +390,10 @@ def test_a_size_of_each_kind_equals_numpy(size):
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "clip"])
-@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("towers", "devices"),
+    [(4, 2)] + [pytest.param(t, t, marks=pytest.mark.slow) for t in (1, 3)],
+)
 def test_plain_pytrees_are_variables_too(towers, devices, name):
     check(
         "shard_map", towers, devices, "SUM_OVER_BATCH_SIZE", None, name,
@@ -408,7 +411,9 @@ OPS = [
 
 
 @pytest.mark.parametrize("ops", OPS, ids=repr)
-@pytest.mark.parametrize(("towers", "devices"), [(8, 4), (4, 4)])
+@pytest.mark.parametrize(
+    ("towers", "devices"), [(8, 4), pytest.param(4, 4, marks=pytest.mark.slow)]
+)
 def test_every_cross_tower_op_gives_the_same(towers, devices, ops):
     check(
         "shard_map", towers, devices, "SUM_BY_NONZERO_WEIGHTS", None, "adam", ops=ops,

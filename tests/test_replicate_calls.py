@@ -462,6 +462,43 @@ def test_evaluation_changes_nothing(count, devices):
     assert all(map(np.array_equal, before, numbers_of(variables)))
 
 
+@pytest.mark.parametrize("size", [24, 19, 3])
+@pytest.mark.parametrize(
+    ("count", "devices"), [(4, 2), pytest.param(8, 8, marks=pytest.mark.slow)]
+)
+def test_metrics_are_those_of_the_whole_batch(count, devices, size):
+    scores, labels = np.abs(np.sin(rows(size))), np.arange(size) % 3
+    weight = np.linspace(0.1, 1, size, dtype=np.float32)
+
+    def metrics_of(scores, labels, weight):
+        classes = (3 * scores).astype(np.int32)
+        return {
+            "accuracy": tj.metrics.accuracy(labels, classes, weight),
+            "auc": tj.metrics.auc(labels > 0, scores, weight),
+            "iou": tj.metrics.mean_iou(labels, classes, 3, weight),
+            "rmse": tj.metrics.root_mean_squared_error(
+                labels.astype(np.float32), scores, weight
+            ),
+        }
+
+    def model_fn(variables, features, labels, mode, tower):
+        weight = tower.weight * features["weight"]
+        return tj.ModelSpec(
+            mode,
+            loss=tj.Weighted.mean(features["scores"], weight),
+            eval_metrics=metrics_of(features["scores"], labels, weight),
+        )
+
+    features = {"scores": scores, "weight": weight}
+    model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
+    spec = model(np.float32(1), features, labels, tj.Mode.EVAL)
+    expected = metrics_of(scores, labels, weight)
+    assert spec.eval_metrics.keys() == expected.keys()
+    for name, state in expected.items():
+        got = tj.metrics.compute(spec.eval_metrics[name])
+        np.testing.assert_allclose(got, tj.metrics.compute(state), rtol=1e-5)
+
+
 def numbers_of(state):
     key = jax.random.key_data(state.rng)
     return [np.array(x) for x in jax.tree.leaves((state.params, state.step, key))]

@@ -72,6 +72,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     Attributes:
       optimizer: What is wrapped.
+      lazy: As below.
 
     Args:
       optimizer: Any optax transformation, or a function without arguments that makes
@@ -94,6 +95,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     """
 
     optimizer: optax.GradientTransformationExtraArgs
+    lazy: bool
 
     def __new__(
         cls,
@@ -131,6 +133,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             loss: Weighted | jax.Array | None = None,
             **extra_args: Any,
         ) -> tuple[PyTree, Any]:
+            _check_is_own(state, init, params)
             grads, value = _reduced(updates, state, loss)
             if value is not None:
                 extra_args.setdefault("value", value)
@@ -140,12 +143,12 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             return out, dataclasses.replace(state, inner=after)
 
         self = super().__new__(cls, init, update)
-        self.optimizer = inner
+        self.optimizer, self.lazy = inner, lazy
         return self
 
-    def __getnewargs__(self) -> tuple[optax.GradientTransformation]:
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
         """What makes a copy: ``params`` with an optimizer in them are copied."""
-        return (self.optimizer,)
+        return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
         self,
@@ -275,13 +278,28 @@ def _sum_of(loss: Any) -> jax.Array:
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 
 
-def _reduced(grads: PyTree, state: Any, loss: Any) -> tuple[PyTree, jax.Array | None]:
-    """The gradient of the one loss, of the towers' gradients; and that loss."""
+def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
+    """Raise for a state that ``init`` cannot have made."""
     if not _is_state(state):
         raise ValueError(
             f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
             " with its own init(params)."
         )
+    if params is None:
+        return
+    own = jax.tree.structure(jax.eval_shape(init, params).inner)
+    if own != jax.tree.structure(state.inner):  # optax may hand it on, and never say so
+        raise ValueError(
+            f"TowerOptimizer.update got the state of another optimizer, or of other"
+            f" params: {jax.tree.structure(state.inner)} instead of {own}. Make it with"
+            " its own init(params)."
+        )
+
+
+def _reduced(
+    grads: PyTree, state: TowerOptimizerState, loss: Any
+) -> tuple[PyTree, jax.Array | None]:
+    """The gradient of the one loss, of the towers' gradients; and that loss."""
     towers = state.towers
     if towers is None:
         return _alone(grads, loss)

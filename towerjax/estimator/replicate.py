@@ -151,7 +151,7 @@ class ReplicatedModel:
           A `ModelSpec` whose other parts are None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
-        variables = spread(variables, placement)
+        variables = spread(variables, placement, policy)
         runner = self._runner(variables, mode, tuple(wanted), params, config)
         train_op, loss, metrics, predictions, exports, hooks = runner(
             (variables,), batch
@@ -254,7 +254,8 @@ class ReplicatedModel:
         """
         check_mode(mode)
         batch = self.place_batch(_batch_of(features, labels), mode)
-        variables = spread(variables, self.strategy.placement)
+        policy = self.options.variable_placement
+        variables = spread(variables, self.strategy.placement, policy)
         runner = self._runner(variables, mode, _PARTS[mode], params, config)
         return runner.program((variables,), batch)
 

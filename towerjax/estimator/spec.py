@@ -159,6 +159,11 @@ class ModelSpec:
         _check_needed(self)
         _check_mapping("predictions", self.predictions, "{'probabilities': ...}")
         _check_mapping("eval_metrics", self.eval_metrics, "{'accuracy': ...}")
+        if "loss" in (self.eval_metrics or {}):
+            raise ValueError(
+                "eval_metrics['loss'] is the name of the loss, which is evaluated"
+                " anyway; give yours another name."
+            )
         outputs = self.export_outputs
         _check_mapping("export_outputs", outputs, "{'serving': tj.PredictOutput(...)}")
         for name, output in (outputs or {}).items():

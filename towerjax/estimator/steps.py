@@ -120,8 +120,7 @@ class ModelTrainStep(TrainStep):
           ValueError: It is no ``TrainState``, or was made for another number of towers.
         """
         check_is_state(state)
-        placement = self.strategy.placement
-        return kept(spread(state, placement), placement, self._policy)
+        return kept(self._spread(state), self.strategy.placement, self._policy)
 
     @property
     def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
@@ -151,7 +150,7 @@ class ModelTrainStep(TrainStep):
         Returns:
           A ``Program``.
         """
-        return super().program(spread(state, self.strategy.placement), batch)
+        return super().program(self._spread(state), batch)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -165,11 +164,13 @@ class ModelTrainStep(TrainStep):
         Returns:
           ``(state, metrics, guarded)``, as a train step does.
         """
-        placement = self.strategy.placement
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
-        after, metrics, guarded = super().dispatch(spread(state, placement), batch)
-        return kept(after, placement, self._policy), metrics, guarded
+        after, metrics, guarded = super().dispatch(self._spread(state), batch)
+        return kept(after, self.strategy.placement, self._policy), metrics, guarded
+
+    def _spread(self, state: TrainState) -> TrainState:
+        return spread(state, self.strategy.placement, self._policy)
 
 
 class RunsModes(Protocol):

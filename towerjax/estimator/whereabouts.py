@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from towerjax.devices import Device
@@ -111,13 +112,16 @@ def _only_on(x: jax.Array, device: Device) -> jax.Array:
     return jax.device_put(next(iter(copies.values())), device)
 
 
-def spread(variables: PyTree, placement: Placement) -> PyTree:
+def spread(
+    variables: PyTree, placement: Placement, policy: VariablePlacement
+) -> PyTree:
     """The variables on all devices, for a step.
 
     Args:
       variables: As `init_variables` or `kept` returned them, or arrays from elsewhere,
-        which are copied.
+        which are copied; of several processes the first one's are taken.
       placement: The towers and devices.
+      policy: Where variables are kept.
 
     Returns:
       The variables, each where its layout says.
@@ -148,10 +152,37 @@ def spread(variables: PyTree, placement: Placement) -> PyTree:
     ]
     if not away:
         return variables
+    if policy is not VariablePlacement.MIRRORED:
+        for i in away:
+            if layouts[i] is Layout.MIRRORED and _is_kept_copy(leaves[i], placement):
+                leaves[i] = _copied_to_all(leaves[i], placement)
+        away = [i for i in away if not _is_at(leaves[i], mirrored)]
     moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
     for i, leaf in zip(away, moved, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+
+
+def _is_kept_copy(leaf: Any, placement: Placement) -> bool:
+    """Is it as `kept` leaves it: one copy, the same one on each of several processes?"""
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return False
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return False
+    return placement.num_devices > 1 and len(leaf.sharding.device_set) == 1
+
+
+def _copied_to_all(leaf: jax.Array, placement: Placement) -> jax.Array:
+    """A mirrored array of one copy, device to device and from no other process."""
+    here = jax.process_index()
+    copies = [
+        jax.device_put(leaf, device)
+        for device in placement.jax_devices
+        if device.process_index == here
+    ]
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, placement.sharding(Layout.MIRRORED), copies
+    )
 
 
 def _check_copies(local: list[TowerLocal], num_towers: int) -> None:

@@ -1,0 +1,743 @@
+"""Each mistake with a model function gets one clear error, and loses nothing."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+TWO = ("cpu:0", "cpu:1")
+SUM, MEAN = tj.LossReduction.SUM, tj.LossReduction.MEAN
+EXACT = tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+OPTIMIZER = tj.TowerOptimizer(optax.sgd(0.1))
+TRAIN, EVAL, PREDICT = tj.Mode
+HERE = r"test_replicate_bad_input\.py"
+
+
+def squares(params, features, labels, tower):
+    return tj.Weighted.mean((features @ params["w"] - labels) ** 2, tower.weight)
+
+
+def model_fn(variables, features, labels, mode, tower):
+    loss_fn = functools.partial(squares, features=features, labels=labels, tower=tower)
+    predictions = {"x": features}
+    if mode is PREDICT:
+        return tj.ModelSpec(mode, predictions)
+    if mode is EVAL:
+        return tj.ModelSpec(mode, predictions, loss_fn(variables.params))
+    loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+    return tj.ModelSpec(mode, predictions, loss, train_op)
+
+
+def start(optimizer=OPTIMIZER, **more):
+    params = {"w": np.array([1.0, 2.0, 3.0], np.float32), "b": np.float32(0)}
+    return tj.TrainState.create(params, optimizer, **more)
+
+
+def rows(count, *width):
+    rng = np.random.default_rng(count)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def replicated(fn=model_fn, reduction=EXACT, towers=2, devices=None, **options):
+    names = TWO[: devices or min(towers, 2)]
+    strategy = tj.Mirrored(names, towers=towers)
+    return tj.replicate_model_fn(fn, reduction, strategy, **options)
+
+
+@pytest.fixture
+def compiled():
+    """The names of what is compiled for the devices, from here on."""
+    names = []
+
+    def listen(name, seconds, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def refused(names, text, model, variables, *call, error=ValueError):
+    """Nothing is compiled and nothing is lost."""
+    names.clear()
+    with pytest.raises(error, match=text) as caught:
+        model(variables, *call)
+    assert not any("(run)" in name for name in names), names
+    arrays = [x for x in jax.tree.leaves(variables) if isinstance(x, jax.Array)]
+    assert not any(x.is_deleted() for x in arrays)
+    return caught.value
+
+
+def test_what_is_compiled_is_seen(compiled):
+    model = replicated()
+    model(start(), rows(4, 3), rows(4))
+    assert any("(run)" in name for name in compiled)
+
+
+# Where a model function is wrapped.
+
+OPTIONS = {
+    "none": (
+        dict(loss_reduction=tj.LossReduction.NONE),
+        r"(?s)Tower losses need to be reduced in some way, yet none reduction is"
+        r" specified\. Write tj\.LossReduction\.SUM_BY_NONZERO_WEIGHTS",
+    ),
+    "text": (dict(loss_reduction="sum"), r"loss_reduction='sum' is not a tj\.LossRed"),
+    "of towers": (
+        dict(loss_reduction=tj.Reduction.SUM),
+        r"loss_reduction=Reduction\.SUM is not a tj\.LossReduction",
+    ),
+    "variable_placement": (
+        dict(variable_placement="mirrored"),
+        r"variable_placement='mirrored'.*tj\.VariablePlacement\.MIRRORED",
+    ),
+    "remainder": (dict(remainder="fill"), "remainder='fill'.*'pad'"),
+    "compat": (dict(compat="tf2"), "compat='tf2' must be None or 'tf1'"),
+    "max_programs": (dict(max_programs=0), "max_programs=0 must be a whole number"),
+    "max_programs true": (dict(max_programs=True), "max_programs=True must be a whole"),
+    "max_programs half": (dict(max_programs=1.5), "max_programs=1.5 must be a whole"),
+    "twice": (dict(devices=["cpu:0", "cpu:0"]), "(?i)cpu:0.*twice|duplicate.*cpu:0"),
+    "spelled twice": (
+        dict(devices=["/device:CPU:0", "cpu:0"]),
+        "(?i)cpu:0.*twice|duplicate.*cpu:0",
+    ),
+    "object twice": (dict(devices=["cpu:1", *jax.devices()[1:2]]), "cpu:1"),
+    "no devices": (dict(devices=[]), "(?i)device"),
+    "no such device": (dict(devices=["cpu:999x"]), "cpu:999x"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_there_are_not_are_refused(name):
+    options, text = OPTIONS[name]
+    with pytest.raises(ValueError, match=text):
+        tj.replicate_model_fn(model_fn, **options)
+
+
+def test_devices_that_are_absent_are_refused_when_variables_are_placed():
+    model = tj.replicate_model_fn(model_fn, devices=["cpu:0", "cpu:77"])
+    for call in (model.init, lambda state: model(state, rows(4, 3), rows(4))):
+        with pytest.raises(ValueError, match="'cpu:77' is not on this machine"):
+            call(start())
+
+
+SIGNATURES = {
+    "no function": (3, r"model_fn=3 is not a function"),
+    "a spec": (tj.ModelSpec(PREDICT, {"x": 1}), r"is not a function"),
+    "no labels": (
+        lambda variables, features, mode: None,
+        r"does not take labels\. A model function is def model_fn\(variables",
+    ),
+    "nothing": (lambda: None, r"does not take features, labels, mode"),
+    "unknown": (
+        lambda variables, features, labels, mode, rate: None,
+        r"model_fn\(variables, features, labels, mode, rate\) needs rate",
+    ),
+    "both": (
+        lambda variables, features, mode, rate: None,
+        r"does not take labels and needs rate",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_functions_that_are_called_otherwise_are_refused(name):
+    fn, text = SIGNATURES[name]
+    with pytest.raises(ValueError, match=text):
+        tj.replicate_model_fn(fn)
+
+
+def test_unknown_parameters_with_a_default_are_the_functions_own():
+    def fn(variables, features, labels, mode, scale=2.0):
+        return tj.ModelSpec(mode, predictions={"x": features * scale})
+
+    spec = replicated(fn)(np.float32(1), rows(2), None, PREDICT)
+    np.testing.assert_array_equal(spec.predictions["x"], 2 * rows(2))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "text"),
+    [
+        (OPTIMIZER, "TowerOptimizer got a TowerOptimizer.*twice"),
+        (lambda: OPTIMIZER, "TowerOptimizer got a TowerOptimizer.*twice"),
+        (3, r"TowerOptimizer got 3; give it an optax transformation"),
+        (lambda: None, r"TowerOptimizer got None; give it an optax transformation"),
+        (optax.MultiSteps(optax.sgd(1), 2), r"TowerOptimizer got <optax.*MultiSteps"),
+    ],
+)
+def test_what_is_no_optimizer_is_not_wrapped(optimizer, text):
+    with pytest.raises(ValueError, match=text):
+        tj.TowerOptimizer(optimizer)
+
+
+# What a model is called with.
+
+X, Y = rows(4, 3), rows(4)
+CALLS = {
+    "mode": ((X, Y, "train"), r"mode='train' is not a mode; write tj\.Mode\.TRAIN"),
+    "labels shorter": (
+        (X, Y[:2], TRAIN),
+        r"batch\['features'\]: 4, batch\['labels'\]: 2",
+    ),
+    "labels longer": (
+        ({"a": X, "b": X[:2]}, Y, TRAIN),
+        r"batch\['features'\]\['a'\]: 4, batch\['features'\]\['b'\]: 2",
+    ),
+    "no rows": (
+        (X[:0], Y[:0], TRAIN),
+        r"empty: batch\['features'\] has shape \(0, 3\)",
+    ),
+    "nothing": ((None, None, TRAIN), r"holds no arrays"),
+    "scalar": ((X, np.float32(1), TRAIN), r"batch\['labels'\] is "),
+    "list": ((X, [1.0, 2.0, 3.0, 4.0], TRAIN), r"batch\['labels'\]\[0\] is 1.0"),
+    "text": ((X, np.array(list("abcd")), TRAIN), r"batch\['labels'\] is an array of"),
+    "params": (
+        (X, Y, TRAIN, {"rate": 1}),
+        r"params was given, but model_fn has no parameter 'params'.*leave params out",
+    ),
+    "config": (
+        (X, Y, TRAIN, None, 3),
+        r"config was given, but model_fn has no parameter 'config'",
+    ),
+}
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("name", CALLS)
+def test_malformed_calls_are_refused(name, towers, compiled):
+    call, text = CALLS[name]
+    model = replicated(towers=towers)
+    variables = model.init(start())
+    refused(compiled, text, model, variables, *call)
+    variables = model(variables, X, Y).train_op  # nothing was lost
+    refused(compiled, text, model, variables, *call)
+    assert int(model(variables, X, Y).train_op.step) == 2
+
+
+def test_a_batch_that_does_not_divide_is_refused_when_asked(compiled):
+    model = replicated(remainder="error")
+    text = r"batch\['features'\] has 5 examples, which 2 towers.*remainder"
+    for mode in tj.Mode:
+        refused(compiled, text, model, start(), rows(5, 3), rows(5), mode)
+
+
+def test_a_batch_that_changes_is_refused_saying_what(compiled):
+    model = replicated()
+    variables = model(start(), X, Y).train_op
+    text = r"(?s)batch\['features'\].*was float32\[4, 3\] and is float32\[6, 3\]"
+    refused(compiled, text, model, variables, rows(6, 3), rows(6))
+    refused(compiled, r"max_programs=\.\.\. \(now 1\)", model, variables, X[:, :2], Y)
+    text = r"batch\['labels'\] is missing"
+    refused(compiled, text, model, variables, X, None)
+    model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
+
+
+VALUES = {
+    "array": (lambda: np.ones(3), r"^{} is an array.*put arrays into variables"),
+    "on a device": (lambda: {"a": jnp.ones(())}, r"^{}\['a'\] is an array"),
+    "deep": (
+        lambda: {"a": [1, (np.float64(1), np.ones(2))]},
+        r"^{}\['a'\]\[1\]\[1\] is",
+    ),
+    "set": (lambda: {"a": {1, 2}, "b": bytearray(b"x")}, r"^{}\['b'\] is a bytearray"),
+}
+
+
+@pytest.mark.parametrize("which", ["params", "config"])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_that_a_program_cannot_be_compiled_for(name, which, compiled):
+    make, text = VALUES[name]
+
+    def fn(variables, features, labels, mode, params, config):
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    model = replicated(fn)
+    call = (make(), None) if which == "params" else (None, make())
+    refused(compiled, text.format(which), model, start(), X, None, PREDICT, *call)
+
+
+def test_arrays_in_objects_are_refused_too(compiled):
+    class Simple:
+        def __init__(self):
+            self.table = np.ones(3)
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        table: np.ndarray
+
+    @dataclasses.dataclass
+    class Open:
+        table: np.ndarray
+
+    def fn(variables, features, labels, mode, params):
+        return tj.ModelSpec(mode, predictions={"x": features})
+
+    model = replicated(fn)
+    for params in (Simple(), Frozen(np.ones(3)), Open(np.ones(3))):
+        refused(compiled, "params", model, start(), X, None, PREDICT, params)
+
+
+LOCAL = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN, "n")}
+
+
+@pytest.mark.parametrize("mode", tj.Mode)
+def test_tower_local_variables_need_one_copy_a_tower(mode, compiled):
+    model = replicated()
+    text = r"variables.*has shape \(3,\)\. Make the variables with model\.init"
+    refused(compiled, text, model, start(local=LOCAL), X, Y, mode)
+    four = replicated(towers=4).init(start(local=LOCAL))
+    text = r"each of the 2 towers, leaves \[T, \.\.\.\], but .* shape \(4, 3\)"
+    refused(compiled, text, model, four, X, Y, mode)
+    two = model.init(start(local=LOCAL))
+    text = r"each of the 4 towers.* shape \(2, 3\)"
+    refused(compiled, text, replicated(towers=4), two, X, Y, mode)
+
+
+# What a model function returns.
+
+
+def of_loss(loss):
+    """A function with that loss."""
+
+    def fn(variables, features, labels, mode, tower):
+        return tj.ModelSpec(mode, loss=loss(features, tower), train_op=variables)
+
+    return fn
+
+
+RETURNS = {
+    "nothing": (lambda mode, v, x: None, "returned a NoneType; return tj.ModelSpec"),
+    "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
+    "another mode": (
+        lambda mode, v, x: tj.ModelSpec(PREDICT, {"x": x}),
+        r"called in Mode\.(TRAIN|EVAL) and returned a ModelSpec of Mode\.PREDICT",
+    ),
+    "a mode by name": (lambda mode, v, x: tj.ModelSpec("train"), "mode='train' is not"),
+    "no loss": (
+        lambda mode, v, x: tj.ModelSpec(mode, train_op=v),
+        r"of Mode\.\w+ needs loss\. In TRAIN give",
+    ),
+    "predictions an array": (
+        lambda mode, v, x: tj.ModelSpec(mode, x, 1.0, v),
+        r"predictions is a .*, which has no names; return a dict",
+    ),
+    "predictions a list": (
+        lambda mode, v, x: tj.ModelSpec(mode, [x], 1.0, v),
+        r"predictions is a list, which has no names",
+    ),
+    "predictions by number": (
+        lambda mode, v, x: tj.ModelSpec(mode, {0: x}, 1.0, v),
+        r"predictions has the names \[0\]; names are strings",
+    ),
+    "metrics a list": (
+        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, [x]),
+        r"eval_metrics is a list, which has no names",
+    ),
+    "exports an output": (
+        lambda mode, v, x: tj.ModelSpec(
+            mode, None, 1.0, v, export_outputs=tj.PredictOutput(x)
+        ),
+        r"export_outputs is a PredictOutput, which has no names",
+    ),
+    "export of another class": (
+        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, export_outputs={"a": x}),
+        r"export_outputs\['a'\] is a .*; write tj\.PredictOutput, tj\.Regression",
+    ),
+    "classification of nothing": (
+        lambda mode, v, x: tj.ClassificationOutput(),
+        r"ClassificationOutput needs scores, classes or both",
+    ),
+    "hooks a function": (
+        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, hooks=print),
+        r"hooks=.* must be a tuple of functions",
+    ),
+    "hooks no functions": (
+        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, hooks=(1,)),
+        r"hooks=\(1,\) must be a tuple of functions",
+    ),
+    "metric named loss": (
+        lambda mode, v, x: tj.ModelSpec(
+            mode, None, tj.Weighted(1.0, 1.0), v, {"loss": tj.Weighted(1.0, 1.0)}
+        ),
+        r"eval_metrics\['loss'\] is the name of the loss",
+    ),
+    "rows": (
+        lambda mode, v, x: tj.ModelSpec(
+            mode, {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}, 1.0, v
+        ),
+        r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape"
+        r" \(3,\);"
+        r" predictions\['sum'\] has shape \(\)",
+    ),
+    "rows of exports": (
+        lambda mode, v, x: tj.ModelSpec(
+            mode, None, 1.0, v, export_outputs={"a": tj.RegressionOutput(x[0])}
+        ),
+        r"export_outputs\['a'\]\.value has shape \(3,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [TRAIN, EVAL])
+@pytest.mark.parametrize("name", RETURNS)
+def test_specs_that_are_none_are_refused(name, mode, compiled):
+    returned, text = RETURNS[name]
+
+    def fn(variables, features, labels, mode):
+        return returned(mode, variables, features)
+
+    for towers in (1, 2):
+        model = replicated(fn, SUM, towers, devices=1)
+        refused(compiled, text, model, start(), X[: 2 * towers], None, mode)
+
+
+def test_what_a_mode_needs_is_named(compiled):
+    def fn(variables, features, labels, mode):
+        return tj.ModelSpec(mode)
+
+    for mode, names in [(TRAIN, "loss and train_op"), (EVAL, "loss"),
+                        (PREDICT, "predictions")]:  # fmt: skip
+        text = rf"A ModelSpec of {mode!r} needs {names}\."
+        refused(compiled, text, replicated(fn), start(), X, None, mode)
+
+
+LOSSES = {
+    "bare": (
+        EXACT,
+        lambda x, t: x.sum(),
+        r"returned a bare scalar.*loss_reduction=LossReduction\.SUM_BY_NONZERO_WEIGHTS"
+        r" is exact.*compute_weighted_loss.*compat='tf1'",
+    ),
+    "bare, of the batch's size": (
+        tj.LossReduction.SUM_OVER_BATCH_SIZE,
+        lambda x, t: x.sum(),
+        r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE is exact",
+    ),
+    "weighted": (
+        SUM,
+        lambda x, t: tj.Weighted.mean(x, t.weight),
+        r"loss_reduction=LossReduction\.SUM is of scalar losses, but .*tj\.Weighted",
+    ),
+    "weighted mean": (
+        MEAN,
+        lambda x, t: tj.Weighted.mean(x, t.weight),
+        r"loss_reduction=LossReduction\.MEAN is of scalar losses",
+    ),
+}
+ANYWHERE = {
+    "vector": (
+        SUM,
+        lambda x, t: x[:, 0],
+        r"loss is not a scalar: sum has shape \(2,\)",
+    ),
+    "vector sum": (
+        EXACT,
+        lambda x, t: tj.Weighted(x[:, 0], 1.0),
+        r"sum has shape \(2,\)",
+    ),
+    "vector weight": (
+        EXACT,
+        lambda x, t: tj.Weighted(x.sum(), t.weight),
+        r"weight shape \(2,\)",
+    ),
+    "integer": (SUM, lambda x, t: jnp.int32(1), "dtype int32, which has no gradient"),
+    "boolean": (MEAN, lambda x, t: x.sum() > 0, "dtype bool"),
+    "tuple": (SUM, lambda x, t: (x.sum(), {}), r"returned a tuple"),
+    "negative": (EXACT, lambda x, t: tj.Weighted(x.sum(), -1.0), "must be >= 0"),
+}
+
+
+@pytest.mark.parametrize("mode", [TRAIN, EVAL])
+@pytest.mark.parametrize("name", [*LOSSES, *ANYWHERE])
+def test_losses_that_are_none_are_refused(name, mode, compiled):
+    reduction, loss, text = (LOSSES | ANYWHERE)[name]
+    for towers in (1, 2) if name in ANYWHERE else (2, 4):
+        model = replicated(of_loss(loss), reduction, towers)
+        refused(compiled, text, model, start(), X[:2] if towers == 1 else
+                rows(2 * towers, 3), None, mode)  # fmt: skip
+
+
+def of_train_op(change):
+    def fn(variables, features, labels, mode, tower):
+        loss_fn = functools.partial(
+            squares, features=features, labels=labels, tower=tower
+        )
+        loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=change(train_op))
+
+    return fn
+
+
+def with_params(state, **params):
+    return dataclasses.replace(state, params={**state.params, **params})
+
+
+TRAIN_OPS = {
+    "dtype": (
+        lambda s: with_params(s, b=s.params["b"].astype(jnp.bfloat16)),
+        r"train_op\.params\['b'\] was float32\[\] and becomes bfloat16\[\]\. Look at"
+        r" model_fn's train_op",
+    ),
+    "shape": (
+        lambda s: with_params(s, w=s.params["w"][:2]),
+        r"train_op\.params\['w'\] was float32\[3\] and becomes float32\[2\]",
+    ),
+    "new leaf": (
+        lambda s: with_params(s, c=jnp.ones(())),
+        r"train_op\.params\['c'\] was absent and becomes float32\[\]",
+    ),
+    "missing leaf": (
+        lambda s: dataclasses.replace(s, params={"w": s.params["w"]}),
+        r"train_op\.params\['b'\] was float32\[\] and becomes absent",
+    ),
+    "params alone": (
+        lambda s: s.params,
+        r"train_op\['w'\] was absent and becomes float32\[3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("name", TRAIN_OPS)
+def test_a_train_op_of_another_type_is_refused_by_name(name, towers, compiled):
+    change, text = TRAIN_OPS[name]
+    model = replicated(of_train_op(change), towers=towers)
+    refused(compiled, text, model, start(), X, Y)
+
+
+def test_towers_that_share_nothing_name_the_leaf_and_the_line(compiled):
+    optimizer = optax.sgd(0.1)
+
+    def bare(variables, features, labels, mode, tower):
+        grads = jax.grad(
+            lambda p: squares(p, features, labels, tower).value  # line of the rows
+        )(variables.params)
+        updates, opt_state = optimizer.update(grads, variables.opt_state)
+        params = optax.apply_updates(variables.params, updates)
+        after = dataclasses.replace(variables, params=params, opt_state=opt_state)
+        loss = squares(params, features, labels, tower)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    for towers, devices in [(2, 1), (2, 2), (4, 2)]:
+        model = replicated(bare, towers=towers, devices=devices)
+        error = refused(
+            compiled, "Please wrap optimizers with TowerOptimizer", model,
+            start(optimizer), rows(8, 3), rows(8), error=tj.ReplicationError,
+        )  # fmt: skip
+        assert re.search(
+            rf"train_op.*params\['w'\].*{HERE}:\d+", str(error), re.DOTALL
+        ), str(error)
+        assert "params['b']" not in str(error)  # has no gradient, so it is the same
+    model = replicated(bare, towers=1)  # on one tower nothing is shared
+    assert model(start(optimizer), X, Y).train_op is not None
+
+
+OTHERS = {
+    "adam": tj.TowerOptimizer(optax.adam(0.1)),
+    "momentum": tj.TowerOptimizer(optax.sgd(0.1, momentum=0.9)),
+    "not wrapped": optax.adam(0.1),
+    "chain": optax.chain(optax.clip(1.0), tj.TowerOptimizer(optax.adam(0.1))),
+}
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_state_of_another_optimizer_is_refused(name, towers, compiled):
+    model = replicated(towers=towers)
+    state = start(OTHERS[name])
+    refused(compiled, "(?s)TowerOptimizer.*init", model, state, X, Y)
+
+
+def test_an_update_without_its_loss_is_refused(compiled):
+    def fn(variables, features, labels, mode, tower):
+        def total(params):
+            return squares(params, features, labels, tower).sum
+
+        grads = jax.grad(total)(variables.params)
+        updates, opt_state = OPTIMIZER.update(grads, variables.opt_state)
+        params = optax.apply_updates(variables.params, updates)
+        after = dataclasses.replace(variables, params=params, opt_state=opt_state)
+        loss = squares(params, features, labels, tower)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    text = r"update was not told the loss.*optimizer\.update\(grads, .*loss=loss\)"
+    refused(compiled, text, replicated(fn), start(), X, Y)
+    assert replicated(fn, towers=1)(start(), X, Y).train_op is not None
+
+
+# Where towers would part.
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_update_on_some_towers_is_refused(devices, compiled):
+    def fn(variables, features, labels, mode, tower):
+        loss_fn = functools.partial(
+            squares, features=features, labels=labels, tower=tower
+        )
+        loss = loss_fn(variables.params)
+        train_op = jax.lax.cond(
+            tower.id == 0,
+            lambda v: OPTIMIZER.minimize(loss_fn, v)[1],
+            lambda v: v,
+            variables,
+        )
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = replicated(fn, devices=devices)
+    error = refused(
+        compiled, "Only some towers reach", model, start(), X, Y,
+        error=tj.ReplicationError,
+    )  # fmt: skip
+    assert re.search(rf"under the cond at .*{HERE}:\d+", str(error)), str(error)
+
+
+def test_a_branch_of_python_on_the_tower_is_explained(compiled):
+    def fn(variables, features, labels, mode, tower):
+        if tower.id == 0:
+            return model_fn(variables, features, labels, mode, tower)
+        return None
+
+    error = refused(
+        compiled, "boolean", replicated(fn), start(), X, Y,
+        error=jax.errors.TracerBoolConversionError,
+    )  # fmt: skip
+    assert "A tower function is traced once for all towers" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("mode", [TRAIN, EVAL])
+def test_other_losses_than_the_towers_own_are_one(mode, compiled):
+    # Variables that towers change on their own are refused; losses are reduced.
+    def fn(variables, features, labels, mode, tower):
+        loss = tj.Weighted(jnp.float32(tower.id), tower.weight.sum())
+        after = dataclasses.replace(variables, step=variables.step)
+        after = with_params(after, b=variables.params["b"] + tower.id)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = replicated(fn)
+    if mode is EVAL:
+        assert float(model(start(), X, Y, mode).loss.sum) == 1
+        return
+    error = refused(
+        compiled, "Please wrap", model, start(), X, Y, error=tj.ReplicationError
+    )
+    assert "params['b']" in str(error) and "params['w']" not in str(error)
+
+
+# Padding.
+
+CARELESS = {
+    "loss": (EVAL, r"loss\.sum does not depend on tower\.weight"),
+    "train_op": (TRAIN, r"train_op.*params\['w'\]"),
+    "local": (TRAIN, r"train_op\S* does not depend"),
+    "metric": (EVAL, r"eval_metrics\['m'\]\S*sum does not depend"),
+}
+
+
+@pytest.mark.parametrize("name", CARELESS)
+@pytest.mark.parametrize("towers", [2, 4])
+def test_padding_that_nothing_masks_is_refused(name, towers, compiled):
+    mode, text = CARELESS[name]
+
+    def fn(variables, features, labels, mode, tower):
+        def masked(culprit):
+            return None if culprit == name else tower.weight
+
+        def loss_of(weight, params):
+            return tj.Weighted.mean((features @ params["w"] - labels) ** 2, weight)
+
+        loss = loss_of(masked("loss"), variables.params)
+        metric = tj.Weighted.mean(features, masked("metric"))
+        if mode is EVAL:
+            return tj.ModelSpec(mode, loss=loss, eval_metrics={"m": metric})
+        weight = masked("train_op")
+        _, train_op = OPTIMIZER.minimize(functools.partial(loss_of, weight), variables)
+        mean = tj.Weighted.mean(features[:, 0], masked("local")).value
+        [local] = variables.local.values()
+        local = {"n": dataclasses.replace(local, value=mean + local.value)}
+        train_op = dataclasses.replace(train_op, local=local)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = replicated(fn, towers=towers, devices=2)
+    local = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN)}
+    variables = model.init(start(local=local))
+    refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
+    model(variables, rows(8, 3), rows(8), mode)  # nothing to mask
+    refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
+
+
+# Metrics that are no states, and towers that run one after another.
+
+METRICS = {
+    "of the tower's rows": lambda x, tower: x.sum(),
+    "of the tower": lambda x, tower: tower.id,
+    "a number": lambda x, tower: 1.0,
+    "an array": lambda x, tower: np.ones(3),
+    "a dict": lambda x, tower: {"deep": tj.Weighted(1.0, 1.0)},
+    "a class": lambda x, tower: tj.Weighted,
+    "nothing": lambda x, tower: None,
+}
+
+
+@pytest.mark.parametrize("mode", [TRAIN, EVAL])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled):
+    def fn(variables, features, labels, mode, tower):
+        metrics = {"fine": tj.Weighted(1.0, 1.0), "m": METRICS[name](features, tower)}
+        loss = tj.Weighted.mean(features, tower.weight)
+        return tj.ModelSpec(mode, None, loss, variables, metrics)
+
+    for towers in (1, 2):
+        text = r"eval_metrics\['m'\] is (.*tj\.Weighted|the class.* Return an object)"
+        refused(compiled, text, replicated(fn, towers=towers), start(), X, None, mode)
+
+
+def in_turn(fn, devices):
+    strategy = tj.Mirrored(TWO[:devices], towers=2, local="scan")
+    return tj.replicate_model_fn(fn, EXACT, strategy)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_towers_in_turn_share_their_updates_too(devices, compiled):
+    optimizer = optax.sgd(0.1)
+
+    def bare(variables, features, labels, mode, tower):
+        def total(params):
+            return squares(params, features, labels, tower).value
+
+        loss, grads = jax.value_and_grad(total)(variables.params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, variables.params, grads)
+        after = dataclasses.replace(variables, params=params)
+        loss = squares(params, features, labels, tower)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    error = refused(
+        compiled, "Please wrap optimizers", in_turn(bare, devices), start(optimizer),
+        X, Y, error=tj.ReplicationError,
+    )  # fmt: skip
+    assert "params['w']" in str(error) and "params['b']" not in str(error)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            return squares(params, features, labels, tower)
+
+        after = jax.jit(lambda v: OPTIMIZER.minimize(loss_fn, v)[1])(variables)
+        return tj.ModelSpec(mode, loss=loss_fn(variables.params), train_op=after)
+
+    text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
+    refused(compiled, text, in_turn(fn, devices), start(), X, Y)
+    together = replicated(fn, devices=devices)(start(), X, Y).train_op
+    expected = replicated(devices=devices)(start(), X, Y).train_op
+    np.testing.assert_allclose(
+        together.params["w"], expected.params["w"], rtol=1e-6, atol=1e-6
+    )

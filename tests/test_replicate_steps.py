@@ -1,0 +1,453 @@
+"""A replicated model in the loops: its steps, where variables lie, what is compiled."""
+
+import dataclasses
+import gc
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.estimator.steps import eval_step, predict_step, train_step
+
+SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+ADAM = tj.TowerOptimizer(optax.adam(0.05))
+LAYOUTS = [(2, 2)] + [
+    pytest.param(*layout, marks=pytest.mark.slow) for layout in [(1, 1), (4, 2), (3, 1)]
+]
+PLACEMENTS = list(tj.VariablePlacement)
+MOST = [  # all of them where tests may be slow
+    pytest.param(x, marks=[] if x is PLACEMENTS[1] else pytest.mark.slow, id=repr(x))
+    for x in PLACEMENTS
+]
+WIDTH = 7  # a size that nothing else here has
+
+
+def towers(count, devices, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
+
+
+def rows(count, *width, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def batch(size, number=0):
+    x, y = rows(size, WIDTH, seed=number), rows(size, seed=number + 50)
+    return {"features": {"x": x, "weight": np.abs(rows(size, seed=9))}, "labels": y}
+
+
+def hook(step, metrics):
+    return None
+
+
+def model_fn(variables, features, labels, mode, tower, params=None):
+    weight = tower.weight * features["weight"]
+    logits = features["x"] @ variables.params["w"] + variables.params["b"]
+    predictions = {"logits": logits}
+    if mode is tj.Mode.PREDICT:
+        return tj.ModelSpec(mode, predictions)
+
+    def loss_fn(p):
+        errors = (features["x"] @ p["w"] + p["b"] - labels) ** 2
+        if params == "scalar":
+            return (errors * weight).sum()
+        return tj.Weighted.mean(errors, weight)
+
+    metrics = {"mean": tj.Weighted.mean(logits, weight)}
+    if mode is tj.Mode.EVAL:
+        loss = loss_fn(variables.params)
+        return tj.ModelSpec(mode, predictions, loss, eval_metrics=metrics)
+    loss, after = ADAM.minimize(loss_fn, variables)
+    count = dataclasses.replace(
+        variables.local["count"], value=tower.local["count"] + weight.sum()
+    )
+    after = dataclasses.replace(after, local={"count": count})
+    return tj.ModelSpec(mode, predictions, loss, after, metrics, hooks=[hook])
+
+
+def start(optimizer=ADAM, **more):
+    params = {"w": rows(WIDTH, seed=3), "b": np.float32(0.5)}
+    count = tj.TowerLocal(np.float32(0), tj.Reduction.SUM, "count")
+    return tj.TrainState.create(params, optimizer, local={"count": count}, **more)
+
+
+def replicated(count, devices, reduction=EXACT, fn=model_fn, local="vmap", **options):
+    strategy = towers(count, devices, local=local)
+    return tj.replicate_model_fn(fn, reduction, strategy, **options)
+
+
+def numbers(state):
+    """Every number of a state, the rng aside."""
+    state = dataclasses.replace(state, rng=None)
+    return {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def same(one, other, *, exactly=True):
+    assert one.keys() == other.keys()
+    for name, x in one.items():
+        if exactly:
+            np.testing.assert_array_equal(x, other[name], err_msg=name)
+        else:
+            np.testing.assert_allclose(
+                x, other[name], rtol=1e-5, atol=1e-6, err_msg=name
+            )
+
+
+BATCHES = [batch(8, 0), batch(8, 1), batch(5, 2), batch(8, 3)]
+
+
+def by_calls(model, batches=BATCHES, reduction=EXACT):
+    variables, losses, means = model.init(start()), [], []
+    for one in batches:
+        spec = model(variables, one["features"], one["labels"])
+        variables = spec.train_op
+        losses.append(float(spec.loss.value))
+        means.append(float(spec.eval_metrics["mean"].value))
+    return variables, losses, means
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("placement", MOST)
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_call):
+    model = replicated(count, devices, variable_placement=placement)
+    expected, losses, means = by_calls(replicated(count, devices))
+    state, history = tj.run(
+        train_step(model), model.init(start()), BATCHES, progress=False,
+        steps_per_call=steps_per_call,
+    )  # fmt: skip
+    same(numbers(state), numbers(expected), exactly=False)
+    assert int(state.step) == 4
+    np.testing.assert_allclose(history.metrics["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
+
+
+def test_one_step_at_a_time_and_its_hooks():
+    model = replicated(2, 2)
+    step, state = train_step(model), model.init(start())
+    assert step.hooks == ()
+    expected, losses, _ = by_calls(model)
+    for one, loss in zip(BATCHES, losses, strict=True):
+        state, metrics = step(state, one)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    same(numbers(state), numbers(expected), exactly=False)
+    assert step.hooks == (hook,)
+
+
+@pytest.mark.parametrize("placement", MOST)
+@pytest.mark.parametrize("size", [8, 5])
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, placement):
+    model = replicated(count, devices, variable_placement=placement)
+    state = model.init(start())
+    batches = [batch(8, 0), batch(size, 1), batch(2, 2)]
+    found = tj.evaluate_all(eval_step(model), state, batches)
+    features = {
+        k: np.concatenate([b["features"][k] for b in batches]).astype(float)
+        for k in ("x", "weight")
+    }
+    y = np.concatenate([b["labels"] for b in batches]).astype(float)
+    w, weight = start().params["w"].astype(float), features["weight"]
+    logits = features["x"] @ np.asarray(w) + 0.5
+    loss = (weight * (logits - y) ** 2).sum() / weight.sum()
+    np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
+    mean = (weight * logits).sum() / weight.sum()
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5)
+    assert found.keys() == {"loss", "mean"}
+    predict = predict_step(model)
+    got = [predict(state, {"features": b["features"]})["logits"] for b in batches]
+    np.testing.assert_allclose(np.concatenate(got), logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scalar_loss_is_averaged_over_batches():
+    model = replicated(2, 2, SUM)
+    batches = [batch(8, 0), batch(4, 1)]
+    found = tj.evaluate_all(
+        eval_step(model, params="scalar"), model.init(start()), batches
+    )
+    w = np.asarray(start().params["w"], float)
+    totals = [
+        (b["features"]["weight"] * (b["features"]["x"] @ w + 0.5 - b["labels"]) ** 2)
+        .astype(float).sum() for b in batches
+    ]  # fmt: skip
+    np.testing.assert_allclose(found["loss"], np.mean(totals), rtol=1e-5)
+
+
+@pytest.mark.parametrize("placement", MOST)
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, placement):
+    poisoned = batch(8, 5)
+    poisoned["features"]["x"][7, 0] = np.nan  # the last tower's
+    model = replicated(count, devices, variable_placement=placement)
+    step = train_step(model, on_nonfinite=policy)
+    state, _ = step(model.init(start()), batch(8))
+    before = numbers(state)
+    state, metrics = step(state, poisoned)
+    assert np.isnan(metrics["loss"]) and int(state.step) == 2
+    after = numbers(state)
+    del before[".step"], after[".step"]
+    if policy == "ignore":
+        assert np.isnan(after[".params['w']"]).all()
+        return
+    same(before, after)
+    for leaf in jax.tree.leaves(state.params):
+        for shard in leaf.addressable_shards:
+            assert np.isfinite(shard.data).all()
+    if policy == "raise":
+        with pytest.raises(tj.NonFiniteError, match="of step 1 was not finite"):
+            step.settle()
+    step.settle()
+    state, metrics = step(state, batch(8))
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_a_batch_without_examples_changes_nothing(count, devices, policy):
+    empty = batch(8, 5)
+    empty["features"]["weight"][:] = 0
+    model = replicated(count, devices)
+    step = train_step(model, on_nonfinite=policy)
+    state, _ = step(model.init(start()), batch(8))
+    before = numbers(state)
+    state, metrics = step(state, empty)
+    assert float(metrics["loss"]) == 0
+    after = numbers(state)
+    assert before.pop(".step") + 1 == after.pop(".step") == 2
+    if policy != "ignore":
+        same(before, after)  # Adam alone would have moved on
+    else:
+        assert (before[".params['w']"] != after[".params['w']"]).any()
+    step.settle()
+
+
+# Where variables lie.
+
+
+def where(tree):
+    return [sorted(d.id for d in x.devices()) for x in jax.tree.leaves(tree)]
+
+
+def total_bytes(tree):
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return sum(s.data.nbytes for s in shards)
+
+
+@pytest.mark.parametrize("kind", ["call", "run"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_variables_lie_where_they_are_told(kind, devices):
+    found, each = {}, total_bytes(start().params)
+    for placement in PLACEMENTS:
+        model = replicated(4, devices, variable_placement=placement)
+        variables = model.init(start())
+        step = train_step(model)
+        everywhere = list(range(devices))
+        for number in range(3):
+            mirrored = dataclasses.replace(variables, local=None)
+            held = where(mirrored)
+            if placement is tj.VariablePlacement.MIRRORED:
+                assert held == [everywhere] * len(held)
+                assert total_bytes(variables.params) == devices * each
+            elif placement is tj.VariablePlacement.ON_ONE_DEVICE:
+                assert held == [[0]] * len(held)
+                assert total_bytes(variables.params) == each
+            else:
+                assert held == [[i % devices] for i in range(len(held))]
+                assert total_bytes(variables.params) == each
+            assert where(variables.local) == [everywhere]  # with their towers
+            assert variables.local["count"].value.shape == (4,)
+            one = batch(8, number)
+            if kind == "call":
+                variables = model(variables, one["features"], one["labels"]).train_op
+            else:
+                variables, _ = step(variables, one)
+        found[placement] = numbers(variables)
+    first, *others = found.values()
+    for other in others:
+        same(first, other)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+def test_what_is_not_kept_is_freed(placement):
+    def held():
+        gc.collect()
+        wide = [x for x in jax.live_arrays() if x.shape == (1237,)]
+        return sum(len(x.addressable_shards) for x in wide)
+
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return tj.Weighted.mean(w.sum() * features, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    assert held() == 0
+    model = replicated(4, 4, fn=fn, variable_placement=placement)
+    variables = model.init(tj.TrainState.create(np.ones(1237, np.float32), optimizer))
+    copies = 4 if placement is tj.VariablePlacement.MIRRORED else 1
+    assert held() == copies
+    for _ in range(2):
+        variables = model(variables, rows(8)).train_op
+        assert held() == copies
+    del variables
+
+
+def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
+    from towerjax.estimator.whereabouts import variable_devices
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        platform: str
+        id: int
+        process_index: int = 0
+
+    class Placed:
+        def __init__(self, *devices):
+            self.jax_devices = devices
+
+    one, two, far = Device("gpu", 0), Device("gpu", 1), Device("gpu", 2, 1)
+    cpu = jax.local_devices(backend="cpu")[:1]
+    policy = tj.VariablePlacement.ON_ONE_DEVICE
+    assert variable_devices(Placed(one), policy) == [one]
+    assert variable_devices(Placed(one, two), policy) == cpu
+    assert variable_devices(Placed(one, far), policy) == [one]
+    assert variable_devices(Placed(Device("cpu", 3)), policy) == cpu
+    policy = tj.VariablePlacement.ROUND_ROBIN
+    assert variable_devices(Placed(one, two, far), policy) == [one, two]
+
+
+# What is compiled.
+
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
+               "collective-permute", "collective-broadcast")  # fmt: skip
+
+
+def collectives(model, mode, **more):
+    one = batch(16)
+    variables = model.init(start())
+    text = model.program(variables, one["features"], one["labels"], mode, **more)
+    text = text.call.as_text()
+    names = "|".join(COLLECTIVES)
+    return re.findall(rf" ({names})(?:-start)?\(", text), text
+
+
+@pytest.mark.parametrize("mode", tj.Mode)
+def test_one_tower_sends_and_splits_nothing(mode):
+    found, text = collectives(replicated(1, 1), mode)
+    assert found == []
+    assert "f32[8," not in text and "f32[16,7]" in text  # whole rows
+    plain = collectives(replicated(4, 1), mode)
+    assert plain[0] == []  # several towers of one device share its memory
+
+
+@pytest.mark.parametrize(
+    ("ops", "expected"),
+    [
+        (tj.AllReduce(), ["all-reduce"]),
+        (tj.PinnedTree(), ["all-gather", "all-to-all"]),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("towers_each", [1, 2])
+def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
+    ops, expected, towers_each
+):
+    strategy = tj.Mirrored(towers=8 * towers_each, cross_tower_ops=ops)
+    model = tj.replicate_model_fn(model_fn, devices=strategy)
+    # The gradients with the loss, and the metric; XLA joins the two all-reduces.
+    found, text = collectives(model, tj.Mode.TRAIN)
+    if expected == ["all-reduce"]:
+        assert found == expected
+        [shapes] = re.findall(r"= (.*) all-reduce\(", text)
+        numbers = sum(int(n or 1) for n in re.findall(r"f32\[(\d*)\]", shapes))
+        assert numbers == WIDTH + 1 + 2 + 2
+    else:
+        assert sorted(found) == sorted(2 * expected)
+    # The loss and the metric; and the tower-local variable's aggregate is not read.
+    assert sorted(collectives(model, tj.Mode.EVAL)[0]) == sorted(expected)
+    assert collectives(model, tj.Mode.PREDICT)[0] == []
+
+
+def test_a_step_reads_only_what_it_wants():
+    traces = []
+
+    def fn(variables, features, labels, mode, tower):
+        traces.append(mode)
+        return model_fn(variables, features, labels, mode, tower)
+
+    model = replicated(2, 2, fn=fn)
+    state, step, evaluate = model.init(start()), train_step(model), eval_step(model)
+    for number in range(3):
+        state, _ = step(state, batch(8, number))
+        evaluate(state, batch(8, number))
+    # One a program; the devices' own trace is the one that is proved.
+    assert traces == [tj.Mode.TRAIN, tj.Mode.EVAL]
+
+
+def test_the_steps_refuse_what_the_model_does_not_ask_for():
+    def fn(variables, features, labels, mode):
+        return tj.ModelSpec(mode, loss=features.sum())
+
+    model = replicated(1, 1, fn=fn)
+    for make in (train_step, eval_step, predict_step):
+        with pytest.raises(ValueError, match="model_fn has no parameter 'params'"):
+            step = make(model, params={"rate": 1})
+            step(np.float32(1), {"features": rows(4)})
+    with pytest.raises(ValueError, match="on_nonfinite='warn' is not one of"):
+        train_step(model, on_nonfinite="warn")
+
+
+def test_a_state_that_is_none_is_refused():
+    for placement in PLACEMENTS:
+        model = replicated(2, 2, variable_placement=placement)
+        step = train_step(model)
+        with pytest.raises(ValueError, match="is a dict, not a TrainState"):
+            tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
+        state = model.init(start())
+        step(state, batch(8))
+        if placement is tj.VariablePlacement.MIRRORED:
+            with pytest.raises(ValueError, match="donated to an earlier"):
+                step(state, batch(8))
+
+
+def test_params_reach_the_steps():
+    seen = []
+
+    def fn(variables, features, labels, mode, tower, params, config):
+        seen.append((mode, params, config))
+        return model_fn(variables, features, labels, mode, tower)
+
+    model = replicated(2, 2, fn=fn)
+    given = {"params": {"rate": [1]}, "config": "c"}
+    state, one = model.init(start()), batch(8)
+    eval_step(model, **given)(state, one)
+    predict_step(model, **given)(state, {"features": one["features"]})
+    step = train_step(model, **given)
+    given["params"]["rate"].append(2)  # too late
+    step(state, one)
+    assert [mode for mode, _, _ in seen] == [
+        tj.Mode.EVAL,
+        tj.Mode.PREDICT,
+        tj.Mode.TRAIN,
+    ]
+    assert all(
+        rest == ({"rate": [1]}, "c")
+        for _, *rest in map(list, seen)
+        for rest in [tuple(rest)]
+    )
+
+
+def test_numbers_do_not_depend_on_the_devices():
+    # Towers on few devices and on many: the same sums, up to their order.
+    found = [numbers(by_calls(replicated(8, d))[0]) for d in (1, 4, 8)]
+    for other in found[1:]:
+        same(found[0], other, exactly=False)

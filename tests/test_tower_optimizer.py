@@ -1,0 +1,460 @@
+"""TowerOptimizer: outside of towers the wrapped one; inside it reduces first."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+LAYOUTS = [(1, 1), (2, 2), (4, 2), (3, 1)]
+INNER = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": optax.adamw(0.01, weight_decay=0.1),
+    "lamb": optax.lamb(0.1),
+    "clip": optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.5)),
+    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+    "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    "plateau": optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
+    ),
+    "accumulated": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "masked": optax.masked(optax.sgd(0.1), {"w": True, "b": False}),
+    "if finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+}
+
+
+def rows(count, *width, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def params():
+    return {"w": rows(3, 2, seed=8), "b": rows(2, seed=9)}
+
+
+def losses_of(params, features, labels):
+    logits = features @ params["w"] + params["b"][None]
+    return ((logits - labels) ** 2).sum(-1)
+
+
+def loss_of(params, features, labels, weight=None):
+    return tj.Weighted.mean(losses_of(params, features, labels), weight)
+
+
+def mean_of(params, features, labels):
+    return losses_of(params, features, labels).mean()
+
+
+def same_bits(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
+
+
+# Outside of towers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER)
+def test_outside_of_towers_it_is_the_wrapped_one(name):
+    inner = INNER[name]
+    ours = tj.TowerOptimizer(inner)
+    theirs = optax.with_extra_args_support(inner)
+    x, y = rows(4, 3), rows(4, 2, seed=1)
+
+    def train(optimizer, params):
+        state = optimizer.init(params)
+        for _ in range(3):
+            value, grads = jax.value_and_grad(mean_of)(params, x, y)
+            updates, state = optimizer.update(grads, state, params, value=value)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    for run in (train, functools.partial(jax.jit, static_argnums=0)(train)):
+        got, state = run(ours, params())
+        expected, inner_state = run(theirs, params())
+        same_bits(got, expected)
+        same_bits(state.inner, inner_state)
+        assert state.towers is None
+
+
+def test_outside_of_towers_it_is_adam():
+    ours, theirs = tj.TowerOptimizer(optax.adam(0.1)), optax.adam(0.1)
+    x, y = rows(4, 3), rows(4, 2, seed=1)
+    weights = jax.tree.map(jnp.asarray, params())
+    grads = jax.grad(mean_of)(weights, x, y)
+    got, state = ours.update(grads, ours.init(weights), weights)
+    expected, inner_state = theirs.update(grads, theirs.init(weights), weights)
+    same_bits(got, expected)
+    same_bits(state.inner, inner_state)
+
+
+def test_it_is_a_transformation_for_optax():
+    ours = tj.TowerOptimizer(optax.adam(0.1))
+    assert isinstance(ours, optax.GradientTransformation)
+    assert isinstance(ours, optax.GradientTransformationExtraArgs)
+    init, update = ours
+    assert init is ours.init and update is ours.update
+    assert isinstance(tj.TowerOptimizer(lambda: optax.sgd(1.0)), tj.TowerOptimizer)
+    made = []
+
+    def factory():
+        made.append(1)
+        return optax.sgd(0.5)
+
+    assert float(tj.TowerOptimizer(factory).update(
+        jnp.float32(2), ours.init(jnp.float32(1)), None
+    )[0]) == -1  # fmt: skip
+    assert made == [1]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_copies_are_optimizers(how):
+    for lazy in (False, True):
+        ours = tj.TowerOptimizer(optax.adam(0.1), lazy=lazy)
+        again = how(ours)
+        assert isinstance(again, tj.TowerOptimizer) and again.lazy == lazy
+        grads, state = {"w": jnp.ones(2)}, ours.init({"w": jnp.ones(2)})
+        same_bits(again.update(grads, state), ours.update(grads, state))
+
+
+def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
+    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+    state = tj.TrainState.create(params(), ours)
+    weighted, after = ours.minimize(lambda p: loss_of(p, x, y), state)
+    scalar, expected = ours.minimize(lambda p: mean_of(p, x, y), state)
+    np.testing.assert_allclose(weighted.value, scalar, rtol=1e-6)
+    for name, value in expected.params.items():
+        np.testing.assert_allclose(after.params[name], value, rtol=1e-5)
+    loss, grads = ours.compute_gradients(lambda p: loss_of(p, x, y), state.params)
+    sums = jax.grad(lambda p: losses_of(p, x, y).sum())(state.params)
+    same_bits(grads, sums)
+    assert float(loss.weight) == 4
+    updates, _ = ours.update(grads, state.opt_state, state.params, loss=loss)
+    same_bits(optax.apply_updates(state.params, updates), after.params)
+    empty = tj.Weighted(loss.sum, 0.0)
+    updates, _ = ours.update(grads, state.opt_state, state.params, loss=empty)
+    assert all((u == 0).all() for u in jax.tree.leaves(updates))
+
+
+def test_auxiliary_results_come_along():
+    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+    state = tj.TrainState.create(params(), ours)
+
+    def loss_fn(params):
+        return loss_of(params, x, y), {"norm": params["w"].sum()}
+
+    (loss, aux), after = ours.minimize(loss_fn, state, has_aux=True)
+    plain, expected = ours.minimize(lambda p: loss_fn(p)[0], state)
+    same_bits(after.params, expected.params)
+    assert float(loss.sum) == float(plain.sum)
+    np.testing.assert_allclose(aux["norm"], params()["w"].sum(), rtol=1e-5)
+
+
+def test_it_runs_under_jit_scan_and_grad():
+    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+
+    def after_two(rate):
+        def step(carry, _):
+            grads = jax.grad(mean_of)(carry[0], x, y)
+            updates, state = ours.update(grads, carry[1], carry[0])
+            updates = jax.tree.map(lambda u: u * rate, updates)
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        start = jax.tree.map(jnp.asarray, params())
+        (last, _), _ = jax.lax.scan(step, (start, ours.init(start)), None, length=2)
+        return mean_of(last, x, y)
+
+    slope = jax.jit(jax.grad(after_two))(jnp.float32(1))
+    step = 1e-2
+    expected = (after_two(1 + step) - after_two(1 - step)) / (2 * step)
+    np.testing.assert_allclose(slope, expected, rtol=1e-2)
+    assert slope < 0
+
+
+# Inside towers: the update of the one gradient, whatever optax makes of the optimizer.
+
+
+def trained(optimizer, strategy, *, steps=3, reduction=EXACT, value_too=False):
+    """The variables after steps on 12 rows of unequal weights, by update(loss=)."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        weight = tower.weight * features["weight"]
+
+        def loss_fn(params):
+            return loss_of(params, features["x"], labels, weight)
+
+        loss = loss_fn(variables.params)
+        grads = jax.grad(lambda p: loss_fn(p).sum)(variables.params)
+        updates, opt_state = optimizer.update(
+            grads, variables.opt_state, variables.params, loss=loss
+        )
+        after = dataclasses.replace(
+            variables,
+            params=optax.apply_updates(variables.params, updates),
+            opt_state=opt_state,
+        )
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(model_fn, reduction, strategy)
+    variables = model.init(tj.TrainState.create(params(), optimizer))
+    for number in range(steps):
+        features = {
+            "x": rows(12, 3, seed=number),
+            "weight": np.abs(rows(12, seed=5)) * np.linspace(0.1, 1, 12, dtype="f4"),
+        }
+        variables = model(variables, features, rows(12, 2, seed=7)).train_op
+    return variables
+
+
+def of_one_gradient(optimizer, steps=3):
+    """The same by optax alone, of the mean over all rows."""
+    weights = jax.tree.map(jnp.asarray, params())
+    optimizer = optax.with_extra_args_support(optimizer)
+    state = optimizer.init(weights)
+    for number in range(steps):
+        weight = np.abs(rows(12, seed=5)) * np.linspace(0.1, 1, 12, dtype="f4")
+        x, y = rows(12, 3, seed=number), rows(12, 2, seed=7)
+        value, grads = jax.value_and_grad(
+            lambda p, x=x, y=y, w=weight: loss_of(p, x, y, w).value
+        )(weights)
+        updates, state = optimizer.update(grads, state, weights, value=value)
+        weights = optax.apply_updates(weights, updates)
+    return weights, state
+
+
+def towers(count, devices):
+    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count)
+
+
+def check_same_update(wrapped, plain, strategy, **how):
+    variables = trained(wrapped, strategy, **how)
+    expected, _ = of_one_gradient(plain)
+    for name in expected:
+        assert np.abs(expected[name] - params()[name]).max() > 1e-3
+        np.testing.assert_allclose(
+            variables.params[name], expected[name], rtol=2e-4, atol=2e-5
+        )
+    return variables
+
+
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(("count", "devices"), [(2, 2)])
+def test_towers_update_once_of_the_one_gradient(count, devices, name):
+    check_same_update(
+        tj.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize(("count", "devices"), [(1, 1), (4, 2), (3, 1)])
+def test_all_layouts_update_once_of_the_one_gradient(count, devices, name):
+    check_same_update(
+        tj.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
+    )
+
+
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.05)
+
+
+def around(wrap):
+    """An optax transformation around a TowerOptimizer, and around the wrapped one."""
+    return {
+        "chain before": optax.chain(optax.scale(2.0), wrap(SGD)),
+        "chain after": optax.chain(wrap(SGD), optax.scale(3.0)),
+        "clip after": optax.chain(wrap(optax.identity()), optax.clip(0.05), SGD),
+        "multi_transform": optax.multi_transform(
+            {"sgd": wrap(SGD), "adam": wrap(ADAM)}, {"w": "sgd", "b": "adam"}
+        ),
+        "masked": optax.masked(wrap(SGD), {"w": True, "b": True}),
+        "injected": optax.inject_hyperparams(
+            lambda rate: optax.chain(wrap(optax.identity()), optax.sgd(rate))
+        )(rate=0.1),
+    }
+
+
+@pytest.mark.parametrize("name", around(lambda x: x))
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
+def test_optax_takes_it_anywhere(count, devices, name):
+    variables = check_same_update(
+        around(tj.TowerOptimizer)[name],
+        around(lambda x: x)[name],
+        towers(count, devices),
+    )
+    states = jax.tree.leaves(
+        variables.opt_state, is_leaf=lambda x: hasattr(x, "towers")
+    )
+    wrapped = [x for x in states if hasattr(x, "towers")]
+    assert wrapped and all(x.towers is None for x in wrapped)
+
+
+def test_accumulation_over_steps_goes_inside():
+    # Outside, each tower would keep a sum of its own.
+    outside = optax.MultiSteps(tj.TowerOptimizer(SGD), 2).gradient_transformation()
+    with pytest.raises(tj.ReplicationError, match="acc_grads"):
+        trained(outside, towers(2, 2))
+
+
+def test_a_verdict_on_each_towers_gradient_is_refused():
+    # Outside, towers whose own gradient is not finite would leave the others waiting.
+    outside = optax.apply_if_finite(tj.TowerOptimizer(SGD), 3)
+    with pytest.raises(tj.ReplicationError, match=r"notfinite_count(?s:.)*would hang"):
+        trained(outside, towers(2, 2))
+
+
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, devices):
+    largest, x = 0.5, rows(12, 3)
+    inside = tj.TowerOptimizer(
+        optax.chain(optax.clip_by_global_norm(largest), optax.sgd(1.0))
+    )
+    before = optax.chain(
+        optax.clip_by_global_norm(largest), tj.TowerOptimizer(optax.sgd(1.0))
+    )
+
+    def moved(optimizer):
+        def model_fn(variables, features, labels, mode, tower):
+            grads = jax.grad(lambda w: (features @ w).sum())(variables.params)
+            updates, opt_state = optimizer.update(grads, variables.opt_state)
+            weights = optax.apply_updates(variables.params, updates)
+            after = dataclasses.replace(variables, params=weights, opt_state=opt_state)
+            loss = (features @ weights).sum()
+            return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+        model = tj.replicate_model_fn(model_fn, SUM, towers(count, devices))
+        start = tj.TrainState.create(np.zeros(3, np.float32), optimizer)
+        return -np.asarray(model(start, x).train_op.params, np.float64)
+
+    def clipped(g):
+        return g * min(1, largest / np.linalg.norm(g))
+
+    each = x.astype(np.float64).reshape(count, -1, 3).sum(1)
+    np.testing.assert_allclose(moved(inside), clipped(each.sum(0)), rtol=1e-5)
+    expected = sum(clipped(g) for g in each)
+    np.testing.assert_allclose(moved(before), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
+def test_gradients_are_added_in_float32_and_keep_their_dtype(dtype):
+    # 256 + seven times 1, of which bfloat16 holds none after 256.
+    optimizer = tj.TowerOptimizer(optax.sgd(1.0))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return (w.astype(jnp.float32) * features).sum()
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(model_fn, SUM, towers(8, 4))
+    start = tj.TrainState.create(jnp.zeros((), dtype), optimizer)
+    after = model(start, np.array([256] + [1] * 7, np.float32)).train_op.params
+    assert after.dtype == dtype
+    assert float(after) == float(jnp.asarray(-263, dtype))
+
+
+def two_losses(optimizers, calls=1):
+    """A generator and a critic, each with an optimizer and a loss of its own."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        weights, slots = dict(variables["params"]), dict(variables["slots"])
+
+        def made(g):
+            return features @ g
+
+        def critic_loss(c):
+            losses = (made(weights["g"]) @ c) ** 2 - labels @ c
+            return tj.Weighted.mean(losses, tower.weight)
+
+        def generator_loss(g):
+            return tj.Weighted.mean(-(made(g) @ weights["c"]), tower.weight)
+
+        losses = {}
+        for name, loss_fn in [("c", critic_loss), ("g", generator_loss)]:
+            loss, grads = optimizers[name].compute_gradients(loss_fn, weights[name])
+            weights[name], slots[name] = optimizers[name].apply_gradients(
+                grads, slots[name], weights[name], loss=loss
+            )
+            losses[name] = loss
+        return tj.ModelSpec(
+            mode,
+            loss=losses["g"],
+            train_op={"params": weights, "slots": slots},
+            eval_metrics={"critic": losses["c"]},
+        )
+
+    return model_fn
+
+
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_two_optimizers_and_two_losses(count, devices, local):
+    optimizers = {
+        "c": tj.TowerOptimizer(optax.sgd(0.1)),
+        "g": tj.TowerOptimizer(optax.sgd(0.3, momentum=0.5)),
+    }
+    strategy = tj.Mirrored(
+        [f"cpu:{i}" for i in range(devices)], towers=count, local=local
+    )
+    model = tj.replicate_model_fn(two_losses(optimizers), devices=strategy)
+    weights = {"c": rows(2, seed=1), "g": rows(3, 2, seed=2)}
+    slots = {name: optimizers[name].init(x) for name, x in weights.items()}
+    variables = {"params": weights, "slots": slots}
+    x, y = rows(12, 3, seed=3), rows(12, 2, seed=4)
+    c, g, trace = (
+        weights["c"].astype(float),
+        weights["g"].astype(float),
+        np.zeros((3, 2)),
+    )
+    for size in (12, 11, 12):
+        spec = model(variables, x[:size], y[:size])
+        variables = spec.train_op
+        a, b = x[:size].astype(float), y[:size].astype(float)
+        made = a @ g
+        critic = ((made @ c) ** 2 - b @ c).mean()
+        c = c - 0.1 * (2 * made * (made @ c)[:, None] - b).mean(0)
+        loss = -(made @ c).mean()  # of the new critic
+        trace = 0.5 * trace - np.einsum("bf,c->fc", a, c) / size
+        g = g - 0.3 * trace
+        np.testing.assert_allclose(spec.loss.value, loss, rtol=1e-4, atol=1e-5)
+        got = spec.eval_metrics["critic"].value
+        np.testing.assert_allclose(got, critic, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(variables["params"]["c"], c, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(variables["params"]["g"], g, rtol=1e-4, atol=1e-5)
+
+
+def test_the_value_that_line_searches_see_is_the_one_loss():
+    seen = []
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return updates, {"value": value}
+
+    probe = optax.GradientTransformationExtraArgs(
+        lambda params: {"value": jnp.float32(0)}, update
+    )
+    optimizer = tj.TowerOptimizer(probe)
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return tj.Weighted.mean(w * features, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    x = np.array([1, 2, 3, 4, 10], np.float32)
+    for count, devices in LAYOUTS:
+        model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
+        start = tj.TrainState.create(np.float32(1), optimizer)
+        after = model(start, x).train_op
+        seen.append(float(after.opt_state.inner["value"]))
+    np.testing.assert_allclose(seen, 4.0, rtol=1e-6)

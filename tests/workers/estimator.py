@@ -1,0 +1,97 @@
+"""A model trained, evaluated and used, told as one JSON line: alone or by several.
+
+python tests/workers/estimator.py '{"placement": "MIRRORED"}'
+"""
+
+import hashlib
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+
+
+def data():
+    numbers = np.random.default_rng(0)
+    x = numbers.normal(size=(ROWS, 6)).astype(np.float32)
+    ids = numbers.integers(0, 40, ROWS).astype(np.int32)
+    y = np.tanh(x @ numbers.normal(size=(6, 3))).argmax(-1)
+    return {"x": x, "id": ids}, y
+
+
+def model_of(options, optimizer):
+    def model_fn(state, features, labels, mode, tower):
+        def scores_of(params):
+            hidden = jnp.tanh(features["x"] @ params["w"])
+            return (hidden + params["table"][features["id"]]) @ params["v"]
+
+        if mode is tj.Mode.PREDICT:
+            return tj.ModelSpec(mode, predictions={"scores": scores_of(state.params)})
+
+        def loss_fn(params):
+            scores = scores_of(params)
+            losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
+            return tj.Weighted.mean(losses, tower.weight), scores
+
+        if mode is tj.Mode.EVAL:
+            loss, scores = loss_fn(state.params)
+            found = tj.metrics.accuracy(labels, scores.argmax(-1), tower.weight)
+            return tj.ModelSpec(mode, loss=loss, eval_metrics={"accuracy": found})
+        (loss, _), after = optimizer.minimize(
+            loss_fn, state, has_aux=True, sparse=["table"]
+        )
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    strategy = tj.Mirrored(
+        towers=8, local=options["local"], cross_tower_ops=tj.PinnedTree()
+    )
+    placement = tj.VariablePlacement[options["placement"]]
+    return tj.replicate_model_fn(
+        model_fn, devices=strategy, variable_placement=placement
+    )
+
+
+def main():
+    tj.cluster.initialize()
+    options = {"placement": "MIRRORED", "local": "scan"} | json.loads(sys.argv[1])
+    optimizer = tj.TowerOptimizer(optax.adam(0.05), lazy=True)
+    model = model_of(options, optimizer)
+    numbers = np.random.default_rng(1)
+    shapes = {"w": (6, 5), "v": (5, 3), "table": (40, 5)}
+    params = {
+        name: numbers.normal(size=shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    state, history = tj.train_and_evaluate(
+        model,
+        lambda: tj.batches(data(), BATCH),
+        lambda: tj.batches(data(), 50),
+        variables=tj.TrainState.create(params, optimizer),
+        epochs=3,
+        progress=False,
+    )
+    scores = [out["scores"] for out in tj.predict(model, state, lambda: [data()[0]])]
+    kept = jax.tree.leaves(state.params)
+    digest = hashlib.sha256()
+    for leaf in [*kept, *map(np.asarray, scores)]:
+        digest.update(np.asarray(leaf).tobytes())
+    told = {
+        "process": jax.process_index(),
+        "processes": jax.process_count(),
+        "bits": digest.hexdigest(),
+        "losses": history.metrics["loss"].tolist(),
+        "evaluation": history.final,
+        "rows": sum(len(rows) for rows in scores),
+        "copies": [len(leaf.sharding.device_set) for leaf in kept],
+    }
+    print(json.dumps(told))
+    tj.cluster.shutdown()
+
+
+main()
