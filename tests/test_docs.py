@@ -314,13 +314,6 @@ def test_a_tower_optimizer_may_be_made_by_a_function():
     assert state.inner[0].mu["w"].tolist() == [0.0, 0.0, 0.0]
 
 
-def replicated(fn, towers):
-    def model_fn(variables, features, labels, mode, tower):
-        return fn(variables, features, labels, mode, tower.weight)
-
-    return tj.replicate_model_fn(model_fn, devices=mirrored(2, towers=towers))
-
-
 @pytest.mark.parametrize("towers", [2, 6])
 def test_recall_at_k_is_a_mean_of_rows(towers):
     rng = np.random.default_rng(0)
@@ -328,15 +321,13 @@ def test_recall_at_k_is_a_mean_of_rows(towers):
     best = np.argsort(-scores.astype(np.float32), axis=1)[:, :3]
     expected = (best == labels[:, None]).any(axis=1).mean()
 
-    def fn(variables, features, labels, mode, w):
+    def model_fn(variables, features, labels, mode, tower):
         found = jax.lax.top_k(features, 3)[1]
         hits = (found == labels[:, None]).any(axis=1)
-        metrics = {"recall": tj.metrics.mean(hits, w)}
-        return tj.ModelSpec(
-            mode, loss=tj.Weighted.mean(variables * w, w), eval_metrics=metrics
-        )
+        recall = tj.metrics.mean(hits, tower.weight)
+        return tj.ModelSpec(mode, loss=recall, eval_metrics={"recall": recall})
 
-    model = replicated(fn, towers)
+    model = tj.replicate_model_fn(model_fn, devices=mirrored(2, towers=towers))
     spec = model(np.float32(1), np.float32(scores), np.int32(labels), tj.Mode.EVAL)
     assert float(spec.eval_metrics["recall"].value) == pytest.approx(expected)
 
@@ -388,31 +379,6 @@ def test_what_the_loss_of_a_padded_batch_is(way):
     loss = model(np.float32(0), LOSSES, WEIGHTS, tj.Mode.EVAL).loss
     value = loss.value if isinstance(loss, tj.Weighted) else loss
     assert float(value) == pytest.approx(expected, rel=1e-6)
-
-
-def test_what_is_exported_is_loaded(tmp_path):
-    weights = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
-
-    def fn(variables, features, labels, mode, w):
-        scores = features @ variables
-        outputs = {
-            "classes": tj.ClassificationOutput(scores, classes=("cat", "dog")),
-            "first": tj.RegressionOutput(scores[:, 0]),
-            "all": tj.PredictOutput({"scores": scores, "rows": features}),
-        }
-        return tj.ModelSpec(mode, predictions={"x": scores}, export_outputs=outputs)
-
-    folder, x = tmp_path / "served", np.arange(15, dtype=np.float32).reshape(5, 3)
-    tj.export_model(replicated(fn, 2), weights, x[:1], folder, platforms=["cpu"])
-    served, expected = tj.load_exported(folder), x @ weights
-    assert served.signatures["classes"]["classes"] == ["cat", "dog"]
-    assert served(x, "classes")["scores"].tolist() == expected.tolist()
-    assert served(x[:2], "first")["value"].tolist() == expected[:2, 0].tolist()
-    assert served(x, "all")["rows"].tolist() == x.tolist()
-    with pytest.raises(
-        ValueError, match=r"is not one of \['all', 'classes', 'first'\]"
-    ):
-        served(x)
 
 
 def test_params_are_a_plain_tree_for_export():

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from towerjax.estimator.data import Data, Passes
-from towerjax.estimator.train import check_variables
+from towerjax.estimator.train import check_model, check_variables
 from towerjax.input import feed
 from towerjax.input.placer import PlacedBatch
 from towerjax.state import TrainState
@@ -92,6 +92,7 @@ def predict(
       >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
+    check_model("predict", model, "predict_step")
     check_variables("predict", variables)
     feed.check_whole("prefetch", prefetch, 0)
     feed.check_whole("in_flight", in_flight, 1)
