@@ -125,7 +125,8 @@ def test_each_name_of_the_original_has_a_test(page):
         assert head[1:] in (["towerjax", "shown by"], ["here", "shown by"])
         for row in rows:
             assert TEST.sub("", row[2]).strip("`, ") == "", row
-            assert all(name for _, name, _ in TEST.findall(row[2])), row
+            names = [name for _, name, _ in TEST.findall(row[2])]
+            assert names and all(names), row
 
 
 @functools.cache
