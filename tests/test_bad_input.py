@@ -545,3 +545,25 @@ def test_a_reduction_hides_neither_the_rows_nor_the_mask(no_compiles):
     careless = build(reduced(lambda tower: None), remainder="pad")
     text = r"loss\.sum does not depend"
     refused(careless, careless.init(start()), good(5), text, no_compiles)
+
+
+def test_checking_without_devices_looks_at_the_batch_too():
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(params * batch["x"], tower.weight)
+
+    def check(remainder, **batch):
+        strategy = tj.Mirrored(towers=4096)
+        step = tj.build_train_step(
+            loss_fn, optax.sgd(0.1), strategy, remainder=remainder
+        )
+        return step.check(jax.ShapeDtypeStruct((), np.float32), batch)
+
+    rows = jax.ShapeDtypeStruct((5000,), np.float32)
+    with pytest.raises(ValueError, match=r"batch\['x'\] has 5000 examples, which 4096"):
+        check("error", x=rows)
+    for remainder in ("pad", "drop"):
+        assert check(remainder, x=rows).analysis.collectives
+    with pytest.raises(ValueError, match=r"batch\['x'\]: 5000, batch\['y'\]: 4"):
+        check("pad", x=rows, y=np.zeros(4))
+    with pytest.raises(ValueError, match="is 3 of type int"):
+        check("pad", x=3)

@@ -146,6 +146,23 @@ def test_gan_learns_to_draw_digits(tmp_path):
     assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.1
 
 
+@pytest.mark.parametrize("flags", [(), ("--towers", "4", "--devices", "2")])
+def test_embeddings_learns_and_sends_a_tenth(flags, tmp_path):
+    epochs = ("--epochs", "1") if flags else ()
+    output = run_example("embeddings.py", *flags, *epochs, cwd=tmp_path)
+    sent = dict(re.findall(r"^(dense|rows) +a step sends (\d+\.\d+) MB", output, re.M))
+    assert float(sent["dense"]) == 25.6  # 100,000 x 64 float32
+    # 8,192 rows of 64 float32 and an int32 index.
+    assert float(sent["rows"]) == pytest.approx(8192 * (64 * 4 + 4) / 1e6, abs=0.005)
+    (share,) = re.findall(r"^rows / dense (0\.\d+)$", output, re.M)
+    assert float(share) < 0.1
+    accuracies = [float(x) for x in re.findall(r"test accuracy (0\.\d+) ", output)]
+    assert len(accuracies) == (2 if flags else 5)  # each epoch's, and the last again
+    assert accuracies[-1] > (0.7 if flags else 0.8)
+    (chance,) = re.findall(r"most frequent package (0\.\d+)", output)
+    assert float(chance) < 0.3
+
+
 def test_regression_prints_the_least_squares_weights(tmp_path):
     output = run_example("regression.py", cwd=tmp_path)
     rows = re.findall(r"^ *(true|fitted|least squares) +(.*)$", output, re.M)

@@ -53,10 +53,12 @@ def states(rows, w):
 def random_rows(seed, size, kind="any"):
     """Rows with ties at thresholds, one class alone where told, and a weight each."""
     rng = np.random.default_rng(seed)
-    ties = np.concatenate([np.arange(200) / 199, [0, 0.2, 0.25, 0.5, 0.75, 1]])
-    score = np.where(
-        rng.random(size) < 0.5, rng.choice(ties, size), rng.random(size)
-    ).astype(np.float32)
+    scores = [
+        rng.random(size),
+        rng.choice([0, 0.2, 0.25, 0.5, 0.75, 1], size),
+        rng.integers(0, 200, size) / 199,
+    ]
+    score = np.choose(rng.integers(0, 3, size), scores).astype(np.float32)
     yes = {
         "any": rng.random(size) < 0.4,
         "yes": np.ones(size, bool),
@@ -152,6 +154,23 @@ def test_any_split_gives_the_value_of_one_pass(seed, num_parts, size, kind, zero
     check(found, rows, rows["weight"])
     if zero:
         assert all((np.asarray(value) == 0).all() for value in found.values())
+
+
+def test_a_score_at_a_threshold_is_not_above_it():
+    yes, score = np.array([True, False, True]), np.float32([0.5, 0.5, 0.25])
+    found = m.recall_at_thresholds(yes, score, [0.25, 0.4, 0.5]).compute()
+    assert found.tolist() == [0.5, 0.5, 0]
+    assert float(m.false_positives(yes, score, threshold=0.5).compute()) == 0
+
+
+def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
+    """0.6 and 1 are as far from 0.8; in float64 a rounding says otherwise."""
+    yes = np.array([False] * 5 + [True] * 2)
+    score = np.float32([0.1, 0.1, 0.1, 0.9, 0.9, 0.5, 0.95])
+    state = m.sensitivity_at_specificity(yes, score, 0.8)
+    assert float(state.compute()) == value_on_host(on_host(state)) == 1.0
+    state = m.specificity_at_sensitivity(~yes, score[::-1], 0.8)
+    assert float(state.compute()) == value_on_host(on_host(state))
 
 
 def test_merge_is_associative_in_any_grouping():
@@ -446,8 +465,8 @@ REFUSED = [
     (lambda: m.mean_per_class_accuracy(N, I, 2), "labels of dtype float32"),
     (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
     (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
-    (lambda: m.merge(m.mean(N), N), "second of type ndarray.*no metric state"),
-    (lambda: m.compute({"a": m.mean(N)}), "of type dict.*no metric state"),
+    (lambda: m.merge(m.mean(N), N), "second a ndarray.*no metric state"),
+    (lambda: m.compute({"a": m.mean(N)}), "got a dict.*no metric state"),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),
 ]
 
@@ -518,7 +537,7 @@ for cls in (Growing, Untraced):
     [
         (lambda: Unregistered(), r"metrics\['x'\] is a Unregistered .*no pytree"),
         (lambda: Peak, r"metrics\['x'\] is the class Peak"),
-        (lambda: {"y": m.mean(N)}, r"metrics\['x'\] is of type dict.*'group/part'"),
+        (lambda: {"y": m.mean(N)}, r"metrics\['x'\] is a dict.*'group/part'"),
         (lambda: Growing(jnp.float32(1), 2), r"metrics\['x'\]: .*Growing changes"),
         (lambda: Untraced(jnp.float32(1), 2), "merge of a Untraced cannot be traced"),
     ],

@@ -36,7 +36,7 @@ LAYERS = """
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce
-    sparse.duplicates sparse.rows sparse.lookup sparse.gradient
+    sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
@@ -53,7 +53,7 @@ LAYERS = """
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job
     strategies
-    program pipeline step inference
+    program pipeline compiled_step step inference
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.estimator.steps import eval_step, predict_step, train_step
 
 SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
 ADAM = tj.TowerOptimizer(optax.adam(0.05))
@@ -119,7 +118,7 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
     model = replicated(count, devices, variable_placement=placement)
     expected, losses, means = by_calls(replicated(count, devices))
     state, history = tj.run(
-        train_step(model), model.init(start()), BATCHES, progress=False,
+        model.train_step(), model.init(start()), BATCHES, progress=False,
         steps_per_call=steps_per_call,
     )  # fmt: skip
     same(numbers(state), numbers(expected), exactly=False)
@@ -130,7 +129,7 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
 
 def test_one_step_at_a_time_and_its_hooks():
     model = replicated(2, 2)
-    step, state = train_step(model), model.init(start())
+    step, state = model.train_step(), model.init(start())
     assert step.hooks == ()
     expected, losses, _ = by_calls(model)
     for one, loss in zip(BATCHES, losses, strict=True):
@@ -147,7 +146,7 @@ def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, pla
     model = replicated(count, devices, variable_placement=placement)
     state = model.init(start())
     batches = [batch(8, 0), batch(size, 1), batch(2, 2)]
-    found = tj.evaluate_all(eval_step(model), state, batches)
+    found = tj.evaluate_all(model.eval_step(), state, batches)
     features = {
         k: np.concatenate([b["features"][k] for b in batches]).astype(float)
         for k in ("x", "weight")
@@ -160,7 +159,7 @@ def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, pla
     mean = (weight * logits).sum() / weight.sum()
     np.testing.assert_allclose(found["mean"], mean, rtol=1e-5)
     assert found.keys() == {"loss", "mean"}
-    predict = predict_step(model)
+    predict = model.predict_step()
     got = [predict(state, {"features": b["features"]})["logits"] for b in batches]
     np.testing.assert_allclose(np.concatenate(got), logits, rtol=1e-4, atol=1e-5)
 
@@ -169,7 +168,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
     model = replicated(2, 2, SUM)
     batches = [batch(8, 0), batch(4, 1)]
     found = tj.evaluate_all(
-        eval_step(model, params="scalar"), model.init(start()), batches
+        model.eval_step(params="scalar"), model.init(start()), batches
     )
     w = np.asarray(start().params["w"], float)
     totals = [
@@ -186,7 +185,7 @@ def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, place
     poisoned = batch(8, 5)
     poisoned["features"]["x"][7, 0] = np.nan  # the last tower's
     model = replicated(count, devices, variable_placement=placement)
-    step = train_step(model, on_nonfinite=policy)
+    step = model.train_step(on_nonfinite=policy)
     state, _ = step(model.init(start()), batch(8))
     before = numbers(state)
     state, metrics = step(state, poisoned)
@@ -214,7 +213,7 @@ def test_a_batch_without_examples_changes_nothing(count, devices, policy):
     empty = batch(8, 5)
     empty["features"]["weight"][:] = 0
     model = replicated(count, devices)
-    step = train_step(model, on_nonfinite=policy)
+    step = model.train_step(on_nonfinite=policy)
     state, _ = step(model.init(start()), batch(8))
     before = numbers(state)
     state, metrics = step(state, empty)
@@ -247,7 +246,7 @@ def test_variables_lie_where_they_are_told(kind, devices):
     for placement in PLACEMENTS:
         model = replicated(4, devices, variable_placement=placement)
         variables = model.init(start())
-        step = train_step(model)
+        step = model.train_step()
         everywhere = list(range(devices))
         for number in range(3):
             mirrored = dataclasses.replace(variables, local=None)
@@ -385,7 +384,7 @@ def test_a_step_reads_only_what_it_wants():
         return model_fn(variables, features, labels, mode, tower)
 
     model = replicated(2, 2, fn=fn)
-    state, step, evaluate = model.init(start()), train_step(model), eval_step(model)
+    state, step, evaluate = model.init(start()), model.train_step(), model.eval_step()
     for number in range(3):
         state, _ = step(state, batch(8, number))
         evaluate(state, batch(8, number))
@@ -398,18 +397,18 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
         return tj.ModelSpec(mode, loss=features.sum())
 
     model = replicated(1, 1, fn=fn)
-    for make in (train_step, eval_step, predict_step):
+    for make in (model.train_step, model.eval_step, model.predict_step):
         with pytest.raises(ValueError, match="model_fn has no parameter 'params'"):
-            step = make(model, params={"rate": 1})
+            step = make(params={"rate": 1})
             step(np.float32(1), {"features": rows(4)})
     with pytest.raises(ValueError, match="on_nonfinite='warn' is not one of"):
-        train_step(model, on_nonfinite="warn")
+        model.train_step(on_nonfinite="warn")
 
 
 def test_a_state_that_is_none_is_refused():
     for placement in PLACEMENTS:
         model = replicated(2, 2, variable_placement=placement)
-        step = train_step(model)
+        step = model.train_step()
         with pytest.raises(ValueError, match="is a dict, not a TrainState"):
             tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
         state = model.init(start())
@@ -429,9 +428,9 @@ def test_params_reach_the_steps():
     model = replicated(2, 2, fn=fn)
     given = {"params": {"rate": [1]}, "config": "c"}
     state, one = model.init(start()), batch(8)
-    eval_step(model, **given)(state, one)
-    predict_step(model, **given)(state, {"features": one["features"]})
-    step = train_step(model, **given)
+    model.eval_step(**given)(state, one)
+    model.predict_step(**given)(state, {"features": one["features"]})
+    step = model.train_step(**given)
     given["params"]["rate"].append(2)  # too late
     step(state, one)
     assert [mode for mode, _, _ in seen] == [

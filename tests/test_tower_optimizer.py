@@ -119,12 +119,21 @@ def test_it_is_a_transformation_for_optax():
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_copies_are_optimizers(how):
+    params = {"w": jnp.ones((2, 1))}
+    grads = {"w": tj.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
     for lazy in (False, True):
         ours = tj.TowerOptimizer(optax.adam(0.1), lazy=lazy)
         again = how(ours)
         assert isinstance(again, tj.TowerOptimizer) and again.lazy == lazy
-        grads, state = {"w": jnp.ones(2)}, ours.init({"w": jnp.ones(2)})
-        same_bits(again.update(grads, state), ours.update(grads, state))
+        if not lazy:
+            with pytest.raises(ValueError, match="Write lazy=True"):
+                again.update(grads, ours.init(params), params)
+            grads["w"] = jnp.ones((2, 1))
+        same_bits(
+            again.update(grads, ours.init(params), params),
+            ours.update(grads, ours.init(params), params),
+        )
+        grads = {"w": tj.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
 
 
 def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
@@ -133,6 +142,7 @@ def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
     weighted, after = ours.minimize(lambda p: loss_of(p, x, y), state)
     scalar, expected = ours.minimize(lambda p: mean_of(p, x, y), state)
     np.testing.assert_allclose(weighted.value, scalar, rtol=1e-6)
+    assert int(after.step) == int(expected.step) == 1
     for name, value in expected.params.items():
         np.testing.assert_allclose(after.params[name], value, rtol=1e-5)
     loss, grads = ours.compute_gradients(lambda p: loss_of(p, x, y), state.params)
@@ -347,7 +357,8 @@ def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, d
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
 def test_gradients_are_added_in_float32_and_keep_their_dtype(dtype):
     # 256 + seven times 1, of which bfloat16 holds none after 256.
-    optimizer = tj.TowerOptimizer(optax.sgd(1.0))
+    # The wrapped optimizer's momentum has the dtype of the gradients that it sees.
+    optimizer = tj.TowerOptimizer(optax.sgd(1.0, momentum=0.5))
 
     def model_fn(variables, features, labels, mode, tower):
         def loss_fn(w):

@@ -218,8 +218,8 @@ def _stack(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
 
 def first_tower_of_device(axes: TowerAxes) -> jax.Array:
     """The id of the first local tower, ``()`` int32, inside a device function."""
-    if not axes.device_axis or axes.num_towers == 1:
-        return jnp.int32(0)  # a lone tower's is no index that differs
+    if not axes.device_axis:
+        return jnp.int32(0)
     return lax.axis_index(DEVICE_AXIS).astype(jnp.int32) * axes.num_local
 
 

@@ -36,6 +36,7 @@ class Recipe:
         count, leaves ``[1, ...]``; None where padding is cut off again.
       advice: What to do where a mirrored result depends on the tower; None says the
         usual.
+      proved_alone: Is a reduction missed on one tower too, where it would do nothing?
     """
 
     device_fn: Callable[[TowerAxes], Callable[..., PyTree]]
@@ -44,6 +45,7 @@ class Recipe:
     donate: bool
     counted: Callable[[TowerAxes], Callable[..., PyTree]] | None
     advice: str | None = None
+    proved_alone: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,18 +107,19 @@ def _prove_body(
     recipe: Recipe, jaxpr: Any, args: PyTree, out: PyTree, axes: TowerAxes
 ) -> Proof:
     body = body_of_shard_map(jaxpr)
-    # What one tower has of its own is the same on all of it.
+    is_free = axes.num_towers == 1 and not recipe.proved_alone
     inputs = _names_where(
         recipe.in_layouts,
         args,
-        lambda layout: layout is not Layout.MIRRORED and axes.num_towers > 1,
+        lambda layout: layout is not Layout.MIRRORED and not is_free,
     )
     outputs = _names_where(
         recipe.out_layouts, out, lambda layout: layout is Layout.MIRRORED
     )
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
-    found = analyse(body, [None] * closed_over + inputs, axes.device_names)
+    names = () if is_free else axes.device_names
+    found = analyse(body, [None] * closed_over + inputs, names)
     prove_mirrored(found, outputs, advice=recipe.advice)
 
     return Proof(found, functools.partial(_unmasked, recipe, args, axes))

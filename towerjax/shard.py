@@ -186,6 +186,39 @@ def fit_batch(
     return jax.tree.map(lambda x: x[: size - over], batch), size - over
 
 
+def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
+    """As `fit_batch`, of shapes alone.
+
+    Args:
+      batch: A pytree of arrays or ``jax.ShapeDtypeStruct``, ``[B, ...]``.
+      shares: Rows go to this many equal shares.
+      remainder: What to do when ``shares`` does not divide ``B``.
+
+    Returns:
+      A tree of ``jax.ShapeDtypeStruct`` ``[B', ...]``, of which ``shares`` is a
+      divisor.
+
+    Raises:
+      ValueError: As `fit_batch`.
+
+    Example:
+      >>> fit_shapes(np.zeros((6, 2), np.float32), 4, "pad").shape
+      (8, 2)
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    # A broadcast zero takes no memory, and is checked as a batch is.
+    stand_ins = [
+        np.broadcast_to(np.zeros((), np.bool_), x.shape) if hasattr(x, "shape") else x
+        for x in leaves
+    ]
+    size = count_examples(jax.tree.unflatten(treedef, stand_ins))
+    rows_alone = [np.zeros(size, np.bool_)] * len(leaves)
+    _, fitted = fit_batch(jax.tree.unflatten(treedef, rows_alone), shares, remainder)
+    rows = fitted + -fitted % shares
+    shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in leaves]
+    return jax.tree.unflatten(treedef, shapes)
+
+
 def pad_rows(batch: PyTree, size: int) -> PyTree:
     """The batch with its last row repeated until it has ``size`` rows.
 

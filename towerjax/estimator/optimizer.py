@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from towerjax.estimator.losses import TowersOfStep
 from towerjax.outputs import as_tower_output, widened
 from towerjax.sparse.gradient import Selection, sparse_value_and_grad
-from towerjax.sparse.rows import IndexedRows, is_rows, reduce_stacked_rows
+from towerjax.sparse.over_towers import reduce_stacked_rows
+from towerjax.sparse.rows import IndexedRows, is_rows
 from towerjax.sparse.update import update_with_rows
 from towerjax.state import TrainState
 from towerjax.types import PyTree, Reduction, Weighted
@@ -285,8 +287,9 @@ def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
             f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
             " with its own init(params)."
         )
-    if params is None:
-        return
+    leaves = jax.tree.leaves(params)
+    if not any(isinstance(x, Tracer) for x in leaves):
+        return  # looked at once, where a step is traced, and not at each eager call
     own = jax.tree.structure(jax.eval_shape(init, params).inner)
     if own != jax.tree.structure(state.inner):  # optax may hand it on, and never say so
         raise ValueError(

@@ -289,6 +289,7 @@ def one_call_recipe(
         donate=donate and trains,
         counted=None if model_pass.mode is Mode.PREDICT else model_pass.counted,
         advice=WRAP,
+        proved_alone=False,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from towerjax.compiled_step import StepOptions
 from towerjax.estimator.arguments import ModelFn, static_key
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.options import Compat, ModelOptions
@@ -25,7 +26,6 @@ from towerjax.pipeline import OnNonfinite
 from towerjax.placement import on_every_process
 from towerjax.program import Program, Runner
 from towerjax.shard import Remainder
-from towerjax.step import StepOptions
 from towerjax.strategies import Mirrored, Strategy
 from towerjax.types import PyTree
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 
+from towerjax.compiled_step import CompiledStep, StepOptions
 from towerjax.estimator.pipeline import WRAP, ModelPass
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.whereabouts import VariablePlacement, kept, spread
@@ -15,8 +15,7 @@ from towerjax.input.placer import PlacedBatch
 from towerjax.metrics.state import compute
 from towerjax.pipeline import OnNonfinite, one_step_recipe
 from towerjax.placement import TowerAxes
-from towerjax.state import TrainState, check_is_state, split_state
-from towerjax.step import StepOptions, TrainStep
+from towerjax.state import TrainState, split_state
 from towerjax.types import PyTree, Weighted
 from towerjax.update import accept_or_keep
 
@@ -88,7 +87,7 @@ class ModelPipeline:
         return run
 
 
-class ModelTrainStep(TrainStep):
+class ModelTrainStep(CompiledStep):
     """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
 
     Made by the model's ``train_step``. The state is a ``TrainState``, which lies where
@@ -102,8 +101,8 @@ class ModelTrainStep(TrainStep):
         self._hooks: list[Callable[..., Any]] = []
         pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
         recipe = one_step_recipe(pipeline, donate=options.donate)
-        recipe = dataclasses.replace(recipe, advice=WRAP)
-        super().__init__(recipe, optax.identity(), model_pass.strategy, options)
+        recipe = dataclasses.replace(recipe, advice=WRAP, proved_alone=False)
+        super().__init__(recipe, model_pass.strategy, options)
         self._policy = policy
 
     def start(self, state: TrainState) -> TrainState:
@@ -119,7 +118,7 @@ class ModelTrainStep(TrainStep):
         Raises:
           ValueError: It is no ``TrainState``, or was made for another number of towers.
         """
-        check_is_state(state)
+        _check_is_state(state)
         return kept(self._spread(state), self.strategy.placement, self._policy)
 
     @property
@@ -136,7 +135,7 @@ class ModelTrainStep(TrainStep):
         Raises:
           ValueError: It is not.
         """
-        check_is_state(state)
+        _check_is_state(state)
         if self._policy is VariablePlacement.MIRRORED:
             super().check_state(state)
 
@@ -171,6 +170,15 @@ class ModelTrainStep(TrainStep):
 
     def _spread(self, state: TrainState) -> TrainState:
         return spread(state, self.strategy.placement, self._policy)
+
+
+def _check_is_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
+            " model.init(tj.TrainState.create(params, optimizer)); a model called by"
+            " itself takes any tree."
+        )
 
 
 class RunsModes(Protocol):

@@ -164,7 +164,7 @@ def spread(
 
 
 def _is_kept_copy(leaf: Any, placement: Placement) -> bool:
-    """Is it as `kept` leaves it: one copy, the same one on each of several processes?"""
+    """Is it as `kept` leaves it: one copy, the same on each of several processes?"""
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -19,6 +19,8 @@ from towerjax.metrics.foreign import (
 )
 from towerjax.types import PyTree, Weighted
 
+_STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
+
 
 def wide(x: Any) -> Any:
     """The array in a dtype in which counts and sums do not soon run over.
@@ -140,7 +142,7 @@ def check(name: str, x: Any) -> Any:
       dtype('float32')
     """
     if not is_metric(x):
-        raise ValueError(f"{name} is {described(x)}")
+        raise ValueError(f"{name} is {described(x)}. {_STATES}")
     if isinstance(x, Weighted):
         total, weight = strong(x.sum), strong(x.weight)
         dtype = jnp.promote_types(total.dtype, jnp.float32)
@@ -161,29 +163,28 @@ def check(name: str, x: Any) -> Any:
 
 
 def described(x: Any) -> str:
-    """What something that is no metric state is, and what to write.
+    """What something that is no metric state is, and where that helps, what to write.
 
     Args:
       x: Anything.
 
     Returns:
-      Text to follow "it is".
+      Text to follow "it is", without a full stop.
     """
-    write = "Return tj.Weighted.mean(hits, tower.weight) or a state of tj.metrics."
     if isinstance(x, type):
-        return f"the class {x.__name__}. Return an object made from the tower's rows."
+        return f"the class {x.__name__}, and no object made from the tower's rows"
     if is_collection(x):
         return (
-            f"a Collection, which is several metrics. Write"
-            f" {{**tj.metrics.from_clu(collection)}} for {type(x).__name__}."
+            f"a Collection ({type(x).__name__}), which is several metrics: write"
+            " {**tj.metrics.from_clu(collection)}"
         )
     if looks_like_state(x):
         return (
-            f"a {type(x).__name__} with merge and compute that is no pytree. Make it a"
+            f"a {type(x).__name__} with merge and compute that is no pytree: make it a"
             " subclass of tj.metrics.Additive, or register its class with"
-            " jax.tree_util.register_dataclass."
+            " jax.tree_util.register_dataclass"
         )
-    return f"of type {type(x).__name__}, which is no metric state. {write}"
+    return f"a {type(x).__name__}, which is no metric state"
 
 
 def _is_ours(x: Any) -> bool:
@@ -270,7 +271,7 @@ def merge(first: Any, second: Any) -> Any:
     """
     for name, state in (("first", first), ("second", second)):
         if not is_metric(state):
-            raise ValueError(f"merge got as {name} {described(state)}")
+            raise ValueError(f"merge got as {name} {described(state)}. {_STATES}")
     if isinstance(first, Weighted | Additive) and type(first) is not type(second):
         raise ValueError(
             f"merge got a {type(first).__name__} and a {type(second).__name__}. Merge"
@@ -298,7 +299,7 @@ def compute(state: Any) -> Any:
       2.0
     """
     if not is_metric(state):
-        raise ValueError(f"compute got {described(state)}")
+        raise ValueError(f"compute got {described(state)}. {_STATES}")
     if isinstance(state, Weighted | Additive | Adapted):
         return state.compute()
     return jax.tree.map(jnp.asarray, state).compute()

@@ -47,7 +47,8 @@ def sparse_value_and_grad(
       sparse: Which leaves of ``params`` are tables: a predicate on the leaf's path as
         ``jax.tree_util.keystr`` writes it, such as ``"['words']['embedding']"``; or
         such paths, or last names, such as ``["embedding"]``, which select every leaf
-        so called. The ``.value`` of a box, such as Flax's variables, is no name.
+        so called. The ``.value`` of a box, such as Flax's variables, is no name. None
+        at all is ``jax.value_and_grad``.
       has_aux: ``fn`` returns ``(scalar, aux)``.
 
     Returns:
@@ -56,8 +57,8 @@ def sparse_value_and_grad(
       where none was looked up.
 
     Raises:
-      ValueError: When called: ``sparse`` selects no leaf, or names one that is not
-        there; a table is a scalar, or is used other than by looking up rows where
+      ValueError: When called: ``sparse`` names a leaf that is not there, or is true
+        of none; a table is a scalar, or is used other than by looking up rows where
         ``fn`` itself runs, such as in a ``lax.scan`` or multiplied whole; names the
         leaf, the primitive and the line.
       TypeError: As ``jax.value_and_grad``; a table is not of real floats.
@@ -300,7 +301,7 @@ def _select(sparse: Selection, paths: list[Any]) -> list[int]:
     names = [jax.tree_util.keystr(path) for path in paths]
     if callable(sparse):
         selected = [i for i, name in enumerate(names) if sparse(name)]
-        missing = [] if selected else ["The predicate `sparse` selects no leaf"]
+        missing = [] if selected else ["`sparse` is true of no leaf"]
     else:
         wanted = [sparse] if isinstance(sparse, str) else list(sparse)
         called = [
@@ -312,8 +313,6 @@ def _select(sparse: Selection, paths: list[Any]) -> list[int]:
             for name in wanted
             if not any(name in both for both in called)
         ]
-        if not wanted:
-            missing = ["`sparse` is empty; then use jax.value_and_grad"]
     if missing:
         raise ValueError(
             f"{'; '.join(missing)}. The leaves of params are"

@@ -144,52 +144,53 @@ class _Trial:
     owners: Sequence[int | None]
     extra_args: Mapping[str, Any]
 
-    def step(
-        self,
-        looked_up: tuple[int, ...],
-        grads: list[Any],
-        params: list[Any],
-        state: Any,
-    ) -> tuple[int | None, list[Any], Any]:
-        """The first table that differs, and the dense update's params and state."""
-        treedef, optimizer = self.row_wise.treedef, self.row_wise.optimizer
-        indices = np.array(looked_up)
-        of_rows = list(grads)
+    def both(
+        self, indices: np.ndarray, grads: list[Any], params: list[Any], state: PyTree
+    ) -> tuple[Any, Any, list[Any]]:
+        """Updates and states, row-wise and dense, and the dense update's params."""
+        treedef, of_rows = self.row_wise.treedef, list(grads)
         for i in self.tables:
-            shape = params[i].shape
-            of_rows[i] = IndexedRows(grads[i][: len(indices)], indices, shape)
+            rows = grads[i][: len(indices)]
+            of_rows[i] = IndexedRows(rows, indices, params[i].shape)
         dense = [x.to_dense() if is_rows(x) else x for x in of_rows]
-
         got, got_state = self.row_wise.update(
             of_rows, state, params, self.owners, self.extra_args
         )
-        updates, next_state = optimizer.update(
+        updates, next_state = self.row_wise.optimizer.update(
             jax.tree.unflatten(treedef, dense),
             state,
             jax.tree.unflatten(treedef, params),
             **self.extra_args,
         )
-        expected = treedef.flatten_up_to(updates)
+        updates = treedef.flatten_up_to(updates)
         got = [x.to_dense() if is_rows(x) else x for x in got]
-        which = [i if i in self.tables else None for i in range(len(params))]
-        pairs = [
-            *zip(which, got, expected, strict=True),
-            *zip(
-                self.owners,
-                jax.tree.leaves(got_state),
-                jax.tree.leaves(next_state),
-                strict=True,
-            ),
-        ]
-        untouched = np.setdiff1d(np.arange(_ROWS), indices)
-        for table, x, y in pairs:
-            if not _agree(x, y, untouched if table is not None else None):
-                return self.tables[0] if table is None else table, [], None
         params = [
             jnp.asarray(p + u).astype(p.dtype)
-            for p, u in zip(params, expected, strict=True)
+            for p, u in zip(params, updates, strict=True)
         ]
-        return None, params, next_state
+        return (got, got_state), (updates, next_state), params
+
+    def step(
+        self,
+        looked_up: tuple[int, ...],
+        grads: list[Any],
+        params: list[Any],
+        state: PyTree,
+    ) -> tuple[int | None, list[Any], PyTree]:
+        """The first table that differs, and the dense update's params and state."""
+        indices = np.array(looked_up)
+        got, expected, params = self.both(indices, grads, params, state)
+        which = [i if i in self.tables else None for i in range(len(params))]
+        untouched = np.setdiff1d(np.arange(_ROWS), indices)
+        for table, x, y in zip(
+            [*which, *self.owners],
+            jax.tree.leaves(got),
+            jax.tree.leaves(expected),
+            strict=True,
+        ):
+            if not _agree(x, y, untouched if table is not None else None):
+                return self.tables[0] if table is None else table, params, expected[1]
+        return None, params, expected[1]
 
 
 def _agree(x: Any, y: Any, untouched: np.ndarray | None) -> bool:

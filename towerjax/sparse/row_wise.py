@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.sparse.duplicates import sum_duplicates
+from towerjax.sparse.duplicates import set_rows, sum_duplicates
 from towerjax.sparse.rows import IndexedRows, is_rows
 from towerjax.types import PyTree, named_leaves
 
@@ -128,11 +128,7 @@ class RowWise:
         def scattered(x: Any, rows: Any, table: int | None) -> Any:
             if table not in indices:
                 return rows
-            return (
-                jnp.asarray(x)
-                .at[indices[table]]
-                .set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
-            )
+            return set_rows(jnp.asarray(x), indices[table], rows)
 
         state, state_def = jax.tree.flatten(opt_state)
         updates, new_state = self.optimizer.update(
@@ -143,11 +139,12 @@ class RowWise:
             ),
             **extra_args,
         )
-        new_state = map(scattered, state, jax.tree.leaves(new_state), owners)
+        pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
+        new_state = [scattered(*pair) for pair in pairs]
         updates = self.treedef.flatten_up_to(updates)
         for i, which in indices.items():
             updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
-        return updates, jax.tree.unflatten(state_def, list(new_state))
+        return updates, jax.tree.unflatten(state_def, new_state)
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

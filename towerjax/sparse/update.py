@@ -61,13 +61,14 @@ def update_with_rows(
         dense update would be another one, or trying it raised. Names the leaf.
 
     Example:
-      >>> params = {"table": jnp.ones((4, 1))}
-      >>> rows = IndexedRows(jnp.ones((2, 1)), jnp.array([3, 3]), (4, 1))
+      >>> params = {"table": np.ones((4, 1), np.float32)}
+      >>> rows = IndexedRows(np.ones((2, 1), np.float32), np.array([3, 3]), (4, 1))
       >>> optimizer = optax.adagrad(0.5)
       >>> updates, opt_state = update_with_rows(
       ...     optimizer, {"table": rows}, optimizer.init(params), params)
-      >>> [round(x, 2) for x in optax.apply_updates(params, updates)["table"][:, 0]]
-      [1.0, 1.0, 1.0, 0.51]
+      >>> params = optax.apply_updates(params, updates)
+      >>> [f"{x:.2f}" for x in params["table"][:, 0]]
+      ['1.00', '1.00', '1.00', '0.51']
 
     Source:
       ``lazy``: ``LazyAdamOptimizer`` of TensorFlow (2017).

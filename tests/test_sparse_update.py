@@ -1,0 +1,464 @@
+"""Updating rows is updating the table, or is refused; and nothing dense is made."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.sparse import is_rows, map_values, rows_of
+from towerjax.sparse.duplicates import sum_duplicates
+
+R = tj.Reduction
+N, D = 7, 3
+SHAPES = {"a": (N, D), "b": (4,), "c": (5, 2), "d": (3,)}
+# Of each step: the rows of `a` and of `c`: both ends, some twice, none at all.
+STEPS = [([0, N - 1, 0, 0, 3], [4, 4]), ([3, 3, 3, 1, 0], []), ([6], [0, 1]), ([], [2])]
+
+
+def arrays(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    made = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+    return {name: jnp.asarray(x, dtype) for name, x in made.items()}
+
+
+def gradients(step, dtype=np.float32):
+    """Rows for `a` and `c`, arrays for the others."""
+    grads = arrays(10 + step, dtype)
+    rng = np.random.default_rng(20 + step)
+    for name, indices in zip("ac", STEPS[step], strict=True):
+        values = rng.normal(size=(len(indices), *SHAPES[name][1:]))
+        indices = np.array(indices, np.int32)
+        grads[name] = tj.IndexedRows(jnp.asarray(values, dtype), indices, SHAPES[name])
+    return grads
+
+
+def dense(tree):
+    return jax.tree.map(
+        lambda x: x.to_dense() if is_rows(x) else x, tree, is_leaf=is_rows
+    )
+
+
+def trained(optimizer, update, dtype=np.float32, **extra_args):
+    params = arrays(0, dtype)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(grads, state, params):
+        updates, state = update(optimizer, grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(len(STEPS)):
+        params, state = step(gradients(i, dtype), state, params)
+    return params, state
+
+
+def densely(optimizer, grads, state, params, **extra_args):
+    optimizer = optax.with_extra_args_support(optimizer)
+    return optimizer.update(dense(grads), state, params, **extra_args)
+
+
+def assert_same(actual, expected, rtol=1e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
+
+
+warmup = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 100)
+TABLES = {"a": "tables", "b": "rest", "c": "tables", "d": "rest"}
+NOT_TABLES = {name: kind == "rest" for name, kind in TABLES.items()}
+EXACT = {
+    "sgd": optax.sgd(0.1),
+    "sgd, schedule": optax.sgd(warmup),
+    "adagrad": optax.adagrad(0.1),
+    "adagrad, schedule": optax.adagrad(warmup),
+    "sign": optax.sign_sgd(0.1),
+    "centred rows": optax.chain(optax.centralize(), optax.sgd(0.1)),
+    "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "clip, adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
+    "inject": optax.inject_hyperparams(optax.adagrad)(learning_rate=warmup),
+    "partition": optax.partition(
+        {"tables": optax.adagrad(0.1), "rest": optax.adamw(0.1)}, TABLES
+    ),
+    "multi_transform": optax.multi_transform(
+        {"tables": optax.sgd(0.1), "rest": optax.adam(0.1)}, lambda params: TABLES
+    ),
+    "frozen": optax.partition(
+        {"tables": optax.set_to_zero(), "rest": optax.sgd(0.1)}, TABLES
+    ),
+    "masked": optax.chain(
+        optax.masked(optax.add_decayed_weights(0.1), NOT_TABLES), optax.sgd(0.1)
+    ),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_are_updated_as_the_table_is(name):
+    expected = trained(EXACT[name], densely)
+    assert_same(trained(EXACT[name], tj.update_with_rows), expected)
+
+
+@pytest.mark.slow
+def test_extra_arguments_reach_the_optimizer():
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    )
+    expected = trained(optimizer, densely, value=2.0)
+    assert_same(trained(optimizer, tj.update_with_rows, value=2.0), expected)
+
+
+def test_without_rows_it_is_the_optimizers_update():
+    optimizer = optax.adamw(0.1)
+    grads, params = dense(gradients(0)), arrays(0)
+    state = optimizer.init(params)
+    of_rows = jax.make_jaxpr(lambda *x: tj.update_with_rows(optimizer, *x))
+    assert str(of_rows(grads, state, params)) == str(
+        jax.make_jaxpr(optimizer.update)(grads, state, params)
+    )
+
+
+def test_adagrad_by_hand():
+    """NumPy float64: the squares of each row's sum, not the sum of squares."""
+    t, total = np.float64(arrays(0)["a"]), np.full((N, D), 0.1)
+    for step in range(len(STEPS)):
+        grad = np.zeros((N, D))
+        rows = gradients(step)["a"]
+        np.add.at(grad, np.asarray(rows.indices), np.float64(rows.values))
+        total += grad**2
+        t -= 0.3 * grad / np.sqrt(total + 1e-7)
+    params, _ = trained(optax.adagrad(0.3), tj.update_with_rows)
+    np.testing.assert_allclose(params["a"], t, rtol=1e-5)
+
+
+def test_lazy_adam_by_hand():
+    """NumPy float64: moments move with their rows, the count with each step."""
+    t = np.float64(arrays(0)["a"])
+    mu, nu = np.zeros((N, D)), np.zeros((N, D))
+    for step in range(len(STEPS)):
+        rows = gradients(step)["a"]
+        indices = np.asarray(rows.indices)
+        for row in np.unique(indices):
+            grad = np.float64(rows.values)[indices == row].sum(0)
+            mu[row] = 0.9 * mu[row] + 0.1 * grad
+            nu[row] = 0.99 * nu[row] + 0.01 * grad**2
+            corrected = mu[row] / (1 - 0.9 ** (step + 1))
+            scale = np.sqrt(nu[row] / (1 - 0.99 ** (step + 1))) + 1e-8
+            t[row] -= 0.05 * (corrected / scale + 0.1 * t[row])
+    optimizer = optax.adamw(0.05, b2=0.99, weight_decay=0.1)
+    params, state = trained(optimizer, tj.update_with_rows, lazy=True)
+    np.testing.assert_allclose(params["a"], t, rtol=2e-5)
+    np.testing.assert_allclose(state[0].mu["a"], mu, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(state[0].nu["a"], nu, rtol=1e-5, atol=1e-7)
+    assert state[0].count == len(STEPS)
+    # The dense leaves are updated as ever.
+    expected = trained(optimizer, densely)
+    for name in "bd":
+        np.testing.assert_allclose(params[name], expected[0][name], rtol=1e-5)
+
+
+def test_rows_that_only_fill_up_change_nothing():
+    """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
+    optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))
+    params = {"t": arrays(0)["a"]}
+    rows = tj.IndexedRows(jnp.ones((3, D)), np.array([2, 4, 2]), (N, D))
+    state = optimizer.init(params)
+    updates, state = tj.update_with_rows(
+        optimizer, {"t": rows}, state, params, lazy=True
+    )
+    moved = np.zeros((N, D))
+    moved[[2, 4]] = -0.1  # Adam's first step is of size 1
+    out = optax.apply_updates(params, updates)["t"]
+    np.testing.assert_allclose(out, params["t"] + moved, rtol=1e-5)
+    assert np.isfinite(state[0].mu["t"]).all()
+
+
+def decay(rate, learning_rate):
+    return optax.chain(optax.add_decayed_weights(rate), optax.sgd(learning_rate))
+
+
+late = optax.linear_schedule(0.0, 0.1, 1000, 5000)  # 0 up to step 5,000
+zeros = {"learning_rate": 0.0, "rate": 0.0}
+REFUSED = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "momentum, schedule": optax.sgd(late, momentum=0.9),
+    "adam": optax.adam(0.1),
+    "adam, slow": optax.adam(1e-6, b1=0.0, b2=0.999999),
+    "rmsprop": optax.rmsprop(0.1),
+    "lion": optax.lion(0.1),
+    "decay": decay(0.1, learning_rate=0.1),
+    "slight decay": decay(1e-7, learning_rate=1e-7),
+    "decay, schedule": decay(1e-4, learning_rate=late),
+    "decay, injected": optax.inject_hyperparams(decay)(**zeros),
+    "lamb": optax.lamb(0.1),
+    "trust": optax.chain(optax.scale_by_trust_ratio(), optax.sgd(0.1)),
+    "block": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
+    "accumulated": optax.MultiSteps(optax.sgd(0.1), 4),
+    "every third": optax.chain(optax.apply_every(3), optax.sgd(0.1)),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+    "partition": optax.partition(
+        {"tables": optax.adam(0.1), "rest": optax.sgd(0.1)}, TABLES
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_dense_update_is_refused(name):
+    params = arrays(0)
+    state = REFUSED[name].init(params)
+    update = jax.jit(functools.partial(tj.update_with_rows, REFUSED[name]))
+    with pytest.raises(
+        ValueError,
+        match=r"grads\['a'\] is of rows, but this optimizer's dense update is another"
+        r" one: .*Write lazy=True .*; or give a dense gradient: leave the leaf out of"
+        r" `sparse`, or use rows.to_dense\(\)",
+    ):
+        update(gradients(0), state, params)
+
+
+def test_only_the_table_at_fault_is_named():
+    kinds = TABLES | {"a": "rest"}
+    optimizer = optax.partition(
+        {"tables": optax.adam(0.1), "rest": optax.sgd(0.1)}, kinds
+    )
+    params = arrays(0)
+    with pytest.raises(ValueError, match=r"grads\['c'\] is of rows, but this optimi"):
+        tj.update_with_rows(optimizer, gradients(0), optimizer.init(params), params)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    "optimizer, leaf",
+    [
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), "opt_state[0].v_col['a']"),
+        (optax.sm3(0.1), "opt_state[0].mu['a'][0]"),
+        (optax.scale_by_lbfgs(), "opt_state.diff_params_memory['a']"),
+    ],
+)
+def test_a_state_without_rows_is_refused(optimizer, leaf, lazy):
+    params = arrays(0)
+    text = f"grads['a'] is of rows, but the optimizer keeps {leaf} of it, which has not"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.update_with_rows(
+            optimizer, gradients(0), optimizer.init(params), params, lazy=lazy
+        )
+
+
+def test_a_traced_learning_rate_cannot_be_tried():
+    params, grads = arrays(0), gradients(0)
+
+    def update(rate, lazy=False):
+        optimizer = optax.sgd(rate)
+        return tj.update_with_rows(
+            optimizer, grads, optimizer.init(params), params, lazy=lazy
+        )[0]
+
+    with pytest.raises(ValueError, match=r"grads\['a'\], grads\['c'\]: of rows, but .*"
+                       "could not be tried on a small table: Tracer"):  # fmt: skip
+        jax.jit(update)(0.1)
+    updates = jax.jit(lambda rate: update(rate, lazy=True))(0.1)
+    expected = jax.tree.map(lambda g: -0.1 * g, dense(grads))
+    assert_same(dense(updates), expected)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    params, grads, optimizer = arrays(0), gradients(0), optax.adagrad(0.1)
+    state = optimizer.init(params)
+    text = "grads['a'] has rows of an array of shape (7, 3), with indices of shape (5,)"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.update_with_rows(optimizer, grads, state, params | {"a": jnp.ones((8, 3))})
+    text = "opt_state is not what optimizer.init(params) gives: "
+    for other in (optax.adam(0.1), optax.sgd(0.1)):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            tj.update_with_rows(optimizer, grads, other.init(params), params)
+    wild = tj.IndexedRows(jnp.ones((1, D)), jnp.array([N]), (N, D))
+    with pytest.raises(ValueError, match="IndexedRows.indices has 7, but the array"):
+        tj.update_with_rows(optimizer, grads | {"a": wild}, state, params)
+
+
+def test_a_traced_index_that_names_no_row_cannot_go_unseen():
+    params, optimizer = arrays(0), optax.adagrad(0.1)
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(indices):
+        rows = tj.IndexedRows(jnp.ones((2, D)), indices, (N, D))
+        updates, _ = tj.update_with_rows(
+            optimizer, gradients(0) | {"a": rows}, state, params
+        )
+        return optax.apply_updates(params, updates)["a"]
+
+    for bad in (-1, N):
+        assert np.isnan(step(np.array([2, bad]))[2]).all()
+    assert not np.isnan(step(np.array([2, N - 1]))).any()
+
+
+def test_rows_of_bfloat16_are_added_in_float32():
+    dtype = jnp.bfloat16
+    params = {"t": jnp.zeros((N, 1), dtype)}
+    rows = tj.IndexedRows(jnp.ones((300, 1), dtype), np.full(300, 2), (N, 1))
+    optimizer = optax.sgd(1.0)
+    updates, _ = tj.update_with_rows(
+        optimizer, {"t": rows}, optimizer.init(params), params
+    )
+    out = optax.apply_updates(params, updates)["t"]
+    assert out.dtype == dtype and out[:, 0].tolist() == [0, 0, -300, 0, 0, 0, 0]
+    # Several steps, to bfloat16's 8 bits.
+    expected = trained(optax.adagrad(0.1), densely, dtype=dtype)
+    actual = trained(optax.adagrad(0.1), tj.update_with_rows, dtype=dtype)
+    assert_same(*(jax.tree.map(jnp.float32, x) for x in (actual, expected)), rtol=2e-2)
+
+
+def test_rows_by_index():
+    rng = np.random.default_rng(0)
+    for rows, num_rows in [(0, 4), (1, 4), (6, 4), (6, 50), (9, 1)]:
+        values = rng.normal(size=(rows, 2)).astype(np.float32)
+        indices = rng.integers(0, num_rows, rows)
+        summed, unique = jax.jit(sum_duplicates, static_argnums=2)(
+            values, indices, num_rows
+        )
+        assert len(unique) == min(rows, num_rows)
+        assert (np.diff(unique) > 0).all()
+        exist = np.asarray(unique) < num_rows
+        assert unique[exist].tolist() == np.unique(indices).tolist()
+        expected = [np.float64(values)[indices == i].sum(0) for i in np.unique(indices)]
+        np.testing.assert_allclose(
+            summed[exist], np.reshape(expected, (-1, 2)), rtol=1e-5, atol=1e-6
+        )
+        assert not np.asarray(summed)[~exist].any()
+
+
+# array + rows
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_array_plus_rows_is_an_array(jit):
+    rows = gradients(0)["a"]
+    expected = np.float64(arrays(0)["a"])
+    np.add.at(expected, np.asarray(rows.indices), np.float64(rows.values))
+    add = jax.jit if jit else lambda f: f
+    for array in (arrays(0)["a"], np.asarray(arrays(0)["a"])):
+        out = add(lambda a, r: a + r)(array, rows)
+        assert isinstance(out, jax.Array)
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+    out = optax.apply_updates({"a": arrays(0)["a"]}, {"a": rows})["a"]
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_an_array_plus_rows_keeps_its_dtype():
+    bf16 = jnp.full((N, D), 256, jnp.bfloat16)
+    rows = tj.IndexedRows(jnp.ones((4, D)), np.array([1, 1, 1, 2]), (N, D))
+    out = bf16 + rows  # 256 + 3 rounds to 260, 256 + 1 to 256; one by one all to 256
+    assert out.dtype == jnp.bfloat16 and out[:, 0].tolist()[:3] == [256, 260, 256]
+    ints = tj.IndexedRows(jnp.ones((2, D), int), np.array([1, 1]), (N, D))
+    assert (jnp.zeros((N, D), int) + ints)[:, 0].tolist() == [0, 2, 0, 0, 0, 0, 0]
+    with pytest.raises(
+        ValueError, match="of float32 cannot be added to an array of in"
+    ):
+        jnp.zeros((N, D), int) + rows
+    with pytest.raises(ValueError, match="of complex64 cannot be added to an array of"):
+        jnp.zeros((N, D)) + map_values(lambda x: x * 1j, rows)
+    with pytest.raises(ValueError, match=r"cannot be added to an array of shape \(2,"):
+        jnp.zeros((2, D)) + rows
+
+
+def test_a_map_of_values_leaves_indices_alone():
+    tree = {"b": jnp.ones(2), "t": gradients(0)["a"]}
+    out = map_values(lambda x, y: x * y, tree, {"b": 2, "t": 3})
+    assert out["b"].tolist() == [2, 2]
+    np.testing.assert_array_equal(out["t"].values, tree["t"].values * 3)
+    np.testing.assert_array_equal(out["t"].indices, tree["t"].indices)
+    assert rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]
+
+
+# What is compiled.
+
+
+@pytest.mark.parametrize(
+    "optimizer, lazy", [(optax.sgd(0.1), False), (optax.adagrad(0.1), False),
+                        (optax.adam(0.1), True)]
+)  # fmt: skip
+def test_rows_are_put_back_in_place(optimizer, lazy):
+    params = {"t": jnp.ones((20_000, 16))}
+    state = optimizer.init(params)
+
+    def step(params, state, values, indices):
+        rows = tj.IndexedRows(values, indices, (20_000, 16))
+        updates, state = tj.update_with_rows(
+            optimizer, {"t": rows}, state, params, lazy=lazy
+        )
+        return optax.apply_updates(params, updates), state
+
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+        params, state, jnp.ones((50, 16)), jnp.arange(50)
+    )
+    compiled = lowered.compile()
+    memory, table = compiled.memory_analysis(), params["t"].nbytes
+    tables = sum(np.shape(x) == (20_000, 16) for x in jax.tree.leaves((params, state)))
+    assert memory.alias_size_in_bytes >= tables * table
+    assert memory.temp_size_in_bytes < table / 10
+    makes = re.findall(r"= f32\[20000,16\]\S* ([a-z-]+)\(", compiled.as_text())
+    assert makes.count("scatter") == tables
+    assert set(makes) <= {"scatter", "parameter", "fusion"}
+    assert makes.count("fusion") <= tables  # those of the scatters
+
+
+# In towers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T, devices", [(1, 1), (3, 1), (4, 2), (8, 8)])
+@pytest.mark.parametrize("name", ["clip, adagrad", "adam"])
+def test_towers_update_one_table(T, devices, name):
+    """Rows that towers share; the same table on each, and the dense update's."""
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=T)
+    optimizer, lazy = (EXACT | REFUSED)[name], name == "adam"
+    rng = np.random.default_rng(T)
+    ids = rng.integers(0, N, (2, T, 4))
+    ids[0] = np.arange(N)[: 4 * T].size and ids[0] % 2  # towers share rows 0 and 1
+    ids[1, -1] = N - 1
+    targets = rng.normal(size=(2, T)).astype(np.float32)
+    params = {"t": arrays(0)["a"], "v": arrays(1)["d"]}
+
+    def loss(params, ids, target):
+        return ((params["t"][ids].mean(0) @ params["v"]) - target) ** 2
+
+    def tower_fn(tower, params, state, ids, target):
+        gradient = tj.sparse_value_and_grad(loss, ["t"])
+        _, grads = gradient(params, ids, target)
+        grads = tower.reduce(R.SUM, grads)
+        updates, state = tj.update_with_rows(optimizer, grads, state, params, lazy=lazy)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(
+        lambda params, state, ids, targets: strategy.call_for_each_tower(
+            tower_fn, params, state, tj.PerTower(ids), tj.PerTower(targets)
+        )
+    )
+    actual, state = params, optimizer.init(params)
+    expected, dense_state = params, state
+    for i in range(1 if lazy else 2):
+        out = step(actual, state, ids[i], targets[i])
+        per_tower = [
+            jax.tree.map(
+                lambda x, t=t: x.values[t] if isinstance(x, tj.PerTower) else x,
+                out,
+                is_leaf=lambda x: isinstance(x, tj.PerTower),
+            )
+            for t in range(T)
+        ]
+        actual, state = per_tower[0]
+        for other in per_tower[1:]:
+            jax.tree.map(np.testing.assert_array_equal, other, per_tower[0])
+        grads = [jax.grad(loss)(expected, ids[i, t], targets[i, t]) for t in range(T)]
+        total = jax.tree.map(lambda *g: sum(g), *grads)
+        updates, dense_state = optimizer.update(total, dense_state, expected)
+        expected = optax.apply_updates(expected, updates)
+    # From zero moments the first step of Adam is the dense one.
+    assert_same((actual, state), (expected, dense_state), rtol=2e-5)

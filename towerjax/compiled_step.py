@@ -1,0 +1,223 @@
+"""How is a compiled train step called? With a state and a batch, both checked."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import jax
+
+from towerjax.input.placer import PlacedBatch, Placer
+from towerjax.pipeline import Guard, OnNonfinite, repeated_recipe
+from towerjax.program import Program, Recipe, Runner
+from towerjax.shard import Remainder, check_remainder
+from towerjax.state import TrainState, check_state, is_usable, split_state
+from towerjax.strategies import Strategy
+from towerjax.types import PyTree, Reduction
+from towerjax.update import Verdicts
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a train step treats its batch and its loss; see `build_train_step`."""
+
+    loss_reduction: Reduction | None
+    micro_batches: int
+    remainder: Remainder
+    on_nonfinite: OnNonfinite
+    guard: Guard
+    donate: bool
+    max_programs: int
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_remainder(self.remainder)
+        for name, allowed in (("on_nonfinite", OnNonfinite), ("guard", Guard)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not one of {get_args(allowed)}."
+                )
+        allowed = (None, Reduction.SUM, Reduction.MEAN)
+        if self.loss_reduction not in allowed:
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} must be Reduction.SUM or"
+                " Reduction.MEAN for a scalar loss, or None for tj.Weighted."
+            )
+        for name in ("micro_batches", "max_programs"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}={number!r} must be a whole number >= 1.")
+
+
+class CompiledStep:
+    """A pure training step: ``(state, batch) -> (state, metrics)``.
+
+    Compiled at its first call, once. What makes its state, its subclasses know.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        options: StepOptions,
+    ) -> None:
+        self.strategy, self.options = strategy, options
+        self._runner = self._run(recipe)
+        self._repeated: dict[int, Runner] = {}
+        self._placer = Placer(
+            strategy.placement,
+            shares=strategy.num_towers * options.micro_batches,
+            remainder=options.remainder,
+        )
+        self._verdicts = Verdicts()
+
+    def _run(self, recipe: Recipe) -> Runner:
+        max_programs = self.options.max_programs
+        return Runner(recipe, self.strategy.placement, max_programs=max_programs)
+
+    def check_state(self, state: Any) -> None:
+        """Raise unless the state was made for this step's towers and devices.
+
+        Args:
+          state: What was passed to the step.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        check_state(state, self.strategy.placement)
+
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start a loop from: the same, once it is checked.
+
+        Args:
+          state: On the step's devices.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: As `check_state`.
+        """
+        self.check_state(state)
+        return state
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        if not isinstance(batch, PlacedBatch):
+            return self._placer.place(batch)
+        batch.check(self.strategy.placement)
+        if batch.rows % self.options.micro_batches:
+            raise ValueError(
+                f"The placed batch gives each tower {batch.rows} rows, which"
+                f" {self.options.micro_batches} micro-batches cannot share. Say"
+                " micro_batches=... where it is placed, or use other batch sizes."
+            )
+        return batch
+
+    def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
+        """Up to ``steps`` batches stacked, for one call that does them all.
+
+        Args:
+          batches: One to ``steps`` batches.
+          steps: ``K``, the most steps of a call; one program serves any number.
+
+        Returns:
+          A ``PlacedBatch`` for ``dispatch``.
+
+        Raises:
+          ValueError: A batch is malformed, does not divide, or is unlike the others.
+        """
+        return self._placer.place_several(batches, steps)
+
+    def program(self, state: TrainState, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: The state.
+          batch: A global batch, or one placed before.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        check_state(state, self.strategy.placement)
+        batch = self.place_batch(batch)
+        return self._runner_for(batch).program(split_state(state), batch)
+
+    def _runner_for(self, batch: PlacedBatch) -> Runner:
+        steps = batch.num_steps
+        if steps is None:
+            return self._runner
+        if steps not in self._repeated:
+            self._repeated[steps] = self._run(repeated_recipe(self._runner.recipe))
+        return self._repeated[steps]
+
+    def dispatch(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+        """The step, without looking at whether its loss was finite.
+
+        Args:
+          state: The state; donated.
+          batch: A placed batch, or several stacked.
+
+        Returns:
+          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool,
+          and NaN, infinite or False when the step was refused. For stacked batches
+          metrics and ``guarded`` are ``[K]``, of which the first so many count.
+        """
+        runner = self._runner_for(batch)
+        if batch.signature not in runner.programs or not is_usable(state):
+            check_state(state, self.strategy.placement)
+        try:
+            carry, step, metrics, finite = runner(split_state(state), batch)
+        except (TypeError, ValueError):
+            # JAX refuses a wrong state before it runs; say it in our words.
+            check_state(state, self.strategy.placement)
+            raise
+        guarded = metrics["loss"] if finite is None else finite
+        return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
+
+    def __call__(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The next state, and the metrics of this step.
+
+        Args:
+          state: As ``init`` or a step returned it. Donated: not usable afterwards,
+            unless the step was built with ``donate=False``.
+          batch: A global batch, a pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          ``(state, metrics)``: ``metrics["loss"]`` is the one global loss, and each
+          metric state its value over the global batch.
+
+        Raises:
+          ValueError: A malformed batch or a state that is not this step's, before
+            anything is compiled; nothing is lost.
+          NonFiniteError: With ``on_nonfinite="raise"``, some steps after one whose
+            loss was not finite (at most 16; `settle` looks at once). That step
+            changed nothing, and ``state`` is still usable.
+        """
+        self._verdicts.check()
+        after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
+        if self.options.on_nonfinite == "raise":
+            self._verdicts.add(state.step, guarded)
+        return after, metrics
+
+    def settle(self) -> None:
+        """Wait for the steps so far and look at each: for the end of a loop.
+
+        Raises:
+          NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
+        """
+        self._verdicts.settle()
