@@ -117,12 +117,16 @@ def test_no_cell_is_empty(page):
             assert len(row) == len(head) and all(row), row
 
 
-def test_each_name_of_the_original_has_a_test():
-    for head, _, *rows in tables(TEXTS["mirrored_strategy.md"]):
+@pytest.mark.parametrize("page", ["mirrored_strategy.md", "replicate_model_fn.md"])
+def test_each_name_of_the_original_has_a_test(page):
+    for head, _, *rows in tables(TEXTS[page]):
+        if head[0] == "a tower returns":  # of no names, and of one test
+            continue
         assert head[1:] in (["towerjax", "shown by"], ["here", "shown by"])
         for row in rows:
             assert TEST.sub("", row[2]).strip("`, ") == "", row
-            assert all(name for _, name, _ in TEST.findall(row[2])), row
+            names = [name for _, name, _ in TEST.findall(row[2])]
+            assert names and all(names), row
 
 
 @functools.cache
@@ -174,10 +178,14 @@ OBJECTS = {
     "context": attributes(tj.InputContext),
     "ctx": set(dir(tj.MultiStepContext(None))),
     "history": attributes(tj.History),
+    "model": attributes(tj.ReplicatedModel) | {"strategy"},
+    "optimizer": attributes(tj.TowerOptimizer),
+    "spec": attributes(tj.ModelSpec),
     "state": attributes(tj.TrainState),
     "step": attributes(TrainStep),
     "strategy": attributes(tj.Mirrored),
     "tower": attributes(tj.Tower),
+    "variables": attributes(tj.TrainState),
 }
 
 
@@ -195,10 +203,14 @@ def test_every_name_exists(page):
 def test_every_keyword_exists(page):
     """In calls such as tj.Mirrored(towers=8) and strategy.reduce(..., axis=0)."""
     text = said(TEXTS[page])
-    calls = re.findall(r"\b(tj|strategy|tower|ctx)\.([\w.]+)\(([^()]*)\)", text)
+    calls = re.findall(
+        r"\b(tj|strategy|tower|ctx|optimizer)\.([\w.]+)\(([^()]*)\)", text
+    )
     owners = {"tj": tj, "strategy": tj.Mirrored, "tower": tj.Tower}
-    for owner, name, arguments in calls:
-        owner = owners.get(owner, tj.MultiStepContext)
+    for said_of, name, arguments in calls:
+        owner = owners.get(said_of, tj.MultiStepContext)
+        if said_of == "optimizer":  # any of optax's, or ours with more
+            owner = tj.TowerOptimizer(optax.sgd(0.1))
         called = functools.reduce(getattr, name.split("."), owner)
         parameters = inspect.signature(called).parameters
         for keyword in re.findall(r"(\w+)=(?!=)", arguments):
@@ -294,6 +306,80 @@ def test_towers_may_meet_in_a_branch_that_all_take():
 
     for x, expected in ((0, -1), (1, 6)):
         assert int(mirrored(4).call_for_each_tower(tower_fn, x)) == expected
+
+
+def test_a_tower_optimizer_may_be_made_by_a_function():
+    state = tj.TowerOptimizer(lambda: optax.adam(0.1)).init({"w": np.ones(3)})
+    expected = optax.adam(0.1).init({"w": np.ones(3)})
+    assert jax.tree.structure(state.inner) == jax.tree.structure(expected)
+    assert state.inner[0].mu["w"].tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("towers", [2, 6])
+def test_recall_at_k_is_a_mean_of_rows(towers):
+    rng = np.random.default_rng(0)
+    scores, labels = rng.normal(size=(23, 10)), rng.integers(0, 10, 23)
+    best = np.argsort(-scores.astype(np.float32), axis=1)[:, :3]
+    expected = (best == labels[:, None]).any(axis=1).mean()
+
+    def model_fn(variables, features, labels, mode, tower):
+        found = jax.lax.top_k(features, 3)[1]
+        hits = (found == labels[:, None]).any(axis=1)
+        recall = tj.metrics.mean(hits, tower.weight)
+        return tj.ModelSpec(mode, loss=recall, eval_metrics={"recall": recall})
+
+    model = tj.replicate_model_fn(model_fn, devices=mirrored(2, towers=towers))
+    spec = model(np.float32(1), np.float32(scores), np.int32(labels), tj.Mode.EVAL)
+    assert float(spec.eval_metrics["recall"].value) == pytest.approx(expected)
+
+
+LOSSES = np.array([1, 2, 3, 4, 5, 6, 7], np.float32)
+WEIGHTS = np.array([1, 0, 2, 1, 0, 3, 1], np.float32)
+# Four towers have rows 0-1, 2-3, 4-5 and 6, and the last one fills up.
+WAYS = {
+    "mean": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM_BY_NONZERO_WEIGHTS", 4.0),
+    "nonzero": (
+        lambda x, w: tj.compute_weighted_loss(*x, valid=w),
+        "SUM_BY_NONZERO_WEIGHTS",
+        36 / 5,
+    ),
+    "size": (
+        lambda x, w: tj.compute_weighted_loss(
+            *x, valid=w, reduction=tj.LossReduction.SUM_OVER_BATCH_SIZE
+        ),
+        "SUM_OVER_BATCH_SIZE",
+        36 / 7,
+    ),
+    "sum": (lambda x, w: (x[0] * w).sum(), "SUM", 28.0),
+    "means": (
+        lambda x, w: tj.Weighted.mean(x[0], w).value,
+        "MEAN",
+        (1.5 + 3.5 + 5.5 + 7) / 4,
+    ),
+    "unread": (lambda x, w: x[0].mean(), "MEAN", "padding would count"),
+    "bare": (lambda x, w: x[0].mean(), "SUM_BY_NONZERO_WEIGHTS", "a bare scalar"),
+    "said": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM", "is of scalar losses"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_loss_of_a_padded_batch_is(way):
+    loss_of, reduction, expected = WAYS[way]
+
+    def model_fn(variables, features, labels, mode, tower):
+        loss = loss_of((features, labels), tower.weight)
+        return tj.ModelSpec(mode, loss=loss)
+
+    model = tj.replicate_model_fn(
+        model_fn, tj.LossReduction[reduction], mirrored(2, towers=4)
+    )
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            model(np.float32(0), LOSSES, WEIGHTS, tj.Mode.EVAL)
+        return
+    loss = model(np.float32(0), LOSSES, WEIGHTS, tj.Mode.EVAL).loss
+    value = loss.value if isinstance(loss, tj.Weighted) else loss
+    assert float(value) == pytest.approx(expected, rel=1e-6)
 
 
 def test_params_are_a_plain_tree_for_export():

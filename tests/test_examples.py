@@ -1,5 +1,6 @@
 """The examples and the notebooks run as a reader runs them, and print what is true."""
 
+import json
 import os
 import pathlib
 import re
@@ -100,6 +101,49 @@ def test_nnx_digits_reaches_its_accuracy(tmp_path):
     output = run_example("nnx_digits.py", cwd=tmp_path)
     assert final_accuracy(output) >= 0.95
     assert [step for step, _ in evaluations(output)] == list(range(15, 121, 15))
+
+
+def test_estimator_digits_stops_and_is_served(tmp_path):
+    output = run_example("estimator_digits.py", cwd=tmp_path)
+    assert final_accuracy(output) >= 0.97
+    seen = evaluations(output)
+    steps = [step for step, _ in seen]
+    assert steps == list(range(12, steps[-1] + 1, 12))  # 1,190 rows by 100
+    assert steps[-1] < 720 and "loss did not improve in 6 evaluations" in output
+    served = re.search(
+        r"the same digit for (\d+) of 357 images, scores within (\S+)$", output, re.M
+    )
+    assert served and int(served[1]) == 357 and float(served[2]) < 1e-5
+    folder = tmp_path / "runs/estimator_digits"
+    lines = [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines if x["kind"] == "eval"] == steps
+    assert len(lines[-1]["metrics"]["class_accuracy"]) == 10
+    assert list((folder / "tensorboard").glob("*tfevents*"))
+    assert (folder / "exported/model.json").is_file()
+    picture = matplotlib.image.imread(folder / "training.png")
+    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.01
+
+
+def test_estimator_digits_takes_towers_devices_and_epochs(tmp_path):
+    flags = ("--towers", "6", "--devices", "2", "--epochs", "4")
+    for _ in range(2):  # a second run takes the first one's folder over
+        output = run_example("estimator_digits.py", *flags, cwd=tmp_path)
+        assert final_accuracy(output) >= 0.8  # four epochs; chance is 0.1
+        assert "4 epochs are over" in output
+        assert [step for step, _ in evaluations(output)] == [12, 24, 36, 48]
+
+
+def test_gan_learns_to_draw_digits(tmp_path):
+    # 3,000 steps end at 0.2 to 0.35; of 600, seeds 0 to 2 end at 0.58 to 0.89.
+    flags = ("--devices", "2", "--steps", "600")
+    output = run_example("gan.py", *flags, cwd=tmp_path)
+    line = re.compile(r"^after step +(\d+)  distance (\S+)  rarest class (\S+)$", re.M)
+    steps, distances, rarest = np.array(line.findall(output), float).T
+    assert steps.tolist() == list(range(0, 601, 100))
+    assert distances[0] > 3 and distances[-1] < 1.2
+    assert rarest[0] == 0 and rarest[-1] > 0.005
+    picture = matplotlib.image.imread(tmp_path / "runs/gan/samples.png")
+    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.1
 
 
 @pytest.mark.parametrize("flags", [(), ("--towers", "4", "--devices", "2")])

@@ -378,6 +378,8 @@ def always(data):
         (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch or whole arrays"),
         (7, {}, "train_data=7 must be an iterable of (features, labels)"),
         (pairs(), {"variables": {"w": 1.0}}, "variables is a dict, but steps are coun"),
+        (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
+        (pairs(), {"hooks": ["print"]}, "hooks=['print'] must be a list of functions"),
         (
             pairs(),
             {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
@@ -403,6 +405,12 @@ def test_bad_arguments_are_refused_before_anything_is_done(model, data, options,
         (always(once()), {"epochs": 2}, 3, "gave no batches in epoch 2"),
         (always(once()), {"steps": 9}, 3, "gave no batches in epoch 2"),
         (lambda: [[1, 2]], {}, 0, "A batch is a list of two, which could be"),
+        (
+            lambda: [{"features": np.zeros(8), "labels": np.zeros(8)}],
+            {},
+            0,
+            "A batch is a dict of 'features' and 'labels', but a dict is features",
+        ),
     ],
 )
 def test_bad_data_is_told_of_and_nothing_is_lost(model, data, options, done, text):
@@ -526,6 +534,17 @@ def test_bad_predictions_are_refused_at_once(model, variables, data, options, te
     variables = model.init() if variables is None else variables
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.predict(model, variables, data, **options)
+
+
+def test_what_is_no_model_is_refused(model):
+    def model_fn(variables, features, labels, mode):
+        raise AssertionError
+
+    text = "model is a function, which has no {}(). Make it of a model function"
+    with pytest.raises(ValueError, match=re.escape(text.format("train_step"))):
+        tj.train_and_evaluate(model_fn, pairs(), variables=model.init())
+    with pytest.raises(ValueError, match=re.escape(text.format("predict_step"))):
+        tj.predict(model_fn, model.init(), pairs())
 
 
 def test_no_data_is_no_prediction(model):

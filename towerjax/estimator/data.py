@@ -29,7 +29,8 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
       ``{"features": ..., "labels": ...}``, without ``"labels"`` where there are none.
 
     Raises:
-      ValueError: It is a list of two, which may mean either.
+      ValueError: It is a list of two, or a dict of ``"features"`` and ``"labels"``,
+        which may mean either.
 
     Example:
       >>> as_batch((np.zeros(2), None))
@@ -43,6 +44,12 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
         raise ValueError(
             "A batch is a list of two, which could be (features, labels) or two"
             " features. Make it a tuple for the first, or a dict for the second."
+        )
+    if isinstance(element, Mapping) and set(element) == {"features", "labels"}:
+        raise ValueError(
+            "A batch is a dict of 'features' and 'labels', but a dict is features. Pass"
+            " the tuple (features, labels): tj.batches((features, labels), batch_size);"
+            " or (batch, None) where these are names of features."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or hasattr(element, "_fields"):  # a named tuple is features

@@ -26,7 +26,7 @@ from towerjax.state import TrainState
 from towerjax.strategies import OneDevice
 from towerjax.tower import TowerInputs
 from towerjax.tower_local import local_values, read_local
-from towerjax.types import PyTree
+from towerjax.types import PyTree, named_leaves
 from towerjax.version import __version__
 
 _FORMAT = 1
@@ -44,7 +44,7 @@ class Exported:
     """
 
     signatures: Mapping[str, Mapping[str, Any]]
-    _programs: Mapping[str, Any]
+    _programs: Mapping[str, Any] = dataclasses.field(repr=False)
 
     def __call__(self, features: PyTree, signature: str | None = None) -> PyTree:
         """The outputs of one signature.
@@ -67,7 +67,33 @@ class Exported:
                 f"signature={signature!r} is not one of {sorted(self._programs)}."
             )
         features = jax.tree.map(jnp.asarray, features)
-        return self._programs[signature].call(features)
+        program = self._programs[signature]
+        _check_kind(features, program)
+        return program.call(features)
+
+
+def _check_kind(features: PyTree, program: Any) -> None:
+    """Raise unless features are, but for their rows, what it was exported for."""
+    ((expected,), _) = jax.tree.unflatten(program.in_tree, program.in_avals)
+    kinds, asked = _kinds(features), _kinds(expected)
+    if kinds != asked:
+        raise ValueError(
+            f"The model was exported for {_listed(asked)}, but got {_listed(kinds)}."
+        )
+    empty = [name for name, x in named_leaves("features", features) if not x.shape[0]]
+    if empty:
+        raise ValueError(f"{', '.join(empty)} has no rows.")
+
+
+def _kinds(features: PyTree) -> dict[str, str]:
+    return {
+        name: f"{x.dtype}[{', '.join(['b', *map(str, x.shape[1:])][: x.ndim])}]"
+        for name, x in named_leaves("features", features)
+    }
+
+
+def _listed(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in kinds.items()) or "nothing"
 
 
 def export_model(
@@ -99,7 +125,8 @@ def export_model(
 
     Raises:
       ValueError: The directory exists, the model function returns nothing to export,
-        or the package flatbuffers, by which JAX writes programs, is not installed.
+        an argument is not what it must be, or the package flatbuffers, by which JAX
+        writes programs, is not installed.
 
     Example:
       >>> import tempfile, optax, towerjax as tj
@@ -114,6 +141,7 @@ def export_model(
     target = pathlib.Path(directory)
     if target.exists():
         raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
+    _check_arguments(model, features, platforms)
     _require_flatbuffers()
     given = {"params": params, "config": config}
     model.model_fn.refuse_unasked(given)
@@ -129,6 +157,31 @@ def export_model(
         programs[name], signatures[name] = exported(specs).serialize(), signature
     if jax.process_index() == 0:
         _write(target, programs, signatures)
+
+
+def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
+    if not isinstance(model, ReplicatedModel):
+        raise ValueError(
+            f"export_model: model is a {type(model).__name__}; write"
+            " tj.export_model(model, variables, features, directory) with model ="
+            " tj.replicate_model_fn(model_fn)."
+        )
+    bad = [
+        f"{name} is a {type(x).__name__}"
+        for name, x in named_leaves("features", features)
+        if not jnp.shape(x) or not hasattr(x, "dtype")
+    ]
+    if bad:
+        raise ValueError(
+            f"features are arrays or shapes [B, ...], but {'; '.join(bad)}. Wrap lists"
+            " in np.asarray."
+        )
+    known = (*_PLATFORMS, "rocm")
+    if isinstance(platforms, str) or not set(platforms) <= set(known):
+        raise ValueError(
+            f"platforms={platforms!r} must be a list of some of {list(known)}; a GPU of"
+            " NVIDIA is 'cuda'."
+        )
 
 
 def load_exported(directory: str | os.PathLike[str]) -> Exported:
@@ -156,7 +209,10 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
             " model.json."
         )
     _require_flatbuffers()
-    held = json.loads(index.read_text())
+    try:
+        held = json.loads(index.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{str(index)!r} is damaged: {error}.") from error
     if held.get("format") != _FORMAT:
         raise ValueError(
             f"{str(index)!r} is of format {held.get('format')!r}; this is towerjax"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 
 from towerjax.estimator.data import Data, Passes
-from towerjax.estimator.train import check_variables
+from towerjax.estimator.train import check_model, check_variables
 from towerjax.input import feed
 from towerjax.input.placer import PlacedBatch
 from towerjax.state import TrainState
@@ -34,11 +34,12 @@ class PredictStep(Protocol):
 class PredictingModel(Protocol):
     """A model as `predict` uses it."""
 
-    def predict_step(self, **given: Any) -> PredictStep:
+    def predict_step(self, *, params: Any = None, config: Any = None) -> PredictStep:
         """The step that predicts; keeps its variables.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
 
@@ -91,6 +92,7 @@ def predict(
       >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
+    check_model("predict", model, "predict_step")
     check_variables("predict", variables)
     feed.check_whole("prefetch", prefetch, 0)
     feed.check_whole("in_flight", in_flight, 1)

@@ -36,21 +36,43 @@ class TrainableModel(Protocol):
     there are none.
     """
 
-    def train_step(self, **given: Any) -> TrainStepWithHooks:
+    def train_step(
+        self, *, params: Any = None, config: Any = None
+    ) -> TrainStepWithHooks:
         """The step that trains; takes over the buffers of its state.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
 
-    def eval_step(self, **given: Any) -> EvaluationStep:
+    def eval_step(self, *, params: Any = None, config: Any = None) -> EvaluationStep:
         """The step that evaluates; ``"loss"`` is among its metrics.
 
         Args:
-          **given: ``params`` and ``config``, where they are not None.
+          params: Given only where it is not None.
+          config: Given only where it is not None.
         """
         ...
+
+
+def check_model(what: str, model: Any, method: str) -> None:
+    """Raise unless the model has what it is used for.
+
+    Args:
+      what: Who was given it.
+      model: It.
+      method: The name of the method that is called.
+
+    Raises:
+      ValueError: It has none.
+    """
+    if not hasattr(model, method):
+        raise ValueError(
+            f"{what}: model is a {type(model).__name__}, which has no {method}(). Make"
+            " it of a model function: model = tj.replicate_model_fn(model_fn)."
+        )
 
 
 def check_variables(what: str, variables: Any) -> None:
@@ -66,8 +88,9 @@ def check_variables(what: str, variables: Any) -> None:
     if not isinstance(variables, TrainState):
         raise ValueError(
             f"{what}: variables is a {type(variables).__name__}, but steps are counted,"
-            " placed and resumed in a tj.TrainState. Make one of the parameters and the"
-            " optimizer; a model called by itself takes any tree."
+            " placed and resumed in a tj.TrainState. Write"
+            " tj.TrainState.create(params, optimizer); a model called by itself takes"
+            " any tree."
         )
 
 
@@ -152,7 +175,12 @@ def train_and_evaluate(
     Flexibility in High-Level Machine Learning Frameworks", 2017,
     https://doi.org/10.1145/3097983.3098171 (the idea of the call).
     """
+    check_model("train_and_evaluate", model, "train_step")
     check_variables("train_and_evaluate", variables)
+    if callable(hooks) or not all(map(callable, hooks)):
+        raise ValueError(
+            f"hooks={hooks!r} must be a list of functions (step number, metrics)."
+        )
     asked = {"eval_every": eval_every, "early_stopping": early_stopping, "best": best}
     eval_passes = _eval_passes(eval_data, asked)
     passes = _train_passes(train_data, steps, epochs)
