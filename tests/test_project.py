@@ -26,7 +26,7 @@ TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step choose_cross_tower_ops cluster
 compute_weighted_loss evaluate_all export_model load_exported metrics predict
 read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
-train_and_evaluate update_with_rows""".split()
+testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -60,6 +60,8 @@ LAYERS = """
     loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
     loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
     estimator.data estimator.train estimator.predict
+    testing testing.compare testing.oracle testing.findings testing.dealing
+    testing.audited testing.causes testing.replicates testing.command
     bench bench.overhead
     cli __main__
 """.split()

@@ -2,6 +2,7 @@
 
 from towerjax import cluster as cluster
 from towerjax import metrics as metrics
+from towerjax import testing as testing
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical

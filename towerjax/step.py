@@ -8,7 +8,7 @@ from towerjax.compiled_step import CompiledStep, StepOptions
 from towerjax.gradient import TowerLoss
 from towerjax.pipeline import Guard, OnNonfinite, Pipeline, one_step_recipe
 from towerjax.placement import place
-from towerjax.program import Proof, Recipe, prove
+from towerjax.program import Proof, prove
 from towerjax.shard import Remainder, fit_shapes
 from towerjax.state import (
     STATE_LAYOUT,
@@ -31,13 +31,12 @@ class TrainStep(CompiledStep):
 
     def __init__(
         self,
-        recipe: Recipe,
-        optimizer: optax.GradientTransformation,
-        strategy: Strategy,
+        pipeline: Pipeline,
         options: StepOptions,
     ) -> None:
-        super().__init__(recipe, strategy, options)
-        self.optimizer = optimizer
+        recipe = one_step_recipe(pipeline, donate=options.donate)
+        super().__init__(recipe, pipeline.strategy, options)
+        self.pipeline, self.optimizer = pipeline, pipeline.optimizer
 
     def init(
         self, params: PyTree, *, local: PyTree = None, rng: jax.Array | None = None
@@ -179,5 +178,4 @@ def build_train_step(
     )
     loss = TowerLoss(loss_fn, loss_reduction, micro_batches)
     pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard)
-    recipe = one_step_recipe(pipeline, donate=donate)
-    return TrainStep(recipe, optimizer, strategy, options)
+    return TrainStep(pipeline, options)

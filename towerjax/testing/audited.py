@@ -1,0 +1,277 @@
+"""What does a loss function give on T towers? Run on one device, read as one value."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.executors import over_local_towers
+from towerjax.gradient import TowerLoss
+from towerjax.metrics.state import compute, is_metric, merged_rows
+from towerjax.outputs import as_tower_output
+from towerjax.strategies import Mirrored
+from towerjax.testing.dealing import Deal
+from towerjax.tower import Tower, TowerInputs
+from towerjax.tower_local import local_values, with_local_values
+from towerjax.types import LossFn, PyTree, Reduction, TowerOutput, Weighted, named_leaves
+from towerjax.variables import TowerLocal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Values:
+    """What towers gave, each leaf as one value.
+
+    Attributes:
+      leaves: Name -> array.
+      sizes: Name -> the size that rounding is measured by: of the largest value, or
+        of the parts that were added.
+      unequal: Names of plain metrics that are not the same on all towers.
+      parts: What the towers gave, leaves ``[T, ...]``.
+    """
+
+    leaves: dict[str, np.ndarray]
+    sizes: dict[str, float]
+    unequal: frozenset[str]
+    parts: PyTree
+
+
+class Audited:
+    """A loss function with a batch and parameters, run on any number of towers.
+
+    One program for each number of towers and of rows, on the default device.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        reduction: Reduction | None,
+        params: PyTree,
+        batch: PyTree,
+        local: PyTree,
+    ) -> None:
+        self.loss_fn, self.reduction = loss_fn, reduction
+        self.params, self.batch, self.local = params, batch, local
+        self._programs: dict[int, Callable[..., PyTree]] = {}
+        self._finish = jax.jit(self._finished)
+
+    def run(
+        self,
+        deal: Deal,
+        key: jax.Array,
+        *,
+        scale: float = 1.0,
+        local: PyTree = None,
+    ) -> Values:
+        """What the towers of a split give.
+
+        Args:
+          deal: The split.
+          key: The state's key, ``tower.rng`` is made of.
+          scale: What the loss is multiplied by before its gradient is taken.
+          local: Tower-local variables to start from; None takes those of the audit.
+
+        Returns:
+          The `Values`.
+        """
+        local = self.local if local is None else local
+        args = self._arguments(deal, key, scale, local)
+        return self.finished(self._program(deal.num_towers)(*args))
+
+    def traced(self, deal: Deal, key: jax.Array) -> str:
+        """The traced program of a split, which names every dtype.
+
+        Args:
+          deal: The split.
+          key: As for `run`.
+
+        Returns:
+          The text of its jaxpr.
+        """
+        args = self._arguments(deal, key, 1.0, self.local)
+        jaxpr = jax.make_jaxpr(self._program(deal.num_towers))(*args)
+        return str(jaxpr)
+
+    def _arguments(
+        self, deal: Deal, key: jax.Array, scale: float, local: PyTree
+    ) -> tuple[Any, ...]:
+        rows = jax.tree.map(lambda x: x[deal.index], self.batch)
+        copies = jax.tree.map(
+            lambda x: jnp.stack([x] * deal.num_towers), local_values(local)
+        )
+        return self.params, rows, deal.counts, copies, key, np.float32(scale)
+
+    def _program(self, num_towers: int) -> Callable[..., PyTree]:
+        if num_towers not in self._programs:
+            self._programs[num_towers] = jax.jit(self._on_towers(num_towers))
+        return self._programs[num_towers]
+
+    def merged(self, values: Sequence[Values]) -> Values:
+        """What the parts would give as towers of their own, of any number of rows.
+
+        Args:
+          values: Of each part what `run` gave for it.
+
+        Returns:
+          The `Values`; right where towers do not communicate.
+        """
+        parts = [value.parts for value in values]
+        stacked = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
+        return self.finished(stacked)
+
+    def finished(self, parts: PyTree) -> Values:
+        """The towers' parts as one value each.
+
+        Args:
+          parts: Leaves ``[T, ...]``.
+
+        Returns:
+          The `Values`.
+        """
+        named, sizes = jax.device_get(self._finish(parts))
+        leaves, size_of, unequal = {}, {}, set()
+        for root, tree in named.items():
+            for name, x in named_leaves(root, tree):
+                leaves[name] = np.asarray(x, np.float64)
+        for root, tree in sizes.items():
+            size_of |= {name: float(x) for name, x in named_leaves(root, tree)}
+        for name, plain in _plain(parts[2]).items():
+            rows = np.asarray(jax.device_get(plain), np.float64)
+            label = f"metrics[{name!r}]"
+            size_of[label] = float(np.abs(rows).max(initial=0))
+            if not np.allclose(rows, rows[:1], rtol=1e-5, atol=0, equal_nan=True):
+                unequal.add(label)
+        for name, x, size in self._read(parts[3]):
+            leaves[name], size_of[name] = x, size
+        for name, x in leaves.items():
+            own = float(np.abs(x[np.isfinite(x)]).max(initial=0))
+            size_of[name] = max(own, np.nan_to_num(size_of.get(name, 0.0)))
+        return Values(leaves, size_of, frozenset(unequal), parts)
+
+    def _on_towers(self, num_towers: int) -> Callable[..., PyTree]:
+        strategy = Mirrored(devices=(jax.local_devices()[0],), towers=num_towers)
+        axes = strategy.placement.axes
+
+        def run(
+            params: PyTree,
+            rows: PyTree,
+            counts: jax.Array,
+            local: PyTree,
+            key: jax.Array,
+            scale: jax.Array,
+        ) -> PyTree:
+            inputs = TowerInputs(strategy, axes, jnp.int32(0), key)
+            loss = TowerLoss(self._scaled(scale), None, 1)
+
+            def tower_fn(tower_id: jax.Array, own: Any) -> tuple[PyTree, PyTree]:
+                grads, total, metrics, local = loss.gradient(
+                    params, own, inputs, tower_id
+                )
+                return (grads, total, metrics, local), ()
+
+            own = (rows, counts, local)
+            return over_local_towers(tower_fn, axes, own, stack_sums=True)[0]
+
+        return run
+
+    def _scaled(self, scale: jax.Array) -> LossFn:
+        def scaled(params: PyTree, rows: PyTree, tower: Tower) -> TowerOutput:
+            out = as_tower_output(self.loss_fn(params, rows, tower), self.reduction)
+            total = out.loss.sum * scale.astype(out.loss.sum.dtype)
+            return dataclasses.replace(out, loss=Weighted(total, out.loss.weight))
+
+        return scaled
+
+    def _finished(self, parts: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+        grads, total, metrics, _ = parts
+        weight = total.weight.sum()
+        if self.reduction is Reduction.SUM:
+            weight = jnp.ones_like(weight)
+        inverse = Weighted(1.0, weight).value
+        states = {name: x for name, x in metrics.items() if is_metric(x)}
+        named = {
+            "loss": total.sum.sum() * inverse,
+            "gradient": jax.tree.map(lambda g: g.sum(axis=0) * inverse, grads),
+            "metrics": {name: compute(merged_rows(x)) for name, x in states.items()}
+            | {name: x[0] for name, x in _plain(metrics).items()},
+        }
+
+        def size(x: jax.Array) -> jax.Array:
+            return jnp.max(jnp.abs(x).sum(axis=0), initial=0.0)
+
+        sizes = {
+            "loss": size(total.sum) * inverse,
+            "gradient": jax.tree.map(lambda g: size(g) * inverse, grads),
+            "metrics": {
+                name: jnp.max(Weighted(jnp.abs(x.sum).sum(0), x.weight.sum(0)).value)
+                for name, x in states.items()
+                if isinstance(x, Weighted)
+            },
+        }
+        return named, sizes
+
+    def _read(self, values: PyTree) -> list[tuple[str, np.ndarray, float]]:
+        """Each local leaf that has one value: its name, its value, its size."""
+        found = []
+        for path, variable in _variables(with_local_values(self.local, values)):
+            for name, x in named_leaves(path, variable.value):
+                if not is_compared(variable, x):
+                    continue
+                rows = np.asarray(jax.device_get(x), np.float64)
+                size = np.abs(rows).max(initial=0)
+                if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+                    found.append((name, rows[0], size))
+                elif variable.reduction is Reduction.MEAN:
+                    found.append((name, rows.mean(axis=0), size))
+                else:
+                    found.append((name, rows.sum(axis=0), size * len(rows)))
+        return found
+
+    def reductions(self) -> dict[str, Reduction]:
+        """Of each local leaf how it is read.
+
+        Returns:
+          Name -> reduction.
+        """
+        return {
+            name: variable.reduction
+            for path, variable in _variables(self.local)
+            for name, _ in named_leaves(path, variable.value)
+        }
+
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the local leaves that have no one value to compare.
+
+        Returns:
+          Names in tree order.
+        """
+        return tuple(
+            name
+            for path, variable in _variables(self.local)
+            for name, x in named_leaves(path, variable.value)
+            if not is_compared(variable, x)
+        )
+
+
+def _variables(local: PyTree) -> list[tuple[str, TowerLocal]]:
+    return named_leaves("local", local, is_leaf=lambda x: isinstance(x, TowerLocal))
+
+
+def is_compared(variable: TowerLocal, leaf: Any) -> bool:
+    """Is a leaf of a tower-local variable a number that is read as one value?
+
+    Args:
+      variable: The variable.
+      leaf: One of its leaves.
+
+    Returns:
+      Whether it is: no key, and not of ``Reduction.NONE``.
+    """
+    is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+    return variable.reduction is not Reduction.NONE and not is_key
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in metrics.items() if not is_metric(x)}

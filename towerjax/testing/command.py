@@ -1,0 +1,151 @@
+"""What does ``towerjax audit`` do? It audits a loss function by its name."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from towerjax.testing.findings import CAUSES, AuditReport, SplitError
+from towerjax.testing.replicates import assert_replicates
+from towerjax.types import Reduction
+
+_DEPENDS = 1
+
+_EXAMPLE = """\
+example:
+  towerjax audit train:loss_fn --params train:make_params --batch train:make_batch
+
+exit code: 0 if nothing depends on the split, 1 if something does, 2 for wrong arguments.
+"""
+
+
+def add_audit(commands: Any) -> None:
+    """Add the command ``audit`` to those of ``towerjax``.
+
+    Args:
+      commands: What ``ArgumentParser.add_subparsers`` returned.
+    """
+    parser = commands.add_parser(
+        "audit",
+        help="does a loss function give the same on any number of towers?",
+        description="Compare a loss function on several numbers of towers with one, on"
+        " one device, and say what depends on the split and why.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("loss_fn", metavar="module:function")
+    of_value = {"metavar": "module:name", "help": "a value, or a function without"}
+    for name in ("params", "batch"):
+        of_value["help"] = f"the {name}, or a function without arguments that makes them"
+        parser.add_argument(f"--{name}", required=True, **of_value)
+    of_value["help"] = "tower-local variables, or a function that makes them"
+    parser.add_argument("--local", **of_value)
+    parser.add_argument(
+        "--towers", default="1,2,3,4,8", metavar="N,N", help="default: %(default)s"
+    )
+    parser.add_argument("--rtol", type=float, metavar="R", help="default: 1e-4")
+    parser.add_argument(
+        "--loss-reduction", choices=("sum", "mean"), help="what a bare scalar means"
+    )
+    parser.add_argument(
+        "--ignore-random", action="store_true", help="leave out what is random"
+    )
+    parser.add_argument(
+        "--no-padding", action="store_true", help="only even splits, without padding"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_audit)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    reduction = options.loss_reduction and Reduction(options.loss_reduction)
+    with _here_importable():
+        loss_fn = _named(options.loss_fn)
+        if not callable(loss_fn):
+            raise ValueError(f"{options.loss_fn} is no function: {loss_fn!r}.")
+        try:
+            report = assert_replicates(
+                loss_fn,
+                _made(options.params),
+                _made(options.batch),
+                _numbers(options.towers),
+                local=_made(options.local),
+                rng="ignore" if options.ignore_random else None,
+                rtol=options.rtol,
+                loss_reduction=reduction,
+                padding=not options.no_padding,
+            )
+        except SplitError as error:
+            sys.stdout.write(_as_json(error) if options.json else f"{error}\n")
+            return _DEPENDS
+    sys.stdout.write(_as_json(report) if options.json else f"{report}\n")
+    return 0
+
+
+def _as_json(result: AuditReport | SplitError) -> str:
+    if isinstance(result, AuditReport):
+        fields = {"same": True, **dataclasses.asdict(result)}
+    else:
+        findings = [
+            {
+                **dataclasses.asdict(finding),
+                "advice": [CAUSES[cause] for cause in finding.causes],
+            }
+            for finding in result.findings
+        ]
+        fields = {"same": False, "findings": findings}
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--towers {text!r} must be whole numbers with commas between: 1,2,4."
+        ) from None
+
+
+def _made(name: str | None) -> Any:
+    value = None if name is None else _named(name)
+    return value() if callable(value) else value
+
+
+def _named(name: str) -> Any:
+    """What ``module:name`` names."""
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another
+        raise ValueError(
+            f"{name}: there is no module {error.name!r} here. Say where with"
+            " PYTHONPATH, or start in its folder."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(value, part):
+            raise ValueError(f"{name}: {module_name} has no {path!r}.")
+        value = getattr(value, part)
+    return value
+
+
+@contextlib.contextmanager
+def _here_importable() -> Iterator[None]:
+    """As for ``python -m``: modules of the current folder can be named."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
