@@ -60,8 +60,8 @@ LAYERS = """
     loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
     loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
     estimator.data estimator.train estimator.predict
-    testing testing.compare testing.oracle testing.findings testing.dealing
-    testing.audited testing.causes testing.replicates testing.command
+    testing.compare testing.oracle testing.findings testing.dealing testing.audited
+    testing.causes testing.replicates testing testing.command
     bench bench.overhead
     cli __main__
 """.split()

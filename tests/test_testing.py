@@ -24,7 +24,9 @@ def loss_fn(params, batch, tower):
     errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
     loss = tj.Weighted.mean(errors**2, tower.weight)
     local = {"seen": tower.local["seen"] + tower.weight.sum()}
-    return tj.TowerOutput(loss, {"error": tj.Weighted.mean(errors, tower.weight)}, local)
+    return tj.TowerOutput(
+        loss, {"error": tj.Weighted.mean(errors, tower.weight)}, local
+    )
 
 
 def local():

@@ -16,7 +16,14 @@ from towerjax.strategies import Mirrored
 from towerjax.testing.dealing import Deal
 from towerjax.tower import Tower, TowerInputs
 from towerjax.tower_local import local_values, with_local_values
-from towerjax.types import LossFn, PyTree, Reduction, TowerOutput, Weighted, named_leaves
+from towerjax.types import (
+    LossFn,
+    PyTree,
+    Reduction,
+    TowerOutput,
+    Weighted,
+    named_leaves,
+)
 from towerjax.variables import TowerLocal
 
 
@@ -54,7 +61,7 @@ class Audited:
     ) -> None:
         self.loss_fn, self.reduction = loss_fn, reduction
         self.params, self.batch, self.local = params, batch, local
-        self._programs: dict[int, Callable[..., PyTree]] = {}
+        self._programs: dict[int, Any] = {}
         self._finish = jax.jit(self._finished)
 
     def run(
@@ -78,7 +85,7 @@ class Audited:
         """
         local = self.local if local is None else local
         args = self._arguments(deal, key, scale, local)
-        return self.finished(self._program(deal.num_towers)(*args))
+        return self._read_off(*self._program(deal.num_towers)(*args))
 
     def traced(self, deal: Deal, key: jax.Array) -> str:
         """The traced program of a split, which names every dtype.
@@ -91,8 +98,7 @@ class Audited:
           The text of its jaxpr.
         """
         args = self._arguments(deal, key, 1.0, self.local)
-        jaxpr = jax.make_jaxpr(self._program(deal.num_towers))(*args)
-        return str(jaxpr)
+        return str(self._program(deal.num_towers).trace(*args).jaxpr)
 
     def _arguments(
         self, deal: Deal, key: jax.Array, scale: float, local: PyTree
@@ -103,9 +109,15 @@ class Audited:
         )
         return self.params, rows, deal.counts, copies, key, np.float32(scale)
 
-    def _program(self, num_towers: int) -> Callable[..., PyTree]:
+    def _program(self, num_towers: int) -> Any:
         if num_towers not in self._programs:
-            self._programs[num_towers] = jax.jit(self._on_towers(num_towers))
+            on_towers = self._on_towers(num_towers)
+
+            def program(*args: PyTree) -> PyTree:
+                parts = on_towers(*args)
+                return parts, self._finished(parts)
+
+            self._programs[num_towers] = jax.jit(program)
         return self._programs[num_towers]
 
     def merged(self, values: Sequence[Values]) -> Values:
@@ -119,18 +131,11 @@ class Audited:
         """
         parts = [value.parts for value in values]
         stacked = jax.tree.map(lambda *rows: jnp.concatenate(rows), *parts)
-        return self.finished(stacked)
+        return self._read_off(stacked, self._finish(stacked))
 
-    def finished(self, parts: PyTree) -> Values:
-        """The towers' parts as one value each.
-
-        Args:
-          parts: Leaves ``[T, ...]``.
-
-        Returns:
-          The `Values`.
-        """
-        named, sizes = jax.device_get(self._finish(parts))
+    def _read_off(self, parts: PyTree, finished: PyTree) -> Values:
+        """The towers' parts, leaves ``[T, ...]``, with each leaf as one value."""
+        named, sizes = jax.device_get(finished)
         leaves, size_of, unequal = {}, {}, set()
         for root, tree in named.items():
             for name, x in named_leaves(root, tree):
@@ -198,14 +203,18 @@ class Audited:
             | {name: x[0] for name, x in _plain(metrics).items()},
         }
 
-        def size(x: jax.Array) -> jax.Array:
+        def size(x: Any) -> jax.Array:
             return jnp.max(jnp.abs(x).sum(axis=0), initial=0.0)
+
+        def size_of_mean(x: Weighted) -> jax.Array:
+            weight = jnp.asarray(x.weight).sum(axis=0)
+            return jnp.max(Weighted(jnp.abs(x.sum).sum(axis=0), weight).value)
 
         sizes = {
             "loss": size(total.sum) * inverse,
             "gradient": jax.tree.map(lambda g: size(g) * inverse, grads),
             "metrics": {
-                name: jnp.max(Weighted(jnp.abs(x.sum).sum(0), x.weight.sum(0)).value)
+                name: size_of_mean(x)
                 for name, x in states.items()
                 if isinstance(x, Weighted)
             },

@@ -16,7 +16,9 @@ from towerjax.testing.audited import Audited, Values
 from towerjax.testing.dealing import dealt
 from towerjax.types import PyTree, Reduction
 
-_TINY_SCALE = 2.0**-20  # a power of two: it changes no bit of a gradient but its exponent
+_TINY_SCALE = (
+    2.0**-20
+)  # a power of two: it changes no bit of a gradient but its exponent
 _PARTS = {"A": 0, "B": 1, "C": 2}
 
 
@@ -84,8 +86,8 @@ class Experiments:
             self._initial,
             self._exchanged,
             self._reordered,
-            self._scaled_by_towers,
             self._clipped,
+            self._scaled_by_towers,
         ):
             found = experiment(leaf)
             if found is not None:
@@ -185,7 +187,10 @@ class Experiments:
                 for n in (2, 3)
             ):
                 ratio = ("2 and 3", "1/2 and 1/3")[power < 0]
-                return name, f"2 and 3 towers of the same rows give {ratio} times as much"
+                return (
+                    name,
+                    f"2 and 3 towers of the same rows give {ratio} times as much",
+                )
         return None
 
     def _clipped(self, leaf: str) -> tuple[str, str] | None:
@@ -199,9 +204,9 @@ class Experiments:
             cosine = float(own @ small / (lengths[0] * lengths[1]))
             way = "the same direction" if cosine > 0.9999 else "another direction"
             return "clipping", (
-                "a tower's gradient is not proportional to its loss's scale: with a tiny"
-                f" one it has {way} (cosine {cosine:.4f}) and {lengths[1]:.4g} instead of"
-                f" {lengths[0]:.4g} as its norm"
+                "a tower's gradient is not proportional to its loss's scale: with a"
+                f" tiny one it has {way} (cosine {cosine:.4f}) and the norm"
+                f" {lengths[1]:.4g} instead of {lengths[0]:.4g}"
             )
         norms = [np.linalg.norm(_gradient(self._run(x))) for x in "ABC"]
         if min(norms) > 0 and np.ptp(norms) < 1e-4 * max(norms):
@@ -212,7 +217,9 @@ class Experiments:
     def _fails_evenly(self, leaf: str) -> bool:
         """Is it another on two or three equal towers without padding?"""
         return any(
-            not self._same(leaf, self._value(leaf, *letters), self._value(leaf, letters))
+            not self._same(
+                leaf, self._value(leaf, *letters), self._value(leaf, letters)
+            )
             for letters in ("AB", "ABC")
         )
 
@@ -243,7 +250,9 @@ class Experiments:
     def _weights_of_parts(self, leaf: str) -> tuple[float, float, float] | None:
         """The weights of A, B and C, if ``v`` is a mean; ``v(BC), v(ABC)`` check it."""
         a, b, c = (self._value(leaf, x).ravel() for x in "ABC")
-        ab, ac, bc, abc = (self._value(leaf, x).ravel() for x in ("AB", "AC", "BC", "ABC"))
+        ab, ac, bc, abc = (
+            self._value(leaf, x).ravel() for x in ("AB", "AC", "BC", "ABC")
+        )
         # v(AB) (1 + w) = v(A) + w v(B), by least squares over the leaf's elements.
         w_b, w_c = _ratio(ab - a, b - ab), _ratio(ac - a, c - ac)
         if w_b is None or w_c is None:
@@ -264,7 +273,9 @@ class Experiments:
     def _padded(self, leaf: str) -> tuple[str, str] | None:
         rows = self._rows("AB")
         values = [
-            self.audited.run(dealt("", [rows], len(rows) + extra), self.key).leaves[leaf]
+            self.audited.run(dealt("", [rows], len(rows) + extra), self.key).leaves[
+                leaf
+            ]
             for extra in (1, 2)
         ]
         if all(self._same(leaf, x, self._value(leaf, "AB")) for x in values):
@@ -285,5 +296,3 @@ def _gradient(values: Values) -> np.ndarray:
 def _ratio(above: np.ndarray, below: np.ndarray) -> float | None:
     square = float(below @ below)
     return float(above @ below) / square if square > 0 else None
-
-

@@ -20,7 +20,8 @@ _EXAMPLE = """\
 example:
   towerjax audit train:loss_fn --params train:make_params --batch train:make_batch
 
-exit code: 0 if nothing depends on the split, 1 if something does, 2 for wrong arguments.
+exit code: 0 if nothing depends on the split, 1 if something does, 2 for wrong
+arguments.
 """
 
 
@@ -41,7 +42,9 @@ def add_audit(commands: Any) -> None:
     parser.add_argument("loss_fn", metavar="module:function")
     of_value = {"metavar": "module:name", "help": "a value, or a function without"}
     for name in ("params", "batch"):
-        of_value["help"] = f"the {name}, or a function without arguments that makes them"
+        of_value["help"] = (
+            f"the {name}, or a function without arguments that makes them"
+        )
         parser.add_argument(f"--{name}", required=True, **of_value)
     of_value["help"] = "tower-local variables, or a function that makes them"
     parser.add_argument("--local", **of_value)

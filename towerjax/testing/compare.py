@@ -14,7 +14,9 @@ from towerjax.types import PyTree, named_leaves
 _SHOWN = 20
 
 
-def assert_same(a: PyTree, b: PyTree, rtol: float = 1e-5, *, bits: bool = False) -> None:
+def assert_same(
+    a: PyTree, b: PyTree, rtol: float = 1e-5, *, bits: bool = False
+) -> None:
     """Raise unless two trees are the same, leaf by leaf.
 
     A leaf differs where ``|a - b| > rtol * max |b|``, the largest of the leaf's
@@ -60,7 +62,9 @@ def assert_same(a: PyTree, b: PyTree, rtol: float = 1e-5, *, bits: bool = False)
         shown = [f"  * {line}" for line in lines[:_SHOWN]]
         if len(lines) > _SHOWN:
             shown.append(f"  * and {len(lines) - _SHOWN} more")
-        head = f"{len(lines)} of {len(left.keys() | right.keys())} leaves differ ({how})"
+        head = (
+            f"{len(lines)} of {len(left.keys() | right.keys())} leaves differ ({how})"
+        )
         raise AssertionError("\n".join([f"{head}:", *shown]))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,12 @@ class Deal:
         return len(self.counts)
 
 
-def dealt(name: str, hands: Sequence[Sequence[int]], rows: int | None = None) -> Deal:
+def dealt(name: str, hands: Sequence[Any], rows: int | None = None) -> Deal:
     """Rows dealt to towers, each padded with its last row.
 
     Args:
       name: What reports call it.
-      hands: Of each tower its rows of the batch.
+      hands: Of each tower its rows of the batch, a list or an array of ints.
       rows: ``b``, at least the longest hand; None is just that.
 
     Returns:
