@@ -235,6 +235,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_wrong_is_found_and_named(name):
     loss_fn, cause, leaf, options = BAD[name]
@@ -384,6 +385,7 @@ GOOD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_right_passes(name):
     loss_fn, params, options = GOOD[name]

@@ -119,7 +119,8 @@ def _audit(
         name: max(values.sizes[name] for values in (one, *(v for _, v in runs)))
         for name in one.leaves
     }
-    allowed = _allowed(sizes, rtol)
+    sizes = _floored(sizes)
+    allowed = {name: rtol * size for name, size in sizes.items()}
     experiments = Experiments(audited, examples, key, allowed)
     random = experiments.random_leaves() if ignore_random else frozenset()
     compared = tuple(sorted(one.leaves.keys() - random))
@@ -152,15 +153,15 @@ def _audit(
 Run = tuple[Deal, Values]
 
 
-def _allowed(sizes: dict[str, float], rtol: float) -> dict[str, float]:
-    """The differences that rounding may make.
+def _floored(sizes: dict[str, float]) -> dict[str, float]:
+    """The sizes that rounding is measured by.
 
     A gradient that is 0 but for rounding is as inexact as the others, not as itself.
     """
     gradients = [size for name, size in sizes.items() if name.startswith("gradient")]
-    least = 0.01 * rtol * max(gradients)
+    least = 0.01 * max(gradients)
     return {
-        name: max(rtol * size, least if name.startswith("gradient") else 0.0)
+        name: max(size, least) if name.startswith("gradient") else size
         for name, size in sizes.items()
     }
 
