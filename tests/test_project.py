@@ -24,7 +24,7 @@ PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
 ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step choose_cross_tower_ops cluster
-compute_weighted_loss evaluate_all export_model load_exported metrics predict
+compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
 read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
 train_and_evaluate update_with_rows""".split()
 
@@ -59,7 +59,7 @@ LAYERS = """
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
     loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
-    estimator.data estimator.train estimator.predict
+    estimator.data estimator.train estimator.evaluate estimator.predict
     bench bench.overhead
     cli __main__
 """.split()

@@ -276,7 +276,9 @@ def test_params_and_config_come_only_where_they_are_named():
     for fn, arguments, expected in [
         (both, given, ({"rate": 0.5}, ("a", 1))),
         (both, {}, (None, None)),
-        (defaults, {}, (None, None)),
+        (defaults, {}, ("none", "none")),
+        (defaults, given, ({"rate": 0.5}, ("a", 1))),
+        (functools.partial(both, params=1, config=2), {}, (1, 2)),
         (neither, {}, ()),
         (anything, given, ["config", "params", "tower"]),
         (reordered, {"config": 3}, 3),

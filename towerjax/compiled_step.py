@@ -8,9 +8,17 @@ import jax
 
 from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.pipeline import Guard, OnNonfinite, repeated_recipe
+from towerjax.placement import place
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
-from towerjax.state import TrainState, check_state, is_usable, split_state
+from towerjax.state import (
+    STATE_LAYOUT,
+    TrainState,
+    check_is_state,
+    check_state,
+    is_usable,
+    split_state,
+)
 from towerjax.strategies import Strategy
 from towerjax.types import PyTree, Reduction
 from towerjax.update import Verdicts
@@ -100,6 +108,23 @@ class CompiledStep:
         """
         self.check_state(state)
         return state
+
+    def place(self, state: TrainState) -> TrainState:
+        """A copy of a state on this step's devices, e.g. one from other devices.
+
+        Args:
+          state: A ``TrainState`` of the same number of towers, or its host copy.
+
+        Returns:
+          The state, placed.
+
+        Raises:
+          ValueError: Its tower-local variables have another number of towers.
+        """
+        check_is_state(state)
+        placed = place(state, self.strategy.placement, STATE_LAYOUT)
+        check_state(placed, self.strategy.placement)
+        return placed
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers.

@@ -119,6 +119,7 @@ def _prove_body(
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
     names = () if is_free else axes.device_names
+    inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
     found = analyse(body, [None] * closed_over + inputs, names)
     prove_mirrored(found, outputs, advice=recipe.advice)
 
@@ -331,9 +332,8 @@ class Runner:
             + explain_change(last, batch.signature)
             + "\nMake it like the first one (a smaller last batch is filled up under"
             " remainder='pad'; tj.batches(..., drop_remainder=True) leaves it out). If"
-            " batches of several shapes are meant, build the step"
-            f" with max_programs=... (now {self._max_programs}): each shape compiles"
-            " once."
+            " batches of several shapes are meant, build the step or the model with"
+            f" max_programs=... (now {self._max_programs}): each shape compiles once."
         )
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:

@@ -7,15 +7,11 @@ import optax
 from towerjax.compiled_step import CompiledStep, StepOptions
 from towerjax.gradient import TowerLoss
 from towerjax.pipeline import Guard, OnNonfinite, Pipeline, one_step_recipe
-from towerjax.placement import place
 from towerjax.program import Proof, Recipe, prove
 from towerjax.shard import Remainder, fit_shapes
 from towerjax.state import (
-    STATE_LAYOUT,
     TrainState,
     abstract_state,
-    check_is_state,
-    check_state,
     init_state,
     split_state,
 )
@@ -58,23 +54,6 @@ class TrainStep(CompiledStep):
         """
         placement = self.strategy.placement
         return init_state(params, self.optimizer, placement, local=local, rng=rng)
-
-    def place(self, state: TrainState) -> TrainState:
-        """A copy of a state on this step's devices, e.g. one from other devices.
-
-        Args:
-          state: A ``TrainState`` of the same number of towers, or its host copy.
-
-        Returns:
-          The state, placed.
-
-        Raises:
-          ValueError: Its tower-local variables have another number of towers.
-        """
-        check_is_state(state)
-        placed = place(state, self.strategy.placement, STATE_LAYOUT)
-        check_state(placed, self.strategy.placement)
-        return placed
 
     def check(self, params: PyTree, batch: PyTree, *, local: PyTree = None) -> Proof:
         """The proof that the step's towers stay the same, without any device.
