@@ -201,6 +201,12 @@ REFUSED = {
     "block": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
     "accumulated": optax.MultiSteps(optax.sgd(0.1), 4),
     "every third": optax.chain(optax.apply_every(3), optax.sgd(0.1)),
+    "every sixth": optax.chain(optax.apply_every(6), optax.sgd(0.1)),
+    "decay, once": optax.chain(
+        optax.add_decayed_weights(lambda count: jnp.where(count == 777, 0.1, 0.0)),
+        optax.sgd(0.1),
+    ),
+    "block, large": optax.chain(optax.clip_by_block_rms(50.0), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
     "partition": optax.partition(
         {"tables": optax.adam(0.1), "rest": optax.sgd(0.1)}, TABLES
@@ -220,6 +226,20 @@ def test_another_dense_update_is_refused(name):
         r" `sparse`, or use rows.to_dense\(\)",
     ):
         update(gradients(0), state, params)
+
+
+def test_a_table_that_is_treated_by_its_size_is_refused():
+    """The small table that is tried would not be decayed, but the real one is."""
+
+    def large(params):
+        return jax.tree.map(lambda x: x.size >= N * D, params)
+
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.masked(optax.add_decayed_weights(0.1), large)
+    )
+    params = arrays(0)
+    with pytest.raises(ValueError, match="something else to a table of the real size"):
+        tj.update_with_rows(optimizer, gradients(0), optimizer.init(params), params)
 
 
 def test_only_the_table_at_fault_is_named():
