@@ -209,6 +209,21 @@ def test_sixteen_bits_are_widened():
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 
 
+@pytest.mark.parametrize(
+    "values, threshold, below",
+    [
+        (jnp.array([0.69921875, 0.75], jnp.bfloat16), 0.7, 1),  # 0.7 rounds to this
+        (np.uint8([1, 200, 255]), 300, 3),
+        (np.uint8([1, 200, 255]), -1, 0),
+    ],
+)
+def test_a_threshold_is_not_rounded_to_the_dtype_of_the_values(
+    values, threshold, below
+):
+    found = m.percentage_below(values, threshold).compute()
+    np.testing.assert_allclose(found, below / len(values), rtol=1e-6)
+
+
 def test_counts_are_exact_beyond_24_bits_on_the_host():
     state = on_host(m.true_positives(np.ones(3), np.ones(3, int)))
     large = jax.tree.map(lambda x: x * 0 + 2.0**24, state)
@@ -465,6 +480,11 @@ REFUSED = [
     (lambda: m.mean_per_class_accuracy(N, I, 2), "labels of dtype float32"),
     (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
     (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
+    (
+        lambda: m.merge(m.mean_iou([0], [0], 1), m.mean_iou(I, I, 2)),
+        r"matrix=\(1, 1\).*matrix=\(2, 2\).*different options",
+    ),
+    (lambda: m.recall_at_thresholds(B, N, [np.nan]), "thresholds=.*numbers that rise"),
     (lambda: m.merge(m.mean(N), N), "second a ndarray.*no metric state"),
     (lambda: m.compute({"a": m.mean(N)}), "got a dict.*no metric state"),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),

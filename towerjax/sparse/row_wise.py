@@ -197,7 +197,9 @@ def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def _is_whole(x: Any) -> bool:
-    real = any(jnp.issubdtype(jnp.result_type(x), k) for k in (jnp.integer, jnp.floating))
+    real = any(
+        jnp.issubdtype(jnp.result_type(x), k) for k in (jnp.integer, jnp.floating)
+    )
     return real and np.ndim(x) == 0 and float(x).is_integer()
 
 
