@@ -116,7 +116,7 @@ def part(rows, chosen, capacity):
     return {name: np.concatenate([x, empty[name]]) for name, x in kept.items()}
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_parts=st.integers(1, 8),
@@ -158,9 +158,15 @@ def test_any_split_gives_the_value_of_one_pass(seed, num_parts, size, kind, zero
 
 def test_a_score_at_a_threshold_is_not_above_it():
     yes, score = np.array([True, False, True]), np.float32([0.5, 0.5, 0.25])
-    found = m.recall_at_thresholds(yes, score, [0.25, 0.4, 0.5]).compute()
-    assert found.tolist() == [0.5, 0.5, 0]
-    assert float(m.false_positives(yes, score, threshold=0.5).compute()) == 0
+
+    @jax.jit
+    def found(yes, score):
+        recalls = m.recall_at_thresholds(yes, score, [0.25, 0.4, 0.5])
+        return recalls.compute(), m.false_positives(yes, score, threshold=0.5).compute()
+
+    recalls, wrong = found(yes, score)
+    assert recalls.tolist() == [0.5, 0.5, 0]
+    assert float(wrong) == 0
 
 
 def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
@@ -233,9 +239,11 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
 def test_areas_agree_with_scikit_learn():
     rows = random_rows(3, 400)
     rows["score"] = np.random.default_rng(0).permutation(400).astype(np.float32) / 400
-    state = m.auc(rows["yes"], rows["score"], num_thresholds=4001)
+    state = jax.jit(functools.partial(m.auc, num_thresholds=4001))(
+        rows["yes"], rows["score"]
+    )
     expected = roc_auc_score(rows["yes"], rows["score"])
-    np.testing.assert_allclose(state.compute(), expected, rtol=1e-6)
+    np.testing.assert_allclose(value_on_host(on_host(state)), expected, rtol=1e-6)
     ids = rows["label"], rows["class"] % 3
     accuracy = m.mean_per_class_accuracy(*ids, 4).compute()
     np.testing.assert_allclose(accuracy, balanced_accuracy_score(*ids), rtol=1e-6)

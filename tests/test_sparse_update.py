@@ -329,7 +329,11 @@ def test_rows_of_bfloat16_are_added_in_float32():
     )
     out = optax.apply_updates(params, updates)["t"]
     assert out.dtype == dtype and out[:, 0].tolist() == [0, 0, -300, 0, 0, 0, 0]
-    # Several steps, to bfloat16's 8 bits.
+
+
+@pytest.mark.slow
+def test_tables_of_bfloat16_are_updated_to_their_8_bits():
+    dtype = jnp.bfloat16
     expected = trained(optax.adagrad(0.1), densely, dtype=dtype)
     actual = trained(optax.adagrad(0.1), tj.update_with_rows, dtype=dtype)
     assert_same(*(jax.tree.map(jnp.float32, x) for x in (actual, expected)), rtol=2e-2)
