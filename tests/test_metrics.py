@@ -204,13 +204,17 @@ def test_values_before_they_are_summed_may_have_more_dims():
 def test_sixteen_bits_are_widened():
     scores = jnp.array([0.1, 0.4, 0.35, 0.8], jnp.bfloat16)
     labels = np.array([False, False, True, True])
-    for state in (
-        m.auc(labels, scores, jnp.ones(4, jnp.bfloat16)),
-        m.mean(scores, jnp.ones(4, jnp.bfloat16)),
-        m.mean_squared_error(scores, scores + 1),
-        m.precision(labels, scores, threshold=0.5),
-    ):
-        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+
+    def made(labels, scores):
+        return (
+            m.auc(labels, scores, jnp.ones(4, jnp.bfloat16)),
+            m.mean(scores, jnp.ones(4, jnp.bfloat16)),
+            m.mean_squared_error(scores, scores + 1),
+            m.precision(labels, scores, threshold=0.5),
+        )
+
+    leaves = jax.tree.leaves(jax.eval_shape(made, labels, scores))
+    assert {x.dtype for x in leaves} == {jnp.dtype(jnp.float32)}
     # 300 ones: bfloat16 would stop at 256.
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 

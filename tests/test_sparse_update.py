@@ -137,6 +137,7 @@ def test_adagrad_by_hand():
     np.testing.assert_allclose(params["a"], t, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_lazy_adam_by_hand():
     """NumPy float64: moments move with their rows, the count with each step."""
     t = np.float64(arrays(0)["a"])
@@ -325,7 +326,7 @@ def test_rows_of_bfloat16_are_added_in_float32():
     rows = tj.IndexedRows(jnp.ones((300, 1), dtype), np.full(300, 2), (N, 1))
     optimizer = optax.sgd(1.0)
     updates, _ = tj.update_with_rows(
-        optimizer, {"t": rows}, optimizer.init(params), params
+        optimizer, {"t": rows}, optimizer.init(params), params, lazy=True
     )
     out = optax.apply_updates(params, updates)["t"]
     assert out.dtype == dtype and out[:, 0].tolist() == [0, 0, -300, 0, 0, 0, 0]

@@ -87,8 +87,8 @@ def percentage_below(
       0.25
     """
     # Else JAX would round the threshold, or wrap it, to the dtype of the values.
-    values = wide(jnp.asarray(as_array(values)))
-    return _weighted("percentage_below", values < threshold, weight)
+    values = jnp.asarray(wide(as_array(values)))
+    return _weighted("percentage_below", jnp.asarray(values < threshold), weight)
 
 
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:

@@ -187,13 +187,13 @@ class RowWise:
 
 
 def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    def is_inner(x: Any) -> bool:
+        return isinstance(x, Jaxpr | ClosedJaxpr)
+
     for eqn in jaxpr.eqns:
         yield eqn
-        for x in jax.tree.leaves(
-            dict(eqn.params), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-        ):
-            if isinstance(x, Jaxpr | ClosedJaxpr):
-                yield from _all_eqns(getattr(x, "jaxpr", x))
+        for x in filter(is_inner, jax.tree.leaves(dict(eqn.params), is_leaf=is_inner)):
+            yield from _all_eqns(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
 
 
 def _is_whole(x: Any) -> bool:
