@@ -39,6 +39,7 @@ LAYERS = """
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower
+    batch_norm batch_norm.options batch_norm.normalize batch_norm.linen batch_norm.nnx
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
     metrics.classes metrics.thresholds metrics.host metrics
     outputs gradient

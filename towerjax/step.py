@@ -120,7 +120,8 @@ def build_train_step(
       micro_batches: ``A``: each tower works its rows off in so many parts.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
         weight 0, ``"drop"`` the rows over, or ``"error"``. Padded rows do enter
-        batch statistics: with batch norm use ``"drop"`` or ``"error"``.
+        the statistics of Flax's batch norm, and not those of ``TowerBatchNorm``;
+        see ``docs/batch_norm.md``.
       on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
         ``"skip"`` leave parameters, optimizer state and local variables as they
         were, and ``"raise"`` says so; ``"ignore"`` updates all the same.
