@@ -276,7 +276,10 @@ def test_params_and_config_come_only_where_they_are_named():
     for fn, arguments, expected in [
         (both, given, ({"rate": 0.5}, ("a", 1))),
         (both, {}, (None, None)),
-        (defaults, {}, (None, None)),
+        (defaults, {}, ("none", "none")),
+        (defaults, {"params": 2}, (2, "none")),
+        (functools.partial(both, params=1), {"config": 2}, (1, 2)),
+        (functools.partial(both, params=1, config=2), {"params": 3}, (3, 2)),
         (neither, {}, ()),
         (anything, given, ["config", "params", "tower"]),
         (reordered, {"config": 3}, 3),
@@ -312,6 +315,7 @@ def test_each_trace_has_params_of_its_own():
 class Frozen:
     width: int
     rates: tuple = (0.5, 0.25)
+    name: str = dataclasses.field(default="", compare=False)
 
 
 class Simple:
@@ -327,6 +331,10 @@ PAIRS = {  # equal ones, and another
     "none": (lambda: None, {}),
     "sets": (lambda: {"a", "b", "c"}, {"a", "b"}),
     "frozen": (lambda: Frozen(3), Frozen(4)),
+    "frozen type": (lambda: Frozen(1), Frozen(1.0)),
+    "frozen, not compared": (lambda: Frozen(3, name="a"), Frozen(3, name="b")),
+    "sign of 0": (lambda: 0.0, -0.0),
+    "nan": (lambda: {"a": float("nan")}, {"a": np.float32("nan")}),
     "simple": (lambda: Simple(a=1, b=[2]), Simple(a=1, b=[3])),
     "text": (lambda: "".join(["a", "b"]), "ba"),
     "list or tuple": (lambda: [1, 2], (1, 2)),

@@ -25,10 +25,13 @@ class ModelFn:
       fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
         of which the last three may be left out; the first has any name.
       asks_for: Those of the last three that it names.
+      has_own: Those of them that have a value of their own where none is given: a
+        default, or what ``functools.partial`` filled in.
     """
 
     fn: Callable[..., Any]
     asks_for: frozenset[str]
+    has_own: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
@@ -66,7 +69,10 @@ class ModelFn:
                 " mode, params=None, config=None, tower=None), of which the last three"
                 " may be left out."
             )
-        return cls(fn, frozenset(_WHERE_ASKED) & set(named))
+        asks_for = frozenset(_WHERE_ASKED) & set(named)
+        empty = inspect.Parameter.empty
+        has_own = {name for name in asks_for if parameters[name].default is not empty}
+        return cls(fn, asks_for, frozenset(has_own) - {"tower"})
 
     def refuse_unasked(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the function would never see.
@@ -108,7 +114,11 @@ class ModelFn:
           ValueError: It returned something else, or of another mode.
         """
         values = {**copy.deepcopy(dict(given)), "tower": tower}
-        asked = {name: values[name] for name in self.asks_for}
+        asked = {
+            name: values[name]
+            for name in self.asks_for
+            if values[name] is not None or name not in self.has_own
+        }
         with branches_explained():
             spec = self.fn(
                 variables,
@@ -155,6 +165,12 @@ def static_key(name: str, value: Any) -> Any:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         parts = [static_key(f"{name}[{i}]", v) for i, v in enumerate(items)]
         return type(value), tuple(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not by its own ==, in which 1 is True is 1.0 and some fields may not count.
+        fields = [field.name for field in dataclasses.fields(value)]
+        return type(value), static_key(name, {x: getattr(value, x) for x in fields})
+    if isinstance(value, float | np.floating):  # 0.0 == -0.0, and NaN is not NaN
+        return type(value), repr(value)
     held = getattr(value, "__dict__", None)
     by_identity = type(value).__hash__ is object.__hash__ and not callable(value)
     if held is not None and by_identity:  # may change and still hash the same

@@ -340,7 +340,8 @@ def replicate_model_fn(
       model_fn: ``(variables, features, labels, mode, params=None, config=None,
         tower=None) -> ModelSpec``, pure, written for one device. ``params`` and
         ``config`` are handed on, and ``tower`` (a ``Tower``) is given, only where its
-        signature asks for them; each tower gets its own copy of the first two.
+        signature asks for them; each tower gets its own copy of the first two. Where
+        the caller gives none, the signature's own default stands.
       loss_reduction: What the one loss of all towers is. The default is exact over the
         global batch and wants a ``Weighted`` loss.
       devices: A strategy; or devices, of which each gets a tower; None takes all.
