@@ -179,13 +179,13 @@ class CompiledStep:
         if batch.signature not in runner.programs or not is_usable(state):
             check_state(state, self.strategy.placement)
         try:
-            carry, step, metrics, finite = runner(split_state(state), batch)
+            carry, now, metrics, finite = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
         guarded = metrics["loss"] if finite is None else finite
-        return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
+        return dataclasses.replace(state, **carry, **now), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
