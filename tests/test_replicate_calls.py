@@ -456,6 +456,34 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
             model(placed, x, y)
 
 
+@pytest.mark.parametrize("kind", ["call", "step"])
+@pytest.mark.parametrize("placement", tj.VariablePlacement)
+def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
+    def pair_fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            errors = features @ p["online"] - features @ p["target"] - labels
+            return tj.Weighted.mean(errors**2, tower.weight)
+
+        loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    pair = {"online": rows(3, seed=5), "target": rows(3, seed=6)}
+    model = tj.replicate_model_fn(
+        pair_fn, devices=towers(2), variable_placement=placement, donate=True
+    )
+    variables = model.init(tj.TrainState.create(pair, OPTIMIZER))
+    online = variables.params["online"]
+    both = dataclasses.replace(variables, params={"online": online, "target": online})
+    x, y = rows(4, 3), rows(4)
+    with pytest.raises(ValueError, match="target.*is the same array as.*online"):
+        if kind == "call":
+            model(both, x, y)
+        else:
+            model.train_step()(both, {"features": x, "labels": y})
+    assert alive(both) and alive(variables)
+    model(variables, x, y)
+
+
 @pytest.mark.parametrize(("count", "devices"), TOWERS)
 def test_evaluation_changes_nothing(count, devices):
     model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
