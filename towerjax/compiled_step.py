@@ -28,13 +28,13 @@ from towerjax.update import Verdicts
 class StepOptions:
     """How a train step treats its batch and its loss; see `build_train_step`."""
 
-    loss_reduction: Reduction | None
-    micro_batches: int
-    remainder: Remainder
-    on_nonfinite: OnNonfinite
-    guard: Guard
-    donate: bool
-    max_programs: int
+    loss_reduction: Reduction | None = None
+    micro_batches: int = 1
+    remainder: Remainder = "error"
+    on_nonfinite: OnNonfinite = "raise"
+    guard: Guard = "loss"
+    donate: bool = True
+    max_programs: int = 1
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -204,13 +204,13 @@ class CompiledStep:
         if batch.signature not in runner.programs or not is_usable(state):
             check_state(state, self.strategy.placement)
         try:
-            carry, step, metrics, finite = runner(split_state(state), batch)
+            carry, now, metrics, finite = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
         guarded = metrics["loss"] if finite is None else finite
-        return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
+        return dataclasses.replace(state, **carry, **now), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree

@@ -276,6 +276,8 @@ class Runner:
         self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._max_programs = max_programs
         self._in_flight = _in_flight_on(placement.devices)
+        several_cpus = placement.platform == "cpu" and placement.num_devices > 1
+        self._aborts = recipe.donate and several_cpus
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.
@@ -345,10 +347,33 @@ class Runner:
 
         Returns:
           The results, as in the recipe.
+
+        Raises:
+          ValueError: As `program`; or an array is there twice that is donated.
         """
         program = self.programs.get(batch.signature)
         if program is None or (batch.padded and batch.signature not in self._masked):
             program = self.program(first, batch)
+        if self._aborts:
+            _refuse_twice(first[0])
         out = program.call(*first, *batch.args)
         self._in_flight.add(out[1:] or out)  # the first of several is donated
         return out
+
+
+def _refuse_twice(donated: PyTree) -> None:
+    """Raise where two leaves are one array.
+
+    JAX does so by itself but on several CPU devices, where it aborts the process.
+    """
+    leaves = jax.tree.leaves(donated)
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    seen: dict[int, str] = {}
+    for name, leaf in named_leaves("", donated):
+        if id(leaf) in seen:
+            raise ValueError(
+                f"{name} is the same array as {seen[id(leaf)]}, and one buffer cannot"
+                " be donated twice. Make it a copy, jnp.copy(...), or say donate=False."
+            )
+        seen[id(leaf)] = name

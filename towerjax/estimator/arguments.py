@@ -26,12 +26,13 @@ class ModelFn:
       fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
         of which the last three may be left out; the first has any name.
       asks_for: Those of the last three that it names.
-      has_default: Those of them that have a default, which stands where none is given.
+      has_own: Those of them that have a value of their own where none is given: a
+        default, or what ``functools.partial`` filled in.
     """
 
     fn: Callable[..., Any]
     asks_for: frozenset[str]
-    has_default: frozenset[str] = frozenset()
+    has_own: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
@@ -71,8 +72,8 @@ class ModelFn:
             )
         asks_for = frozenset(_WHERE_ASKED) & set(named)
         empty = inspect.Parameter.empty
-        has_default = {n for n in asks_for if parameters[n].default is not empty}
-        return cls(fn, asks_for, frozenset(has_default))
+        has_own = {name for name in asks_for if parameters[name].default is not empty}
+        return cls(fn, asks_for, frozenset(has_own) - {"tower"})
 
     @property
     def name(self) -> str:
@@ -122,7 +123,7 @@ class ModelFn:
         asked = {
             name: values[name]
             for name in self.asks_for
-            if values[name] is not None or name not in self.has_default
+            if values[name] is not None or name not in self.has_own
         }
         with branches_explained(), _missing_labels_explained(batch, mode):
             spec = self.fn(
@@ -196,6 +197,12 @@ def static_key(name: str, value: Any) -> Any:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         parts = [static_key(f"{name}[{i}]", v) for i, v in enumerate(items)]
         return type(value), tuple(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not by its own ==, in which 1 is True is 1.0 and some fields may not count.
+        fields = [field.name for field in dataclasses.fields(value)]
+        return type(value), static_key(name, {x: getattr(value, x) for x in fields})
+    if isinstance(value, float | np.floating):  # 0.0 == -0.0, and NaN is not NaN
+        return type(value), repr(value)
     held = getattr(value, "__dict__", None)
     by_identity = type(value).__hash__ is object.__hash__ and not callable(value)
     if held is not None and by_identity:  # may change and still hash the same

@@ -197,7 +197,7 @@ class ModelPass:
             )
 
         own = (rows, num_valid, local)
-        if axes.in_turn and axes.num_towers > 1 and self.mode is Mode.TRAIN:
+        if axes.in_turn and axes.num_towers > 1:
             kept, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
         else:
             _, kept, mirrored = over_local_towers_sharing(

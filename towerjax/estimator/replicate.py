@@ -203,11 +203,8 @@ class ReplicatedModel:
             return self._steps[key]
         wanted = ("loss", "train_op", "eval_metrics")
         options = StepOptions(
-            loss_reduction=None,
-            micro_batches=1,
             remainder=self.options.remainder,
             on_nonfinite=on_nonfinite,
-            guard="loss",
             donate=donate,
             max_programs=self.options.max_programs,
         )
@@ -260,7 +257,7 @@ class ReplicatedModel:
           config: As for a call.
 
         Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+          A ``Program``: ``.call.as_text()`` is the compiler's text.
         """
         check_mode(mode)
         batch = self.place_batch(_batch_of(features, labels), mode)
@@ -350,7 +347,8 @@ def replicate_model_fn(
       model_fn: ``(variables, features, labels, mode, params=None, config=None,
         tower=None) -> ModelSpec``, pure, written for one device. ``params`` and
         ``config`` are handed on, and ``tower`` (a ``Tower``) is given, only where its
-        signature asks for them; each tower gets its own copy of the first two.
+        signature asks for them; each tower gets its own copy of the first two. Where
+        the caller gives none, the signature's own default stands.
       loss_reduction: What the one loss of all towers is. The default is exact over the
         global batch and wants a ``Weighted`` loss.
       devices: A strategy; or devices, of which each gets a tower; None takes all.
