@@ -567,3 +567,28 @@ def test_checking_without_devices_looks_at_the_batch_too():
         check("pad", x=rows, y=np.zeros(4))
     with pytest.raises(ValueError, match="is 3 of type int"):
         check("pad", x=3)
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**40])
+def test_integers_that_would_wrap_round_are_refused_by_name(value):
+    def predict_fn(params, batch, tower):
+        return batch["id"]
+
+    strategy = tj.Mirrored(towers=2)
+    predict = tj.build_predict_step(predict_fn, strategy)
+    ids = np.array([1, value, 3, 4])
+    text = rf"batch\['id'\] holds {value} of int64, but on the devices integers have 32"
+    with pytest.raises(ValueError, match=text):
+        predict(np.float32(0), {"id": ids})
+    for split in ("batch", "elements"):
+        data = [{"id": x} for x in (ids, ids)]
+        with pytest.raises(ValueError, match=text):
+            list(strategy.distribute_dataset(data, split=split))
+    inside = np.array([1, 2**31 - 1, -(2**31), 4])
+    assert predict(np.float32(0), {"id": inside}).tolist() == inside.tolist()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        predict = tj.build_predict_step(predict_fn, strategy)
+        assert predict(np.float32(0), {"id": ids}).tolist() == ids.tolist()
+    finally:
+        jax.config.update("jax_enable_x64", False)

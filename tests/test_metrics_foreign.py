@@ -1,5 +1,6 @@
 """Metrics of clu and metrax: merged over towers, and over batches, as their own are."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -198,6 +199,29 @@ def test_counts_that_are_python_numbers_are_added():
     x = np.float32([1, 2, 3, 6])
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
     assert tj.evaluate_all(evaluate, np.float32(0), [x, x]) == {"x": 3.0}
+
+
+def test_a_static_field_that_merging_changes_is_refused():
+    """Towers would add the arrays alone, and count every tower as the first part."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class MeanOfParts:
+        total: jax.Array
+        parts: int = dataclasses.field(metadata={"static": True})
+
+        def merge(self, other):
+            return MeanOfParts(self.total + other.total, self.parts + other.parts)
+
+        def compute(self):
+            return self.total / self.parts
+
+    def metric_fn(params, batch, tower):
+        return {"mine": MeanOfParts((batch * tower.weight).sum(), 1)}
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
+    with pytest.raises(ValueError, match=r"metrics\['mine'\].*what is no array in it"):
+        evaluate(np.float32(0), np.ones(4, np.float32))
 
 
 def test_metrics_that_collect_are_refused():

@@ -24,7 +24,7 @@ PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
 ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step choose_cross_tower_ops cluster
-compute_weighted_loss evaluate_all export_model load_exported metrics predict
+compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
 read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
 testing train_and_evaluate update_with_rows""".split()
 
@@ -39,6 +39,7 @@ LAYERS = """
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower
+    batch_norm batch_norm.options batch_norm.normalize batch_norm.linen batch_norm.nnx
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
     metrics.classes metrics.thresholds metrics.host metrics
     outputs gradient
@@ -59,7 +60,7 @@ LAYERS = """
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
     loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
-    estimator.data estimator.train estimator.predict
+    estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
     bench bench.overhead

@@ -230,7 +230,7 @@ def test_a_batch_that_does_not_divide_is_refused_when_asked(compiled):
 
 
 def test_a_batch_that_changes_is_refused_saying_what(compiled):
-    model = replicated()
+    model = replicated(max_programs=1)
     variables = model(start(), X, Y).train_op
     text = r"(?s)batch\['features'\].*was float32\[4, 3\] and is float32\[6, 3\]"
     refused(compiled, text, model, variables, rows(6, 3), rows(6))
@@ -238,6 +238,9 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     text = r"batch\['labels'\] is missing"
     refused(compiled, text, model, variables, X, None)
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
+    several = replicated()
+    for size in (4, 6, 8):
+        several(variables, rows(size, 3), rows(size), EVAL)
 
 
 VALUES = {
@@ -314,7 +317,7 @@ def of_loss(loss):
 
 
 RETURNS = {
-    "nothing": (lambda mode, v, x: None, "returned a NoneType; return tj.ModelSpec"),
+    "nothing": (lambda mode, v, x: None, "returned a NoneType in Mode"),
     "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
     "another mode": (
         lambda mode, v, x: tj.ModelSpec(PREDICT, {"x": x}),

@@ -276,7 +276,12 @@ def test_params_and_config_come_only_where_they_are_named():
     for fn, arguments, expected in [
         (both, given, ({"rate": 0.5}, ("a", 1))),
         (both, {}, (None, None)),
-        (defaults, {}, (None, None)),
+        (defaults, {}, ("none", "none")),
+        (defaults, given, ({"rate": 0.5}, ("a", 1))),
+        (functools.partial(both, params=1, config=2), {}, (1, 2)),
+        (defaults, {"params": 2}, (2, "none")),
+        (functools.partial(both, params=1), {"config": 2}, (1, 2)),
+        (functools.partial(both, params=1, config=2), {"params": 3}, (3, 2)),
         (neither, {}, ()),
         (anything, given, ["config", "params", "tower"]),
         (reordered, {"config": 3}, 3),
@@ -312,6 +317,7 @@ def test_each_trace_has_params_of_its_own():
 class Frozen:
     width: int
     rates: tuple = (0.5, 0.25)
+    name: str = dataclasses.field(default="", compare=False)
 
 
 class Simple:
@@ -327,6 +333,10 @@ PAIRS = {  # equal ones, and another
     "none": (lambda: None, {}),
     "sets": (lambda: {"a", "b", "c"}, {"a", "b"}),
     "frozen": (lambda: Frozen(3), Frozen(4)),
+    "frozen type": (lambda: Frozen(1), Frozen(1.0)),
+    "frozen, not compared": (lambda: Frozen(3, name="a"), Frozen(3, name="b")),
+    "sign of 0": (lambda: 0.0, -0.0),
+    "nan": (lambda: {"a": float("nan")}, {"a": np.float32("nan")}),
     "simple": (lambda: Simple(a=1, b=[2]), Simple(a=1, b=[3])),
     "text": (lambda: "".join(["a", "b"]), "ba"),
     "list or tuple": (lambda: [1, 2], (1, 2)),
@@ -446,6 +456,34 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
     if donate:
         with pytest.raises(ValueError, match="donated"):
             model(placed, x, y)
+
+
+@pytest.mark.parametrize("kind", ["call", "step"])
+@pytest.mark.parametrize("placement", tj.VariablePlacement)
+def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
+    def pair_fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            errors = features @ p["online"] - features @ p["target"] - labels
+            return tj.Weighted.mean(errors**2, tower.weight)
+
+        loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    pair = {"online": rows(3, seed=5), "target": rows(3, seed=6)}
+    model = tj.replicate_model_fn(
+        pair_fn, devices=towers(2), variable_placement=placement, donate=True
+    )
+    variables = model.init(tj.TrainState.create(pair, OPTIMIZER))
+    online = variables.params["online"]
+    both = dataclasses.replace(variables, params={"online": online, "target": online})
+    x, y = rows(4, 3), rows(4)
+    with pytest.raises(ValueError, match="target.*is the same array as.*online"):
+        if kind == "call":
+            model(both, x, y)
+        else:
+            model.train_step()(both, {"features": x, "labels": y})
+    assert alive(both) and alive(variables)
+    model(variables, x, y)
 
 
 @pytest.mark.parametrize(("count", "devices"), TOWERS)

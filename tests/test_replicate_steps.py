@@ -127,6 +127,65 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
     np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("policy", ["skip", "ignore"])
+@pytest.mark.parametrize(("count", "devices"), LAYOUTS)
+def test_a_key_that_model_fn_splits_is_another_one_each_step(
+    count, devices, policy, steps_per_call
+):
+    sgd = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def split_fn(variables, features, labels, mode, tower):
+        key, own = jax.random.split(variables.rng)
+        noise = jax.random.normal(own, (WIDTH,))
+
+        def loss_fn(p):
+            return tj.Weighted.mean(features["x"] @ (p["w"] * noise), tower.weight)
+
+        loss, after = sgd.minimize(loss_fn, variables)
+        return tj.ModelSpec(
+            mode, loss=loss, train_op=dataclasses.replace(after, rng=key)
+        )
+
+    w, key, losses = rows(WIDTH, seed=3).astype(np.float64), jax.random.key(0), []
+    for one in BATCHES:
+        key, own = jax.random.split(key)
+        noise = np.asarray(jax.random.normal(own, (WIDTH,)), np.float64)
+        x = one["features"]["x"].astype(np.float64)
+        losses.append((x @ (w * noise)).mean())
+        w = w - 0.1 * x.mean(axis=0) * noise
+    model = replicated(count, devices, fn=split_fn)
+    state, history = tj.run(
+        model.train_step(on_nonfinite=policy), model.init(start(sgd)), BATCHES,
+        progress=False, steps_per_call=steps_per_call,
+    )  # fmt: skip
+    np.testing.assert_allclose(history.metrics["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4)
+    assert state.rng == key
+
+
+@pytest.mark.parametrize("mode", tj.Mode)
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1), (4, 2)])
+def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
+    sgd = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def always_minimizes(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            return tj.Weighted.mean((features @ p["w"]) ** 2, tower.weight)
+
+        loss, after = sgd.minimize(loss_fn, variables)
+        predictions = {"after": features @ after.params["w"]}
+        return tj.ModelSpec(mode, predictions, loss, after)
+
+    x, w = rows(7, WIDTH), rows(WIDTH, seed=3)
+    model = replicated(count, devices, fn=always_minimizes, local="scan")
+    spec = model(model.init(start(sgd)), x, None, mode)
+    after = w - 0.1 * 2 * (x * (x @ w)[:, None]).mean(axis=0)
+    np.testing.assert_allclose(spec.predictions["after"], x @ after, rtol=1e-4)
+    if mode is not tj.Mode.PREDICT:
+        np.testing.assert_allclose(spec.loss.value, ((x @ w) ** 2).mean(), rtol=1e-5)
+
+
 def test_one_step_at_a_time_and_its_hooks():
     model = replicated(2, 2)
     step, state = model.train_step(), model.init(start())

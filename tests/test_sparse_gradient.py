@@ -78,7 +78,7 @@ LOOKUPS = {
 }
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_each_lookup_has_the_dense_gradient(name, jit):
     lookup, indices = LOOKUPS[name]

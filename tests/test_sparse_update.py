@@ -137,6 +137,7 @@ def test_adagrad_by_hand():
     np.testing.assert_allclose(params["a"], t, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_lazy_adam_by_hand():
     """NumPy float64: moments move with their rows, the count with each step."""
     t = np.float64(arrays(0)["a"])
@@ -201,6 +202,12 @@ REFUSED = {
     "block": optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
     "accumulated": optax.MultiSteps(optax.sgd(0.1), 4),
     "every third": optax.chain(optax.apply_every(3), optax.sgd(0.1)),
+    "every sixth": optax.chain(optax.apply_every(6), optax.sgd(0.1)),
+    "decay, once": optax.chain(
+        optax.add_decayed_weights(lambda count: jnp.where(count == 777, 0.1, 0.0)),
+        optax.sgd(0.1),
+    ),
+    "block, large": optax.chain(optax.clip_by_block_rms(50.0), optax.sgd(0.1)),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
     "partition": optax.partition(
         {"tables": optax.adam(0.1), "rest": optax.sgd(0.1)}, TABLES
@@ -220,6 +227,20 @@ def test_another_dense_update_is_refused(name):
         r" `sparse`, or use rows.to_dense\(\)",
     ):
         update(gradients(0), state, params)
+
+
+def test_a_table_that_is_treated_by_its_size_is_refused():
+    """The small table that is tried would not be decayed, but the real one is."""
+
+    def large(params):
+        return jax.tree.map(lambda x: x.size >= N * D, params)
+
+    optimizer = optax.chain(
+        optax.sgd(0.1), optax.masked(optax.add_decayed_weights(0.1), large)
+    )
+    params = arrays(0)
+    with pytest.raises(ValueError, match="something else to a table of the real size"):
+        tj.update_with_rows(optimizer, gradients(0), optimizer.init(params), params)
 
 
 def test_only_the_table_at_fault_is_named():
@@ -305,11 +326,15 @@ def test_rows_of_bfloat16_are_added_in_float32():
     rows = tj.IndexedRows(jnp.ones((300, 1), dtype), np.full(300, 2), (N, 1))
     optimizer = optax.sgd(1.0)
     updates, _ = tj.update_with_rows(
-        optimizer, {"t": rows}, optimizer.init(params), params
+        optimizer, {"t": rows}, optimizer.init(params), params, lazy=True
     )
     out = optax.apply_updates(params, updates)["t"]
     assert out.dtype == dtype and out[:, 0].tolist() == [0, 0, -300, 0, 0, 0, 0]
-    # Several steps, to bfloat16's 8 bits.
+
+
+@pytest.mark.slow
+def test_tables_of_bfloat16_are_updated_to_their_8_bits():
+    dtype = jnp.bfloat16
     expected = trained(optax.adagrad(0.1), densely, dtype=dtype)
     actual = trained(optax.adagrad(0.1), tj.update_with_rows, dtype=dtype)
     assert_same(*(jax.tree.map(jnp.float32, x) for x in (actual, expected)), rtol=2e-2)

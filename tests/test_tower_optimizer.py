@@ -469,3 +469,18 @@ def test_the_value_that_line_searches_see_is_the_one_loss():
         after = model(start, x).train_op
         seen.append(float(after.opt_state.inner["value"]))
     np.testing.assert_allclose(seen, 4.0, rtol=1e-6)
+
+
+def test_what_is_natural_and_wrong_is_named():
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+    state = tj.TrainState.create(jnp.float32(1), optimizer)
+    with pytest.raises(ValueError, match="a loss of type Weighted; give it a function"):
+        optimizer.minimize(tj.Weighted(1.0, 2.0), state)
+    with pytest.raises(ValueError, match="variables of type dict; .* tj.TrainState"):
+        optimizer.minimize(lambda w: w**2, {"w": 1.0})
+    with pytest.raises(ValueError, match="returned a tuple.* has_aux=True"):
+        optimizer.minimize(lambda w: (w**2, w), state)
+    with pytest.raises(ValueError, match="returned a .*has_aux=False"):
+        optimizer.minimize(lambda w: w**2, state, has_aux=True)
+    with pytest.raises(ValueError, match=r"A strategy is devices=\.\.\."):
+        tj.replicate_model_fn(lambda v, features, labels, mode: None, tj.OneDevice())

@@ -569,3 +569,68 @@ def test_ctrl_c_during_a_call_keeps_the_state():
     assert int(caught.value.state.step) == 1
     assert caught.value.history.steps.tolist() == [1]
     assert not jnp.isnan(caught.value.state.params["w"]).any()
+
+
+def lines_model(**options):
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return tj.Weighted.mean((w * features - labels) ** 2, tower.weight)
+
+        if mode is tj.Mode.EVAL:
+            errors = tj.Weighted.mean(features * labels, tower.weight)
+            return tj.ModelSpec(
+                mode, loss=loss_fn(variables.params), eval_metrics={"product": errors}
+            )
+        loss, train_op = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=4), **options)
+    return model, tj.TrainState.create(np.float32(0.5), optimizer)
+
+
+def test_evaluate_is_over_all_rows_however_they_are_cut():
+    model, variables = lines_model()
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 23)).astype(np.float32)
+    exact = np.float64(0.5) * x - y
+    expected = {"loss": (exact**2).mean(), "product": (np.float64(x) * y).mean()}
+    for cut in ([23], [5, 18], [7, 7, 9], [1, 22]):
+        ends = np.cumsum([0, *cut])
+        data = [(x[a:b], y[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        found = tj.evaluate(model, variables, data)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
+    with pytest.raises(ValueError, match="no batches to evaluate"):
+        tj.evaluate(model, variables, [])
+    with pytest.raises(ValueError, match="evaluate: model is a function"):
+        tj.evaluate(lambda: None, variables, [(x, y)])
+
+
+def test_a_loss_that_is_not_finite_is_skipped_where_that_is_said():
+    model, variables = lines_model()
+    x = np.ones(8, np.float32)
+    data = [(x, x), (x, x * np.nan), (x, x)]
+    after, history = tj.train_and_evaluate(
+        model, data, variables=variables, on_nonfinite="skip", progress=False
+    )
+    assert history.skipped == (2,)
+    once = 0.5 + 0.1 * 2 * 0.5
+    np.testing.assert_allclose(after.params, once + 0.1 * 2 * (1 - once), rtol=1e-6)
+    with pytest.raises(tj.NonFiniteError):
+        tj.train_and_evaluate(model, data, variables=after, progress=False)
+
+
+def test_a_second_training_compiles_nothing():
+    model, variables = lines_model()
+    x = np.ones(8, np.float32)
+    for _ in range(2):
+        variables, _ = tj.train_and_evaluate(
+            model, [(x, x)] * 2, variables=variables, progress=False
+        )
+    step = model.train_step()
+    assert step is model.train_step() and int(variables.step) == 4
+    assert len(step._runner.programs) == 1
+    assert model.train_step(on_nonfinite="skip") is not step

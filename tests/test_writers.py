@@ -211,7 +211,14 @@ def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
 
 @pytest.mark.parametrize(
     "text, line",
-    [("hello", 1), ("hello\n", 1), ("3\n", 1), ('{"step": "x"}\n', 1), ("{}\n", 1)],
+    [
+        ("hello", 1),
+        ("hello\n", 1),
+        ("3\n", 1),
+        ('{"step": "x"}\n', 1),
+        ("{}\n", 1),
+        ('{"step": 3, "loss": 0.5}\n', 1),  # of another program
+    ],
 )
 @pytest.mark.parametrize("start", [0, 2])
 def test_a_file_of_something_else_is_left_alone(tmp_path, text, line, start):
@@ -220,6 +227,20 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text, line, start):
     with pytest.raises(ValueError, match=f"line {line} of .* is not a line of a run"):
         tj.JsonLines(path, replace=True).open(start)
     assert path.read_text() == text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="of Linux")
+def test_a_full_disk_ends_the_run_with_its_state(step):
+    """A device may be written to; what it holds is never read."""
+    with pytest.raises(OSError, match="No space left") as caught:
+        run(
+            step,
+            init(step),
+            data(3),
+            writers=[tj.JsonLines("/dev/full")],
+            progress=False,
+        )
+    assert caught.value.state is not None and len(caught.value.history.steps) >= 1
 
 
 def test_a_folder_is_no_file(tmp_path):

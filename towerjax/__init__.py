@@ -14,6 +14,7 @@ from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_op
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.cross_tower.saving import restored_values as restored_values
 from towerjax.cross_tower.saving import saved_values as saved_values
+from towerjax.estimator.evaluate import evaluate as evaluate
 from towerjax.estimator.export import Exported as Exported
 from towerjax.estimator.export import export_model as export_model
 from towerjax.estimator.export import load_exported as load_exported

@@ -8,9 +8,17 @@ import jax
 
 from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.pipeline import Guard, OnNonfinite, repeated_recipe
+from towerjax.placement import place
 from towerjax.program import Program, Recipe, Runner
 from towerjax.shard import Remainder, check_remainder
-from towerjax.state import TrainState, check_state, is_usable, split_state
+from towerjax.state import (
+    STATE_LAYOUT,
+    TrainState,
+    check_is_state,
+    check_state,
+    is_usable,
+    split_state,
+)
 from towerjax.strategies import Strategy
 from towerjax.types import PyTree, Reduction
 from towerjax.update import Verdicts
@@ -20,13 +28,13 @@ from towerjax.update import Verdicts
 class StepOptions:
     """How a train step treats its batch and its loss; see `build_train_step`."""
 
-    loss_reduction: Reduction | None
-    micro_batches: int
-    remainder: Remainder
-    on_nonfinite: OnNonfinite
-    guard: Guard
-    donate: bool
-    max_programs: int
+    loss_reduction: Reduction | None = None
+    micro_batches: int = 1
+    remainder: Remainder = "error"
+    on_nonfinite: OnNonfinite = "raise"
+    guard: Guard = "loss"
+    donate: bool = True
+    max_programs: int = 1
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -100,6 +108,23 @@ class CompiledStep:
         """
         self.check_state(state)
         return state
+
+    def place(self, state: TrainState) -> TrainState:
+        """A copy of a state on this step's devices, e.g. one from other devices.
+
+        Args:
+          state: A ``TrainState`` of the same number of towers, or its host copy.
+
+        Returns:
+          The state, placed.
+
+        Raises:
+          ValueError: Its tower-local variables have another number of towers.
+        """
+        check_is_state(state)
+        placed = place(state, self.strategy.placement, STATE_LAYOUT)
+        check_state(placed, self.strategy.placement)
+        return placed
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers.
@@ -179,13 +204,13 @@ class CompiledStep:
         if batch.signature not in runner.programs or not is_usable(state):
             check_state(state, self.strategy.placement)
         try:
-            carry, step, metrics, finite = runner(split_state(state), batch)
+            carry, now, metrics, finite = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
         guarded = metrics["loss"] if finite is None else finite
-        return TrainState(step=step, rng=state.rng, **carry), metrics, guarded
+        return dataclasses.replace(state, **carry, **now), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree

@@ -51,8 +51,9 @@ class Pipeline:
           axes: The axes that the towers meet over.
 
         Returns:
-          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, finite)``;
-          ``finite`` is None where the loss alone is guarded.
+          ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``;
+          ``now`` is what of the clock has changed, and ``finite`` None where the loss
+          alone is guarded.
         """
 
         def step(
@@ -60,7 +61,7 @@ class Pipeline:
             clock: dict[str, jax.Array],
             batch: PyTree,
             num_valid: jax.Array,
-        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array | None]:
+        ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], jax.Array | None]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
             sums, (folded, mirrored, local) = towers
@@ -80,7 +81,7 @@ class Pipeline:
             carry = self._update(carry, grads, total, local, accepted)
             metrics = {"loss": loss, **metric_values(states)}
             metrics |= jax.tree.map(lambda x: x[0], mirrored)
-            return carry, clock["step"] + 1, metrics, finite
+            return carry, {"step": clock["step"] + 1}, metrics, finite
 
         return step
 
@@ -197,7 +198,7 @@ def one_step_recipe(pipeline: OfOneStep, *, donate: bool) -> Recipe:
     }
     out_layouts = {
         "state": CARRY_LAYOUT,
-        "step": Layout.MIRRORED,
+        "clock": Layout.MIRRORED,
         "metrics": Layout.MIRRORED,
         "finite": Layout.MIRRORED,
     }
@@ -247,26 +248,26 @@ def _repeated(step: Callable[..., Any]) -> Callable[..., Any]:
     def steps(
         carry: Any, clock: Any, batches: PyTree, num_valid: jax.Array, count: jax.Array
     ) -> Any:
-        def at(carry: Any, number: jax.Array, i: Any) -> Any:
+        def at(carry: Any, now: Any, i: Any) -> Any:
             batch = jax.tree.map(lambda x: x[i], batches)
-            return step(carry, {**clock, "step": number}, batch, num_valid[i])
+            return step(carry, {**clock, **now}, batch, num_valid[i])
 
-        shapes = jax.eval_shape(lambda: at(carry, clock["step"], 0))[2:]
+        _, now, *shapes = jax.eval_shape(lambda: at(carry, {}, 0))
+        now = {name: clock[name] for name in now}
         kept = jax.tree.map(
-            lambda s: jnp.zeros((num_valid.shape[0], *s.shape), s.dtype), shapes
+            lambda s: jnp.zeros((num_valid.shape[0], *s.shape), s.dtype), tuple(shapes)
         )
 
         def body(i: jax.Array, done: Any) -> Any:
-            carry, number, kept = done
-            carry, number, *results = at(carry, number, i)
+            carry, now, kept = done
+            carry, now, *results = at(carry, now, i)
             kept = jax.tree.map(
                 lambda buffer, x: buffer.at[i].set(x), kept, tuple(results)
             )
-            return carry, number, kept
+            return carry, now, kept
 
         # The count is a value, not a shape: a shorter last call is no new program.
-        done = lax.fori_loop(0, count, body, (carry, clock["step"], tuple(kept)))
-        carry, number, kept = done
-        return carry, number, *kept
+        carry, now, kept = lax.fori_loop(0, count, body, (carry, now, kept))
+        return carry, now, *kept
 
     return steps

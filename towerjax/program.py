@@ -119,6 +119,7 @@ def _prove_body(
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
     names = () if is_free else axes.device_names
+    inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
     found = analyse(body, [None] * closed_over + inputs, names)
     prove_mirrored(found, outputs, advice=recipe.advice)
 
@@ -275,6 +276,8 @@ class Runner:
         self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._max_programs = max_programs
         self._in_flight = _in_flight_on(placement.devices)
+        several_cpus = placement.platform == "cpu" and placement.num_devices > 1
+        self._aborts = recipe.donate and several_cpus
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.
@@ -331,9 +334,8 @@ class Runner:
             + explain_change(last, batch.signature)
             + "\nMake it like the first one (a smaller last batch is filled up under"
             " remainder='pad'; tj.batches(..., drop_remainder=True) leaves it out). If"
-            " batches of several shapes are meant, build the step"
-            f" with max_programs=... (now {self._max_programs}): each shape compiles"
-            " once."
+            " batches of several shapes are meant, build the step or the model with"
+            f" max_programs=... (now {self._max_programs}): each shape compiles once."
         )
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
@@ -345,10 +347,33 @@ class Runner:
 
         Returns:
           The results, as in the recipe.
+
+        Raises:
+          ValueError: As `program`; or an array is there twice that is donated.
         """
         program = self.programs.get(batch.signature)
         if program is None or (batch.padded and batch.signature not in self._masked):
             program = self.program(first, batch)
+        if self._aborts:
+            _refuse_twice(first[0])
         out = program.call(*first, *batch.args)
         self._in_flight.add(out[1:] or out)  # the first of several is donated
         return out
+
+
+def _refuse_twice(donated: PyTree) -> None:
+    """Raise where two leaves are one array.
+
+    JAX does so by itself but on several CPU devices, where it aborts the process.
+    """
+    leaves = jax.tree.leaves(donated)
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    seen: dict[int, str] = {}
+    for name, leaf in named_leaves("", donated):
+        if id(leaf) in seen:
+            raise ValueError(
+                f"{name} is the same array as {seen[id(leaf)]}, and one buffer cannot"
+                " be donated twice. Make it a copy, jnp.copy(...), or say donate=False."
+            )
+        seen[id(leaf)] = name

@@ -125,6 +125,35 @@ def count_examples(batch: PyTree) -> int:
     return size
 
 
+def refuse_wrapping(batch: PyTree) -> None:
+    """Raise where integers would wrap round on their way to the devices.
+
+    Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
+
+    Args:
+      batch: A pytree of arrays.
+
+    Raises:
+      ValueError: A leaf holds a number that 32 bits do not; names it.
+    """
+    bad = []
+    for name, leaf in named_leaves("batch", batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu":
+            continue
+        held = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if held == leaf.dtype or not leaf.size:
+            continue
+        limits, ends = np.iinfo(held), (leaf.min(), leaf.max())
+        wrong = [x for x in ends if not limits.min <= x <= limits.max]
+        bad += [f"{name} holds {x} of {leaf.dtype}" for x in wrong[:1]]
+    if bad:
+        raise ValueError(
+            f"{'; '.join(bad)}, but on the devices integers have 32 bits and would wrap"
+            " round. Make them smaller (ids modulo a table's size), or say"
+            " jax.config.update('jax_enable_x64', True)."
+        )
+
+
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
@@ -154,7 +183,8 @@ def fit_batch(
 
     Raises:
       ValueError: The batch is malformed (`count_examples`), or it does not divide
-        and ``remainder="error"``, or dropping leaves nothing.
+        and ``remainder="error"``, or dropping leaves nothing; integers would wrap
+        round in 32 bits.
 
     Example:
       >>> padded, num_valid = fit_batch({"x": np.arange(6)}, 4, "pad")
@@ -162,6 +192,7 @@ def fit_batch(
       ([0, 1, 2, 3, 4, 5, 5, 5], 6)
     """
     size = count_examples(batch)
+    refuse_wrapping(batch)
     over = size % shares
     if remainder == "pad":
         target = size + (shares - over if over else 0)

@@ -7,15 +7,11 @@ import optax
 from towerjax.compiled_step import CompiledStep, StepOptions
 from towerjax.gradient import TowerLoss
 from towerjax.pipeline import Guard, OnNonfinite, Pipeline, one_step_recipe
-from towerjax.placement import place
 from towerjax.program import Proof, prove
 from towerjax.shard import Remainder, fit_shapes
 from towerjax.state import (
-    STATE_LAYOUT,
     TrainState,
     abstract_state,
-    check_is_state,
-    check_state,
     init_state,
     split_state,
 )
@@ -57,23 +53,6 @@ class TrainStep(CompiledStep):
         """
         placement = self.strategy.placement
         return init_state(params, self.optimizer, placement, local=local, rng=rng)
-
-    def place(self, state: TrainState) -> TrainState:
-        """A copy of a state on this step's devices, e.g. one from other devices.
-
-        Args:
-          state: A ``TrainState`` of the same number of towers, or its host copy.
-
-        Returns:
-          The state, placed.
-
-        Raises:
-          ValueError: Its tower-local variables have another number of towers.
-        """
-        check_is_state(state)
-        placed = place(state, self.strategy.placement, STATE_LAYOUT)
-        check_state(placed, self.strategy.placement)
-        return placed
 
     def check(self, params: PyTree, batch: PyTree, *, local: PyTree = None) -> Proof:
         """The proof that the step's towers stay the same, without any device.
@@ -140,7 +119,8 @@ def build_train_step(
       micro_batches: ``A``: each tower works its rows off in so many parts.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
         weight 0, ``"drop"`` the rows over, or ``"error"``. Padded rows do enter
-        batch statistics: with batch norm use ``"drop"`` or ``"error"``.
+        the statistics of Flax's batch norm, and not those of ``TowerBatchNorm``;
+        see ``docs/batch_norm.md``.
       on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
         ``"skip"`` leave parameters, optimizer state and local variables as they
         were, and ``"raise"`` says so; ``"ignore"`` updates all the same.

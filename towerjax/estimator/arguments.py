@@ -1,9 +1,10 @@
 """What is a model function called with? Only what its signature asks for."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -25,10 +26,13 @@ class ModelFn:
       fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
         of which the last three may be left out; the first has any name.
       asks_for: Those of the last three that it names.
+      has_own: Those of them that have a value of their own where none is given: a
+        default, or what ``functools.partial`` filled in.
     """
 
     fn: Callable[..., Any]
     asks_for: frozenset[str]
+    has_own: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
@@ -66,7 +70,15 @@ class ModelFn:
                 " mode, params=None, config=None, tower=None), of which the last three"
                 " may be left out."
             )
-        return cls(fn, frozenset(_WHERE_ASKED) & set(named))
+        asks_for = frozenset(_WHERE_ASKED) & set(named)
+        empty = inspect.Parameter.empty
+        has_own = {name for name in asks_for if parameters[name].default is not empty}
+        return cls(fn, asks_for, frozenset(has_own) - {"tower"})
+
+    @property
+    def name(self) -> str:
+        """What the function is called."""
+        return getattr(self.fn, "__name__", repr(self.fn))
 
     def refuse_unasked(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the function would never see.
@@ -108,8 +120,12 @@ class ModelFn:
           ValueError: It returned something else, or of another mode.
         """
         values = {**copy.deepcopy(dict(given)), "tower": tower}
-        asked = {name: values[name] for name in self.asks_for}
-        with branches_explained():
+        asked = {
+            name: values[name]
+            for name in self.asks_for
+            if values[name] is not None or name not in self.has_own
+        }
+        with branches_explained(), _missing_labels_explained(batch, mode):
             spec = self.fn(
                 variables,
                 features=batch["features"],
@@ -119,8 +135,9 @@ class ModelFn:
             )
         if not isinstance(spec, ModelSpec):
             raise ValueError(
-                f"model_fn returned a {type(spec).__name__}; return tj.ModelSpec(mode,"
-                " ...)."
+                f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
+                " tj.ModelSpec(mode, ...) in each mode. Modes are tj.Mode.TRAIN, EVAL"
+                " and PREDICT, and equal to no string."
             )
         if spec.mode is not mode:
             raise ValueError(
@@ -128,6 +145,31 @@ class ModelFn:
                 f" {spec.mode!r}. Return tj.ModelSpec(mode, ...)."
             )
         return spec
+
+
+@contextlib.contextmanager
+def _missing_labels_explained(
+    batch: Mapping[str, PyTree], mode: Mode
+) -> Iterator[None]:
+    """Around a model function: says that there are no labels where that may be it."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        if "labels" not in batch and mode is not Mode.PREDICT:
+            error.add_note(f"No labels were given: labels is None in {mode!r}.")
+        raise
+
+
+def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The keys of several values; see `static_key`.
+
+    Args:
+      given: Name -> value.
+
+    Returns:
+      A hashable object.
+    """
+    return tuple(static_key(name, value) for name, value in given.items())
 
 
 def static_key(name: str, value: Any) -> Any:
@@ -155,6 +197,12 @@ def static_key(name: str, value: Any) -> Any:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         parts = [static_key(f"{name}[{i}]", v) for i, v in enumerate(items)]
         return type(value), tuple(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not by its own ==, in which 1 is True is 1.0 and some fields may not count.
+        fields = [field.name for field in dataclasses.fields(value)]
+        return type(value), static_key(name, {x: getattr(value, x) for x in fields})
+    if isinstance(value, float | np.floating):  # 0.0 == -0.0, and NaN is not NaN
+        return type(value), repr(value)
     held = getattr(value, "__dict__", None)
     by_identity = type(value).__hash__ is object.__hash__ and not callable(value)
     if held is not None and by_identity:  # may change and still hash the same

@@ -1,16 +1,18 @@
 """How does a trained model leave Python? As programs with its variables inside."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import InconclusiveDimensionOperation
 
 from towerjax.estimator.pipeline import is_local
 from towerjax.estimator.replicate import ReplicatedModel
@@ -147,16 +149,31 @@ def export_model(
     model.model_fn.refuse_unasked(given)
     variables = _as_one_tower(variables)
     specs = _symbolic(features)
-    programs, signatures = {}, {}
-    for name, signature in _signatures(model, variables, specs, given).items():
+    programs = {}
+    with _open_rows_explained():
+        signatures = _signatures(model, variables, specs, given)
+        for name in signatures:
 
-        def serve(features: PyTree, name: str = name) -> PyTree:
-            return _outputs(_spec_of(model, variables, features, given), name)
+            def serve(features: PyTree, name: str = name) -> PyTree:
+                return _outputs(_spec_of(model, variables, features, given), name)
 
-        exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
-        programs[name], signatures[name] = exported(specs).serialize(), signature
+            exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
+            programs[name] = exported(specs).serialize()
     if jax.process_index() == 0:
         _write(target, programs, signatures)
+
+
+@contextlib.contextmanager
+def _open_rows_explained() -> Iterator[None]:
+    try:
+        yield
+    except InconclusiveDimensionOperation as error:
+        error.add_note(
+            "An exported program is for any number of rows, b, so the model function"
+            " must not need to know it: write x.reshape(-1, 10) or"
+            " x.reshape(x.shape[0], -1), and no if on x.shape[0]."
+        )
+        raise
 
 
 def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:

@@ -58,10 +58,11 @@ def check_loss_reduction(reduction: Any) -> None:
       ValueError: It is NONE, or no `LossReduction`.
     """
     if not isinstance(reduction, LossReduction):
+        hint = " A strategy is devices=..." if hasattr(reduction, "placement") else ""
         raise ValueError(
             f"loss_reduction={reduction!r} is not a tj.LossReduction; write"
             " tj.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
-            " SUM_OVER_BATCH_SIZE."
+            f" SUM_OVER_BATCH_SIZE.{hint}"
         )
     if reduction is LossReduction.NONE:
         raise ValueError(

@@ -183,11 +183,21 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(grads)
           (9.0, 6.0)
         """
+        if not callable(loss_fn):
+            raise ValueError(
+                f"TowerOptimizer got a loss of type {type(loss_fn).__name__}; give it a"
+                " function of the parameters that returns the loss, which it can"
+                " differentiate: optimizer.minimize(loss_fn, variables)."
+            )
 
         def sum_of_losses(params: PyTree) -> tuple[jax.Array, Any]:
             out = loss_fn(params)
-            loss = out[0] if has_aux else out
-            return _sum_of(loss), out
+            if isinstance(out, tuple) != has_aux:
+                raise ValueError(
+                    f"loss_fn returned a {type(out).__name__}. Return (loss, aux) and"
+                    " say has_aux=True, or the loss alone and has_aux=False."
+                )
+            return _sum_of(out[0] if has_aux else out), out
 
         if sparse:
             gradient = sparse_value_and_grad(sum_of_losses, sparse, has_aux=True)
@@ -263,6 +273,12 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(state.params), int(state.step)
           (9.0, 0.0, 1)
         """
+        if not isinstance(state, TrainState):
+            raise ValueError(
+                f"TowerOptimizer.minimize got variables of type {type(state).__name__};"
+                " it takes minimize(loss_fn, variables) with a tj.TrainState. Of other"
+                " trees: optimizer.compute_gradients and optimizer.apply_gradients."
+            )
         out, grads = self.compute_gradients(
             loss_fn, state.params, has_aux=has_aux, sparse=sparse
         )

@@ -149,7 +149,9 @@ class ModelPass:
             values = (variables, batch, num_valid)
             own, mirrored, _ = self._towers(self._of(axes), *values, reuse=False)
             train_op = jax.tree.map(lambda x: x[None], mirrored.variables)
-            sums = {**own.sums, "train_op": (train_op, own.local)}
+            if train_op is not None:
+                train_op = _joined(train_op, own.local or [])
+            sums = {**own.sums, "train_op": train_op}
             return {name: part for name, part in sums.items() if part is not None}
 
         return run
@@ -195,7 +197,7 @@ class ModelPass:
             )
 
         own = (rows, num_valid, local)
-        if axes.in_turn and axes.num_towers > 1 and self.mode is Mode.TRAIN:
+        if axes.in_turn and axes.num_towers > 1:
             kept, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
         else:
             _, kept, mirrored = over_local_towers_sharing(

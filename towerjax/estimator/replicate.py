@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from towerjax.compiled_step import StepOptions
-from towerjax.estimator.arguments import ModelFn, static_key
+from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.options import Compat, ModelOptions
 from towerjax.estimator.pipeline import ModelPass, one_call_recipe
@@ -48,6 +48,11 @@ class ReplicatedModel:
         self.model_fn, self.strategy, self.options = model_fn, strategy, options
         self._runners: dict[Any, list[tuple[list[Any], Runner]]] = {}
         self._placers: dict[Mode, Placer] = {}
+        self._steps: dict[Any, ModelTrainStep] = {}
+
+    def __repr__(self) -> str:
+        """What is replicated, over which towers."""
+        return f"ReplicatedModel({self.model_fn.name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
         """The variables on all towers, a copy, placed where the calls want them.
@@ -184,7 +189,8 @@ class ReplicatedModel:
           donate: May the next state take over the state's buffers?
 
         Returns:
-          A `ModelTrainStep`, for batches ``{"features": ..., "labels": ...}``.
+          A `ModelTrainStep`, for batches ``{"features": ..., "labels": ...}``; of the
+          same options the same one, so that it compiles once.
 
         Raises:
           ValueError: An option is not one that there is, or the model function does
@@ -192,18 +198,19 @@ class ReplicatedModel:
         """
         given = {"params": params, "config": config}
         self.model_fn.refuse_unasked(given)
+        key = (static_keys(given), on_nonfinite, donate)
+        if key in self._steps:
+            return self._steps[key]
         wanted = ("loss", "train_op", "eval_metrics")
         options = StepOptions(
-            loss_reduction=None,
-            micro_batches=1,
             remainder=self.options.remainder,
             on_nonfinite=on_nonfinite,
-            guard="loss",
             donate=donate,
             max_programs=self.options.max_programs,
         )
         model_pass = self.model_pass(Mode.TRAIN, wanted, given)
-        return ModelTrainStep(model_pass, self.options.variable_placement, options)
+        policy = self.options.variable_placement
+        return self._steps.setdefault(key, ModelTrainStep(model_pass, policy, options))
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The evaluation step, for ``tj.evaluate_all``.
@@ -250,7 +257,7 @@ class ReplicatedModel:
           config: As for a call.
 
         Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+          A ``Program``: ``.call.as_text()`` is the compiler's text.
         """
         check_mode(mode)
         batch = self.place_batch(_batch_of(features, labels), mode)
@@ -268,11 +275,11 @@ class ReplicatedModel:
         config: Any,
     ) -> Runner:
         given = {"params": params, "config": config}
-        static = tuple(static_key(name, value) for name, value in given.items())
         leaves, treedef = jax.tree.flatten(variables)
         kinds = [(x.shape, x.dtype) for x in leaves]
+        key = (mode, wanted, treedef, static_keys(given))
         # Compared, not hashed: a tenth of the time for many leaves.
-        known = self._runners.setdefault((mode, wanted, treedef, static), [])
+        known = self._runners.setdefault(key, [])
         for seen, runner in known:
             if seen == kinds:
                 return runner
@@ -327,7 +334,7 @@ def replicate_model_fn(
     remainder: Remainder = "pad",
     compat: Compat | None = None,
     donate: bool = False,
-    max_programs: int = 1,
+    max_programs: int = 8,
 ) -> ReplicatedModel:
     """The model function on all devices: called as it is, with the global batch.
 
@@ -340,7 +347,8 @@ def replicate_model_fn(
       model_fn: ``(variables, features, labels, mode, params=None, config=None,
         tower=None) -> ModelSpec``, pure, written for one device. ``params`` and
         ``config`` are handed on, and ``tower`` (a ``Tower``) is given, only where its
-        signature asks for them; each tower gets its own copy of the first two.
+        signature asks for them; each tower gets its own copy of the first two. Where
+        the caller gives none, the signature's own default stands.
       loss_reduction: What the one loss of all towers is. The default is exact over the
         global batch and wants a ``Weighted`` loss.
       devices: A strategy; or devices, of which each gets a tower; None takes all.

@@ -41,7 +41,8 @@ class ModelPipeline:
           axes: The axes that the towers meet over.
 
         Returns:
-          ``(carry, clock, batch, num_valid) -> (carry, step, metrics, finite)``.
+          ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``; ``now``
+          is the next clock: a refused step has its number and its key too.
         """
         whole = self.model_pass.on_device(axes)
 
@@ -50,7 +51,7 @@ class ModelPipeline:
             clock: dict[str, jax.Array],
             batch: PyTree,
             num_valid: jax.Array,
-        ) -> tuple[dict[str, Any], jax.Array, dict[str, Any], jax.Array]:
+        ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], jax.Array]:
             def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
                 state = TrainState(**carry, **clock)
                 after, loss, metrics, _, _, hooks = whole(state, batch, num_valid)
@@ -59,14 +60,15 @@ class ModelPipeline:
                 value = loss.value if isinstance(loss, Weighted) else loss
                 finite = jnp.isfinite(value)
                 named = {name: compute(m) for name, m in (metrics or {}).items()}
-                rest = {"loss": value, **named}, finite
-                return finite & (weight != 0), split_state(after)[0], rest
+                carry, now = split_state(after)
+                rest = now, {"loss": value, **named}, finite
+                return finite & (weight != 0), carry, rest
 
             if self.on_nonfinite == "ignore":
-                _, after, (metrics, finite) = judged(carry)
+                _, after, rest = judged(carry)
             else:
-                after, (metrics, finite) = accept_or_keep(judged, carry)
-            return after, clock["step"] + 1, metrics, finite
+                after, rest = accept_or_keep(judged, carry)
+            return after, *rest
 
         return step
 

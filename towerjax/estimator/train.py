@@ -9,6 +9,7 @@ from towerjax.loop.records import Writer
 from towerjax.loop.run import Hook, run
 from towerjax.loop.steps import EvaluationStep, LoopStep
 from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.pipeline import OnNonfinite
 from towerjax.state import TrainState
 
 
@@ -37,13 +38,18 @@ class TrainableModel(Protocol):
     """
 
     def train_step(
-        self, *, params: Any = None, config: Any = None
+        self,
+        *,
+        params: Any = None,
+        config: Any = None,
+        on_nonfinite: OnNonfinite = "raise",
     ) -> TrainStepWithHooks:
         """The step that trains; takes over the buffers of its state.
 
         Args:
           params: Given only where it is not None.
           config: Given only where it is not None.
+          on_nonfinite: Given only where it is not ``"raise"``.
         """
         ...
 
@@ -111,6 +117,7 @@ def train_and_evaluate(
     prefetch: int = 2,
     in_flight: int = 2,
     steps_per_call: int = 1,
+    on_nonfinite: OnNonfinite = "raise",
     params: Any = None,
     config: Any = None,
 ) -> tuple[TrainState, History]:
@@ -141,6 +148,7 @@ def train_and_evaluate(
       prefetch: As in `run`.
       in_flight: As in `run`.
       steps_per_call: As in `run`.
+      on_nonfinite: As in `build_train_step`: what a loss that is not finite does.
       params: Hyperparameters, where the model function asks for them.
       config: What else it asks for.
 
@@ -186,7 +194,8 @@ def train_and_evaluate(
     passes = _train_passes(train_data, steps, epochs)
     given = {"params": params, "config": config}
     given = {name: value for name, value in given.items() if value is not None}
-    step = model.train_step(**given)
+    refusal: dict[str, Any] = {"on_nonfinite": on_nonfinite}
+    step = model.train_step(**given, **(refusal if on_nonfinite != "raise" else {}))
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
         for hook in step.hooks:

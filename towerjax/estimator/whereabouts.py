@@ -153,9 +153,13 @@ def spread(
     if not away:
         return variables
     if policy is not VariablePlacement.MIRRORED:
+        copied: dict[int, jax.Array] = {}  # an array that is there twice stays one
         for i in away:
-            if layouts[i] is Layout.MIRRORED and _is_kept_copy(leaves[i], placement):
-                leaves[i] = _copied_to_all(leaves[i], placement)
+            leaf = leaves[i]
+            if layouts[i] is Layout.MIRRORED and _is_kept_copy(leaf, placement):
+                if id(leaf) not in copied:
+                    copied[id(leaf)] = _copied_to_all(leaf, placement)
+                leaves[i] = copied[id(leaf)]
         away = [i for i in away if not _is_at(leaves[i], mirrored)]
     moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
     for i, leaf in zip(away, moved, strict=True):

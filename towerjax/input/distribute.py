@@ -29,6 +29,7 @@ from towerjax.shard import (
     counts_of_towers,
     fit_batch,
     pad_rows,
+    refuse_wrapping,
 )
 from towerjax.types import Layout, PyTree, named_leaves
 
@@ -129,6 +130,8 @@ class _Elements:
         ]
         refuse_sparse_rows([rows for rows, _ in taken], "distribute_dataset")
         sizes = [count_examples(rows) for rows, _ in taken]
+        for rows, _ in taken:
+            refuse_wrapping(rows)
         _refuse_unlike([rows for rows, _ in taken])
         missing = self.towers - len(taken)
         if not taken or (missing and self.options.remainder == "drop"):

@@ -74,7 +74,7 @@ class JsonLines:
         if path.is_dir():
             raise ValueError(f"JsonLines(path={str(path)!r}) is a folder; name a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.is_file():  # a pipe or a device has no lines to go on after
             self._cut(path, start)
         return OpenJsonLines(path)
 
@@ -99,6 +99,8 @@ def _bytes_until(path: pathlib.Path, start: int) -> tuple[int, int]:
             if not line.endswith(b"\n") and line.startswith(HEAD[: len(line)]):
                 break  # torn by a full disk
             try:
+                if not line.startswith(HEAD):
+                    raise ValueError("Each line of a run begins in the same way.")
                 step = json.loads(line)["step"]
                 is_cut = is_cut or step > start
             except (ValueError, TypeError, KeyError) as error:

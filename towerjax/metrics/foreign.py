@@ -207,6 +207,7 @@ def merged_leaves(state: PyTree, merge: Callable[[Any, Any], Any]) -> list[Any]:
     leaves, treedef = jax.tree.flatten(state)
     is_array = [hasattr(x, "shape") for x in leaves]
     numbers: list[Any] = []
+    trees = [treedef]
 
     def traced(first: list[Any], second: list[Any]) -> list[Any]:
         both = [
@@ -219,7 +220,7 @@ def merged_leaves(state: PyTree, merge: Callable[[Any, Any], Any]) -> list[Any]:
             )
             for arrays in (list(first), list(second))
         ]
-        out = jax.tree.leaves(merge(*both))
+        out, trees[0] = jax.tree.flatten(merge(*both))
         numbers[:] = [None if hasattr(x, "shape") else x for x in out]
         return [x for x in out if hasattr(x, "shape")]
 
@@ -236,6 +237,12 @@ def merged_leaves(state: PyTree, merge: Callable[[Any, Any], Any]) -> list[Any]:
     pool = iter(shapes)
     merged = [next(pool) if x is None else x for x in numbers]
     _check_alike(kind, leaves, merged)
+    if trees[0] != treedef:
+        raise ValueError(
+            f"The merge of two {kind} changes what is no array in it: {treedef} becomes"
+            f" {trees[0]}. Only arrays travel over towers: make it an array, such as"
+            " jnp.int32(1) for a count."
+        )
     return merged
 
 

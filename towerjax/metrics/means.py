@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.metrics.rows import as_array, element_weights, library_of, paired, ratio
-from towerjax.metrics.state import Additive
+from towerjax.metrics.state import Additive, wide
 from towerjax.types import ArrayLike, Weighted
 
 
@@ -86,9 +86,9 @@ def percentage_below(
       >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
       0.25
     """
-    return _weighted(
-        "percentage_below", jnp.asarray(as_array(values)) < threshold, weight
-    )
+    # Else JAX would round the threshold, or wrap it, to the dtype of the values.
+    values = jnp.asarray(wide(as_array(values)))
+    return _weighted("percentage_below", jnp.asarray(values < threshold), weight)
 
 
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:

@@ -78,11 +78,12 @@ class Additive:
           A state of this class.
 
         Raises:
-          ValueError: It is of another class, or its static fields differ.
+          ValueError: It is of another class, its shapes or static fields differ.
         """
-        if jax.tree.structure(self) != jax.tree.structure(other):
+        mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
+        if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
             raise ValueError(
-                f"Cannot merge {self!r} with {other!r}: they are of different classes,"
+                f"Cannot merge {mine!r} with {others!r}: they are of different classes,"
                 " or were made with different options. Make both by the same call."
             )
         return jax.tree.map(lambda x, y: wide(x) + wide(y), self, other)

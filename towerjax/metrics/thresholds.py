@@ -370,7 +370,8 @@ def recall_at_thresholds(
 
 def _rising(name: str, thresholds: Any) -> np.ndarray:
     edges = np.asarray(thresholds, np.float64)
-    if edges.ndim != 1 or edges.size == 0 or not (np.diff(edges) > 0).all():
+    rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
+    if not rising or np.isnan(edges).any():
         raise ValueError(
             f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
             " that rise, such as [0.25, 0.5]."

@@ -16,6 +16,7 @@ _ROWS = 6
 # Which rows each step looks up: a row twice, so that one fills up; 4 and 5 never.
 _STEPS = ((0, 1, 0), (1, 2, 2), (3, 3, 0))
 _COUNTS = (1, 10, 100, 1_000, 10_000, 100_000)
+_SCALES = (1e3, 1e-3)
 _RTOL = 1e-4
 _WAYS_OUT = (
     " Write lazy=True to update moments and decay weights only of the rows looked up;"
@@ -33,9 +34,11 @@ def check_row_wise(
 
     A small table of the same tree is updated both ways: over three steps that look up
     different rows; then one step with each integer scalar of the state set to a power
-    of ten, for schedules; and one with each float scalar set to 0.5, for numbers kept
-    in the state. Rows without a gradient must not change in any bit, nor their state;
-    all else must agree to 1e-4. Concrete numbers, under any trace.
+    of ten, or to a whole number that the update's own program holds, or one off, for
+    schedules and accumulation; one with each float scalar set to 0.5, for numbers kept
+    in the state; and with gradients a thousand times as large and as small, for clips.
+    Rows without a gradient must not change in any bit, nor their state; all else must
+    agree to 1e-4. Concrete numbers, under any trace.
 
     Args:
       row_wise: The optimizer.
@@ -92,12 +95,36 @@ def _first_difference(
         differs, small, state = trial.step(looked_up, grads, small, state)
         if differs is not None:
             return differs
-    for other in _with_other_scalars(state, owners):
-        grads = [_gradient(rng, x) for x in small]
+    counts = _counts(row_wise, params, small, tables, extra_args)
+    others = [(other, 1.0) for other in _with_other_scalars(state, owners, counts)]
+    for other, scale in (*others, *((state, scale) for scale in _SCALES)):
+        grads = [(scale * _gradient(rng, x)).astype(x.dtype) for x in small]
         differs, _, _ = trial.step(_STEPS[0], grads, small, other)
         if differs is not None:
             return differs
     return None
+
+
+def _counts(
+    row_wise: RowWise,
+    params: Sequence[Any],
+    small: Sequence[Any],
+    tables: list[int],
+    extra_args: Mapping[str, Any],
+) -> list[int]:
+    """Where the update may change: powers of ten, numbers in its program, one off.
+
+    Raises:
+      ValueError: A small table is updated by another program, as by a mask of sizes.
+    """
+    of_small = row_wise.program(small, extra_args)
+    real = list(small)
+    for i in tables:
+        real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
+    if row_wise.program(real, extra_args).primitives != of_small.primitives:
+        raise ValueError("it does something else to a table of the real size")
+    near = {n + off for n in of_small.numbers for off in (-1, 0, 1)}
+    return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
 
 
 def _stand_in(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
@@ -117,7 +144,7 @@ def _gradient(rng: np.random.Generator, x: jax.Array) -> jax.Array:
 
 
 def _with_other_scalars(
-    state: PyTree, owners: Sequence[int | None]
+    state: PyTree, owners: Sequence[int | None], counts: Sequence[int]
 ) -> Iterator[PyTree]:
     leaves, treedef = jax.tree.flatten(state)
 
@@ -132,7 +159,7 @@ def _with_other_scalars(
         ]
         return jax.tree.unflatten(treedef, new)
 
-    for count in _COUNTS:
+    for count in counts:
         yield replaced(jnp.integer, count)
     yield replaced(jnp.floating, 0.5)
 

@@ -1,13 +1,14 @@
 """What does an optimizer do if all it sees of a table is some of its rows?"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.sparse.duplicates import set_rows, sum_duplicates
 from towerjax.sparse.rows import IndexedRows, is_rows
@@ -15,6 +16,18 @@ from towerjax.types import PyTree, named_leaves
 
 Owners = Sequence[int | None]
 """For each leaf of an optimizer's state, the table whose shape it has."""
+
+
+class UpdateProgram(NamedTuple):
+    """What an optimizer's update is made of.
+
+    Attributes:
+      primitives: Their names, in order.
+      numbers: The whole numbers in it, such as at which count something happens.
+    """
+
+    primitives: tuple[str, ...]
+    numbers: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +87,32 @@ class RowWise:
                         )
                     owners[i] = table
         return owners
+
+    def program(
+        self, params: Sequence[Any], extra_args: Mapping[str, Any]
+    ) -> UpdateProgram:
+        """The program of one update; only traced.
+
+        Args:
+          params: The leaves; only their shapes and dtypes are looked at.
+          extra_args: For ``optimizer.update``.
+
+        Returns:
+          An `UpdateProgram`.
+        """
+        tree = jax.tree.unflatten(self.treedef, [_struct(x) for x in params])
+
+        def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
+            return self.optimizer.update(grads, state, params, **extra_args)
+
+        state = jax.eval_shape(self.optimizer.init, tree)
+        closed = jax.make_jaxpr(update)(tree, state, tree)
+        eqns = list(_all_eqns(closed.jaxpr))
+        atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
+        return UpdateProgram(
+            tuple(eqn.primitive.name for eqn in eqns),
+            frozenset(int(x) for x in (*atoms, *closed.consts) if _is_whole(x)),
+        )
 
     def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
         state = jax.eval_shape(
@@ -145,6 +184,23 @@ class RowWise:
         for i, which in indices.items():
             updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
         return updates, jax.tree.unflatten(state_def, new_state)
+
+
+def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    def is_inner(x: Any) -> bool:
+        return isinstance(x, Jaxpr | ClosedJaxpr)
+
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for x in filter(is_inner, jax.tree.leaves(dict(eqn.params), is_leaf=is_inner)):
+            yield from _all_eqns(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+
+
+def _is_whole(x: Any) -> bool:
+    real = any(
+        jnp.issubdtype(jnp.result_type(x), k) for k in (jnp.integer, jnp.floating)
+    )
+    return real and np.ndim(x) == 0 and float(x).is_integer()
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:

@@ -33,9 +33,10 @@ def update_with_rows(
     ``clip_by_global_norm``, with any schedule. With momentum, moments or weight decay
     rows without a gradient move too. This is found out by trying: a small table of the
     same tree is updated both ways, over three steps and then with each counter of the
-    state at powers of ten up to 100,000, and number of the state at 0.5. Not seen is
-    what happens at other counts alone, such as a weight decay behind a learning rate
-    that is 0 at all of these, or for parameters or gradients far from 1.
+    state at powers of ten up to 100,000 and about the whole numbers in the update's
+    program, with each number of the state at 0.5, and with gradients of a thousand and
+    a thousandth. Not seen is what happens at other counts alone, such as a weight decay
+    behind a learning rate that is 0 at all of these, or for parameters far from 1.
 
     Args:
       optimizer: Any optax transformation of which the state has, for each of these

@@ -1,0 +1,605 @@
+"""Batch norm over towers is that of the whole masked batch, forward and backward."""
+
+import dataclasses
+
+import batch_norm_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import towerjax as tj
+from towerjax.batch_norm.linen import TowerBatchNorm as LinenNorm
+from towerjax.batch_norm.nnx import TowerBatchNorm as NnxNorm
+from towerjax.batch_norm.normalize import Moments, normalize
+from towerjax.batch_norm.options import BatchNormOptions
+
+IN, OUT, RATE = 4, 3, 0.5
+CLOSE = dict(rtol=3e-6, atol=3e-6)
+OPTIONS = dict(momentum=oracle.MOMENTUM, epsilon=oracle.EPSILON)
+SLOW = pytest.mark.slow
+
+
+def towers(count, devices, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
+
+
+def batch(size, seed=0):
+    rng = np.random.default_rng(seed)
+    # Rows drift and weigh differently: towers' means and variances are far apart.
+    x = rng.normal(size=(size, IN)) * (1 + np.arange(size)[:, None] / size) + 2
+    x += np.arange(size)[:, None] / 4
+    rows = {
+        "x": x,
+        "c": rng.normal(size=(size, OUT)),
+        "weight": rng.integers(1, 4, size),
+    }
+    return {name: np.asarray(value, np.float32) for name, value in rows.items()}
+
+
+def start():
+    rng = np.random.default_rng(7)
+    params = {
+        "w": rng.normal(size=(IN, OUT)),
+        "scale": np.array([1.0, 2.0, 0.5]),
+        "bias": np.array([0.0, 0.5, -1.0]),
+    }
+    return {name: value.astype(np.float32) for name, value in params.items()}
+
+
+def stats_of(width=OUT):
+    return {"mean": np.zeros(width, np.float32), "var": np.ones(width, np.float32)}
+
+
+def apply_linen(params, stats, h, tower, mask=None, **options):
+    norm = LinenNorm(use_running_average=False, **OPTIONS, **options)
+    own = {"scale": params["scale"], "bias": params["bias"]}
+    variables = {"params": own, "batch_stats": stats}
+    y, updated = norm.apply(variables, h, tower, mask=mask, mutable=["batch_stats"])
+    return y, updated.get("batch_stats", stats)
+
+
+def apply_nnx(params, stats, h, tower, mask=None, **options):
+    norm = NnxNorm(h.shape[-1], **OPTIONS, **options, rngs=nnx.Rngs(0))
+    values = {"scale": params["scale"], "bias": params["bias"], **stats}
+    for name, value in values.items():
+        getattr(norm, name)[...] = jnp.asarray(value)
+    y = norm(h, tower, mask=mask)
+    return y, {"mean": norm.mean[...], "var": norm.var[...]}
+
+
+APPLY = {"linen": apply_linen, "nnx": apply_nnx}
+
+
+def build(kind, strategy, **options):
+    """A train step of which the running statistics are tower-local."""
+    options, step_options = dict(options), {}
+    for name in ("remainder", "micro_batches"):
+        if name in options:
+            step_options[name] = options.pop(name)
+
+    def loss_fn(params, rows, tower):
+        h = rows["x"] @ params["w"]
+        y, stats = APPLY[kind](
+            params, tower.local, h, tower, mask=rows["weight"], **options
+        )
+        losses = (jnp.tanh(y) * rows["c"]).sum(-1)
+        loss = tj.Weighted.mean(losses, tower.weight * rows["weight"])
+        return tj.TowerOutput(loss, local=stats)
+
+    return tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, **step_options)
+
+
+def trained(kind, strategy, batches, **options):
+    options.setdefault("remainder", "pad")
+    step = build(kind, strategy, **options)
+    local = tj.TowerLocal(stats_of(), tj.Reduction.MEAN)
+    state, losses = step.init(start(), local=local), []
+    for rows in batches:
+        state, metrics = step(state, rows)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+GRID = [
+    ("linen", 1, 1, {}),
+    ("linen", 2, 1, {}),  # vmap alone
+    ("linen", 4, 2, {}),  # vmap in shard_map
+    ("nnx", 8, 4, {}),  # 11 rows on 8 towers: one has half, two have none
+    ("linen", 3, 3, {"executor": "pmap"}),
+    pytest.param("nnx", 1, 1, {}, marks=SLOW),
+    pytest.param("nnx", 2, 2, {}, marks=SLOW),
+    pytest.param("linen", 3, 1, {}, marks=SLOW),
+    pytest.param("nnx", 3, 3, {}, marks=SLOW),
+    pytest.param("linen", 4, 1, {}, marks=SLOW),
+    pytest.param("nnx", 4, 4, {}, marks=SLOW),
+    pytest.param("nnx", 4, 2, {"executor": "pmap"}, marks=SLOW),
+    pytest.param("linen", 8, 1, {}, marks=SLOW),
+    pytest.param("linen", 8, 8, {}, marks=SLOW),
+    pytest.param("linen", 8, 8, {"executor": "pmap"}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("kind, T, D, how", GRID)
+def test_training_is_that_of_the_whole_batch(kind, T, D, how):
+    batches = [batch(11, seed) for seed in range(3)]
+    losses, state = trained(kind, towers(T, D, **how), batches)
+    expected, params, (mean, var) = oracle.train(start(), batches, RATE)
+    np.testing.assert_allclose(losses, expected, **CLOSE)
+    for name, value in params.items():
+        np.testing.assert_allclose(state.params[name], value, **CLOSE, err_msg=name)
+    for tower in range(T):
+        np.testing.assert_allclose(state.local.value["mean"][tower], mean, **CLOSE)
+        np.testing.assert_allclose(state.local.value["var"][tower], var, **CLOSE)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_towers_without_examples_change_nothing(rows):
+    batches = [batch(rows, seed) for seed in range(2)]
+    losses, state = trained("linen", towers(4, 2), batches)
+    expected, params, (mean, _) = oracle.train(start(), batches, RATE)
+    np.testing.assert_allclose(losses, expected, **CLOSE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
+        dict(state.params),
+        params,
+    )
+    np.testing.assert_allclose(state.local.value["mean"][3], mean, **CLOSE)
+
+
+@pytest.mark.parametrize("T, D", [(2, 2), (4, 1), (3, 3)])
+def test_the_gradient_by_the_input_is_the_oracles(T, D):
+    rows = batch(12)
+
+    def loss_fn(params, own, tower):
+        # Each row of "shift" belongs to one tower; its gradient is the input's.
+        at = tower.id * own["x"].shape[0]
+        shift = jax.lax.dynamic_slice_in_dim(params["shift"], at, own["x"].shape[0])
+        h = (own["x"] + shift) @ start()["w"]
+        y, _ = apply_linen(start(), stats_of(), h, tower, mask=own["weight"])
+        losses = (jnp.tanh(y) * own["c"]).sum(-1)
+        return tj.Weighted.mean(losses, tower.weight * own["weight"])
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), towers(T, D))
+    state, _ = step(step.init({"shift": np.zeros((12, IN), np.float32)}), rows)
+    exact = {name: value.astype(np.float64) for name, value in rows.items()}
+    expected = oracle.loss_and_gradients(start(), exact, exact["weight"])[3]
+    np.testing.assert_allclose(-state.params["shift"], expected, **CLOSE)
+
+
+def test_micro_batches_are_normalised_each_over_all_towers():
+    rows = batch(16)
+    _, state = trained("linen", towers(2, 2), [rows], micro_batches=2)
+    # Towers have 8 rows each, of which a micro-batch has 4.
+    parts = [np.r_[0:4, 8:12], np.r_[4:8, 12:16]]
+    h = rows["x"].astype(np.float64) @ start()["w"].astype(np.float64)
+    mean = np.zeros(OUT)
+    for part in parts:
+        weight = rows["weight"][part].astype(np.float64)
+        mean = 0.9 * mean + 0.1 * oracle.moments(h[part], weight)[0]
+    np.testing.assert_allclose(state.local.value["mean"][0], mean, **CLOSE)
+
+
+# Statistics that are mirrored, of one tower, or frozen
+
+
+def mirrored_metric_step(strategy, statistics):
+    def loss_fn(params, rows, tower):
+        h = rows["x"] @ params["w"]
+        y, stats = apply_linen(params, stats_of(), h, tower, statistics=statistics)
+        loss = tj.Weighted.mean((y * rows["c"]).sum(-1), tower.weight)
+        return tj.TowerOutput(loss, metrics=dict(stats))
+
+    return tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
+
+
+def test_synchronised_statistics_are_proved_the_same_on_all_towers():
+    strategy = towers(4096, 1)
+    rows = jax.eval_shape(lambda: batch(8192))
+    proof = mirrored_metric_step(strategy, "synchronised").check(start(), rows)
+    names = [c.primitive for c in proof.analysis.collectives]
+    # Two forward, two backward, and those of the step itself.
+    assert names.count("psum") >= 4
+    with pytest.raises(tj.ReplicationError, match=r"metrics\['mean'\]"):
+        mirrored_metric_step(strategy, "local").check(start(), rows)
+
+
+def test_local_statistics_are_those_of_each_tower_and_send_nothing():
+    rows = batch(11)
+    _, state = trained("nnx", towers(4, 2), [rows], statistics="local")
+    h = rows["x"].astype(np.float64) @ start()["w"].astype(np.float64)
+    for tower in range(4):
+        own = slice(tower * 3, min(tower * 3 + 3, 11))
+        mean, var = oracle.moments(h[own], rows["weight"][own].astype(np.float64))
+        got = {name: x[tower] for name, x in state.local.value.items()}
+        np.testing.assert_allclose(got["mean"], 0.1 * mean, **CLOSE)
+        np.testing.assert_allclose(got["var"], 0.9 + 0.1 * var, **CLOSE)
+
+
+def test_towers_that_never_meet_take_local_statistics():
+    rows, strategy = batch(12), towers(4, 1, local="scan")
+    with pytest.raises(ValueError, match="tower.reduce"):
+        trained("linen", strategy, [rows])
+    losses, _ = trained("linen", strategy, [rows], statistics="local")
+    together, _ = trained("linen", towers(4, 4), [rows], statistics="local")
+    np.testing.assert_allclose(losses, together, **CLOSE)
+
+
+def test_an_empty_tower_keeps_its_local_statistics():
+    losses, state = trained("linen", towers(4, 2), [batch(2)], statistics="local")
+    assert np.isfinite(losses).all()
+    np.testing.assert_array_equal(state.local.value["mean"][2:], np.zeros((2, OUT)))
+    np.testing.assert_array_equal(state.local.value["var"][2:], np.ones((2, OUT)))
+    assert (np.asarray(state.local.value["mean"][:2]) != 0).all()
+
+
+@pytest.mark.parametrize("kind", APPLY)
+def test_frozen_statistics_normalise_and_stay(kind):
+    stats = {"mean": np.float32([1, 2, 3]), "var": np.float32([4, 1, 9])}
+    h = jnp.asarray(batch(5)["x"][:, :OUT])
+    y, after = APPLY[kind](start(), stats, h, None, statistics="frozen")
+    expected = (h - stats["mean"][None]) / np.sqrt(stats["var"] + 1e-3)[None]
+    expected = expected * start()["scale"][None] + start()["bias"][None]
+    np.testing.assert_allclose(y, expected, **CLOSE)
+    for name, value in stats.items():
+        np.testing.assert_array_equal(after[name], value)
+
+
+# In replicate_model_fn
+
+
+@pytest.mark.parametrize("T, D", [(1, 1), (4, 2), (8, 8)])
+def test_a_replicated_model_carries_mirrored_statistics(T, D):
+    optimizer = tj.TowerOptimizer(optax.sgd(RATE))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            h = features["x"] @ params["w"]
+            y, stats = apply_linen(
+                params, variables["stats"], h, tower, mask=features["weight"]
+            )
+            losses = (jnp.tanh(y) * labels).sum(-1)
+            return tj.Weighted.mean(losses, tower.weight * features["weight"]), stats
+
+        (loss, stats), state = optimizer.minimize(
+            loss_fn, variables["state"], has_aux=True
+        )
+        after = {"state": state, "stats": stats}
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(T, D))
+    state = tj.TrainState.create(start(), optimizer)
+    variables = {"state": state, "stats": stats_of()}
+    batches = [batch(11, seed) for seed in range(2)]
+    for rows in batches:
+        features = {"x": rows["x"], "weight": rows["weight"]}
+        spec = model(variables, features, rows["c"], tj.Mode.TRAIN)
+        variables = spec.train_op
+    _, params, (mean, var) = oracle.train(start(), batches, RATE)
+    for name, value in params.items():
+        np.testing.assert_allclose(variables["state"].params[name], value, **CLOSE)
+    np.testing.assert_allclose(variables["stats"]["mean"], mean, **CLOSE)
+    np.testing.assert_allclose(variables["stats"]["var"], var, **CLOSE)
+
+
+# As Flax's own, where there is one tower and no mask
+
+
+CALLS = [
+    dict(),
+    dict(use_scale=False),
+    dict(use_bias=False, momentum=0.5, epsilon=0.1),
+    dict(dtype=jnp.bfloat16),
+    dict(use_scale=False, use_bias=False),
+    dict(axis=1),
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("options", CALLS, ids=str)
+def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
+    x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
+    init = dict(bias_init=linen.initializers.normal())
+    ours = LinenNorm(use_running_average=False, **options, **init)
+    theirs = linen.BatchNorm(use_running_average=False, **options, **init)
+    variables = theirs.init(jax.random.key(1), x)
+    jax.tree.map(
+        np.testing.assert_array_equal, variables, ours.init(jax.random.key(1), x, None)
+    )
+    y, updated = theirs.apply(variables, x, mutable=["batch_stats"])
+    z, moved = ours.apply(variables, x, None, mutable=["batch_stats"])
+    assert z.dtype == y.dtype
+    tolerance = dict(rtol=4e-6, atol=4e-6)
+    if y.dtype != jnp.float32:
+        tolerance = dict(rtol=float(jnp.finfo(y.dtype).eps), atol=4e-6)
+    np.testing.assert_allclose(np.float32(z), np.float32(y), **tolerance)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
+        moved,
+        updated,
+    )
+    merged = {**variables, **updated}
+    ours, theirs = (n.clone(use_running_average=True) for n in (ours, theirs))
+    np.testing.assert_allclose(
+        np.float32(ours.apply(merged, x, None)),
+        np.float32(theirs.apply(merged, x)),
+        **tolerance,
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("options", [c for c in CALLS if "dtype" not in c], ids=str)
+def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
+    x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
+    init = dict(bias_init=nnx.initializers.normal())
+    ours = NnxNorm(5, rngs=nnx.Rngs(0), **options, **init)
+    theirs = nnx.BatchNorm(5, rngs=nnx.Rngs(0), **options, **init)
+    for train in (True, True, False):
+        for norm in (ours, theirs):
+            norm.train() if train else norm.eval()
+        y, z = theirs(x), ours(x, None)
+        assert z.dtype == y.dtype
+        np.testing.assert_allclose(z, y, rtol=4e-6, atol=4e-6)
+    mine, other = (nnx.to_pure_dict(nnx.state(n)) for n in (ours, theirs))
+    assert jax.tree.structure(mine) == jax.tree.structure(other)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
+        mine,
+        other,
+    )
+
+
+def test_a_view_of_nnx_sets_use_running_average():
+    norm = NnxNorm(2, rngs=nnx.Rngs(0))
+    view = nnx.view(norm, use_running_average=True)
+    x = jnp.array([[1.0, 2.0], [5.0, 2.0]])
+    np.testing.assert_allclose(view(x, None), x / np.sqrt(1 + 1e-5), rtol=1e-6)
+
+
+def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
+            self.last = nnx.Linear(IN, 1, rngs=rngs)
+
+        def __call__(self, x, tower):
+            return self.last(jnp.tanh(self.norm(x, tower)))[:, 0]
+
+    graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def run(params, rows, tower, train):
+        model = nnx.merge(graph, params, tower.local, copy=True)
+        model.train() if train else model.eval()
+        losses = model(rows["x"], tower) ** 2
+        local = nnx.state(model, nnx.BatchStat)
+        return tj.Weighted.mean(losses, tower.weight), local
+
+    def loss_fn(params, rows, tower):
+        loss, local = run(params, rows, tower, True)
+        return tj.TowerOutput(loss, local=local)
+
+    def metric_fn(params, rows, tower):
+        return {"loss": run(params, rows, tower, False)[0]}
+
+    found = []
+    for strategy in (towers(1, 1), towers(4, 2)):
+        options = dict(remainder="pad")
+        step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, **options)
+        state = step.init(params, local=tj.TowerLocal(stats, tj.Reduction.MEAN))
+        for seed in range(2):
+            state, metrics = step(state, batch(11, seed))
+        evaluate = tj.build_eval_step(metric_fn, strategy)
+        loss = evaluate(state, batch(11))["loss"].value
+        found.append((metrics["loss"], loss, tj.read_local(state.local)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), *found)
+
+
+def test_under_remat_the_tower_is_a_static_argument():
+    class Block(linen.Module):
+        @linen.compact
+        def __call__(self, x, tower):
+            return LinenNorm(use_running_average=False)(x, tower) ** 3
+
+    rows, found = batch(6), []
+    for block in (Block(), linen.remat(Block, static_argnums=(2,))()):
+        variables = block.init(jax.random.key(0), rows["x"], None)
+
+        def loss_fn(params, rows, tower, block=block, variables=variables):
+            values = {"params": params, "batch_stats": variables["batch_stats"]}
+            y, _ = block.apply(values, rows["x"], tower, mutable=["batch_stats"])
+            return tj.Weighted.mean((y * rows["x"]).sum(-1), tower.weight)
+
+        step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(3, 1))
+        found.append(step(step.init(variables["params"]), rows)[0].params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), *found)
+
+
+# Masks, dtypes, nothing that counts
+
+
+def test_a_mask_of_positions_counts_positions():
+    rng = np.random.default_rng(3)
+    h = rng.normal(size=(4, 6, OUT)) + np.arange(6)[:, None]
+    mask = np.arange(6) < np.array([6, 1, 3, 0])[:, None]
+    picked = h[mask]
+    x = jnp.asarray(h, jnp.float32)
+    for shaped in (mask, mask[..., None]):
+        y, stats = apply_linen(start(), stats_of(), x, None, mask=shaped)
+        np.testing.assert_allclose(stats["mean"], 0.1 * picked.mean(0), **CLOSE)
+        np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * picked.var(0), **CLOSE)
+    own = rng.random((4, 6, OUT)) < 0.5
+    _, stats = apply_linen(start(), stats_of(), x, None, mask=own)
+    expected = [h[..., i][own[..., i]].mean() for i in range(OUT)]
+    np.testing.assert_allclose(stats["mean"], 0.1 * np.array(expected), **CLOSE)
+    theirs = linen.BatchNorm(use_running_average=False, momentum=0.9)
+    variables = theirs.init(jax.random.key(0), x)
+    _, flax = theirs.apply(variables, x, mask=own, mutable=["batch_stats"])
+    np.testing.assert_allclose(stats["mean"], flax["batch_stats"]["mean"], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "concurrently", [True, pytest.param(False, marks=SLOW)], ids=str
+)
+def test_outside_a_step_the_mask_is_the_weight(concurrently):
+    rows, mask = batch(8)["x"][:, :OUT], np.float32([1, 1, 0, 1, 0, 0, 1, 0])
+
+    def tower_fn(tower, x, mask):
+        return apply_linen(start(), stats_of(), x, tower, mask=mask)[1]["mean"]
+
+    values = [tj.PerTower(v.reshape(4, 2, *v.shape[1:])) for v in (rows, mask)]
+    expected = 0.1 * rows[mask > 0].astype(np.float64).mean(0)
+    mean = towers(4, 2).call_for_each_tower(
+        tower_fn, *values, run_concurrently=concurrently
+    )
+    # One after another, what towers compute of what they share is their own.
+    for row in [mean] if concurrently else mean.values:
+        np.testing.assert_allclose(row, expected, **CLOSE)
+    with pytest.raises(ValueError, match="tower.weight outside a step"):
+        towers(4, 2).call_for_each_tower(
+            lambda tower, x: tower_fn(tower, x, None), values[0]
+        )
+
+
+@pytest.mark.parametrize("statistics", ["synchronised", "local"])
+def test_where_nothing_counts_statistics_stay_and_gradients_are_zero(statistics):
+    rows = batch(8)
+    rows["weight"][:] = 0
+    losses, state = trained("linen", towers(4, 2), [rows], statistics=statistics)
+    assert losses == [0.0]
+    jax.tree.map(np.testing.assert_array_equal, dict(state.params), start())
+    np.testing.assert_array_equal(state.local.value["mean"], np.zeros((4, OUT)))
+    np.testing.assert_array_equal(state.local.value["var"], np.ones((4, OUT)))
+    # And it is finite, though a loss that masks nothing asks for its gradient.
+    options = BatchNormOptions(statistics=statistics)
+    running = Moments(jnp.zeros(IN), jnp.ones(IN))
+
+    def total(x):
+        mask = jnp.zeros(8)
+        return normalize(x, None, running, mask=mask, options=options)[0].sum()
+
+    value, gradient = jax.value_and_grad(total)(jnp.asarray(rows["x"]))
+    assert np.isfinite(value)
+    np.testing.assert_allclose(gradient, np.full((8, IN), 1.0), rtol=1e-5)
+
+
+def test_a_row_that_does_not_count_may_be_nan():
+    x = jnp.array([[1.0], [3.0], [jnp.nan]])
+    mask, running = jnp.array([1, 1, 0]), Moments(jnp.zeros(1), jnp.ones(1))
+    y, after = normalize(x, None, running, mask=mask)
+    np.testing.assert_allclose(y[:2], [[-1.0], [1.0]], rtol=1e-4)
+    np.testing.assert_allclose(after.mean, [0.02], rtol=1e-6)
+    np.testing.assert_allclose(after.var, [1.0], rtol=1e-6)
+
+
+def test_a_mean_far_from_zero_loses_no_digits_of_the_variance():
+    x = np.float32(3e4) + np.random.default_rng(0).normal(size=(4096, 2))
+    x = x.astype(np.float32)
+    running = Moments(jnp.zeros(2), jnp.zeros(2))
+    options = BatchNormOptions(momentum=0.0)
+    _, after = normalize(jnp.asarray(x), None, running, options=options)
+    np.testing.assert_allclose(after.var, x.astype(np.float64).var(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bit_inputs_have_float32_statistics(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, OUT)) + 100, dtype)
+
+    def tower_fn(tower, x):
+        mask = jnp.ones(x.shape[0])
+        return apply_linen(start(), stats_of(), x, tower, mask=mask)[1]
+
+    rows = tj.PerTower(x.reshape(8, 8, OUT))
+    stats = towers(8, 4).call_for_each_tower(tower_fn, rows)
+    exact = np.asarray(x, np.float64)
+    mean = np.asarray(stats["mean"])
+    assert mean.dtype == np.float32
+    np.testing.assert_allclose(mean, 0.1 * exact.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * exact.var(0), rtol=1e-5)
+
+
+# Refusals
+
+
+REFUSED = [
+    (dict(axis_name="batch"), "axis_name='batch'. The towers are passed at each call"),
+    (dict(axis_index_groups=[[0]]), "axis_index_groups="),
+    (dict(use_fast_variance=True), "use_fast_variance=True. The variance is that of"),
+    (dict(statistics="global"), "statistics='global' must be one of 'synchronised'"),
+]
+
+
+@pytest.mark.parametrize("options, text", REFUSED, ids=str)
+@pytest.mark.parametrize("kind", APPLY)
+def test_what_cannot_be_honoured_is_refused(kind, options, text):
+    with pytest.raises(ValueError, match=text):
+        if kind == "linen":
+            LinenNorm(**options)
+        else:
+            NnxNorm(OUT, rngs=nnx.Rngs(0), **options)
+
+
+def test_more_that_is_refused():
+    x = jnp.ones((4, OUT))
+    linen_norm = LinenNorm(use_running_average=False)
+    nnx_norm = NnxNorm(OUT, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="force_float32_reductions=False"):
+        LinenNorm(force_float32_reductions=False)
+    with pytest.raises(ValueError, match="promote_dtype="):
+        NnxNorm(OUT, rngs=nnx.Rngs(0), promote_dtype=lambda *x, **y: x)
+    with pytest.raises(ValueError, match=r"axis=\(0, 1\). num_features is the size of"):
+        NnxNorm(OUT, rngs=nnx.Rngs(0), axis=(0, 1))
+    with pytest.raises(ValueError, match="features along axis=-1"):
+        nnx_norm(jnp.ones((4, 5)), None)
+    with pytest.raises(ValueError, match="got False as its tower. Write norm"):
+        nnx_norm(x, False)
+    with pytest.raises(TypeError, match="tower"):
+        nnx_norm(x)
+    with pytest.raises(ValueError, match="use_running_average=None, at the layer"):
+        NnxNorm(OUT, use_running_average=None, rngs=nnx.Rngs(0))(x, None)
+    with pytest.raises(ValueError, match=r"a mask of shape \(5,\) for x of shape"):
+        nnx_norm(x, None, mask=np.ones(5))
+    with pytest.raises(ValueError, match="must be >= 0"):
+        nnx_norm(x, None, mask=np.float32([1, -1, 0, 0]))
+    with pytest.raises(ValueError, match="axis=2 is not a dim of an input of 2"):
+        LinenNorm(use_running_average=False, axis=2).init(jax.random.key(0), x, None)
+    with pytest.raises(ValueError, match="twice"):
+        LinenNorm(axis=(1, -1), use_running_average=False).init(
+            jax.random.key(0), x, None
+        )
+    with pytest.raises(ValueError, match="axis='x' must be an int"):
+        BatchNormOptions(axis="x")
+    with pytest.raises(ValueError, match="takes real numbers"):
+        linen_norm.init(jax.random.key(0), x.astype(jnp.complex64), None)
+
+
+def test_features_along_the_rows_are_refused_in_a_tower():
+    def loss_fn(params, rows, tower):
+        stats = {"mean": jnp.zeros(4), "var": jnp.ones(4)}
+        own = {"scale": jnp.ones(4), "bias": jnp.zeros(4)}
+        y, _ = apply_linen(own, stats, rows["x"], tower, axis=0)
+        return tj.Weighted.mean(y.sum(-1) * params, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(2, 1))
+    with pytest.raises(ValueError, match="Dim 0 of x must run over the tower's rows"):
+        step(step.init(np.float32(1)), batch(8))
+
+
+def test_under_frozen_statistics_a_loss_that_counts_padding_is_refused():
+    # The others read tower.weight themselves, so that a step cannot tell.
+    def loss_fn(params, rows, tower):
+        h = rows["x"] @ params["w"]
+        y, _ = apply_linen(params, stats_of(), h, tower, statistics="frozen")
+        return tj.Weighted.mean(y.sum(-1))
+
+    options = dict(remainder="pad")
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(4, 2), **options)
+    with pytest.raises(ValueError, match="tower.weight"):
+        step(step.init(start()), batch(11))
+
+
+def test_options_are_compared_and_shown():
+    options = BatchNormOptions(axis=(1, 2))
+    assert options == dataclasses.replace(options) and hash(options)
+    assert options.feature_axes(4) == (1, 2)
