@@ -486,6 +486,35 @@ def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
     model(variables, x, y)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_batch_that_is_refused_leaves_others_as_they_were(count):
+    def sums(variables, features, labels, mode, tower):
+        x = features["rows"].to_dense() if "rows" in features else features["x"]
+        return tj.ModelSpec(mode, loss=tj.Weighted.mean(x.sum(-1), tower.weight))
+
+    def dense(size):
+        return {"x": rows(size, 3, seed=size)}
+
+    def sparse(size):
+        indices = np.zeros(size, np.int32)
+        return {"rows": tj.IndexedRows(rows(size, 3, seed=size), indices, (8, 3))}
+
+    for make, sizes in [(dense, (8, 16, 8, 5)), (sparse, (2, 3, 2, 1, 0, 9, 2))]:
+        model, compiled = tj.replicate_model_fn(sums, devices=towers(count)), sizes[0]
+        for size in sizes:
+            features = make(size)
+            if size > compiled:
+                with pytest.raises(ValueError, match="The batch has changed"):
+                    model(np.float32(1), features, None, tj.Mode.EVAL)
+                continue
+            x = features["x"] if make is dense else features["rows"].values
+            examples = size if make is dense else 8
+            loss = model(np.float32(1), features, None, tj.Mode.EVAL).loss
+            np.testing.assert_allclose(
+                loss.value, x.sum(dtype=np.float64) / examples, rtol=1e-5, atol=1e-6
+            )
+
+
 @pytest.mark.parametrize(("count", "devices"), TOWERS)
 def test_evaluation_changes_nothing(count, devices):
     model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))

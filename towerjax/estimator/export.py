@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -211,7 +212,7 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
       An `Exported`.
 
     Raises:
-      ValueError: It is no exported model, or of a later format.
+      ValueError: It is no exported model, is damaged, or of a later format.
 
     Example:
       >>> load_exported("nowhere")
@@ -228,18 +229,31 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     _require_flatbuffers()
     try:
         held = json.loads(index.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{str(index)!r} is damaged: {error}.") from error
-    if held.get("format") != _FORMAT:
+    except ValueError:
+        held = None
+    known = held.get("format") if isinstance(held, dict) else None
+    if known not in (None, _FORMAT):
         raise ValueError(
-            f"{str(index)!r} is of format {held.get('format')!r}; this is towerjax"
-            f" {__version__}, which reads format {_FORMAT}."
+            f"{str(index)!r} is of format {known!r}; this is towerjax {__version__},"
+            f" which reads format {_FORMAT}."
         )
+    signatures = held.get("signatures") if isinstance(held, dict) else None
+    if not isinstance(signatures, dict):
+        raise ValueError(f"{str(index)!r} is damaged. Export the model anew.")
     programs = {
-        name: jax.export.deserialize(bytearray((source / entry["file"]).read_bytes()))
-        for name, entry in held["signatures"].items()
+        name: _program(source / entry.get("file", ""))
+        for name, entry in signatures.items()
     }
-    return Exported(held["signatures"], programs)
+    return Exported(signatures, programs)
+
+
+def _program(file: pathlib.Path) -> Any:
+    try:
+        return jax.export.deserialize(bytearray(file.read_bytes()))
+    except (OSError, ValueError, struct.error) as error:
+        raise ValueError(
+            f"{str(file)!r} is missing or damaged: {error}. Export the model anew."
+        ) from error
 
 
 def _require_flatbuffers() -> None:

@@ -118,8 +118,9 @@ class Placer:
         self.placement = placement
         self._shares: int = shares
         self._remainder: Remainder = remainder
-        self._full_size: int | None = None
-        self._capacities: dict[int, int] = {}
+        # Of all batches so far, also of one that the step refused afterwards.
+        self._full_sizes: set[int] = set()
+        self._capacities: list[dict[int, int]] = []
         self._counts: dict[bytes, jax.Array] = {}
         self._numbers: dict[int, jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
@@ -127,7 +128,7 @@ class Placer:
     def place(self, batch: PyTree) -> PlacedBatch:
         """One batch for one step.
 
-        A smaller batch than one before is padded up to it, under
+        A smaller batch than one before is padded up to the smallest such, under
         ``remainder="pad"``, so that it needs no program of its own.
 
         Args:
@@ -221,11 +222,12 @@ class Placer:
         return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
+        rows = max((np.shape(x)[:1] for x in jax.tree.leaves(batch)), default=())
+        larger = (size for size in self._full_sizes if (size,) >= rows)
         batch, num_valid = fit_batch(
-            batch, self._shares, self._remainder, full_size=self._full_size
+            batch, self._shares, self._remainder, full_size=min(larger, default=None)
         )
-        size = jax.tree.leaves(batch)[0].shape[0]
-        self._full_size = max(size, self._full_size or 0)
+        self._full_sizes.add(jax.tree.leaves(batch)[0].shape[0])
         return batch, num_valid
 
     def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:

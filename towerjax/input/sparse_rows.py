@@ -36,15 +36,16 @@ class SparseRows:
         return cls(rows), jax.tree.unflatten(treedef, leaves) if rows else batch
 
     def put_back(
-        self, batch: PyTree, num_towers: int, capacities: dict[int, int]
+        self, batch: PyTree, num_towers: int, capacities: list[dict[int, int]]
     ) -> PyTree:
         """The fitted batch with each tower's rows in the places of the stand-ins.
 
         Args:
           batch: Leaves ``[B', ...]``.
           num_towers: ``T``.
-          capacities: Number of the leaf -> how many rows each tower had room for, so
-            that a later batch with fewer needs no program of its own; updated.
+          capacities: For each program so far, number of the leaf -> how many rows each
+            tower has room for; the first that is enough is taken, so that a batch with
+            fewer needs no program of its own. Grows from one to the next; updated.
 
         Returns:
           The batch. Each ``IndexedRows`` has values ``[T r, ...]``, tower after tower,
@@ -54,31 +55,44 @@ class SparseRows:
         if not self.rows:
             return batch
         leaves, treedef = jax.tree.flatten(batch)
+        size = leaves[0].shape[0] // num_towers
+        needed = {i: _most(rows, size, num_towers) for i, rows in self.rows.items()}
+        room = _room(needed, capacities)
         for i, rows in self.rows.items():
-            size = leaves[i].shape[0] // num_towers
-            leaves[i], capacities[i] = _dealt(
-                rows, size, num_towers, capacities.get(i, 1)
-            )
+            leaves[i] = _dealt(rows, size, num_towers, room[i])
         return jax.tree.unflatten(treedef, leaves)
 
 
-def _dealt(
-    rows: IndexedRows, size: int, num_towers: int, capacity: int
-) -> tuple[IndexedRows, int]:
+def _most(rows: IndexedRows, size: int, num_towers: int) -> int:
+    """The most rows that a tower has, and 1 where none has any."""
+    tower = np.asarray(rows.indices) // size
+    return int(np.bincount(tower[tower < num_towers]).max(initial=1))
+
+
+def _room(needed: dict[int, int], capacities: list[dict[int, int]]) -> dict[int, int]:
+    for room in capacities:
+        if all(room.get(i, 0) >= count for i, count in needed.items()):
+            return room
+    room = dict(capacities[-1]) if capacities else {}
+    for i, count in needed.items():
+        room[i] = max(room.get(i, 1), 1 << (count - 1).bit_length())
+    capacities.append(room)
+    return room
+
+
+def _dealt(rows: IndexedRows, size: int, num_towers: int, capacity: int) -> IndexedRows:
     values, indices = np.asarray(rows.values), np.asarray(rows.indices)
     tower = indices // size
-    counts = np.bincount(tower[tower < num_towers], minlength=num_towers)
-    while capacity < counts.max(initial=0):
-        capacity *= 2
     dealt = np.zeros((num_towers, capacity, *values.shape[1:]), values.dtype)
     places = np.zeros((num_towers, capacity), np.int32)
     for t in range(num_towers):
         own = tower == t
-        dealt[t, : counts[t]] = values[own]
-        places[t, : counts[t]] = indices[own] - t * size
+        count = np.count_nonzero(own)
+        dealt[t, :count] = values[own]
+        places[t, :count] = indices[own] - t * size
     shape = (size, *rows.dense_shape[1:])
     flat = dealt.reshape(-1, *values.shape[1:])
-    return IndexedRows(flat, places.reshape(-1), shape), capacity
+    return IndexedRows(flat, places.reshape(-1), shape)
 
 
 def refuse_sparse_rows(batch: PyTree, what: str) -> None:
