@@ -277,7 +277,7 @@ def check(
         wide_params, np.zeros((towers, FEATURES)), optimizer.init(wide_params)
     )
     how = dict(num_towers=towers, reduction=reduction, compat=compat)
-    variables, largest = model.init(start), 0
+    variables, known = model.init(start), []  # sizes that batches were padded to
     for number, size in enumerate(sizes):
         features, labels = data(size, seed=number)
         spec = model(variables, features, labels, tj.Mode.TRAIN)
@@ -286,8 +286,9 @@ def check(
             size -= size % towers
             features = {k: x[:size] for k, x in features.items()}
             labels = labels[:size]
-        largest = max(largest, -(-size // towers) * towers)
-        shares = largest if remainder == "pad" else towers
+        if not any(x >= size for x in known):
+            known.append(-(-size // towers) * towers)
+        shares = min(x for x in known if x >= size) if remainder == "pad" else towers
         before = expected
         expected, loss, accuracy = numpy_model.train(
             before, wide(features, labels), optimizer, DECAY, shares=shares, **how
