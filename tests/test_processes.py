@@ -264,7 +264,6 @@ def one_model():
     [
         (2, 4, "MIRRORED", [8, 8, 8]),
         pytest.param(1, 1, "MIRRORED", [1, 1, 1], marks=pytest.mark.slow),
-        pytest.param(1, 8, "ROUND_ROBIN", [1, 1, 1], marks=pytest.mark.slow),
         pytest.param(2, 2, "ON_ONE_DEVICE", [1, 1, 1], marks=pytest.mark.slow),
         pytest.param(2, 4, "ROUND_ROBIN", [1, 1, 1], marks=pytest.mark.slow),
     ],
