@@ -20,12 +20,36 @@ from towerjax.reduce import (
     like_key,
     reduced_dtype,
 )
-from towerjax.types import PyTree, Reduction, named_leaves
+from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.variables import TowerLocal, is_variable, named
 
 
-def _is_local(x: Any) -> bool:
+def is_local(x: Any) -> bool:
+    """Is it a tower-local variable?
+
+    Args:
+      x: Anything.
+
+    Returns:
+      True for ``TowerLocal``.
+    """
     return isinstance(x, TowerLocal)
+
+
+def layouts_of(variables: PyTree) -> PyTree:
+    """Where each part of the variables lies.
+
+    Args:
+      variables: Any pytree, which may hold ``TowerLocal``.
+
+    Returns:
+      A prefix tree of layouts: one for each ``TowerLocal`` and each other leaf.
+    """
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
+        variables,
+        is_leaf=is_local,
+    )
 
 
 def local_values(local: PyTree) -> PyTree:
@@ -37,7 +61,7 @@ def local_values(local: PyTree) -> PyTree:
     Returns:
       The values alone.
     """
-    return jax.tree.map(lambda x: x.value, local, is_leaf=_is_local)
+    return jax.tree.map(lambda x: x.value, local, is_leaf=is_local)
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
@@ -54,7 +78,7 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
         lambda x, value: dataclasses.replace(x, value=value),
         local,
         values,
-        is_leaf=_is_local,
+        is_leaf=is_local,
     )
 
 
@@ -96,8 +120,8 @@ def checked_local(local: PyTree) -> PyTree:
     local = {} if local is None else local
     bare = [
         name
-        for name, leaf in named_leaves("local", local, is_leaf=_is_local)
-        if not _is_local(leaf)
+        for name, leaf in named_leaves("local", local, is_leaf=is_local)
+        if not is_local(leaf)
     ]
     if bare:
         raise ValueError(
@@ -123,7 +147,7 @@ def read_local(local: PyTree) -> PyTree:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
       2.0
     """
-    variables = jax.tree.leaves(local, is_leaf=_is_local)
+    variables = jax.tree.leaves(local, is_leaf=is_local)
     for variable in variables:
         if variable.reduction is Reduction.NONE:
             raise ValueError(
@@ -147,10 +171,10 @@ def read_variables(tree: PyTree) -> PyTree:
       ValueError: A tower-local variable's reduction is NONE.
     """
     nodes = jax.tree.leaves(tree, is_leaf=is_variable)
-    values = iter(read_local([x for x in nodes if _is_local(x)]))
+    values = iter(read_local([x for x in nodes if is_local(x)]))
 
     def one(x: Any) -> Any:
-        if _is_local(x):
+        if is_local(x):
             return next(values)
         return x.value if is_variable(x) else x
 
@@ -173,7 +197,7 @@ def _read(local: PyTree) -> PyTree:
     def read(variable: TowerLocal) -> PyTree:
         return jax.tree.map(lambda x: one(variable.reduction, x), variable.value)
 
-    return jax.tree.map(read, local, is_leaf=_is_local)
+    return jax.tree.map(read, local, is_leaf=is_local)
 
 
 def read_local_over_towers(
@@ -218,6 +242,6 @@ def read_local_over_towers(
             return None
         return jax.tree.map(one, total, variable.value)
 
-    rows = jax.tree.map(addend, local, is_leaf=_is_local)
+    rows = jax.tree.map(addend, local, is_leaf=is_local)
     totals = sum_rows_over_towers(ops, rows, axes) if jax.tree.leaves(rows) else rows
-    return jax.tree.map(finish, local, totals, is_leaf=_is_local)
+    return jax.tree.map(finish, local, totals, is_leaf=is_local)

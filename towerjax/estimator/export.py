@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
-from towerjax.estimator.pipeline import is_local
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.estimator.spec import (
     ClassificationOutput,
@@ -28,7 +27,7 @@ from towerjax.placement import TowerAxes
 from towerjax.state import TrainState
 from towerjax.strategies import OneDevice
 from towerjax.tower import TowerInputs
-from towerjax.tower_local import local_values, read_local
+from towerjax.tower_local import is_local, local_values, read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.version import __version__
 

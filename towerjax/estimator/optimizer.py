@@ -18,7 +18,7 @@ from towerjax.estimator.losses import TowersOfStep
 from towerjax.outputs import as_tower_output, widened
 from towerjax.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.sparse.over_towers import reduce_stacked_rows
-from towerjax.sparse.rows import IndexedRows, is_rows
+from towerjax.sparse.rows import IndexedRows, is_rows, map_values
 from towerjax.sparse.update import update_with_rows
 from towerjax.state import TrainState
 from towerjax.types import PyTree, Reduction, Weighted
@@ -333,34 +333,17 @@ def _alone(grads: PyTree, loss: Any) -> tuple[PyTree, jax.Array | None]:
 
 
 def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
-    """The gradients times a scalar; of ``IndexedRows`` the values, not the indices."""
-
-    def one(g: Any) -> Any:
-        if is_rows(g):
-            return dataclasses.replace(g, values=one(g.values))
-        return g * scale.astype(g.dtype)
-
-    return jax.tree.map(one, grads, is_leaf=is_rows)
-
-
-def _as(grads: PyTree, dtype_of: Callable[[Any], Any]) -> PyTree:
-    def one(g: Any) -> Any:
-        if is_rows(g):
-            return dataclasses.replace(g, values=one(g.values))
-        return g.astype(dtype_of(g))
-
-    return jax.tree.map(one, grads, is_leaf=is_rows)
+    return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
 def _over_towers(
     grads: PyTree, loss: Any, towers: TowersOfStep
 ) -> tuple[PyTree, jax.Array | None]:
-    dtypes = [(x.values if is_rows(x) else x).dtype for x in _leaves(grads)]
-    wide = _as(grads, lambda g: widened(g.dtype))
+    wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted):
         wide = _scaled(wide, Weighted(1.0, loss.weight).value)
     addend = _addend(loss, towers)
-    leaves = _leaves(wide)
+    leaves, treedef = jax.tree.flatten(wide, is_leaf=is_rows)
     dense = [None if is_rows(x) else x for x in leaves]
     (total, dense), rows = towers.meet((addend, dense), list(filter(is_rows, leaves)))
     total, pool = towers.one(total), iter(rows)
@@ -369,15 +352,10 @@ def _over_towers(
     summed = [_joined(next(pool), towers) if x is None else x for x in dense]
     # Behind a barrier, so that all quotients are products with the same number.
     scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
-    scaled = _scaled(summed, scale)
-    leaves = [_as(x, lambda _, d=d: d) for x, d in zip(scaled, dtypes, strict=True)]
-    treedef = jax.tree.structure(grads, is_leaf=is_rows)
-    summed = jax.tree.unflatten(treedef, leaves)
+    summed = jax.tree.unflatten(treedef, _scaled(summed, scale))
+    dtypes = map_values(lambda g: g.dtype, grads)
+    summed = map_values(lambda g, dtype: g.astype(dtype), summed, dtypes)
     return summed, None if loss is None else total.value
-
-
-def _leaves(grads: PyTree) -> list[Any]:
-    return jax.tree.leaves(grads, is_leaf=is_rows)
 
 
 def _joined(rows: IndexedRows, towers: TowersOfStep) -> IndexedRows:

@@ -22,43 +22,19 @@ from towerjax.sparse import num_rows
 from towerjax.state import TrainState
 from towerjax.strategies import Strategy
 from towerjax.tower import TowerInputs
-from towerjax.tower_local import local_values, read_local_over_towers
+from towerjax.tower_local import (
+    is_local,
+    layouts_of,
+    local_values,
+    read_local_over_towers,
+)
 from towerjax.types import Layout, PyTree, Weighted
 from towerjax.update import checked_like
-from towerjax.variables import TowerLocal
 
 WRAP = """Please wrap optimizers with TowerOptimizer: tj.TowerOptimizer(optax.sgd(0.1)),
 with its state among the variables, reduces gradients over towers before it updates.
 Other variables that towers change on their own: make them tj.TowerLocal, or reduce them
 with tower.reduce(tj.Reduction.MEAN, value)."""
-
-
-def is_local(x: Any) -> bool:
-    """Is it a tower-local variable?
-
-    Args:
-      x: Anything.
-
-    Returns:
-      True for ``TowerLocal``.
-    """
-    return isinstance(x, TowerLocal)
-
-
-def layouts_of(variables: PyTree) -> PyTree:
-    """Where each part of the variables lies.
-
-    Args:
-      variables: Any pytree, which may hold ``TowerLocal``.
-
-    Returns:
-      A prefix tree of layouts.
-    """
-    return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
-        variables,
-        is_leaf=is_local,
-    )
 
 
 @jax.tree_util.register_pytree_node_class

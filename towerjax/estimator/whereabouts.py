@@ -10,7 +10,7 @@ import numpy as np
 
 from towerjax.devices import Device
 from towerjax.placement import Placement, place
-from towerjax.tower_local import stacked_local
+from towerjax.tower_local import is_local, layouts_of, stacked_local
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.variables import TowerLocal
 
@@ -56,10 +56,6 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
     return gpus if len(gpus) == 1 else jax.local_devices(backend="cpu")[:1]
 
 
-def _is_local(x: Any) -> bool:
-    return isinstance(x, TowerLocal)
-
-
 def init_variables(variables: PyTree, placement: Placement) -> PyTree:
     """A copy of the variables on all towers.
 
@@ -71,16 +67,11 @@ def init_variables(variables: PyTree, placement: Placement) -> PyTree:
       The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
     """
     stacked = jax.tree.map(
-        lambda x: stacked_local(x, placement.num_towers) if _is_local(x) else x,
+        lambda x: stacked_local(x, placement.num_towers) if is_local(x) else x,
         variables,
-        is_leaf=_is_local,
+        is_leaf=is_local,
     )
-    layouts = jax.tree.map(_layout, stacked, is_leaf=_is_local)
-    return place(stacked, placement, layouts)
-
-
-def _layout(x: Any) -> Layout:
-    return Layout.PER_TOWER if _is_local(x) else Layout.MIRRORED
+    return place(stacked, placement, layouts_of(stacked))
 
 
 def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
@@ -99,9 +90,9 @@ def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> 
     devices = itertools.cycle(variable_devices(placement, policy))
 
     def one(x: Any) -> Any:
-        return x if _is_local(x) else _only_on(x, next(devices))
+        return x if is_local(x) else _only_on(x, next(devices))
 
-    return jax.tree.map(one, variables, is_leaf=_is_local)
+    return jax.tree.map(one, variables, is_leaf=is_local)
 
 
 def _only_on(x: jax.Array, device: Device) -> jax.Array:
@@ -130,8 +121,8 @@ def spread(
       ValueError: A tower-local variable has not one copy for each tower; the variables
         were donated.
     """
-    nodes = jax.tree.leaves(variables, is_leaf=_is_local)
-    local = [x for x in nodes if _is_local(x)]
+    nodes = jax.tree.leaves(variables, is_leaf=is_local)
+    local = [x for x in nodes if is_local(x)]
     _check_copies(local, placement.num_towers)
     leaves = jax.tree.leaves(variables) if local else nodes
     # JAX 0.10 does not raise but abort the process when several CPU devices are given
@@ -143,7 +134,8 @@ def spread(
         )
     layouts = [Layout.MIRRORED] * len(leaves)
     if local:
-        layouts = [_layout(x) for x in nodes for _ in jax.tree.leaves(x)]
+        of_nodes = zip(jax.tree.leaves(layouts_of(variables)), nodes, strict=True)
+        layouts = [layout for layout, x in of_nodes for _ in jax.tree.leaves(x)]
     mirrored, per_tower = map(placement.sharding, (Layout.MIRRORED, Layout.PER_TOWER))
     away = [
         i

@@ -15,7 +15,7 @@ from towerjax.outputs import as_tower_output
 from towerjax.strategies import Mirrored
 from towerjax.testing.dealing import Deal
 from towerjax.tower import Tower, TowerInputs
-from towerjax.tower_local import local_values, with_local_values
+from towerjax.tower_local import is_local, local_values, with_local_values
 from towerjax.types import (
     LossFn,
     PyTree,
@@ -265,7 +265,7 @@ class Audited:
 
 
 def _variables(local: PyTree) -> list[tuple[str, TowerLocal]]:
-    return named_leaves("local", local, is_leaf=lambda x: isinstance(x, TowerLocal))
+    return named_leaves("local", local, is_leaf=is_local)
 
 
 def is_compared(variable: TowerLocal, leaf: Any) -> bool:
