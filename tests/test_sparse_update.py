@@ -399,6 +399,10 @@ def test_a_map_of_values_leaves_indices_alone():
     assert out["b"].tolist() == [2, 2]
     np.testing.assert_array_equal(out["t"].values, tree["t"].values * 3)
     np.testing.assert_array_equal(out["t"].indices, tree["t"].indices)
+    dtypes = map_values(lambda x: x.dtype, tree)
+    assert map_values(lambda x, y: x.astype(y), tree, dtypes)["t"].dense_shape == (N, D)
+    product = map_values(lambda x, y: x * y, tree, tree)["t"]
+    np.testing.assert_array_equal(product.values, tree["t"].values ** 2)
     assert rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]
 
 

@@ -484,3 +484,36 @@ def test_what_is_natural_and_wrong_is_named():
         optimizer.minimize(lambda w: w**2, state, has_aux=True)
     with pytest.raises(ValueError, match=r"A strategy is devices=\.\.\."):
         tj.replicate_model_fn(lambda v, features, labels, mode: None, tj.OneDevice())
+
+
+@pytest.mark.parametrize("sparse", [None, ["table"]])
+def test_rows_of_a_table_are_updated_of_the_one_gradient(sparse):
+    optimizer = tj.TowerOptimizer(optax.sgd(0.5))
+    weights = {"table": rows(7, 2, seed=1), "w": rows(2, seed=2)}
+    ids = np.array([5, 0, 5, 5, 6, 0, 2, 5, 1, 6, 6], np.int32)
+    weight = np.linspace(0.1, 3, 11, dtype=np.float32)
+    y = rows(11, seed=3)
+
+    def model_fn(state, features, labels, mode, tower):
+        def loss_fn(params):
+            scores = jnp.tanh(params["table"][features["id"]]) @ params["w"]
+            counts = tower.weight * features["weight"]
+            return tj.Weighted.mean((scores - labels) ** 2, counts)
+
+        loss, after = optimizer.minimize(loss_fn, state, sparse=sparse or ())
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(model_fn, devices=towers(4, 2))
+    state = model.init(tj.TrainState.create(weights, optimizer))
+    spec = model(state, {"id": ids, "weight": weight}, y, tj.Mode.TRAIN)
+    after = jax.device_get(spec.train_op.params)
+
+    table, w = (weights[name].astype(np.float64) for name in ("table", "w"))
+    hidden = np.tanh(table[ids])
+    slope = 2 * weight.astype(np.float64) * (hidden @ w - y) / weight.sum(dtype="f8")
+    of_table = np.zeros_like(table)
+    np.add.at(of_table, ids, slope[:, None] * w * (1 - hidden**2))
+    np.testing.assert_allclose(after["table"], table - 0.5 * of_table, atol=1e-6)
+    np.testing.assert_allclose(after["w"], w - 0.5 * slope @ hidden, atol=1e-6)
+    assert np.abs(of_table[5]).min() > 1e-3
+    assert not of_table[3].any() and (after["table"][3] == weights["table"][3]).all()

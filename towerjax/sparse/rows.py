@@ -250,7 +250,8 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     Args:
       fn: ``array, *leaves of others -> array``.
       tree: Leaves are arrays and ``IndexedRows``.
-      *others: Of the same structure, ``IndexedRows`` counting as one leaf.
+      *others: Of the same structure, ``IndexedRows`` counting as one leaf; of one
+        there, ``fn`` gets the values.
 
     Returns:
       Like ``tree``.
@@ -263,6 +264,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """
 
     def one(x: Any, *rest: Any) -> Any:
+        rest = tuple(r.values if is_rows(r) else r for r in rest)
         if not is_rows(x):
             return fn(x, *rest)
         return dataclasses.replace(x, values=fn(x.values, *rest))
