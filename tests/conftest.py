@@ -1,12 +1,29 @@
 """Eight CPU devices, no implicit broadcasting, warnings are errors."""
 
+import collections
 import importlib
 import re
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few_fast") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_one_test in cases.values():
+        fast = of_one_test[0].get_closest_marker("few_fast").args[0]
+        kept = {i * len(of_one_test) // fast for i in range(fast)}
+        for i, item in enumerate(of_one_test):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -400,6 +400,7 @@ def test_what_is_right_passes(name):
     assert report.not_compared == left_out.get(name, ())
 
 
+@pytest.mark.slow
 def test_an_audit_is_fast():
     assert_replicates(mean_loss, PARAMS, BATCH)
     begin = time.perf_counter()
@@ -407,6 +408,7 @@ def test_an_audit_is_fast():
     assert time.perf_counter() - begin < 4  # alone it takes a third; others may run
 
 
+@pytest.mark.slow
 def test_the_numbers_of_a_finding_are_those_of_numpy():
     x = np.array([1, 2, 4, 8, 16], np.float32)
 
@@ -429,6 +431,7 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
+@pytest.mark.slow
 def test_bad_arguments_are_refused():
     short = jax.tree.map(lambda x: x[:3], BATCH)
     for wrong, options in {
@@ -506,6 +509,7 @@ def audit(tmp_path, monkeypatch, capsys):
     sys.modules.pop("of_user", None)
 
 
+@pytest.mark.slow
 def test_the_command_passes_what_is_right(audit):
     code, out, _ = audit("of_user:good")
     assert code == 0 and "2 leaves are the same on 1, 2, 3, 4, 8 towers" in out
@@ -521,6 +525,7 @@ def test_the_command_passes_what_is_right(audit):
     assert audit("of_user:bad", "--rtol", "10")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(audit):
     code, out, _ = audit("of_user:bad")
     assert code == 1 and "mean_of_means: a mean of the towers' means" in out

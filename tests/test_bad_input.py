@@ -351,6 +351,7 @@ def test_towers_cannot_meet_when_they_run_in_turn(call, no_compiles):
     refused(step, step.init(start()), good(), text, no_compiles)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_nan_on_one_tower_gives_one_verdict(towers, micro_batches):

@@ -96,6 +96,7 @@ def test_gradients_of_towers_in_turn(T, D, local):
     np.testing.assert_allclose(gradient, expected, rtol=8 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
     strategy, x = mirrored(T, D), tj.PerTower(ROWS[:T])

@@ -57,6 +57,7 @@ def summed(ops, values, towers, devices, executor="shard_map"):
     return jit_on_devices(fn, placement, layouts, out, donate=False)(values)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("ops", OPS, ids=repr)
 @pytest.mark.parametrize(
     ("towers", "devices"), [(1, 1), (3, 3), (3, 1), (6, 2), (5, 5), (8, 4), (8, 8)]
@@ -102,6 +103,7 @@ def test_a_negative_threshold_is_refused():
         tj.AllReduce(pack_below_bytes=-1)
 
 
+@pytest.mark.slow
 def test_every_device_holds_the_same_sum():
     for ops in OPS:
         got, _ = summed(ops, tree(8), 8, 8)

@@ -88,6 +88,7 @@ def test_large_leaves_travel_alone_in_the_same_all_reduce():
     assert "f32[200,200]" in found[0] and "f32[202]" in found[0]
 
 
+@pytest.mark.slow
 def test_pinned_tree_moves_its_parts_once():
     strategy = tj.Mirrored(devices=devices(8), cross_tower_ops=tj.PinnedTree())
     step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
@@ -132,6 +133,7 @@ def compiles():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_one_compile_and_no_trace_after_the_first_step(count, executor, compiles):
@@ -186,6 +188,7 @@ def test_donated_buffers_really_alias(count, executor, local):
     assert now == where
 
 
+@pytest.mark.slow
 def test_without_donation_the_state_stays():
     step = tj.build_train_step(
         loss_fn, optax.adam(1e-3), tj.Mirrored(devices(2)), donate=False
@@ -210,6 +213,7 @@ def test_init_copies_so_donation_spares_the_callers_arrays():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_rng_depends_on_seed_step_tower_and_not_on_devices():
     def noisy(params, batch, tower):
         noise = jax.random.normal(tower.rng, batch["x"].shape[:1])

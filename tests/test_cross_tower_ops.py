@@ -439,6 +439,7 @@ def test_evaluation_counts_every_tower(ops, towers, devices):
     assert float(metrics["x"].value) == 2 * x.mean()
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [3, 5, 7])
 def test_no_tower_of_an_odd_number_is_left_out(towers):
     value = tj.PerTower(2.0 ** np.arange(towers, dtype=np.float32))

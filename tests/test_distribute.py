@@ -56,6 +56,7 @@ def test_global_batches_are_split_in_order_and_none_is_lost(T, D):
     assert steps == [list(range(i, min(i + 7, 23))) for i in range(0, 23, 7)]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_distributed_data_set_trains_to_the_bits_of_its_batches(steps_per_call):
     strategy = mirrored(4, 2)
@@ -436,6 +437,7 @@ def test_elements_with_and_without_rows_do_not_mix_up():
     assert placed.counts.tolist() == [1, 3]
 
 
+@pytest.mark.slow
 def test_an_iterator_alive_at_the_end_of_the_program_is_quiet():
     program = (
         "import numpy as np, towerjax as tj;"

@@ -42,6 +42,7 @@ def test_the_first_towers_value_comes_bit_for_bit(T, D, name):
     assert out.dtype == first.dtype and bits(out) == bits(first)
 
 
+@pytest.mark.few_fast(2)
 @LAYOUTS
 def test_the_first_towers_value_is_differentiable(T, D):
     strategy = mirrored(T, D)
@@ -169,6 +170,7 @@ def test_gathered_and_reduced_python_numbers_are_strong(concurrently):
     assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "dtype, T, value",
     [("int8", 128, 7), ("int8", 200, 7), ("int8", 200, -7), ("int8", 200, 2500)]

@@ -157,6 +157,7 @@ def test_one_process_needs_no_cluster(arguments):
     assert "all came" in out and process.returncode == 0
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_process_ends_the_job_with_its_traceback():
     with launched("raise") as job:
         until_it_sums(job)

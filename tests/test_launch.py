@@ -273,6 +273,7 @@ def test_signals_are_passed_on(number):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait():
     program = "signal.signal(15, signal.SIG_IGN); print('pid', os.getpid());"
     command = child(program + "time.sleep(60)")
@@ -295,6 +296,7 @@ def test_nobody_outlives_a_launcher_that_is_killed():
         wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_job():
     command = ["sh", "-c", "sleep 300 & echo pid $!; yes"]
     with launcher("--processes", "2", "--", *command) as process:

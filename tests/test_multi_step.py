@@ -42,6 +42,7 @@ def feed(strategy, batches):
     return iter(strategy.distribute_dataset([X] * batches))
 
 
+@pytest.mark.few_fast(2)
 @LAYOUTS
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_several_steps_are_the_steps_one_by_one(T, D, executor):

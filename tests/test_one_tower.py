@@ -130,6 +130,7 @@ def check(executor, towers, devices, kind, size):
     assert int(state.step) == 3
 
 
+@pytest.mark.few_fast(6)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -191,6 +192,7 @@ def loss_fn_without_local(kind, params, batch, tower):
     return tj.TowerOutput(loss=out.loss, metrics=metrics)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(("towers", "devices"), [(4, 4), (4, 2), (8, 1)])
 @pytest.mark.parametrize("rows", [1, 2, 7, 24])
 def test_evaluation_and_prediction_are_exact_for_any_size(towers, devices, rows):

@@ -43,6 +43,7 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
         assert out["b"][1][0].tolist() == [[n, n]]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
 def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D, concurrently):
@@ -124,6 +125,7 @@ def test_rows_that_the_array_cannot_hold_are_refused(values, array, text):
         jax.jit(lambda rows, array: rows.add_to(array))(rows, array)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_many_rows_of_16_bits_are_rounded_once(dtype):
     ones = jnp.ones(5000, dtype)
@@ -133,6 +135,7 @@ def test_many_rows_of_16_bits_are_rounded_once(dtype):
     assert jax.jit(lambda r: r.to_dense())(rows)[0] == jnp.asarray(5000, dtype)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
 def test_indices_of_small_integers_reach_their_rows(dtype):
     for N in (100, 200, 70000):

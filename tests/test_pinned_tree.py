@@ -98,6 +98,7 @@ def test_the_bits_do_not_hang_on_the_branch_around_the_update(policy):
     assert differing_leaves(*runs) == []
 
 
+@pytest.mark.slow
 def test_the_plain_all_reduce_does_not():
     one = train(tj.AllReduce(), 8, 1, steps=10, optimizer=ADAM)
     eight = train(tj.AllReduce(), 8, 8, steps=10, optimizer=ADAM)
@@ -116,6 +117,7 @@ def test_towers_that_are_no_power_of_two_too(towers):
         assert differing_leaves(runs[0], other) == []
 
 
+@pytest.mark.slow
 def test_the_tree_depends_on_the_number_of_towers_alone():
     rows = np.random.default_rng(0).normal(size=(12, 1000)).astype(np.float32)
     whole = add_pairwise(jnp.asarray(rows))

@@ -62,6 +62,7 @@ def one_process():
     return result
 
 
+@pytest.mark.slow
 def test_two_processes_train_to_the_bits_of_one(one_process):
     results = train(2, 4)
     assert_same_bits(results, one_process)

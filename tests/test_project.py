@@ -152,6 +152,7 @@ def test_documented_arguments_are_the_signatures(name):
             assert arguments == parameters, f"{name}.{function_name}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(name)

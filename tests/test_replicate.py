@@ -322,6 +322,7 @@ def check(
     assert predicted.loss is None and predicted.eval_metrics is None
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(("reduction", "compat"), KINDS)
 @pytest.mark.parametrize(
     ("executor", "towers", "devices", "name"),
@@ -390,6 +391,7 @@ def test_any_size_equals_numpy(towers, devices, reduction, size):
     )  # fmt: skip
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_of_each_kind_equals_numpy(size):
     sizes, remainder = SIZES[size]

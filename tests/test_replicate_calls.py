@@ -231,6 +231,7 @@ def test_a_loss_keeps_its_kind(count, devices):
             assert float(loss.weight) == 8
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("compat", [None, "tf1"])
 def test_one_tower_alone_is_neither_split_nor_scaled(compat):
     # A Weighted loss says what it is divided by, under any reduction.
@@ -400,6 +401,7 @@ def test_an_optimizer_among_the_params_is_handed_on():
     np.testing.assert_array_equal(spec.train_op.params["w"], expected)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_dropout_differs_between_towers_and_steps_and_not_between_devices(executor):
     def model_fn(variables, features, labels, mode, tower):
@@ -432,6 +434,7 @@ def alive(tree):
     return not any(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize(("count", "devices"), [(1, 1), (2, 2), (4, 2)])
@@ -458,6 +461,7 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
             model(placed, x, y)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", ["call", "step"])
 @pytest.mark.parametrize("placement", tj.VariablePlacement)
 def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
@@ -590,6 +594,7 @@ def test_variables_of_another_kind_are_another_program():
         np.testing.assert_allclose(spec.loss.value, variables["w"].sum(), rtol=1e-3)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_devices_are_named_or_all_or_a_strategy(count):
     x, y, found = rows(8, 3), rows(8, seed=1), []

@@ -111,6 +111,7 @@ def by_calls(model, batches=BATCHES, reduction=EXACT):
     return variables, losses, means
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
@@ -127,6 +128,7 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
     np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("policy", ["skip", "ignore"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
@@ -164,6 +166,7 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step(
     assert state.rng == key
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("mode", tj.Mode)
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1), (4, 2)])
 def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
@@ -237,6 +240,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
     np.testing.assert_allclose(found["loss"], np.mean(totals), rtol=1e-5)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
@@ -266,6 +270,7 @@ def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, place
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_batch_without_examples_changes_nothing(count, devices, policy):
@@ -298,6 +303,7 @@ def total_bytes(tree):
     return sum(s.data.nbytes for s in shards)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", ["call", "run"])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_variables_lie_where_they_are_told(kind, devices):
@@ -408,6 +414,7 @@ def test_one_tower_sends_and_splits_nothing(mode):
     assert plain[0] == []  # several towers of one device share its memory
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("ops", "expected"),
     [
@@ -465,6 +472,7 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
         model.train_step(on_nonfinite="warn")
 
 
+@pytest.mark.slow
 def test_a_state_that_is_none_is_refused():
     for placement in PLACEMENTS:
         model = replicated(2, 2, variable_placement=placement)
@@ -505,6 +513,7 @@ def test_params_reach_the_steps():
     )
 
 
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_the_devices():
     # Towers on few devices and on many: the same sums, up to their order.
     found = [numbers(by_calls(replicated(8, d))[0]) for d in (1, 4, 8)]

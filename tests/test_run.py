@@ -114,6 +114,7 @@ def compile_counter():
 # The same numbers, however the loop is cut
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("steps_per_call", [1, 4, 7])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch):
@@ -241,6 +242,7 @@ def test_loading_overlaps_with_the_steps():
     assert time.perf_counter() - start_s < 1.25
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("in_flight", [2, 64])
 def test_3000_steps_never_waited_for_finish_on_8_devices(train_step, in_flight):
     data = batches(make_data(16), 16, epochs=None)
@@ -861,6 +863,7 @@ def test_a_history_is_a_table(train_step, eval_step):
     assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)
 
 
+@pytest.mark.slow
 def test_ten_steps_side_by_side_share_one_count_of_calls_in_flight():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
     batch = np.ones(8, np.float32)

@@ -49,6 +49,7 @@ def assert_joined(out, towers, reduction):
 REDUCTIONS = pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
 
 
+@pytest.mark.few_fast(2)
 @REDUCTIONS
 @GRIDS
 def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
@@ -78,6 +79,7 @@ def test_a_dense_tower_among_sparse_ones_has_all_rows(reduction):
     assert_joined(mirrored(3).reduce(reduction, mixed), towers, reduction)
 
 
+@pytest.mark.few_fast(1)
 @REDUCTIONS
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @GRIDS

@@ -98,6 +98,7 @@ def test_each_lookup_has_the_dense_gradient(name, jit):
     np.testing.assert_allclose(grads["t"].to_dense(), expected["t"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_a_calculation_by_hand():
     """loss = sum_i y_i (mean of the words' rows . v)^2, in NumPy float64."""
     rng = np.random.default_rng(0)
@@ -172,6 +173,7 @@ def test_random_programs_have_the_dense_gradient(program):
         np.testing.assert_allclose(dense, expected[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_flax_embeds_are_lookups(dtype):
     linen = nn.Embed(N, D, dtype=dtype)
@@ -195,6 +197,7 @@ def test_flax_embeds_are_lookups(dtype):
     np.testing.assert_allclose(rows.to_dense(), expected, **close)
 
 
+@pytest.mark.slow
 def test_rows_of_a_bfloat16_table_are_bfloat16_and_add_up_in_float32():
     t = table(dtype=jnp.bfloat16)
     ids = np.array([1] * 300 + [N - 1])
@@ -382,6 +385,7 @@ def test_nothing_of_the_tables_size_is_made():
 # In towers.
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.parametrize("T, devices", [(1, 1), (3, 1), (3, 3), (4, 2), (8, 8)])
 def test_rows_of_all_towers_are_the_dense_gradient(T, devices, executor):

@@ -124,6 +124,7 @@ def test_without_rows_it_is_the_optimizers_update():
     )
 
 
+@pytest.mark.slow
 def test_adagrad_by_hand():
     """NumPy float64: the squares of each row's sum, not the sum of squares."""
     t, total = np.float64(arrays(0)["a"]), np.full((N, D), 0.1)
@@ -215,6 +216,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_dense_update_is_refused(name):
     params = arrays(0)
@@ -320,6 +322,7 @@ def test_a_traced_index_that_names_no_row_cannot_go_unseen():
     assert not np.isnan(step(np.array([2, N - 1]))).any()
 
 
+@pytest.mark.slow
 def test_rows_of_bfloat16_are_added_in_float32():
     dtype = jnp.bfloat16
     params = {"t": jnp.zeros((N, 1), dtype)}
@@ -376,6 +379,7 @@ def test_an_array_plus_rows_is_an_array(jit):
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_array_plus_rows_keeps_its_dtype():
     bf16 = jnp.full((N, D), 256, jnp.bfloat16)
     rows = tj.IndexedRows(jnp.ones((4, D)), np.array([1, 1, 1, 2]), (N, D))
@@ -409,6 +413,7 @@ def test_a_map_of_values_leaves_indices_alone():
 # What is compiled.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "optimizer, lazy", [(optax.sgd(0.1), False), (optax.adagrad(0.1), False),
                         (optax.adam(0.1), True)]

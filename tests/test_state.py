@@ -86,6 +86,7 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state(towers, devices, option
     np.testing.assert_array_equal(keys, [jax.random.key_data(key)] * towers)
 
 
+@pytest.mark.slow
 def test_place_moves_a_state_and_leaves_the_old_one():
     here = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(4, 4, {}))
     there = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(4, 2, {}))

@@ -225,6 +225,7 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
 # The best
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("keep", ["devices", "host"])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_the_best_state_is_that_of_its_step_bit_for_bit(executor, keep):

@@ -33,6 +33,7 @@ def local():
     return {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_the_oracle_sees_the_same_examples(remainder):
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)

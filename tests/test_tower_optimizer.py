@@ -87,6 +87,7 @@ def test_outside_of_towers_it_is_the_wrapped_one(name):
         assert state.towers is None
 
 
+@pytest.mark.slow
 def test_outside_of_towers_it_is_adam():
     ours, theirs = tj.TowerOptimizer(optax.adam(0.1)), optax.adam(0.1)
     x, y = rows(4, 3), rows(4, 2, seed=1)
@@ -117,6 +118,7 @@ def test_it_is_a_transformation_for_optax():
     assert made == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_copies_are_optimizers(how):
     params = {"w": jnp.ones((2, 1))}
@@ -257,6 +259,7 @@ def check_same_update(wrapped, plain, strategy, **how):
     return variables
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize(("count", "devices"), [(2, 2)])
 def test_towers_update_once_of_the_one_gradient(count, devices, name):
@@ -293,6 +296,7 @@ def around(wrap):
     }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", around(lambda x: x))
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
 def test_optax_takes_it_anywhere(count, devices, name):
@@ -322,6 +326,7 @@ def test_a_verdict_on_each_towers_gradient_is_refused():
         trained(outside, towers(2, 2))
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, devices):
     largest, x = 0.5, rows(12, 3)
@@ -407,6 +412,7 @@ def two_losses(optimizers, calls=1):
     return model_fn
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_two_optimizers_and_two_losses(count, devices, local):

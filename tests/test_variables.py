@@ -370,6 +370,7 @@ def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
     assert isinstance(total, jax.Array) and int(total) == 5 * T
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(3, 1), (3, 3), (4, 2)])
 def test_assigning_is_differentiable(T, D):
     strategy = mirrored(T, D)
@@ -758,6 +759,7 @@ def variables(strategy):
     }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(4, 2), (3, 3), (2, 1)])
 def test_saved_on_four_towers_and_restored_on_others(T, D):
     saved = tj.saved_values(variables(mirrored(4, 2)))
@@ -895,6 +897,7 @@ def test_a_mean_of_integers_comes_back_only_whole():
         tj.restored_values(strategy, like, np.float32(3.5))
 
 
+@pytest.mark.slow
 def test_very_many_variables_are_read_at_once():
     """As many as a ResNet has: read one by one they stop 8 CPU devices for good."""
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
@@ -906,6 +909,7 @@ def test_very_many_variables_are_read_at_once():
         }
 
 
+@pytest.mark.slow
 def test_loops_that_nobody_waits_for_do_not_stop_the_devices():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
     v = strategy.create_var("v", np.ones(16), reduction=R.SUM, tower_local=True)
