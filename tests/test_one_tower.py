@@ -139,14 +139,21 @@ def test_towers_equal_one_tower(executor, towers, devices, kind, size):
     check(executor, towers, devices, kind, size)
 
 
-REST = [x for x in layouts() if x not in [(1, 1), (3, 3), (8, 1), (8, 4)]]
+# Each layout with each executor, and there each kind and each size once.
+REST = [
+    (executor, *layout, kind, list(SIZES)[(number + i) % len(SIZES)])
+    for number, (layout, executor) in enumerate(
+        (layout, executor)
+        for layout in layouts()
+        if layout not in [(1, 1), (3, 3), (8, 1), (8, 4)]
+        for executor in EXECUTORS
+    )
+    for i, kind in enumerate(KINDS)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize(("towers", "devices"), REST)
+@pytest.mark.parametrize(("executor", "towers", "devices", "kind", "size"), REST)
 def test_all_layouts_equal_one_tower(executor, towers, devices, kind, size):
     check(executor, towers, devices, kind, size)
 
