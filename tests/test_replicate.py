@@ -437,7 +437,7 @@ def test_every_cross_tower_op_gives_the_same(towers, devices, ops):
 
 @pytest.mark.parametrize(
     ("executor", "ops"),
-    zip(itertools.cycle(["pmap", "shard_map scan"]), OPS),  # noqa: B905
+    list(zip(itertools.cycle(["pmap", "shard_map scan"]), OPS, strict=False)),
 )
 @pytest.mark.slow
 def test_every_cross_tower_op_on_other_executors(executor, ops):
