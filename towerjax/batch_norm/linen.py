@@ -82,9 +82,8 @@ class TowerBatchNorm(linen.Module):
         super().__post_init__()
 
     def _options(self) -> BatchNormOptions:
-        axis = self.axis if isinstance(self.axis, int) else tuple(self.axis)
         return BatchNormOptions(
-            axis, self.momentum, self.epsilon, self.statistics, self.dtype
+            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
         )
 
     @linen.compact
@@ -112,7 +111,7 @@ class TowerBatchNorm(linen.Module):
         Raises:
           ValueError: As `towerjax.batch_norm.normalize.normalize`.
         """
-        options = self._options()
+        x, options = jnp.asarray(x), self._options()
         frozen = options.statistics == "frozen"
         use_running_average = frozen or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
