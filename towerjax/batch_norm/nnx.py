@@ -101,7 +101,7 @@ class TowerBatchNorm(nnx.Module):
             made = bias_init(rngs.params(), shape, param_dtype)
             self.bias = nnx.Param(made, **bias_metadata)
         self.num_features, self.use_running_average = num_features, use_running_average
-        # As Flax's layer has them: code that folds or edits a layer reads and sets them.
+        # As Flax's layer has them, to be read and set.
         self.axis, self.momentum, self.epsilon = axis, momentum, epsilon
         self.dtype, self.param_dtype = dtype, param_dtype
         self.use_bias, self.use_scale = use_bias, use_scale

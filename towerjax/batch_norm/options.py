@@ -49,9 +49,10 @@ class BatchNormOptions:
                 f"statistics={self.statistics!r} must be one of"
                 f" {', '.join(map(repr, get_args(Statistics)))}."
             )
-        several = isinstance(self.axis, tuple | list)
+        axis: Any = self.axis
+        several = isinstance(axis, tuple | list)
         try:
-            axes = tuple(map(_as_dim, self.axis if several else [self.axis]))
+            axes = tuple(map(_as_dim, axis if several else [axis]))
         except TypeError:
             axes = ()
         if not axes:
@@ -122,7 +123,7 @@ def _check_number(name: str, value: Any, most: float, expected: str) -> None:
     if isinstance(value, jax.Array):
         return
     plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not plain or not 0 <= value <= most:
+    if not plain or not 0 <= float(value) <= most:
         raise ValueError(f"{name}={value!r} must be {expected}.")
 
 
