@@ -543,7 +543,8 @@ def test_a_step_is_that_of_all_rows_by_their_weights(
     for name, each in zip(("w", "b"), grads, strict=True):
         close(np.float64(state.params[name]), each, params[name])
         moved = not np.array_equal(state.params[name], params[name])
-        assert moved == bool(w.any()), name
+        slope = np.abs((w.reshape(-1, *(1,) * (each.ndim - 1)) * each).sum(0)).max()
+        assert moved if slope > 1e-4 * total else (moved <= w.any()), name
 
 
 # Metric states: any split in any order, counted exactly.
