@@ -85,17 +85,18 @@ def towers_values(seed, kind, towers, dtypes=FLOATS + INTEGERS):
     }
 
 
-def trees(leaves, most=6):
-    """Nested lists, tuples, dicts and None around the leaves."""
-    return st.recursive(
+def trees(leaves):
+    """Nested lists, tuples, dicts and None around leaves, some of which there are."""
+    nested = st.recursive(
         leaves | st.none(),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
             st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
         ),
-        max_leaves=most,
+        max_leaves=5,
     )
+    return st.tuples(leaves, nested, leaves, nested)
 
 
 def bits(x):

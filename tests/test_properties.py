@@ -198,8 +198,11 @@ def check_reduced(reduction, values, found):
             assert x.dtype == (np.float32 if whole else rows.dtype), name
             wide = rows.astype(np.complex128)
             exact = wide.sum(0) / (number if reduction is R.MEAN else 1)
-            eps = float(jnp.finfo(x.dtype).eps)
+            # Added in float32 or wider, and then rounded once, if at all.
+            limits = jnp.finfo(x.dtype)
+            eps = min(float(limits.eps), float(jnp.finfo(np.float32).eps))
             allowed = (number + 2) * eps * np.abs(wide).sum(0)
+            allowed += float(limits.eps) * np.abs(exact) + float(limits.tiny) * eps
             error = np.abs(x.astype(np.complex128) - exact)
             assert (error <= allowed).all(), (name, x, exact)
 
@@ -305,7 +308,7 @@ leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equa
 
 
 @few(40)
-@given(trees(leaf_kinds), st.integers(1, 3), seeds)
+@given(trees(leaf_kinds), st.sampled_from([2, 3, 1]), seeds)
 def test_what_is_regrouped_is_selected_again(tree, towers, seed):
     rng, shared = np.random.default_rng(seed), np.arange(3)
 
@@ -325,11 +328,10 @@ def test_what_is_regrouped_is_selected_again(tree, towers, seed):
         again = select_tower(together, tower)
         assert jax.tree.structure(again) == jax.tree.structure(nest)
         for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(nest), strict=True):
-            same = (
-                bool(x == y)
-                if isinstance(y, str | int)
-                else (np.asarray(x).tobytes() == y.tobytes())
-            )
+            arrays = np.asarray(x), np.asarray(y)
+            same = type(x) is type(y) and x == y
+            if isinstance(y, np.ndarray):
+                same = arrays[0].tobytes() == arrays[1].tobytes()
             assert same, (x, y)
     # What differs lies side by side, what is one value stays one.
     assert jax.tree.structure(together, is_leaf=is_rows) == jax.tree.structure(tree)
@@ -347,6 +349,7 @@ kinds_of_leaves = st.lists(
         st.sampled_from([np.float32, jnp.bfloat16, np.int32, np.bool_]),
         st.sampled_from([(), (1,), (5,), (0, 4), (3, 2), (40,)]),
     ),
+    min_size=2,
     max_size=12,
 )
 
@@ -354,7 +357,7 @@ kinds_of_leaves = st.lists(
 @few(150)
 @given(
     kinds_of_leaves,
-    st.sampled_from([-1, 0, 4, 24, 100, math.inf]),
+    st.sampled_from([8, 100, 24, 0, -1, math.inf]),
     st.sampled_from([1, 2, math.inf]),
 )
 def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
@@ -376,6 +379,10 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
             sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
             if len(group) > 1:
                 assert (sum(sizes) if adds_up else max(sizes)) <= limit
+        if not adds_up:  # the small ones of a dtype are all together
+            small = [x for x in leaves if x.size * x.dtype.itemsize <= limit]
+            large = len(leaves) - len(small)
+            assert packing.num_buffers == len({x.dtype for x in small}) + large
     for total in (0, 1, len(leaves), 41):
         sizes = pack_sizes(total, len(leaves) + 1)
         assert sum(sizes) == total and len(sizes) == len(leaves) + 1

@@ -111,7 +111,7 @@ class TowerBatchNorm(linen.Module):
         Raises:
           ValueError: As `towerjax.batch_norm.normalize.normalize`.
         """
-        x, options = jnp.asarray(x), self._options()
+        options = self._options()
         frozen = options.statistics == "frozen"
         use_running_average = frozen or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average

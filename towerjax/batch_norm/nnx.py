@@ -138,7 +138,7 @@ class TowerBatchNorm(nnx.Module):
           ValueError: As `towerjax.batch_norm.normalize.normalize`; ``x`` has another
             number of features.
         """
-        x, options = jnp.asarray(x), self._options()
+        options = self._options()
         (axis,) = options.feature_axes(x.ndim)
         if x.shape[axis] != self.num_features:
             raise ValueError(
