@@ -473,8 +473,10 @@ def whole_step(towers, devices, parts, options):
         return tj.Weighted.mean(losses, tower.weight * batch["weight"])
 
     strategy = mirrored(towers, devices, **dict(options))
+    counting = optax.scale_by_schedule(lambda count: 1.0)
+    optimizer = optax.chain(optax.sgd(1.0), counting)
     step = tj.build_train_step(
-        loss_fn, optax.sgd(1.0), strategy, remainder="pad", micro_batches=parts
+        loss_fn, optimizer, strategy, remainder="pad", micro_batches=parts
     )
     rows = {"x": np.zeros((MOST, FEATURES), np.float32), "weight": np.ones(MOST)}
     rows |= {"y": np.zeros((MOST, CLASSES), np.float32)}
@@ -547,6 +549,8 @@ def test_a_step_is_that_of_all_rows_by_their_weights(
         assert (np.abs(found - expected) <= allowed * scale).all(), (found, expected)
 
     close(-np.float64(metrics["loss"]), losses)
+    # Where nothing counts there is nothing to learn, not even a step of a schedule.
+    assert int(state.opt_state[1].count) == int(w.any())
     for name, each in zip(("w", "b"), grads, strict=True):
         close(np.float64(state.params[name]), each, params[name])
         moved = not np.array_equal(state.params[name], params[name])
