@@ -24,12 +24,12 @@ def towers_of(case):
 
 
 def check_all(case, strategy, batch, metric):
-    """On 1, 2 and 4 towers, each of which takes one batch per update, k in all.
+    """On 1 and 4 towers, on one device also 2, each with a batch per update, k in all.
 
     ``batch``: the size of one, and a function from elements' numbers to their values.
     """
     size, elements = batch
-    for towers in (1, 2, 4):
+    for towers in (1, 4) if len(strategy.worker_devices) > 1 else (1, 2, 4):
         devices = strategy.worker_devices[:towers]
         evaluate = tj.build_eval_step(
             lambda params, rows, tower: {"value": metric(rows, tower.weight)},
@@ -156,7 +156,13 @@ def check_uneven(case, strategy):
             tj.metrics.merge(*states)
 
 
-@pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
+@pytest.mark.parametrize(
+    "id, one_device",
+    [
+        pytest.param(*run, marks=pytest.mark.slow if run[1] else ())
+        for run in TABLE.runs(towers_of)
+    ],
+)
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)
 

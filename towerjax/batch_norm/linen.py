@@ -82,9 +82,8 @@ class TowerBatchNorm(linen.Module):
         super().__post_init__()
 
     def _options(self) -> BatchNormOptions:
-        axis = self.axis if isinstance(self.axis, int) else tuple(self.axis)
         return BatchNormOptions(
-            axis, self.momentum, self.epsilon, self.statistics, self.dtype
+            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
         )
 
     @linen.compact

@@ -88,7 +88,7 @@ class TowerBatchNorm(nnx.Module):
         if promote_dtype is not dtypes.promote_dtype:
             text = "Statistics are float32 or wider. Leave it out."
             refuse("promote_dtype", promote_dtype, text)
-        if not isinstance(axis, int):
+        if isinstance(axis, tuple | list):
             refuse("axis", axis, "num_features is the size of one dim: pass an int.")
         shape = (num_features,)
         self.mean = nnx.BatchStat(jnp.zeros(shape, jnp.float32))
@@ -101,7 +101,17 @@ class TowerBatchNorm(nnx.Module):
             made = bias_init(rngs.params(), shape, param_dtype)
             self.bias = nnx.Param(made, **bias_metadata)
         self.num_features, self.use_running_average = num_features, use_running_average
-        self.options = BatchNormOptions(axis, momentum, epsilon, statistics, dtype)
+        # As Flax's layer has them, to be read and set.
+        self.axis, self.momentum, self.epsilon = axis, momentum, epsilon
+        self.dtype, self.param_dtype = dtype, param_dtype
+        self.use_bias, self.use_scale = use_bias, use_scale
+        self.statistics: Statistics = statistics
+        self._options()
+
+    def _options(self) -> BatchNormOptions:
+        return BatchNormOptions(
+            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
+        )
 
     def __call__(
         self,
@@ -128,7 +138,7 @@ class TowerBatchNorm(nnx.Module):
           ValueError: As `towerjax.batch_norm.normalize.normalize`; ``x`` has another
             number of features.
         """
-        options = self.options
+        options = self._options()
         (axis,) = options.feature_axes(x.ndim)
         if x.shape[axis] != self.num_features:
             raise ValueError(

@@ -81,6 +81,7 @@ def normalize(
       S. Ioffe and C. Szegedy, Batch Normalization, 2015, arXiv:1502.03167.
     """
     _check_tower(tower)
+    x = jnp.asarray(x)
     axes = options.feature_axes(x.ndim)
     x = x.astype(options.statistics_dtype(x.dtype))
     used = running
@@ -177,6 +178,8 @@ def _weights(
 
 
 def _mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
+    if isinstance(mask, list | tuple):
+        mask = np.asarray(mask)
     Weighted(0.0, mask)  # refuses what is negative
     shape = np.shape(mask)
     if len(shape) < x.ndim:

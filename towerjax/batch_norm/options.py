@@ -1,8 +1,12 @@
 """What may a batch norm over towers be told? Its options, and what it refuses."""
 
 import dataclasses
+import math
+import numbers
+import operator
 from typing import Any, Literal, TypeAlias, get_args
 
+import jax
 import jax.numpy as jnp
 
 Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
@@ -15,8 +19,8 @@ class BatchNormOptions:
 
     Attributes:
       axis: The feature dim of the input, or a tuple of them.
-      momentum: How much of the running statistics a step keeps.
-      epsilon: Added to the variance.
+      momentum: How much of the running statistics a step keeps, 0 to 1.
+      epsilon: Added to the variance, >= 0.
       statistics: ``"synchronised"``: of the rows of all towers, as if they were on
         one. ``"local"``: of this tower's rows; nothing is sent. ``"frozen"``: the
         running ones, which stay as they are.
@@ -24,8 +28,8 @@ class BatchNormOptions:
         takes the input's.
 
     Raises:
-      ValueError: ``statistics`` is none of these, ``axis`` is no int or names a dim
-        twice.
+      ValueError: ``statistics`` is none of these, ``axis`` is no int, ``momentum`` or
+        ``epsilon`` no such number.
 
     Example:
       >>> BatchNormOptions(statistics="local").epsilon
@@ -45,12 +49,20 @@ class BatchNormOptions:
                 f"statistics={self.statistics!r} must be one of"
                 f" {', '.join(map(repr, get_args(Statistics)))}."
             )
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        if not axes or any(isinstance(a, bool) or not isinstance(a, int) for a in axes):
+        axis: Any = self.axis
+        several = isinstance(axis, tuple | list)
+        try:
+            axes = tuple(map(_as_dim, axis if several else [axis]))
+        except TypeError:
+            axes = ()
+        if not axes:
             raise ValueError(
                 f"axis={self.axis!r} must be an int or a tuple of ints, the feature"
                 " dims of the input, such as -1."
             )
+        object.__setattr__(self, "axis", axes if several else axes[0])
+        _check_number("momentum", self.momentum, 1.0, "a number from 0 to 1")
+        _check_number("epsilon", self.epsilon, math.inf, "a number >= 0")
 
     def feature_axes(self, num_dims: int) -> tuple[int, ...]:
         """The feature dims of an input, counted from the front, in order.
@@ -98,6 +110,21 @@ class BatchNormOptions:
                 " real numbers. Normalise real and imaginary parts by themselves."
             )
         return wide
+
+
+def _as_dim(axis: Any) -> int:
+    if isinstance(axis, bool):
+        raise TypeError
+    return operator.index(axis)
+
+
+def _check_number(name: str, value: Any, most: float, expected: str) -> None:
+    """Raise for what is no such number; of an array only that it is one is known."""
+    if isinstance(value, jax.Array):
+        return
+    plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not plain or not 0 <= float(value) <= most:
+        raise ValueError(f"{name}={value!r} must be {expected}.")
 
 
 def refuse(name: str, value: Any, instead: str) -> None:

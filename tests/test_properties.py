@@ -1,0 +1,638 @@
+"""What holds for any batch, mask, number of towers and devices, dtype and tree."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from drawn import (
+    FLOATS,
+    INTEGERS,
+    array,
+    assert_same_bits,
+    few,
+    mirrored,
+    on_devices,
+    seeds,
+    towers_values,
+    trees,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import towerjax as tj
+from towerjax.collectives import sum_rows_over_towers
+from towerjax.collectives.packed import pack_sizes
+from towerjax.collectives.packing import Packing
+from towerjax.cross_tower.regroup import regroup, select_tower
+from towerjax.input.placer import Placer
+from towerjax.metrics.host import on_host, value_on_host
+from towerjax.shard import counts_of_towers, fit_batch, row_weights
+
+R, m = tj.Reduction, tj.metrics
+SLOW = pytest.mark.slow
+kinds = st.sampled_from(["ones", "plain", "spread"])
+
+
+def marked(fast, slow):
+    return [*fast, *(pytest.param(*one, marks=SLOW) for one in slow)]
+
+
+# A batch: every row goes to one tower, in order; what is added weighs nothing.
+
+
+def batch_of(seed, size):
+    """Rows that know their number, of several dtypes and dims, in a tree."""
+    rng = np.random.default_rng(seed)
+    dtypes = rng.choice(np.array([*FLOATS, *INTEGERS], object), 3)
+    leaves = [
+        array(rng, dtype, (size, *shape), "spread")
+        for dtype, shape in zip(dtypes, ((), (2,), (1, 0)), strict=True)
+    ]
+    number = np.arange(size, dtype=np.int32)
+    return {"number": number, "rest": [leaves[0], (leaves[1], {"deep": leaves[2]})]}
+
+
+@few(150)
+@given(
+    seeds,
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from(["pad", "drop", "error"]),
+    st.none() | st.integers(1, 5),
+)
+def test_a_fitted_batch_has_every_row_once_and_in_order(
+    seed, size, towers, parts, remainder, times
+):
+    batch, shares = batch_of(seed, size), towers * parts
+    full = None if times is None else times * shares
+    over = size % shares
+    if (remainder == "error" and over) or (remainder == "drop" and size < shares):
+        with pytest.raises(ValueError, match="remainder="):
+            fit_batch(batch, shares, remainder, full_size=full)
+        return
+    fitted, num_valid = fit_batch(batch, shares, remainder, full_size=full)
+    kept = size - over if remainder == "drop" else size
+    rows = math.ceil(kept / shares) * shares
+    if remainder == "pad" and full is not None and size <= full:
+        rows = full
+    # Every row of the batch, and then the last one again.
+    index = np.minimum(np.arange(rows), kept - 1)
+    assert num_valid == kept
+    assert_same_bits(fitted, jax.tree.map(lambda x: x[index], batch))
+    counts = counts_of_towers(num_valid, rows // towers, towers)
+    valid = (np.arange(rows) < kept).reshape(towers, -1)
+    np.testing.assert_array_equal(counts, valid.sum(1))
+
+
+@few(40)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 5]),
+    st.floats(0, 1),
+)
+def test_weights_are_1_for_each_example_and_0_for_padding(towers, parts, part, filled):
+    total = towers * parts * part
+    num_valid = int(filled * total)
+    weights = [
+        np.asarray(row_weights(count, np.int32(i * part), part))
+        for count in counts_of_towers(num_valid, parts * part, towers)
+        for i in range(parts)
+    ]
+    expected = np.arange(total) < num_valid
+    np.testing.assert_array_equal(np.concatenate(weights), np.float32(expected))
+
+
+@few(40)
+@given(
+    seeds,
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.sampled_from([(1, 1), (4, 2), (3, 3), (8, 4)]),
+    st.integers(1, 3),
+)
+def test_placed_batches_lie_on_their_towers_padded_to_few_sizes(
+    seed, sizes, grid, parts
+):
+    towers, devices = grid
+    placement = mirrored(towers, devices).placement
+    placer = Placer(placement, shares=towers * parts, remainder="pad")
+    known = set()
+    for size in sizes:
+        batch = batch_of(seed, size)
+        placed = placer.place(batch)
+        larger = [n for n in known if n >= size]
+        rows = min(larger, default=math.ceil(size / (towers * parts)) * towers * parts)
+        known.add(rows)
+        assert placed.rows * towers == rows and placed.num_examples == (size,)
+        np.testing.assert_array_equal(np.asarray(placed.args[1]), placed.counts)
+        shards = placed.arrays["number"].addressable_shards
+        assert [s.device.id for s in shards] == list(range(devices))
+        for shard, own in zip(shards, np.split(np.arange(rows), devices), strict=True):
+            expected = np.minimum(own, size - 1)
+            np.testing.assert_array_equal(np.asarray(shard.data), expected)
+        assert_same_bits(
+            jax.tree.map(lambda x, n=size: np.asarray(x)[:n], placed.arrays), batch
+        )
+
+
+@few(40)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.sampled_from([(1, 1), (4, 2), (3, 3)]),
+    st.integers(1, 2),
+    st.sampled_from(["batch", "elements"]),
+    st.sampled_from(["pad", "drop"]),
+)
+def test_a_distributed_data_set_loses_no_row(sizes, grid, parts, split, remainder):
+    towers, devices = grid
+    if split == "elements" and remainder == "drop":
+        sizes = [sizes[0] * parts] * len(sizes)  # of one size, or it is refused
+    ends = np.cumsum(sizes)
+    numbers = [np.arange(e - n, e) for n, e in zip(sizes, ends, strict=True)]
+    shares = towers * parts
+    if remainder == "pad":
+        kept = np.concatenate(numbers)
+    elif split == "batch":
+        kept = np.concatenate([x[: len(x) // shares * shares] for x in numbers])
+    else:
+        whole = len(numbers) // towers * towers
+        kept = np.concatenate([*numbers[:whole], np.zeros(0, int)])
+    strategy = mirrored(towers, devices, prefetch_on_device=0)
+    source = [x.astype(np.int32) for x in numbers]
+    found = [np.zeros(0, int)]
+    for placed in strategy.distribute_dataset(
+        source, split=split, remainder=remainder, micro_batches=parts
+    ):
+        assert placed.rows % parts == 0
+        own = np.asarray(placed.arrays).reshape(towers, placed.rows)
+        found += [x[:n] for x, n in zip(own, placed.counts, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(found), kept)
+
+
+# A reduction: that of NumPy in float64, or of whole numbers.
+
+
+def whole_sum(rows, dtype):
+    """The sum of whole numbers modulo what the dtype holds."""
+    return rows.astype(np.int64).sum(0).astype(dtype)
+
+
+def check_reduced(reduction, values, found):
+    assert found.keys() == values.keys()
+    for name, rows in values.items():
+        x, number = np.asarray(found[name]), len(rows)
+        assert x.shape == rows.shape[1:], name
+        whole = rows.dtype.kind in "biu"
+        if reduction is R.ONLY_FIRST_TOWER:
+            assert_same_bits(x, rows[0])
+        elif reduction is R.SUM and whole:
+            wide = np.uint32 if rows.dtype.kind == "u" else np.int32
+            assert_same_bits(x, whole_sum(rows, wide))
+        else:
+            assert x.dtype == (np.float32 if whole else rows.dtype), name
+            wide = rows.astype(np.complex128)
+            exact = wide.sum(0) / (number if reduction is R.MEAN else 1)
+            # Added in float32 or wider, and then rounded once, if at all.
+            limits = jnp.finfo(x.dtype)
+            eps = min(float(limits.eps), float(jnp.finfo(np.float32).eps))
+            allowed = (number + 2) * eps * np.abs(wide).sum(0)
+            allowed += float(limits.eps) * np.abs(exact) + float(limits.tiny) * eps
+            error = np.abs(x.astype(np.complex128) - exact)
+            assert (error <= allowed).all(), (name, x, exact)
+
+
+OPS = {
+    "all_reduce": tj.AllReduce(),
+    "unpacked": tj.AllReduce(pack_below_bytes=0),
+    "pinned": tj.PinnedTree(),
+    "packs": tj.Packed(num_packs=3),
+    "runs": tj.Packed(bytes_per_pack=40, max_group=2),
+    "one_device": tj.ReduceToOneDevice("cpu:1"),
+    "in_two": tj.Hierarchical(2),
+}
+GRIDS = [(2, 2), (4, 2), (6, 2), (4, 4), (8, 4), (8, 8)]
+FAST_OPS = [("pinned", 6, 2)]
+ALL_OPS = [(name, *grid) for name in OPS for grid in GRIDS]
+ALL_OPS += [("all_reduce", 1, 1), ("pinned", 5, 1), ("all_reduce", 7, 7)]
+
+
+@pytest.mark.parametrize(
+    "ops, towers, devices",
+    marked(FAST_OPS, [one for one in ALL_OPS[::2] if one not in FAST_OPS]),
+)
+@few(8)
+@given(seed=seeds, kind=kinds)
+def test_every_op_reduces_as_numpy_does(ops, towers, devices, seed, kind):
+    strategy = mirrored(towers, devices, cross_tower_ops=OPS[ops])
+    values = towers_values(seed, kind, towers)
+    per_tower = jax.tree.map(tj.PerTower, values)
+    for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER):
+        found = strategy.reduce(reduction, per_tower)
+        check_reduced(reduction, values, found)
+        for x in jax.tree.leaves(found):
+            copies = [np.asarray(shard.data) for shard in x.addressable_shards]
+            for other in copies[1:]:
+                assert_same_bits(other, copies[0])
+
+
+# In a tower: reductions, and values that are merged and handed back.
+
+
+def meet(tower, value):
+    """Everything that towers can do with each other's values."""
+
+    def unchanged(strategy, rows):
+        return rows
+
+    def turned(strategy, rows):
+        towers = [
+            strategy.unwrap(x)[::-1] for x in jax.tree.leaves(rows, is_leaf=is_rows)
+        ]
+        treedef = jax.tree.structure(rows, is_leaf=is_rows)
+        return jax.tree.unflatten(treedef, [tj.PerTower(tuple(x)) for x in towers])
+
+    return {
+        "reduced": {r.name: tower.reduce(r, value) for r in REDUCTIONS},
+        "gathered": tower.all_gather(value),
+        "merged": tower.merge_call(unchanged, value),
+        "turned": tower.merge_call(turned, value),
+    }
+
+
+REDUCTIONS = (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
+
+
+def is_rows(x):
+    return isinstance(x, tj.PerTower)
+
+
+def side_by_side(x, towers):
+    """Each tower's value as ``[T, ...]``, whether or not they are all the same."""
+    return (
+        np.stack([np.asarray(x)] * towers) if not is_rows(x) else np.asarray(x.values)
+    )
+
+
+@pytest.mark.parametrize(
+    "towers, devices, executor",
+    marked(
+        [(6, 3, "shard_map")],
+        [(1, 1, "shard_map"), (4, 1, "shard_map"), (4, 4, "pmap"), (8, 4, "pmap")],
+    ),
+)
+@few(8)
+@given(seed=seeds, kind=kinds)
+def test_towers_that_meet_have_each_others_values(
+    towers, devices, executor, seed, kind
+):
+    strategy = mirrored(towers, devices, executor=executor)
+    values = towers_values(seed, kind, towers)
+    out = strategy.call_for_each_tower(meet, jax.tree.map(tj.PerTower, values))
+    for reduction in REDUCTIONS:
+        found = out["reduced"][reduction.name]
+        assert not any(is_rows(x) for x in jax.tree.leaves(found, is_leaf=is_rows))
+        check_reduced(reduction, values, found)
+    for name, rows in values.items():
+        assert_same_bits(np.asarray(out["gathered"][name]), rows)
+        assert_same_bits(side_by_side(out["merged"][name], towers), rows)
+        assert_same_bits(side_by_side(out["turned"][name], towers), rows[::-1])
+
+
+leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equal"])
+
+
+@few(40)
+@given(trees(leaf_kinds), st.sampled_from([2, 3, 1]), seeds)
+def test_what_is_regrouped_is_selected_again(tree, towers, seed):
+    rng, shared = np.random.default_rng(seed), np.arange(3)
+
+    def leaf(kind, tower):
+        return {
+            "own": rng.normal(size=2).astype(np.float32),
+            "ragged": np.arange(tower + 1, dtype=np.int32),
+            "shared": shared,
+            "text": f"tower {tower}",
+            "number": tower,
+            "equal": 7,
+        }[kind]
+
+    nests = [jax.tree.map(lambda k, t=t: leaf(k, t), tree) for t in range(towers)]
+    together = regroup(nests)
+    for tower, nest in enumerate(nests):
+        again = select_tower(together, tower)
+        assert jax.tree.structure(again) == jax.tree.structure(nest)
+        for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(nest), strict=True):
+            arrays = np.asarray(x), np.asarray(y)
+            same = type(x) is type(y) and x == y
+            if isinstance(y, np.ndarray):
+                same = arrays[0].tobytes() == arrays[1].tobytes()
+            assert same, (x, y)
+    # What differs lies side by side, what is one value stays one.
+    assert jax.tree.structure(together, is_leaf=is_rows) == jax.tree.structure(tree)
+    leaves = jax.tree.leaves(together, is_leaf=is_rows)
+    for x, kind in zip(leaves, jax.tree.leaves(tree), strict=True):
+        several = towers > 1 and kind not in ("shared", "equal")
+        assert is_rows(x) == several, (kind, x)
+        assert not several or len(mirrored(towers, 1).unwrap(x)) == towers
+
+
+# Buffers: every leaf lies in one place, and comes back.
+
+kinds_of_leaves = st.lists(
+    st.tuples(
+        st.sampled_from([np.float32, jnp.bfloat16, np.int32, np.bool_]),
+        st.sampled_from([(), (1,), (5,), (0, 4), (3, 2), (40,)]),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+@few(150)
+@given(
+    kinds_of_leaves,
+    st.sampled_from([8, 100, 24, 0, -1, math.inf]),
+    st.sampled_from([1, 2, math.inf]),
+)
+def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
+    leaves = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in found]
+    for packing, adds_up in (
+        (Packing.plan(leaves, limit, lead=0), False),
+        (Packing.plan_runs(leaves, limit, most), True),
+    ):
+        ends = [0] * packing.num_buffers
+        members = [[] for _ in ends]
+        for slot, leaf in zip(packing.slots, leaves, strict=True):
+            assert slot.start == ends[slot.buffer] and slot.shape == leaf.shape
+            ends[slot.buffer] += leaf.size
+            members[slot.buffer].append(leaf)
+        assert all(members)
+        for group in members:
+            assert len({leaf.dtype for leaf in group}) == 1
+            assert len(group) <= most or not adds_up
+            sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
+            if len(group) > 1:
+                assert (sum(sizes) if adds_up else max(sizes)) <= limit
+        if not adds_up:  # the small ones of a dtype are all together
+            small = [x for x in leaves if x.size * x.dtype.itemsize <= limit]
+            large = len(leaves) - len(small)
+            assert packing.num_buffers == len({x.dtype for x in small}) + large
+    for total in (0, 1, len(leaves), 41):
+        sizes = pack_sizes(total, len(leaves) + 1)
+        assert sum(sizes) == total and len(sizes) == len(leaves) + 1
+        assert min(sizes) >= 0 and len(set(sizes[:-1])) <= 1
+
+
+@jax.jit
+def packed_and_unpacked(leaves):
+    out = []
+    for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
+        for packing in (
+            Packing.plan(leaves, limit, lead=0),
+            Packing.plan_runs(leaves, limit, most),
+        ):
+            buffers = packing.pack(leaves, lead=0)
+            out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
+    return out
+
+
+@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=SLOW) for n in (1, 5))])
+@few(10)
+@given(seed=seeds, kind=st.sampled_from(["spread", "special"]))
+def test_what_is_packed_is_unpacked_bit_for_bit(rows, seed, kind):
+    trees = [towers_values(seed + i, kind, rows + i) for i in range(2)]
+    leaves = jax.tree.leaves(trees)
+    for again in packed_and_unpacked(leaves):
+        assert_same_bits(again, leaves)
+
+
+# PinnedTree: the bits of the tree over towers, whatever the devices.
+
+
+def add_in_numpy(rows):
+    """Neighbours, then their sums; an odd last one waits. In the dtype of the rows."""
+    rows = list(rows)
+    while len(rows) > 1:
+        pairs = [
+            np.add(a, b, dtype=a.dtype)
+            for a, b in zip(rows[0::2], rows[1::2], strict=False)
+        ]
+        rows = pairs + rows[len(pairs) * 2 :]
+    return rows[0]
+
+
+@functools.cache
+def pinned_sums(towers, devices):
+    def device_fn(rows, axes):
+        return sum_rows_over_towers(tj.PinnedTree(), rows, axes)
+
+    return on_devices(device_fn, towers, devices)
+
+
+ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
+
+
+@pytest.mark.parametrize(
+    "towers, devices",
+    marked(
+        [(4, (1, 2, 4)), (6, (1, 2))],
+        [(1, (1,)), (3, (1, 3)), (5, (5,)), (6, (3, 6)), (8, (1, 2, 4, 8)), (7, (1, 7))]
+        + [(12, (1, 2, 3, 4, 6)), (16, (2, 8))],
+    ),
+)
+@few(15)
+@given(seed=seeds, kind=st.sampled_from(["ones", "plain", "spread", "special"]))
+def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
+    values = towers_values(seed, kind, towers, ADDED)
+    with np.errstate(all="ignore"):
+        expected = jax.tree.map(add_in_numpy, values)
+    for number in devices:
+        found = pinned_sums(towers, number)(values)
+        assert_same_bits(jax.device_get(found), expected)
+        for x in jax.tree.leaves(found):
+            for shard in x.addressable_shards:
+                assert_same_bits(np.asarray(shard.data), np.asarray(x))
+
+
+# A whole step: its loss and gradient are those of all rows, each by its weight.
+
+FEATURES, CLASSES, MOST = 3, 2, 25
+
+
+@functools.cache
+def whole_step(towers, devices, parts, options):
+    def loss_fn(params, batch, tower):
+        error = jnp.tanh(batch["x"] @ params["w"] + params["b"][None] - batch["y"])
+        losses = (error**2).sum(-1) / 2
+        return tj.Weighted.mean(losses, tower.weight * batch["weight"])
+
+    strategy = mirrored(towers, devices, **dict(options))
+    counting = optax.scale_by_schedule(lambda count: 1.0)
+    optimizer = optax.chain(optax.sgd(1.0), counting)
+    step = tj.build_train_step(
+        loss_fn, optimizer, strategy, remainder="pad", micro_batches=parts
+    )
+    rows = {"x": np.zeros((MOST, FEATURES), np.float32), "weight": np.ones(MOST)}
+    rows |= {"y": np.zeros((MOST, CLASSES), np.float32)}
+    rows["weight"] = rows["weight"].astype(np.float32)
+    step(step.init(params_of(0)), rows)  # the largest batch: one program for all
+    return step
+
+
+def params_of(seed):
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.normal(size=(FEATURES, CLASSES)), "b": rng.normal(size=CLASSES)}
+    return jax.tree.map(np.float32, params)
+
+
+def rows_of(seed, size, empty):
+    """Rows of unlike weights, of which so large a part has none."""
+    rng = np.random.default_rng(seed)
+    weight = rng.choice([0.25, 1, 3, 1000], size) * (rng.random(size) >= empty)
+    x = rng.normal(size=(size, FEATURES)) * np.exp2(rng.integers(-3, 4, (size, 1)))
+    rows = {"x": x, "y": rng.normal(size=(size, CLASSES)), "weight": weight}
+    return jax.tree.map(np.float32, rows)
+
+
+PINNED = (("local", "scan"), ("cross_tower_ops", tj.PinnedTree()))
+STEPS = [
+    (1, 1, 1, ()),
+    (3, 3, 1, ()),
+    (5, 1, 2, ()),
+    (8, 8, 3, ()),
+    (8, 2, 2, PINNED),
+    (6, 3, 1, (("cross_tower_ops", tj.Hierarchical(3)),)),
+    (4, 2, 2, (("executor", "pmap"),)),
+]
+
+
+@pytest.mark.parametrize(
+    "towers, devices, parts, options", marked([(4, 2, 2, ())], STEPS)
+)
+@few(25)
+@given(
+    seed=seeds,
+    size=st.integers(1, MOST),
+    empty=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+)
+def test_a_step_is_that_of_all_rows_by_their_weights(
+    towers, devices, parts, options, seed, size, empty
+):
+    step, params, rows = (
+        whole_step(towers, devices, parts, options),
+        params_of(seed),
+        rows_of(seed, size, empty),
+    )
+    state, metrics = step(step.init(params), rows)
+    exact = jax.tree.map(np.float64, rows)
+    w = exact["weight"]
+    losses, *grads = oracle.losses_and_gradients(
+        params["w"].astype(float), params["b"].astype(float), exact["x"], exact["y"]
+    )
+    total = w.sum() or 1.0
+    eps = float(np.finfo(np.float32).eps)
+    # Each row's own rounding, that of the sum of n rows, and of the parameters moved.
+    allowed = (size + 30) * eps
+
+    def close(found, each, before=0.0):
+        weights = w.reshape(-1, *(1,) * (each.ndim - 1))
+        expected = before - (weights * each).sum(0) / total
+        scale = (
+            np.abs(before) + (weights * (1 + np.abs(exact["x"]).max())).sum(0) / total
+        )
+        assert (np.abs(found - expected) <= allowed * scale).all(), (found, expected)
+
+    close(-np.float64(metrics["loss"]), losses)
+    # Where nothing counts there is nothing to learn, not even a step of a schedule.
+    assert int(state.opt_state[1].count) == int(w.any())
+    for name, each in zip(("w", "b"), grads, strict=True):
+        close(np.float64(state.params[name]), each, params[name])
+        moved = not np.array_equal(state.params[name], params[name])
+        slope = np.abs((w.reshape(-1, *(1,) * (each.ndim - 1)) * each).sum(0)).max()
+        assert moved if slope > 1e-4 * total else (moved <= w.any()), name
+
+
+# Metric states: any split in any order, counted exactly.
+
+
+def counted(batch, weight):
+    """States of whole numbers, so that float32 adds them exactly."""
+    yes, score = batch["yes"], batch["score"]
+    return {
+        "mean": m.mean(batch["value"], weight),
+        "hits": m.true_positives(yes, score, weight, threshold=0.5),
+        "recall": m.recall(yes, score, weight, threshold=0.5),
+        "auc": m.auc(yes, score, weight, num_thresholds=9),
+        "iou": m.mean_iou(batch["label"], batch["class"], 3, weight),
+        "rmse": m.root_mean_squared_error(batch["value"], batch["label"], weight),
+    }
+
+
+def counted_rows(seed, size):
+    rng = np.random.default_rng(seed)
+    return {
+        "yes": rng.random(size) < 0.4,
+        "score": (rng.integers(0, 9, size) / 8).astype(np.float32),
+        "value": rng.integers(-9, 10, size).astype(np.float32),
+        "label": rng.integers(0, 3, size, np.int32),
+        "class": rng.integers(0, 3, size, np.int32),
+        "weight": rng.integers(0, 4, size).astype(np.float32),
+    }
+
+
+ROWS = 24
+
+
+@functools.cache
+def state_of_all():
+    return jax.jit(lambda rows: counted(rows, rows["weight"]))
+
+
+@functools.cache
+def evaluation(towers, devices):
+    def metric_fn(params, batch, tower):
+        return counted(batch, batch["weight"] * tower.weight)
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(towers, devices))
+    evaluate(np.float32(0), counted_rows(0, ROWS))  # the largest: one program for all
+    return evaluate
+
+
+def merged_state(evaluate, rows, ends):
+    """The states of the batches that end there, merged on the host."""
+    parts = []
+    for start, end in zip([0, *ends], [*ends, ROWS], strict=True):
+        if start < end:
+            own = {name: x[start:end] for name, x in rows.items()}
+            parts.append(jax.tree.map(np.asarray, evaluate(np.float32(0), own)))
+    return parts
+
+
+@pytest.mark.parametrize(
+    "towers, devices", marked([(4, 2)], [(1, 1), (3, 3), (8, 8), (16, 4)])
+)
+@few(12)
+@given(seed=seeds, ends=st.lists(st.integers(0, ROWS), max_size=4).map(sorted))
+def test_metric_states_add_up_exactly_however_rows_are_split(
+    towers, devices, seed, ends
+):
+    rows = counted_rows(seed, ROWS)
+    whole = jax.tree.map(np.asarray, state_of_all()(rows))
+    parts = merged_state(evaluation(towers, devices), rows, ends)
+    order = np.random.default_rng(seed).permutation(len(parts))
+    for name, state in whole.items():
+        own = [on_host(part[name]) for part in parts]
+        forward = functools.reduce(m.merge, own)
+        shuffled = functools.reduce(m.merge, [own[i] for i in order])
+        backward = functools.reduce(lambda a, b: m.merge(b, a), own[::-1])
+        for merged in (forward, shuffled, backward):
+            pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(state), strict=True)
+            for x, y in pairs:
+                np.testing.assert_array_equal(x, np.float64(y), err_msg=name)
+        assert value_on_host(forward) == value_on_host(on_host(state))
