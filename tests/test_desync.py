@@ -1,5 +1,7 @@
 """The devices' copies compared, bit by bit; what is not finite, found and named."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -44,7 +46,7 @@ def batch(rows=16):
     return {"x": x, "m": np.ones(rows, np.float32)}
 
 
-def build(strategy, check=EVERY_STEP, fn=loss_fn, **options):
+def build(strategy, check: Any = EVERY_STEP, fn=loss_fn, **options):
     return tj.build_train_step(fn, optax.adam(0.1), strategy, check=check, **options)
 
 

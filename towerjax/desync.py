@@ -149,7 +149,7 @@ def outliers(prints: np.ndarray) -> np.ndarray:
 
 
 def differing_leaves(
-    prints: np.ndarray, leaves: Sequence[str], placement: Placement
+    prints: np.ndarray, leaves: tuple[str, ...], placement: Placement
 ) -> list[Differing]:
     """Which devices' copies of which leaves differ from most.
 
@@ -164,7 +164,7 @@ def differing_leaves(
     k = placement.num_towers // placement.num_devices
     return [
         Differing(placement.devices[d], tuple(range(d * k, d * k + k)), leaves[leaf])
-        for d, leaf in np.argwhere(outliers(prints))
+        for d, leaf in np.argwhere(outliers(prints)).tolist()
     ]
 
 
@@ -194,7 +194,7 @@ def check_mirrored(state: PyTree) -> None:
         seen: dict[bytes, int] = {}
         copies = [np.asarray(shard.data).tobytes() for shard in shards]
         prints = np.array([seen.setdefault(copy, len(seen)) for copy in copies])
-        for at in np.flatnonzero(outliers(prints[:, None])[:, 0]):
+        for at in np.flatnonzero(outliers(prints[:, None])[:, 0]).tolist():
             device = canonical_device_name(shards[at].device)
             found.append(Differing(device, (), name))
     if found:

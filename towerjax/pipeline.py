@@ -119,7 +119,7 @@ class Pipeline:
         return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
 
     def _flagged(
-        self, params: PyTree, sums: tuple[Any, ...], number: jax.Array
+        self, params: PyTree, sums: tuple[Any, ...], number: Any
     ) -> Flags | None:
         """What is not finite of one tower, when the check is due."""
         if self.check is None or not self.check.nonfinite:

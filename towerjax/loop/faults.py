@@ -49,8 +49,9 @@ def with_place(
     Returns:
       The error, or one that says more.
     """
-    unknown = isinstance(error, NonFiniteError) and not error.places
-    if not unknown or not isinstance(step, Locates):
+    if not isinstance(error, NonFiniteError) or error.places:
+        return error
+    if not isinstance(step, Locates):
         return error
     try:
         places = step.locate(state, placed, number=error.step, index=index)
