@@ -220,6 +220,7 @@ def test_without_a_check_the_program_has_nothing_of_it():
     checked = build(STRATEGIES["shard_map"](), tj.Check(every=100))
     text = checked.program(checked.init(params()), batch()).call.as_text()
     assert text.count(" conditional(") > conditionals and "all-gather" in text
+    assert text.count(" all-reduce(") == 1  # whether it is due travels along
     # No other device's state travels but its fingerprints.
     proof = checked.check(params(), batch())
     gathered = [c for c in proof.analysis.collectives if c.primitive == "all_gather"]

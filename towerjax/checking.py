@@ -146,9 +146,9 @@ def checked(
     """A device's step that looks at itself.
 
     Args:
-      step: ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite,
-        *flags)``: `Flags` of the local towers, ``[k, M]``, zeros where the check is
-        not due; or nothing.
+      step: ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``, and
+        possibly one more, ``(flags, due)``: `Flags` of the local towers, ``[k, M]``,
+        zeros where their check is not due, or None; and whether any device's is.
       check: When, and at what.
       axes: The axes that the towers meet over.
 
@@ -160,9 +160,11 @@ def checked(
         number, copies = clock["step"], None
         if check.desync and axes.device_axis:
             carry, copies = _copies(carry, clock, check)
-        carry, now, metrics, finite, *flags = step(carry, clock, *of_batch)
-        own = (copies, flags[0] if flags else None)
-        copies, flagged = _on_all_devices(own, check.is_due(number), axes)
+        carry, now, metrics, finite, *asked = step(carry, clock, *of_batch)
+        flagged, due = (
+            asked[0] if asked else (None, _is_due_on_any(number, check, axes))
+        )
+        copies, flagged = _on_all_devices((copies, flagged), due, axes)
         amiss = jnp.bool_(False)
         if copies:
             amiss |= (copies.prints != copies.prints[:1]).any()
@@ -190,6 +192,13 @@ def _copies(carry: PyTree, clock: PyTree, check: Check) -> tuple[PyTree, Copies]
     return carry, Copies(prints[None], clock["step"][None], leaves)
 
 
+def _is_due_on_any(number: jax.Array, check: Check, axes: TowerAxes) -> jax.Array:
+    due = check.is_due(number)
+    if not axes.device_axis:
+        return due
+    return lax.pmax(due.astype(jnp.int32), DEVICE_AXIS) > 0
+
+
 def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
     """Each device's rows side by side, when a check is due; else zeros.
 
@@ -198,8 +207,6 @@ def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
     """
     if not axes.device_axis:
         return own
-    due = lax.pmax(due.astype(jnp.int32), DEVICE_AXIS) > 0
-
     shapes = jax.eval_shape(lambda: gathered_rows(own, axes))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return lax.cond(due, lambda x: gathered_rows(x, axes), lambda _: zeros, own)

@@ -58,8 +58,7 @@ class Pipeline:
         Returns:
           ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``;
           ``now`` is what of the clock has changed, and ``finite`` None where the loss
-          alone is guarded. With a check for it, what of the local towers' values is
-          not finite comes last, `Flags` ``[k, M]``.
+          alone is guarded. With a check, what `checked` asks for comes last.
         """
 
         def step(
@@ -72,7 +71,7 @@ class Pipeline:
             towers = self._towers(carry, batch, num_valid, inputs)
             sums, (folded, mirrored, local, flagged) = towers
             sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
-            total, grads, states = sums.tree()
+            total, grads, states, due = sums.tree()
             states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
@@ -87,8 +86,8 @@ class Pipeline:
             carry = self._update(carry, grads, total, local, accepted)
             metrics = {"loss": loss, **metric_values(states)}
             metrics |= jax.tree.map(lambda x: x[0], mirrored)
-            flags = () if flagged is None else (flagged,)
-            return carry, {"step": clock["step"] + 1}, metrics, finite, *flags
+            asked = () if due is None else ((flagged, due > 0),)
+            return carry, {"step": clock["step"] + 1}, metrics, finite, *asked
 
         return step
 
@@ -109,7 +108,9 @@ class Pipeline:
             added, folded, mirrored = split_metrics(metrics)
             sums = (total, grads, added)
             flagged = self._flagged(carry["params"], sums, inputs.step)
-            return sums, (folded, mirrored, local, flagged)
+            # Is any device's check due? Sent along; a collective more is dear.
+            due = self.check and self.check.is_due(inputs.step).astype(jnp.float32)
+            return (*sums, due), (folded, mirrored, local, flagged)
 
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
@@ -172,7 +173,7 @@ class Pipeline:
         ) -> dict[str, Any]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            (total, _, added), (folded, *_) = towers
+            (total, _, added, _), (folded, *_) = towers
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 total, added = jax.tree.map(lambda x: x[None], (total, added))
             return {"loss": total, "metrics": {**added, **folded}}
