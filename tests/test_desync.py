@@ -248,6 +248,9 @@ def test_a_check_changes_no_bit_of_the_training():
 def test_the_state_is_donated_with_a_check_as_without():
     step = build(STRATEGIES["shard_map"](), tj.Check(1))
     state = step.init(params())
+    text = step.program(state, batch()).call.as_text()
+    lines = [line for line in text.splitlines() if " copy(" in line]
+    assert not [line for line in lines if "f32[3,4]" in line or "f32[4,2]" in line]
     step(state, batch())
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 

@@ -159,7 +159,9 @@ def checked(
     def looked_at(carry: dict[str, Any], clock: dict[str, Any], *of_batch: Any) -> Any:
         number, copies = clock["step"], None
         if check.desync and axes.device_axis:
-            carry, copies = _copies(carry, clock, check)
+            copies = _copies(carry, clock, check)
+            batch, num_valid = of_batch
+            of_batch = (batch, after(copies.prints, num_valid))
         carry, now, metrics, finite, *asked = step(carry, clock, *of_batch)
         flagged, due = (
             asked[0] if asked else (None, _is_due_on_any(number, check, axes))
@@ -176,20 +178,31 @@ def checked(
     return looked_at
 
 
-def _copies(carry: PyTree, clock: PyTree, check: Check) -> tuple[PyTree, Copies]:
-    """What this device has, ``[1, L]``; and the carry, which is read before it changes.
+def after(done: jax.Array, count: jax.Array) -> jax.Array:
+    """The count itself, of which the compiler cannot know without ``done``.
 
-    By each device's own number: nothing is sent here.
+    A step that is computed from it writes over no buffer before ``done`` has read it;
+    else XLA copies the whole state for the check, at every step.
+
+    Args:
+      done: Unsigned integers, at least one.
+      count: Integers ``[...]``.
+
+    Returns:
+      ``[...]``.
     """
+    return count + jnp.minimum((done.reshape(-1)[0] >> 1).astype(count.dtype), 0)
+
+
+def _copies(carry: PyTree, clock: PyTree, check: Check) -> Copies:
+    """What this device has, ``[1, L]``, by its own number: nothing is sent here."""
     mirrored = {name: carry[name] for name in ("params", "opt_state")}
     mirrored["rng"] = clock["rng"]
     leaves = tuple(name for name, _ in readable_leaves("", mirrored))
     none = jnp.zeros(len(leaves), jnp.uint32)
     due = check.is_due(clock["step"])
     prints = lax.cond(due, fingerprints, lambda _: none, mirrored)
-    # The update takes over these buffers; without this they might be copied for us.
-    carry, prints = lax.optimization_barrier((carry, prints))
-    return carry, Copies(prints[None], clock["step"][None], leaves)
+    return Copies(prints[None], clock["step"][None], leaves)
 
 
 def _is_due_on_any(number: jax.Array, check: Check, axes: TowerAxes) -> jax.Array:

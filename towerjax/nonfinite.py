@@ -141,6 +141,21 @@ def flags(parts: Sequence[Part], *, due: jax.Array) -> Flags:
     return Flags(table, tuple((part, name) for part, name, _ in named))
 
 
+def side_by_side(shared: Flags, own: Flags) -> Flags:
+    """Flags that all local towers share, before their own.
+
+    Args:
+      shared: ``[M]``.
+      own: ``[k, N]``.
+
+    Returns:
+      ``[k, M + N]``.
+    """
+    rows = jnp.broadcast_to(shared.table, (own.table.shape[0], *shared.table.shape))
+    table = jnp.concatenate([rows, own.table], axis=1)
+    return Flags(table, shared.names + own.names)
+
+
 def told_places(places: Sequence[Place]) -> str:
     """The places in words, those of several towers together.
 

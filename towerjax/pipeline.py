@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from towerjax.checking import Check, checked, gathered_rows
+from towerjax.checking import Check, after, checked, gathered_rows
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.metrics.over_towers import folded_over_towers
-from towerjax.nonfinite import Flags, flags
+from towerjax.nonfinite import Flags, flags, side_by_side
 from towerjax.outputs import metric_values, split_metrics
 from towerjax.placement import TowerAxes
 from towerjax.program import Recipe
@@ -107,27 +107,33 @@ class Pipeline:
             )
             added, folded, mirrored = split_metrics(metrics)
             sums = (total, grads, added)
-            flagged = self._flagged(carry["params"], sums, inputs.step)
+            flagged = self._flagged(sums, inputs.step)
             # Is any device's check due? Sent along; a collective more is dear.
             due = self.check and self.check.is_due(inputs.step).astype(jnp.float32)
             return (*sums, due), (folded, mirrored, local, flagged)
 
+        shared = None
+        if self.check is not None and self.check.nonfinite:
+            part = ("parameter", "params", carry["params"])
+            shared = flags([part], due=self.check.is_due(inputs.step))
+            num_valid = after(shared.table, num_valid)
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
         )
         stack_sums = self.strategy.cross_tower_ops.needs_every_tower
         own = (rows, num_valid, local_values(carry["local"]))
-        return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+        sums, kept = over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+        *others, flagged = kept
+        if shared is not None:
+            flagged = side_by_side(shared, flagged)
+        return sums, (*others, flagged)
 
-    def _flagged(
-        self, params: PyTree, sums: tuple[Any, ...], number: Any
-    ) -> Flags | None:
+    def _flagged(self, sums: tuple[Any, ...], number: Any) -> Flags | None:
         """What is not finite of one tower, when the check is due."""
         if self.check is None or not self.check.nonfinite:
             return None
         total, grads, added = sums
         parts = [
-            ("parameter", "params", params),
             ("loss", "loss", total),
             ("gradient", "params", grads),
             ("metric", "metrics", added),
