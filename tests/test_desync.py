@@ -91,6 +91,10 @@ STRATEGIES = {
     "vmap": lambda: tj.Mirrored(devices(4), towers=8),
     "scan": lambda: tj.Mirrored(devices(4), towers=8, local="scan"),
 }
+SOME = [  # all of them where tests may be slow
+    pytest.param(x, marks=[] if x == "shard_map" else pytest.mark.slow)
+    for x in STRATEGIES
+]
 LEAVES = [
     "params/Dense_1/kernel",
     "opt_state/0/nu/Dense_0/kernel",
@@ -99,7 +103,7 @@ LEAVES = [
 ]
 
 
-@pytest.mark.parametrize("executor", STRATEGIES)
+@pytest.mark.parametrize("executor", SOME)
 def test_one_bit_on_one_device_is_named(executor):
     strategy = STRATEGIES[executor]()
     k = strategy.num_towers // 4
@@ -167,6 +171,8 @@ def test_with_skip_a_desync_is_told_all_the_same():
     state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
     with pytest.raises(tj.DesyncError):
         tj.run(step, state, [batch()] * 2, progress=False)
+    state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
+    assert found_by(step, state).differing[0].device == "cpu:2"
     for _ in range(20):
         state = step.init(params())
         poisoned = batch() | {"x": np.full((16, 3), np.nan, np.float32)}
@@ -196,8 +202,9 @@ def test_bits_of_every_type_make_the_fingerprint():
         assert first != second, (x, y)
         assert len(set(of(x, x).tolist())) == 1
     with jax.enable_x64(True):
-        first, second = of(np.float64([1.0]), np.float64([1.0 + 2**-52]))
-        assert first != second
+        for other in (1 + 2**-52, 2.0):  # of the one half of the bits, of the other
+            first, second = of(np.float64([1.0]), np.float64([other]))
+            assert first != second
     assert fingerprint(jnp.zeros((0, 3))) == 0
 
 
@@ -227,6 +234,7 @@ def test_without_a_check_the_program_has_nothing_of_it():
     assert len(gathered) == 3 and max(c.bytes for c in gathered) <= 64
 
 
+@pytest.mark.slow
 def test_a_check_changes_no_bit_of_the_training():
     results = []
     for count, check in [(1, None), (1, tj.Check(2)), (2, tj.Check(2)), (8, None)]:
@@ -280,7 +288,10 @@ def bad_batch(zero=(), infinite=(), rows=16):
     return data
 
 
-LAYOUTS = [(1, "vmap", 1), (2, "scan", 1), (8, "vmap", 1), (2, "vmap", 2)]
+LAYOUTS = [(2, "vmap", 2)] + [
+    pytest.param(*layout, marks=pytest.mark.slow)
+    for layout in [(1, "vmap", 1), (2, "scan", 1), (8, "vmap", 1)]
+]
 
 
 @pytest.mark.parametrize("count, local, micro_batches", LAYOUTS)
