@@ -51,7 +51,7 @@ class Check:
                 " with check=None."
             )
 
-    def is_due(self, number: jax.Array) -> jax.Array:
+    def is_due(self, number: Any) -> jax.Array:
         """Is the step looked at?
 
         Args:
