@@ -175,6 +175,11 @@ EXPECTED = {
     "saved_and_restored": [6.0, 6.0, 3.0, 6.0, 0.75],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
+    "desynced": [0, "cpu:3", [3], "params"],
+    "not_finite": [
+        [1, 2, "loss/sum", "loss", "NaN"],
+        [1, 2, "params", "gradient", "NaN"],
+    ],
     "steps_on_data": [64.0, 36.0],  # 0 + ... + 7 and 1 + ... + 8
     "towers_values": [60.0, 15.0, [0.0, 10.0, 20.0, 30.0]],
 }

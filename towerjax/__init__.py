@@ -3,6 +3,7 @@
 from towerjax import cluster as cluster
 from towerjax import metrics as metrics
 from towerjax import testing as testing
+from towerjax.checking import Check as Check
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical
@@ -14,6 +15,8 @@ from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_op
 from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
 from towerjax.cross_tower.saving import restored_values as restored_values
 from towerjax.cross_tower.saving import saved_values as saved_values
+from towerjax.desync import DesyncError as DesyncError
+from towerjax.desync import check_mirrored as check_mirrored
 from towerjax.estimator.evaluate import evaluate as evaluate
 from towerjax.estimator.export import Exported as Exported
 from towerjax.estimator.export import export_model as export_model
@@ -45,6 +48,7 @@ from towerjax.loop.stopping import Best as Best
 from towerjax.loop.stopping import BestEvaluation as BestEvaluation
 from towerjax.loop.stopping import EarlyStopping as EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard as TensorBoard
+from towerjax.nonfinite import NonFiniteError as NonFiniteError
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad
@@ -60,7 +64,6 @@ from towerjax.types import PerTower as PerTower
 from towerjax.types import Reduction as Reduction
 from towerjax.types import TowerOutput as TowerOutput
 from towerjax.types import Weighted as Weighted
-from towerjax.update import NonFiniteError as NonFiniteError
 from towerjax.variables import MirroredVar as MirroredVar
 from towerjax.variables import TowerLocal as TowerLocal
 from towerjax.version import __version__ as __version__

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import jax
 
+from towerjax.checking import Check, Checked, Verdicts
 from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.pipeline import Guard, OnNonfinite, repeated_recipe
 from towerjax.placement import place
@@ -21,7 +22,6 @@ from towerjax.state import (
 )
 from towerjax.strategies import Strategy
 from towerjax.types import PyTree, Reduction
-from towerjax.update import Verdicts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class StepOptions:
     guard: Guard = "loss"
     donate: bool = True
     max_programs: int = 1
+    check: Check | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -54,6 +55,22 @@ class StepOptions:
             number = getattr(self, name)
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r} must be a whole number >= 1.")
+        self._check_check()
+
+    def _check_check(self) -> None:
+        if self.check is None:
+            return
+        if not isinstance(self.check, Check):
+            raise ValueError(
+                f"check={self.check!r} must be a tj.Check, such as"
+                " tj.Check(every=100), or None."
+            )
+        if self.check.nonfinite and self.on_nonfinite != "raise":
+            raise ValueError(
+                f"check={self.check!r} raises where something is not finite, and"
+                f" on_nonfinite={self.on_nonfinite!r} says to go on. Say"
+                " tj.Check(..., nonfinite=False), or on_nonfinite='raise'."
+            )
 
 
 class CompiledStep:
@@ -76,7 +93,9 @@ class CompiledStep:
             shares=strategy.num_towers * options.micro_batches,
             remainder=options.remainder,
         )
-        self._verdicts = Verdicts()
+        self._verdicts = Verdicts(
+            strategy.placement, refusals=options.on_nonfinite == "raise"
+        )
 
     def _run(self, recipe: Recipe) -> Runner:
         max_programs = self.options.max_programs
@@ -188,7 +207,7 @@ class CompiledStep:
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
         """The step, without looking at whether its loss was finite.
 
         Args:
@@ -197,19 +216,21 @@ class CompiledStep:
 
         Returns:
           ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool,
-          and NaN, infinite or False when the step was refused. For stacked batches
-          metrics and ``guarded`` are ``[K]``, of which the first so many count.
+          and NaN, infinite or False when the step was refused; with a check it is a
+          ``Checked`` of that. For stacked batches metrics and ``guarded`` are
+          ``[K]``, of which the first so many count.
         """
         runner = self._runner_for(batch)
         if batch.signature not in runner.programs or not is_usable(state):
             check_state(state, self.strategy.placement)
         try:
-            carry, now, metrics, finite = runner(split_state(state), batch)
+            carry, now, metrics, finite, *found = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
             check_state(state, self.strategy.placement)
             raise
         guarded = metrics["loss"] if finite is None else finite
+        guarded = Checked(guarded, found[0]) if found else guarded
         return dataclasses.replace(state, **carry, **now), metrics, guarded
 
     def __call__(
@@ -231,12 +252,13 @@ class CompiledStep:
             anything is compiled; nothing is lost.
           NonFiniteError: With ``on_nonfinite="raise"``, some steps after one whose
             loss was not finite (at most 16; `settle` looks at once). That step
-            changed nothing, and ``state`` is still usable.
+            changed nothing, and ``state`` is still usable. With a check also where
+            it found what the guard passes.
+          DesyncError: With a check, likewise, where devices differed.
         """
         self._verdicts.check()
         after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
-        if self.options.on_nonfinite == "raise":
-            self._verdicts.add(state.step, guarded)
+        self._verdicts.add(state.step, guarded)
         return after, metrics
 
     def settle(self) -> None:
@@ -244,5 +266,6 @@ class CompiledStep:
 
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
+          DesyncError: With a check: the devices' copies of the state differed.
         """
         self._verdicts.settle()

@@ -1,6 +1,7 @@
 """What does one device do in a train step? Tower, reduce, update, next state."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from towerjax.checking import Check, after, checked, gathered_rows
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.metrics.over_towers import folded_over_towers
+from towerjax.nonfinite import Flags, flags, side_by_side
 from towerjax.outputs import metric_values, split_metrics
 from towerjax.placement import TowerAxes
 from towerjax.program import Recipe
@@ -36,6 +39,7 @@ class Pipeline:
       strategy: Which towers, where, and how they reduce.
       on_nonfinite: Is a step whose ``guard`` is not finite refused?
       guard: What has to be finite.
+      check: What is looked at besides; None is nothing.
     """
 
     loss: TowerLoss
@@ -43,6 +47,7 @@ class Pipeline:
     strategy: Strategy
     on_nonfinite: OnNonfinite
     guard: Guard
+    check: Check | None = None
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
         """The step as each device runs it.
@@ -53,7 +58,7 @@ class Pipeline:
         Returns:
           ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``;
           ``now`` is what of the clock has changed, and ``finite`` None where the loss
-          alone is guarded.
+          alone is guarded. With a check, what `checked` asks for comes last.
         """
 
         def step(
@@ -61,12 +66,12 @@ class Pipeline:
             clock: dict[str, jax.Array],
             batch: PyTree,
             num_valid: jax.Array,
-        ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], jax.Array | None]:
+        ) -> tuple[Any, ...]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            sums, (folded, mirrored, local) = towers
+            sums, (folded, mirrored, local, flagged) = towers
             sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
-            total, grads, states = sums.tree()
+            total, grads, states, due = sums.tree()
             states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
@@ -81,7 +86,8 @@ class Pipeline:
             carry = self._update(carry, grads, total, local, accepted)
             metrics = {"loss": loss, **metric_values(states)}
             metrics |= jax.tree.map(lambda x: x[0], mirrored)
-            return carry, {"step": clock["step"] + 1}, metrics, finite
+            asked = () if due is None else ((flagged, due > 0),)
+            return carry, {"step": clock["step"] + 1}, metrics, finite, *asked
 
         return step
 
@@ -100,14 +106,62 @@ class Pipeline:
                 carry["params"], own, inputs, tower_id
             )
             added, folded, mirrored = split_metrics(metrics)
-            return (total, grads, added), (folded, mirrored, local)
+            sums = (total, grads, added)
+            flagged = self._flagged(sums, inputs.step)
+            # Is any device's check due? Sent along; a collective more is dear.
+            due = self.check and self.check.is_due(inputs.step).astype(jnp.float32)
+            return (*sums, due), (folded, mirrored, local, flagged)
 
+        shared = None
+        if self.check is not None and self.check.nonfinite:
+            part = ("parameter", "params", carry["params"])
+            shared = flags([part], due=self.check.is_due(inputs.step))
+            num_valid = after(shared.table, num_valid)
         rows = jax.tree.map(
             lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
         )
         stack_sums = self.strategy.cross_tower_ops.needs_every_tower
         own = (rows, num_valid, local_values(carry["local"]))
-        return over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+        sums, kept = over_local_towers(tower_fn, axes, own, stack_sums=stack_sums)
+        *others, flagged = kept
+        if shared is not None:
+            flagged = side_by_side(shared, flagged)
+        return sums, (*others, flagged)
+
+    def _flagged(self, sums: tuple[Any, ...], number: Any) -> Flags | None:
+        """What is not finite of one tower, when the check is due."""
+        if self.check is None or not self.check.nonfinite:
+            return None
+        total, grads, added = sums
+        parts = [
+            ("loss", "loss", total),
+            ("gradient", "params", grads),
+            ("metric", "metrics", added),
+        ]
+        return flags(parts, due=self.check.is_due(number))
+
+    def located(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The towers alone, of which is told what is not finite.
+
+        Args:
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(carry, clock, batch, num_valid) -> (flags,)``, ``[T, M]``; with an index
+          besides, of batches stacked, that one.
+        """
+        whole = dataclasses.replace(self, check=Check(every=1, desync=False))
+
+        def look(
+            carry: Any, clock: Any, batch: PyTree, num_valid: Any, *index: Any
+        ) -> tuple[Any]:
+            for i in index:
+                batch, num_valid = jax.tree.map(lambda x, i=i: x[i], (batch, num_valid))
+            inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
+            _, (*_, flagged) = whole._towers(carry, batch, num_valid, inputs)
+            return (gathered_rows(flagged, axes),)
+
+        return look
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
         """A device's loss and metric states, before they are merged.
@@ -125,7 +179,7 @@ class Pipeline:
         ) -> dict[str, Any]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            (total, _, added), (folded, _, _) = towers
+            (total, _, added, _), (folded, *_) = towers
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 total, added = jax.tree.map(lambda x: x[None], (total, added))
             return {"loss": total, "metrics": {**added, **folded}}
@@ -180,12 +234,15 @@ class OfOneStep(Protocol):
         ...
 
 
-def one_step_recipe(pipeline: OfOneStep, *, donate: bool) -> Recipe:
+def one_step_recipe(
+    pipeline: OfOneStep, *, donate: bool, check: Check | None = None
+) -> Recipe:
     """The recipe of a single step.
 
     Args:
       pipeline: The step.
       donate: May the next carry take over the carry's buffers?
+      check: What the step looks at besides; its findings are one result more.
 
     Returns:
       A `Recipe`: ``(carry, clock, batch, num_valid)``.
@@ -202,12 +259,38 @@ def one_step_recipe(pipeline: OfOneStep, *, donate: bool) -> Recipe:
         "metrics": Layout.MIRRORED,
         "finite": Layout.MIRRORED,
     }
+    device_fn = pipeline.on_device
+    if check is not None:
+        out_layouts["found"] = Layout.MIRRORED
+        device_fn = functools.partial(_checked_on_device, pipeline, check)
     return Recipe(
-        pipeline.on_device,
-        in_layouts,
-        out_layouts,
-        donate=donate,
-        counted=pipeline.counted,
+        device_fn, in_layouts, out_layouts, donate=donate, counted=pipeline.counted
+    )
+
+
+def _checked_on_device(
+    pipeline: OfOneStep, check: Check, axes: TowerAxes
+) -> Callable[..., Any]:
+    return checked(pipeline.on_device(axes), check, axes)
+
+
+def locating_recipe(pipeline: Pipeline, recipe: Recipe) -> Recipe:
+    """The recipe that tells what of a step is not finite, and keeps the state.
+
+    Args:
+      pipeline: The step.
+      recipe: Of the step, or of several: the arguments are the same, and in the place
+        of their count is the index of one.
+
+    Returns:
+      A `Recipe`.
+    """
+    return Recipe(
+        pipeline.located,
+        recipe.in_layouts,
+        {"flags": Layout.MIRRORED},
+        donate=False,
+        counted=None,
     )
 
 

@@ -1,22 +1,35 @@
 """How is a train step built? ``(state, batch) -> (state, metrics)``."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from towerjax.checking import Check
 from towerjax.compiled_step import CompiledStep, StepOptions
 from towerjax.gradient import TowerLoss
-from towerjax.pipeline import Guard, OnNonfinite, Pipeline, one_step_recipe
-from towerjax.program import Proof, prove
+from towerjax.nonfinite import Place
+from towerjax.pipeline import (
+    Guard,
+    OnNonfinite,
+    Pipeline,
+    locating_recipe,
+    one_step_recipe,
+)
+from towerjax.placement import place
+from towerjax.program import Proof, Runner, prove
 from towerjax.shard import Remainder, fit_shapes
 from towerjax.state import (
     TrainState,
     abstract_state,
+    check_state,
     init_state,
     split_state,
 )
 from towerjax.strategies import Strategy
-from towerjax.types import LossFn, PyTree, Reduction
+from towerjax.types import Layout, LossFn, PyTree, Reduction
 
 
 class TrainStep(CompiledStep):
@@ -30,9 +43,10 @@ class TrainStep(CompiledStep):
         pipeline: Pipeline,
         options: StepOptions,
     ) -> None:
-        recipe = one_step_recipe(pipeline, donate=options.donate)
+        recipe = one_step_recipe(pipeline, donate=options.donate, check=pipeline.check)
         super().__init__(recipe, pipeline.strategy, options)
         self.pipeline, self.optimizer = pipeline, pipeline.optimizer
+        self._locating: dict[int | None, Runner] = {}
 
     def init(
         self, params: PyTree, *, local: PyTree = None, rng: jax.Array | None = None
@@ -89,6 +103,59 @@ class TrainStep(CompiledStep):
         args = (*split_state(state), shapes, count)
         return prove(self._runner.recipe, placement, args)
 
+    def locate(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        number: int | None = None,
+        index: int = 0,
+    ) -> tuple[Place, ...]:
+        """Which towers' values of a step are not finite, before any reduction.
+
+        Runs the towers once more, in a program of its own: a refused step has left
+        the state as it was. Nothing is updated and nothing donated.
+
+        Args:
+          state: The state before the step, or after it if it was refused.
+          batch: The step's batch.
+          number: Which step it was, for ``tower.step`` and ``tower.rng``; None is the
+            state's.
+          index: Of several batches placed together, which one.
+
+        Returns:
+          The places, tower after tower.
+
+        Raises:
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
+          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
+          >>> place.tower, place.leaf, place.part, place.kind
+          (1, 'params/w', 'gradient', 'infinity')
+        """
+        placement = self.strategy.placement
+        check_state(state, placement)
+        placed = self.place_batch(batch)
+        number = int(state.step) if number is None else number
+        args = (np.int32(number), np.int32(index))
+        at, index_at = place(args, placement, Layout.MIRRORED)
+        steps = placed.num_steps
+        if steps is not None:
+            args = (*placed.args[:2], index_at)
+            placed = dataclasses.replace(placed, args=args)
+        if steps not in self._locating:
+            recipe = self._runner_for(placed).recipe
+            self._locating[steps] = self._run(locating_recipe(self.pipeline, recipe))
+        carry, clock = split_state(dataclasses.replace(state, step=at))
+        (found,) = self._locating[steps]((carry, clock), placed)
+        return tuple(jax.device_get(found).places(number))
+
 
 def build_train_step(
     loss_fn: LossFn,
@@ -102,6 +169,7 @@ def build_train_step(
     guard: Guard = "loss",
     donate: bool = True,
     max_programs: int = 1,
+    check: Check | None = None,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -128,6 +196,8 @@ def build_train_step(
         reads each gradient once more.
       donate: May the next state take over the state's buffers?
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
+      check: Such as ``tj.Check(every=100)``: what the step looks at besides; None is
+        nothing, and the program has nothing of it.
 
     Returns:
       A `TrainStep`.
@@ -155,7 +225,8 @@ def build_train_step(
         guard=guard,
         donate=donate,
         max_programs=max_programs,
+        check=check,
     )
     loss = TowerLoss(loss_fn, loss_reduction, micro_batches)
-    pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard)
+    pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard, check)
     return TrainStep(pipeline, options)

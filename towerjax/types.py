@@ -253,3 +253,24 @@ def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [(leaf_name(root, path), leaf) for path, leaf in leaves]
+
+
+def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """``(name, leaf)`` of every leaf, in tree order, as models call them.
+
+    Args:
+      root: What the whole tree is called; may be empty.
+      tree: Any pytree.
+
+    Returns:
+      A list of pairs.
+
+    Example:
+      >>> readable_leaves("params", {"Dense_0": {"kernel": 1.0}})
+      [('params/Dense_0/kernel', 1.0)]
+    """
+    keystr = jax.tree_util.keystr
+    return [
+        ("/".join(filter(None, [root, keystr(path, simple=True, separator="/")])), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]

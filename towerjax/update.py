@@ -1,12 +1,10 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.extend.core import Literal
@@ -202,83 +200,3 @@ def _explain_types(before: PyTree, after: PyTree, root: str, culprit: str) -> st
         + ("; ".join(bad) or "its containers change")
         + f". Look at {culprit}."
     )
-
-
-class NonFiniteError(FloatingPointError):
-    """The loss or a gradient of a step was NaN or infinite, on some tower.
-
-    The step left parameters, optimizer state and local variables as they were.
-
-    Attributes:
-      step: Which step, counted from 0.
-    """
-
-    def __init__(self, step: int) -> None:
-        """Say which step it was."""
-        super().__init__(
-            f"The loss or a gradient of step {step} was not finite. That step changed"
-            " neither parameters nor optimizer state. Lower the learning rate, clip"
-            " gradients, or look at the batch; on_nonfinite='skip' goes on without"
-            " such batches, 'ignore' updates all the same."
-        )
-        self.step = step
-
-
-def is_refused(guarded: np.ndarray | np.generic) -> bool:
-    """Was a step refused?
-
-    Args:
-      guarded: ``()``, a loss or a bool, as ``TrainStep.dispatch`` returns it.
-
-    Returns:
-      True for NaN, infinity and False.
-    """
-    return not (guarded if guarded.dtype == np.bool_ else np.isfinite(guarded))
-
-
-class Verdicts:
-    """Were the last steps refused? Looked at some steps later.
-
-    Looking at each at once would stall the devices at every step.
-    """
-
-    def __init__(self) -> None:
-        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
-
-    def add(self, number: jax.Array, guarded: jax.Array) -> None:
-        """Note a step.
-
-        Args:
-          number: ``()`` int32, which step it is.
-          guarded: As `is_refused` takes it, on the devices.
-        """
-        self._pending.append((number, guarded))
-
-    def check(self) -> None:
-        """Look at old steps when there are many; the newest may still run.
-
-        To be called before a step, whose state would be lost with an error after it.
-
-        Raises:
-          NonFiniteError: A step was refused; the first one is named.
-        """
-        if len(self._pending) < 16:
-            return
-        while len(self._pending) > 4:
-            self._look()
-
-    def settle(self) -> None:
-        """Look at all steps so far, waiting for them.
-
-        Raises:
-          NonFiniteError: A step was refused; the first one is named.
-        """
-        while self._pending:
-            self._look()
-
-    def _look(self) -> None:
-        number, guarded = self._pending.popleft()
-        # A tenth of the time of jax.device_get, on one device.
-        if is_refused(np.asarray(guarded)):
-            self._pending.clear()
-            raise NonFiniteError(int(number))

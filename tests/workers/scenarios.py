@@ -262,7 +262,38 @@ def side_by_side(me):
     return sum(1 for _ in zip(dataset, dataset, strict=True))
 
 
+def desynced(me):
+    """The last device's copy of the parameters differs; both processes name it."""
+    strategy = tj.Mirrored(towers=4)
+    check = tj.Check(every=1)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, check=check)
+    state = step.init(np.float32(1))
+    shards = [
+        jax.device_put(np.array(x.data) * (-1 if x.device == jax.devices()[3] else 1),
+                       x.device)
+        for x in state.params.addressable_shards
+    ]  # fmt: skip
+    of_shards = jax.make_array_from_single_device_arrays
+    params = of_shards((), state.params.sharding, shards)
+    try:
+        tj.run(step, dataclasses.replace(state, params=params), [rows(8)] * 2)
+    except tj.DesyncError as error:
+        [one] = error.differing
+        return [error.step, one.device, list(one.towers), one.leaf]
+
+
+def not_finite(me):
+    step, data = step_of(tj.Mirrored(towers=4)), rows(8)
+    data["x"][5] = np.nan
+    try:
+        tj.run(step, step.init(np.float32(1)), [rows(8), data, rows(8)])
+    except tj.NonFiniteError as error:
+        return [[p.step, p.tower, p.leaf, p.part, p.kind] for p in error.places]
+
+
 SCENARIOS = [
+    desynced,
+    not_finite,
     other_numbers_in_the_optimizer,
     other_numbers_of_steps,
     restored_from_the_chief,

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from towerjax.checking import Check
 from towerjax.executors import jit_on_devices, over_devices, shapes_of
 from towerjax.placement import DEVICE_AXIS, Placement, place
 from towerjax.state import TrainState
@@ -134,12 +135,15 @@ def handwritten(model: Model, placement: Placement) -> Contender:
     return Contender(call, lambda state: state[0], state, batch, seconds)
 
 
-def with_towerjax(model: Model, strategy: Mirrored) -> Contender:
+def with_towerjax(
+    model: Model, strategy: Mirrored, check: Check | None = None
+) -> Contender:
     """The same step, built by towerjax.
 
     Args:
       model: What to train.
       strategy: On which devices.
+      check: What the step looks at besides.
 
     Returns:
       A `Contender`.
@@ -148,7 +152,7 @@ def with_towerjax(model: Model, strategy: Mirrored) -> Contender:
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(_losses(params, batch), tower.weight)
 
-    step = build_train_step(loss_fn, optax.adam(1e-3), strategy)
+    step = build_train_step(loss_fn, optax.adam(1e-3), strategy, check=check)
     state = step.init(model.params())
     batch = step.place_batch(model.data())
     start = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from towerjax.checking import Check
 from towerjax.compiled_step import StepOptions
 from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.estimator.losses import LossReduction
@@ -179,6 +180,7 @@ class ReplicatedModel:
         config: Any = None,
         on_nonfinite: OnNonfinite = "raise",
         donate: bool = True,
+        check: Check | None = None,
     ) -> ModelTrainStep:
         """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
 
@@ -187,18 +189,17 @@ class ReplicatedModel:
           config: As for a call.
           on_nonfinite: As for ``tj.build_train_step``; the loss is what is guarded.
           donate: May the next state take over the state's buffers?
+          check: As for ``tj.build_train_step``, with ``nonfinite=False``.
 
         Returns:
-          A `ModelTrainStep`, for batches ``{"features": ..., "labels": ...}``; of the
-          same options the same one, so that it compiles once.
+          A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
 
         Raises:
-          ValueError: An option is not one that there is, or the model function does
-            not ask for what is given.
+          ValueError: An option is wrong, or the model function does not ask for it.
         """
         given = {"params": params, "config": config}
         self.model_fn.refuse_unasked(given)
-        key = (static_keys(given), on_nonfinite, donate)
+        key = (static_keys(given), on_nonfinite, donate, check)
         if key in self._steps:
             return self._steps[key]
         wanted = ("loss", "train_op", "eval_metrics")
@@ -207,6 +208,7 @@ class ReplicatedModel:
             on_nonfinite=on_nonfinite,
             donate=donate,
             max_programs=self.options.max_programs,
+            check=check,
         )
         model_pass = self.model_pass(Mode.TRAIN, wanted, given)
         policy = self.options.variable_placement

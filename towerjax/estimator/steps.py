@@ -102,7 +102,8 @@ class ModelTrainStep(CompiledStep):
     ) -> None:
         self._hooks: list[Callable[..., Any]] = []
         pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
-        recipe = one_step_recipe(pipeline, donate=options.donate)
+        _refuse_nonfinite_check(options)
+        recipe = one_step_recipe(pipeline, donate=options.donate, check=options.check)
         recipe = dataclasses.replace(recipe, advice=WRAP, proved_alone=False)
         super().__init__(recipe, model_pass.strategy, options)
         self._policy = policy
@@ -155,7 +156,7 @@ class ModelTrainStep(CompiledStep):
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
         """The step, without looking at whether its loss was finite.
 
         Args:
@@ -172,6 +173,14 @@ class ModelTrainStep(CompiledStep):
 
     def _spread(self, state: TrainState) -> TrainState:
         return spread(state, self.strategy.placement, self._policy)
+
+
+def _refuse_nonfinite_check(options: StepOptions) -> None:
+    if options.check is not None and options.check.nonfinite:
+        raise ValueError(
+            f"check={options.check!r}, but a model function makes its gradients itself,"
+            " where the step cannot look at them. Say tj.Check(..., nonfinite=False)."
+        )
 
 
 def _check_is_state(state: Any) -> None:

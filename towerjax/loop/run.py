@@ -18,9 +18,11 @@ from typing import Any, TypeAlias
 
 import jax
 
+from towerjax.checking import in_brief, is_refused
 from towerjax.input import feed
 from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches, evaluate_all
+from towerjax.loop.faults import fault_of, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
 from towerjax.loop.options import Evaluation, LoopOptions
@@ -32,7 +34,6 @@ from towerjax.placement import Placement
 from towerjax.processes import require_same
 from towerjax.state import TrainState
 from towerjax.types import PyTree
-from towerjax.update import NonFiniteError, is_refused
 
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
@@ -96,7 +97,9 @@ def run(
       ValueError: An option is wrong, a batch is malformed, there is no batch, or
         there are fewer than ``steps``; the evaluation lacks a metric that is named.
       NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
-        finite. That step changed nothing; steps then in flight are done.
+        finite. That step changed nothing; steps then in flight are done. Says which
+        tower and leaf, if the step can ``locate``: its batch is run once more.
+      DesyncError: The step has a check, and devices' copies of the state differed.
 
     Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
     what there is as ``error.state``, to go on with, and ``error.history``. Writers
@@ -163,8 +166,8 @@ class _Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    guarded: jax.Array
-    num_examples: tuple[int, ...]
+    guarded: Any
+    placed: PlacedBatch
 
 
 class _Loop:
@@ -248,38 +251,40 @@ class _Loop:
             self._compiled.add(placed.signature)
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
-            self._in_flight.append(_Call(metrics, guarded, placed.num_examples))
+            self._in_flight.append(_Call(metrics, guarded, placed))
             self._dispatched += len(placed.num_examples)
 
     def _fetch(self, allowed: int) -> None:
         """Wait for the oldest calls until so many are in flight; look at each step."""
         while len(self._in_flight) > allowed:
-            number = self._log.number
-            rows, refused = self._record_oldest()
+            number, call = self._log.number, self._in_flight[0]
+            rows = self._record_oldest()
             self._writers.check()
-            for row, was_refused in zip(rows, refused, strict=True):
+            for index, row in enumerate(rows):
+                at = (call.placed, index)
+                if error := fault_of(self._step, call.guarded, number, *at):
+                    raise with_place(error, self._step, self.state, *at)
                 number += 1
-                if was_refused and self._step.options.on_nonfinite == "raise":
-                    raise NonFiniteError(number - 1)
                 for hook in self._hooks:
                     hook(number, row)
             self._progress.step(number, rows[-1], self._rate())
 
-    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[bool]]:
+    def _record_oldest(self) -> list[dict[str, Any]]:
         call = self._in_flight[0]
-        metrics, guarded = jax.device_get((call.metrics, call.guarded))
+        examples = call.placed.num_examples
+        metrics, guarded = jax.device_get((call.metrics, in_brief(call.guarded)[0]))
         # One step gives scalars, several give a dim of steps, not all of them used.
-        indices = range(len(call.num_examples)) if guarded.ndim else [()]
+        indices = range(len(examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
         refused = [is_refused(guarded[i]) for i in indices]
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
         with self.guard:  # what is in the history is in the files, and once
             self._in_flight.popleft()
-            for step in zip(rows, refused, call.num_examples, strict=True):
+            for step in zip(rows, refused, examples, strict=True):
                 self._log.add(*step)
             self._writers.write(records)
-        return rows, refused
+        return rows
 
     def _evaluate(self) -> None:
         evaluate, batches = self._evaluation.step, self._evaluation.batches

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from towerjax.input.placer import PlacedBatch
+from towerjax.nonfinite import Place
 from towerjax.placement import Placement
 from towerjax.state import TrainState
 from towerjax.types import PyTree
@@ -84,7 +85,7 @@ class LoopStep(Protocol):
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
         """Start the step, and wait for nothing.
 
         Args:
@@ -93,6 +94,29 @@ class LoopStep(Protocol):
 
         Returns:
           ``(state, metrics, guarded)``, as ``TrainStep.dispatch``.
+        """
+        ...
+
+
+@runtime_checkable
+class Locates(Protocol):
+    """A train step that can tell where a value was not finite."""
+
+    def locate(
+        self,
+        state: TrainState,
+        batch: PlacedBatch,
+        *,
+        number: int | None = None,
+        index: int = 0,
+    ) -> tuple[Place, ...]:
+        """Which towers' values of a step are not finite.
+
+        Args:
+          state: The state, which is kept.
+          batch: The step's batch, or several stacked.
+          number: Which step it was.
+          index: Of several batches, which one.
         """
         ...
 

@@ -1,0 +1,441 @@
+"""The devices' copies compared, bit by bit; what is not finite, found and named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import towerjax as tj
+from towerjax.desync import Differing, fingerprint, outliers
+
+EVERY_STEP = tj.Check(every=1, nonfinite=False)
+
+
+def devices(count):
+    return tuple(f"cpu:{i}" for i in range(count))
+
+
+def loss_fn(params, batch, tower):
+    x = jnp.tanh(batch["x"] @ params["Dense_0"]["kernel"])
+    out = x @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"][None]
+    return tj.TowerOutput(
+        loss=tj.Weighted.mean(((out - 1) ** 2).sum(-1), tower.weight),
+        metrics={"mean": tj.Weighted.mean(batch["m"], tower.weight)},
+    )
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {
+        "Dense_0": {"kernel": rng.normal(size=(3, 4)).astype(np.float32)},
+        "Dense_1": {
+            "kernel": rng.normal(size=(4, 2)).astype(np.float32),
+            "bias": np.zeros(2, np.float32),
+        },
+    }
+
+
+def batch(rows=16):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, 3)).astype(np.float32)
+    return {"x": x, "m": np.ones(rows, np.float32)}
+
+
+def build(strategy, check: Any = EVERY_STEP, fn=loss_fn, **options):
+    return tj.build_train_step(fn, optax.adam(0.1), strategy, check=check, **options)
+
+
+def flipped(leaf, at, bit=20):
+    """The array with one bit of its first element changed on some devices."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(leaf) if is_key else leaf
+    shards = []
+    for shard in data.addressable_shards:
+        copy = np.array(shard.data)
+        if shard.device.id in at:
+            copy.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+        shards.append(jax.device_put(copy, shard.device))
+    out = jax.make_array_from_single_device_arrays(data.shape, data.sharding, shards)
+    return jax.random.wrap_key_data(out) if is_key else out
+
+
+def corrupted(state, changes):
+    """The state with leaves, by name, changed on devices: ``{name: [device, ...]}``."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    keystr = jax.tree_util.keystr
+    names = [keystr(path, simple=True, separator="/") for path, _ in leaves]
+    assert set(changes) <= set(names), names
+    new = [
+        flipped(leaf, changes.get(name, ()))
+        for name, (_, leaf) in zip(names, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, new)
+
+
+def found_by(step, state, steps=1):
+    for _ in range(steps):
+        state, _ = step(state, batch())
+    with pytest.raises(tj.DesyncError) as caught:
+        step.settle()
+    return caught.value
+
+
+STRATEGIES = {
+    "shard_map": lambda: tj.Mirrored(devices(4)),
+    "pmap": lambda: tj.Mirrored(devices(4), executor="pmap"),
+    "vmap": lambda: tj.Mirrored(devices(4), towers=8),
+    "scan": lambda: tj.Mirrored(devices(4), towers=8, local="scan"),
+}
+SOME = [  # all of them where tests may be slow
+    pytest.param(x, marks=[] if x == "shard_map" else pytest.mark.slow)
+    for x in STRATEGIES
+]
+LEAVES = [
+    "params/Dense_1/kernel",
+    "opt_state/0/nu/Dense_0/kernel",
+    "opt_state/0/count",  # int32
+    "rng",
+]
+
+
+@pytest.mark.parametrize("executor", SOME)
+def test_one_bit_on_one_device_is_named(executor):
+    strategy = STRATEGIES[executor]()
+    k = strategy.num_towers // 4
+    step = build(strategy)
+    for leaf in LEAVES if executor == "shard_map" else LEAVES[:1]:
+        state = corrupted(step.init(params()), {leaf: [2]})
+        with pytest.raises(tj.DesyncError) as caught:
+            tj.check_mirrored(state)
+        assert caught.value.differing == (Differing("cpu:2", (), leaf),)
+        error = found_by(step, state)
+        towers = tuple(range(2 * k, 3 * k))
+        assert error.step == 0
+        assert error.differing == (Differing("cpu:2", towers, leaf),)
+        told = f"cpu:2 (tower{'s 4-5' if k == 2 else ' 2'}), {leaf}. "
+        assert f"differed before step 0: {told}" in str(error)
+    state = step.init(params())
+    tj.check_mirrored(state)
+    step(state, batch())
+    step.settle()
+
+
+def test_most_devices_are_right_and_of_halves_the_first():
+    step = build(STRATEGIES["shard_map"]())
+    changes = {"params/Dense_1/bias": [0], "params/Dense_0/kernel": [1, 3]}
+    error = found_by(step, corrupted(step.init(params()), changes))
+    assert [(one.device, one.leaf) for one in error.differing] == [
+        ("cpu:0", "params/Dense_1/bias"),
+        ("cpu:1", "params/Dense_0/kernel"),
+        ("cpu:3", "params/Dense_0/kernel"),
+    ]
+    table = np.array([[7, 1, 5], [7, 2, 6], [7, 2, 5], [7, 3, 6]])
+    wrong = [[False, True, False], [False, False, True]]
+    wrong += [[False, False, False], [False, True, True]]
+    assert outliers(table).tolist() == wrong
+
+
+def test_a_step_number_that_differs_is_named_and_nothing_hangs():
+    step = build(STRATEGIES["shard_map"](), tj.Check(every=4, nonfinite=False))
+    for device in (0, 3):  # the one makes 1 of 0, which is not due
+        state = corrupted(step.init(params()), {"step": [device]})
+        state = corrupted(state, {"params/Dense_1/bias": [1]})
+        [one] = found_by(step, state).differing
+        assert (one.device, one.leaf) == (f"cpu:{device}", "step")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_only_every_so_many_steps_are_looked_at(several):
+    step = build(STRATEGIES["shard_map"](), tj.Check(every=3, nonfinite=False))
+    state, _ = step(step.init(params()), batch())
+    state = corrupted(state, {"params/Dense_1/bias": [2]})  # before step 1
+    if several:
+        with pytest.raises(tj.DesyncError, match="before step 3: cpu:2") as caught:
+            tj.run(step, state, [batch()] * 5, steps_per_call=2, progress=False)
+        assert caught.value.history.steps[-1] >= 4
+        assert int(caught.value.state.step) > 4
+        return
+    for _ in range(2):
+        state, _ = step(state, batch())
+        step.settle()
+    assert "before step 3: cpu:2" in str(found_by(step, state))
+
+
+def test_with_skip_a_desync_is_told_all_the_same():
+    step = build(STRATEGIES["shard_map"](), on_nonfinite="skip")
+    state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
+    with pytest.raises(tj.DesyncError):
+        tj.run(step, state, [batch()] * 2, progress=False)
+    state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
+    assert found_by(step, state).differing[0].device == "cpu:2"
+    for _ in range(20):
+        state = step.init(params())
+        poisoned = batch() | {"x": np.full((16, 3), np.nan, np.float32)}
+        state, _ = step(state, poisoned)
+    step.settle()
+
+
+def test_bits_of_every_type_make_the_fingerprint():
+    quiet = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
+    pairs = [  # equal as numbers, or almost, and different in bits
+        (np.float32([0.0]), np.float32([-0.0])),
+        (quiet[:1], quiet[1:]),
+        (np.array([1, 2], ml_dtypes.bfloat16), np.array([2, 1], ml_dtypes.bfloat16)),
+        (np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([2], "float8_e4m3fn")),
+        (np.float16([0, 1]), np.float16([1, 0])),  # swapped
+        (np.array([True, False]), np.array([False, True])),
+        (np.int8([-1]), np.int8([1])),
+        (np.uint8([[1, 2], [3, 4]]), np.uint8([[1, 3], [2, 4]])),
+        (np.complex64([1 + 2j]), np.complex64([2 + 1j])),
+        (np.int32([0, 0]), np.int32([0, -(1 << 31)])),
+        (jax.random.key(0), jax.random.key(1)),
+        (np.zeros(3, np.float32), np.zeros(3, np.float32) + np.float32(1e-45)),
+    ]
+    of = jax.jit(lambda x, y: jnp.stack([fingerprint(x), fingerprint(y)]))
+    for x, y in pairs:
+        first, second = of(x, y)
+        assert first != second, (x, y)
+        assert len(set(of(x, x).tolist())) == 1
+    with jax.enable_x64(True):
+        for other in (1 + 2**-52, 2.0):  # of the one half of the bits, of the other
+            first, second = of(np.float64([1.0]), np.float64([other]))
+            assert first != second
+    assert fingerprint(jnp.zeros((0, 3))) == 0
+
+
+def test_each_bit_of_each_element_shows():
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    of = jax.jit(jax.vmap(fingerprint))
+    bits = np.tile(x.view(np.uint32).reshape(-1), (1 + 12 * 32, 1))
+    for element in range(12):
+        for bit in range(32):
+            bits[1 + element * 32 + bit, element] ^= np.uint32(1) << np.uint32(bit)
+    prints = of(lax.bitcast_convert_type(jnp.asarray(bits), jnp.float32))
+    assert len(set(np.asarray(prints).tolist())) == 1 + 12 * 32
+
+
+def test_without_a_check_the_program_has_nothing_of_it():
+    plain = build(STRATEGIES["shard_map"](), None)
+    text = plain.program(plain.init(params()), batch()).call.as_text()
+    conditionals = text.count(" conditional(")  # optax has one
+    assert "all-gather" not in text and text.count(" all-reduce(") == 1
+    checked = build(STRATEGIES["shard_map"](), tj.Check(every=100))
+    text = checked.program(checked.init(params()), batch()).call.as_text()
+    assert text.count(" conditional(") > conditionals and "all-gather" in text
+    assert text.count(" all-reduce(") == 1  # whether it is due travels along
+    # No other device's state travels but its fingerprints.
+    proof = checked.check(params(), batch())
+    gathered = [c for c in proof.analysis.collectives if c.primitive == "all_gather"]
+    assert len(gathered) == 3 and max(c.bytes for c in gathered) <= 64
+
+
+@pytest.mark.slow
+def test_a_check_changes_no_bit_of_the_training():
+    results = []
+    for count, check in [(1, None), (1, tj.Check(2)), (2, tj.Check(2)), (8, None)]:
+        strategy = tj.Mirrored(
+            devices(count), towers=8, local="scan", cross_tower_ops=tj.PinnedTree()
+        )
+        step = build(strategy, check)
+        state = step.init(params())
+        for _ in range(3):
+            state, _ = step(state, batch())
+        step.settle()
+        results.append(jax.device_get(state.params))
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+    moved = np.abs(results[0]["Dense_1"]["bias"] - params()["Dense_1"]["bias"])
+    assert (moved > 0.1).all()
+
+
+def test_the_state_is_donated_with_a_check_as_without():
+    step = build(STRATEGIES["shard_map"](), tj.Check(1))
+    state = step.init(params())
+    text = step.program(state, batch()).call.as_text()
+    lines = [line for line in text.splitlines() if " copy(" in line]
+    assert not [line for line in lines if "f32[3,4]" in line or "f32[4,2]" in line]
+    step(state, batch())
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
+
+
+# What is not finite.
+
+
+def bad_gradient(params, batch, tower):
+    """Finite losses; where ``r`` is 0 and rows are 0, a gradient of NaN or infinity."""
+    root = jnp.sqrt(jnp.abs(params["a"]["r"] * batch["zero"])).sum()  # d = 0 * inf
+    inverse = jnp.sqrt(jnp.abs(params["b"] + batch["one"])).sum()
+    return tj.Weighted(root + inverse + (params["c"] * batch["one"]).sum(), 1.0)
+
+
+BAD_PARAMS = {
+    "a": {"r": np.float32(1)},
+    "b": np.float32(0),
+    "c": np.float32(1),
+}
+
+
+def bad_batch(zero=(), infinite=(), rows=16):
+    """Rows of which some make the gradient of a/r NaN, or that of b infinite."""
+    data = {"zero": np.ones(rows, np.float32), "one": np.ones(rows, np.float32)}
+    data["zero"][list(zero)] = 0
+    data["one"][list(infinite)] = 0
+    return data
+
+
+LAYOUTS = [(2, "vmap", 2)] + [
+    pytest.param(*layout, marks=pytest.mark.slow)
+    for layout in [(1, "vmap", 1), (2, "scan", 1), (8, "vmap", 1)]
+]
+
+
+@pytest.mark.parametrize("count, local, micro_batches", LAYOUTS)
+def test_the_tower_and_the_leaf_are_named(count, local, micro_batches):
+    strategy = tj.Mirrored(devices(count), towers=8, local=local)
+    step = build(strategy, tj.Check(2), fn=bad_gradient, micro_batches=micro_batches)
+    state = step.init(BAD_PARAMS)
+    state, _ = step(state, bad_batch(infinite=[3]))
+    with pytest.raises(tj.NonFiniteError) as caught:
+        step.settle()
+    [place] = caught.value.places
+    assert (place.tower, place.leaf) == (1, "params/b")
+    assert (place.part, place.kind, place.step) == ("gradient", "infinity", 0)
+    assert not caught.value.refused
+    assert "tower 1, params/b, step 0: infinity in the gradient" in str(caught.value)
+
+    step = build(strategy, None, fn=bad_gradient, micro_batches=micro_batches)
+    places = step.locate(step.init(BAD_PARAMS), bad_batch(zero=[10], infinite=[14]))
+    assert [(p.tower, p.leaf, p.kind) for p in places] == [
+        (5, "params/a/r", "NaN"),
+        (7, "params/b", "infinity"),
+    ]
+    assert step.locate(step.init(BAD_PARAMS), bad_batch()) == ()
+
+
+def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place():
+    step = build(STRATEGIES["vmap"](), tj.Check(1))
+    poisoned = batch() | {"m": np.where(np.arange(16) == 7, np.nan, 1.0)}
+    poisoned["m"] = poisoned["m"].astype(np.float32)
+    state, _ = step(step.init(params()), poisoned)
+    with pytest.raises(tj.NonFiniteError) as caught:
+        step.settle()
+    [place] = caught.value.places
+    assert (place.tower, place.leaf, place.part) == (3, "metrics/mean/sum", "metric")
+
+    bad = params()
+    bad["Dense_1"]["bias"][1] = -np.inf
+    state, _ = step(step.init(bad), batch())
+    with pytest.raises(tj.NonFiniteError) as caught:
+        step.settle()
+    assert caught.value.refused and len(caught.value.places) > 8
+    told = "Found: towers 0-7, params/Dense_1/bias, step 0: infinity in the parameter"
+    assert told in str(caught.value)
+    assert f"{told}; towers 0-7, loss/sum, step 0: " in str(caught.value)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_run_looks_for_the_place_of_a_refused_step(steps_per_call):
+    step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
+    data = [bad_batch() for _ in range(6)]
+    data[2]["one"][13] = -np.inf
+    with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
+        tj.run(
+            step,
+            step.init(BAD_PARAMS),
+            data,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+    error = caught.value
+    assert [(p.tower, p.step, p.leaf, p.part) for p in error.places] == [
+        (3, 2, "loss/sum", "loss"),
+        (3, 2, "params/c", "gradient"),
+    ]
+    assert f"after step {int(error.state.step)}." in error.__notes__[0]
+    assert len(error.history.steps) == int(error.state.step)
+
+
+def bad_loss(params, batch, tower):
+    return tj.Weighted.mean(params["c"] * batch["one"], tower.weight)
+
+
+def test_a_place_that_cannot_be_looked_for_keeps_the_error(monkeypatch):
+    step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
+    data = bad_batch()
+    data["one"][0] = np.nan
+
+    def locate(*args, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(step, "locate", locate)
+    with pytest.raises(tj.NonFiniteError, match="of step 0 was not") as caught:
+        tj.run(step, step.init(BAD_PARAMS), [data], progress=False)
+    assert caught.value.__notes__[0].endswith("failed: out of memory")
+
+
+def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
+    def fn(params, batch, tower):
+        noise = jax.random.uniform(tower.rng)
+        bad = jnp.where(noise < 0.5, jnp.nan, 0.0) + tower.step
+        return tj.Weighted.mean(params["c"] * batch["one"] + bad, tower.weight)
+
+    step = build(STRATEGIES["shard_map"](), tj.Check(1, desync=False), fn=fn)
+    state, seen = step.init(BAD_PARAMS), []
+    for number in range(3):
+        state, _ = step(state, bad_batch())
+        with pytest.raises(tj.NonFiniteError) as caught:
+            step.settle()
+        places = step.locate(state, bad_batch(), number=number)
+        assert places == caught.value.places
+        seen.append([place.tower for place in places])
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"every": 0}, "every=0 must be a whole number"),
+        ({"every": True}, "every=True must be a whole number"),
+        ({"every": 1, "desync": False, "nonfinite": False}, "looks at nothing"),
+    ],
+)
+def test_a_check_that_there_is_not_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        tj.Check(**options)
+
+
+def test_a_check_that_cannot_be_honoured_is_refused():
+    with pytest.raises(ValueError, match="check=100 must be a tj.Check"):
+        build(tj.Mirrored(devices(2)), 100)
+    with pytest.raises(ValueError, match="on_nonfinite='skip' says to go on"):
+        build(tj.Mirrored(devices(2)), tj.Check(1), on_nonfinite="skip")
+
+
+def test_a_replicated_models_step_has_the_check_too():
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def of(w):
+            return tj.Weighted.mean((features * w - labels) ** 2, tower.weight)
+
+        loss, after = optimizer.minimize(of, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    strategy = tj.Mirrored(devices(4), local="scan")
+    model = tj.replicate_model_fn(model_fn, devices=strategy)
+    data = {"features": np.ones(8, np.float32), "labels": np.zeros(8, np.float32)}
+    step = model.train_step(check=EVERY_STEP)
+    state = model.init(tj.TrainState.create(np.float32(1), optimizer))
+    state, _ = step(state, data)
+    step.settle()
+    assert float(state.params) < 1
+    step(corrupted(state, {"params": [3]}), data)
+    with pytest.raises(tj.DesyncError, match=r"step 1: cpu:3 \(tower 3\), params\."):
+        step.settle()
+    with pytest.raises(ValueError, match="Say tj.Check(.*nonfinite=False)"):
+        model.train_step(check=tj.Check(1))

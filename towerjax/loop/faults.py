@@ -1,0 +1,65 @@
+"""What was wrong with a step that has run? Its error, with the place if it is known."""
+
+from typing import Any
+
+from towerjax.checking import error_of
+from towerjax.input.placer import PlacedBatch
+from towerjax.loop.steps import Locates, LoopStep
+from towerjax.nonfinite import NonFiniteError
+from towerjax.state import TrainState
+
+
+def fault_of(
+    step: LoopStep, guarded: Any, number: int, placed: PlacedBatch, index: int
+) -> Exception | None:
+    """What is to be raised about a step of a call. Waits for it.
+
+    Args:
+      step: The step.
+      guarded: As its ``dispatch`` returned it.
+      number: Which step it was, counted from 0.
+      placed: The call's batch.
+      index: Which one of the call's.
+
+    Returns:
+      An error, or None.
+    """
+    refusals = step.options.on_nonfinite == "raise"
+    at = () if placed.num_steps is None else index
+    return error_of(
+        guarded, number, step.strategy.placement, refusals=refusals, index=at
+    )
+
+
+def with_place(
+    error: Exception, step: LoopStep, state: TrainState, placed: PlacedBatch, index: int
+) -> Exception:
+    """The error, with the tower and the leaf where a refused step was not finite.
+
+    The step's batch is run again, with the present parameters: the step changed none,
+    but others may have come after it.
+
+    Args:
+      error: As `fault_of` returns it.
+      step: The step.
+      state: The present state.
+      placed: The call's batch.
+      index: Which one of the call's.
+
+    Returns:
+      The error, or one that says more.
+    """
+    if not isinstance(error, NonFiniteError) or error.places:
+        return error
+    if not isinstance(step, Locates):
+        return error
+    try:
+        places = step.locate(state, placed, number=error.step, index=index)
+    except RuntimeError as failure:  # such as too little memory
+        error.add_note(f"Looking for the place failed: {failure}")
+        return error
+    located = NonFiniteError(error.step, places)
+    again = "The place was looked for by running the batch again with the parameters"
+    again += f" after step {int(state.step)}"
+    located.add_note(again + ("." if places else ": there all was finite."))
+    return located
