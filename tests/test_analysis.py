@@ -555,6 +555,7 @@ def test_reduction_over_one_of_two_axes_is_refused(reduce):
         return reduce(x, "device"), reduce(x, "host"), reduce(x, TWO), reduce(w, "host")
 
     *partial, whole, mirrored = study(tower, shape=(2, 4), axes=TWO).outputs
+    assert None not in partial
     assert [d.source for d in partial] == ["batch['x']"] * 2
     assert all(line_of(tower, "return reduce") in d.line for d in partial)
     assert (whole, mirrored) == (None, None)

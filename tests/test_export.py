@@ -76,9 +76,7 @@ def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
     state = model.init(state)
     local = {
         "scale": dataclasses.replace(state.local["scale"], value=scale),
-        "first": dataclasses.replace(
-            state.local["first"], value=np.float32(first + 1)
-        ),
+        "first": dataclasses.replace(state.local["first"], value=np.float32(first + 1)),
     }
     state = dataclasses.replace(state, local=local)
     tj.export_model(model, state, X, tmp_path / "served", platforms=["cpu"])

@@ -31,7 +31,7 @@ def main() -> int:
 
     def report(job: Job, verdict: Verdict) -> None:
         about = "" if job.mutant is None else f"  {job.mutant.bug}"
-        print(f"{verdict.seconds:5.1f} s  {verdict.outcome:8}  {job.name}{about}")
+        print(f"{verdict.cpu_seconds:5.1f} s  {verdict.outcome:8}  {job.name}{about}")
         if job.mutant is not None:
             print(f"{'':19} in {job.mutant.where}")
         print(f"{'':19} {verdict.detail[:200]}", flush=True)
@@ -45,7 +45,10 @@ def main() -> int:
         if not verdict.is_good:
             print(f"{verdict.outcome}: {job.name}: {verdict.detail}")
     killed = sum(v.outcome == "killed" for v in verdicts.values())
-    print(f"killed {killed} of {len(mutants)} in {time.monotonic() - start:.0f} s")
+    seconds = time.monotonic() - start
+    cpu_seconds = sum(verdict.cpu_seconds for verdict in verdicts.values())
+    print(f"{seconds:.0f} s, of cores {cpu_seconds:.0f} s")
+    print(f"killed {killed} of {len(mutants)}")
     return 0 if all(v.is_good for v in verdicts.values()) else 1
 
 

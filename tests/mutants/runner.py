@@ -18,7 +18,7 @@ from .mutant import Mutant, MutantError, apply
 ROOT = pathlib.Path(__file__).parents[2]
 # What tests import and what starts no JAX backend (hypothesis must come by pytest).
 PRELOAD = "pytest numpy jax optax flax.linen flax.nnx towerjax".split()
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Verdict:
         without a mutant ``"passed"`` or ``"failed"``.
       detail: By which test and how, or why not.
       seconds: How long it took.
+      cpu_seconds: How much of a core it took.
       output: What pytest wrote.
     """
 
     outcome: str
     detail: str
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     output: str = ""
 
     @property
@@ -123,7 +125,9 @@ def _verdict(job: Job, recorder: _Recorder, code: int, lives: int) -> Verdict:
     bad = "failed" if job.mutant is None else "broken"
     if code not in (0, 1):
         why = {4: "no such test, or it cannot be collected", 5: "no tests"}
-        return Verdict(bad, f"{why.get(code, f'pytest ended with {code}')}: {job.tests}")
+        return Verdict(
+            bad, f"{why.get(code, f'pytest ended with {code}')}: {job.tests}"
+        )
     if job.mutant is None:
         if recorder.failed or not recorder.passed:
             return Verdict("failed", recorder.detail or "nothing was run")
@@ -142,7 +146,8 @@ def _child(job: Job, output: str, answer: Any) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(ROOT)
-    answer.send(run_here(job))
+    verdict = run_here(job)
+    answer.send(dataclasses.replace(verdict, cpu_seconds=time.process_time()))
     answer.close()
     sys.stdout.flush()
     # Nothing of the tests is waited for.
