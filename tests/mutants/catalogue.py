@@ -96,12 +96,12 @@ REGISTRY = (
         "the threshold of one gradient is used on the sum of the towers'",
         "estimator.optimizer:TowerOptimizer.__new__",
         "out, after = update_with_rows(\n"
-        "                inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
-        "            )",
+        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
+        "        )",
         "grads = map_values(lambda g: g * 2, grads)\n"
         "        out, after = update_with_rows(\n"
-        "                inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
-        "            )\n"
+        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
+        "        )\n"
         "        out = map_values(lambda u: u / 2, out)",
         f"{_TOWER_OPTIMIZER}[2-2-clip]",
     ),
@@ -870,7 +870,7 @@ TESTING = (
         "testing.replicates:_is_bad",
         "or any(name in x.unequal for _, x in runs)",
         "or False",
-        f"{_AUDIT}[plain metric]",
+        "test_audit.py::test_a_value_that_is_right_on_the_first_tower_alone_is_found",
     ),
     _m(
         "T03",
@@ -878,7 +878,8 @@ TESTING = (
         "testing.dealing:splits_of",
         "rows = -(-examples // num_towers) + 1",
         "rows = -(-examples // num_towers)",
-        f"{_AUDIT}[no weight]",
+        "test_audit.py::"
+        "test_padding_that_counts_is_found_where_the_towers_divide_the_batch",
     ),
     _m(
         "T04",
@@ -902,7 +903,7 @@ TESTING = (
         "testing.compare:_wrong",
         "~same & (~finite |",
         "~same & finite & (~finite |",
-        "test_testing.py::test_differences_are_told_leaf_by_leaf",
+        "test_testing.py::test_trees_that_are_not_alike_are_told",
     ),
     _m(
         "T07",
@@ -911,6 +912,23 @@ TESTING = (
         "return OneDevice(strategy.placement.devices[0])",
         "return strategy",
         "test_testing.py::test_the_oracle_shows_what_is_wrong",
+    ),
+    _m(
+        "T08",
+        "the audit reads a MEAN on the first tower alone",
+        "testing.audited:Audited._read",
+        "rows.mean(axis=0)",
+        "rows[0]",
+        f"{_AUDIT}[moving mean]",
+        f"{_AUDIT}[count as mean]",
+    ),
+    _m(
+        "T09",
+        "the command's exit status does not tell of a finding",
+        "testing.command:_audit",
+        "return _DEPENDS",
+        "return 0",
+        "test_audit.py::test_the_command_says_what_is_wrong",
     ),
 )
 
