@@ -16,8 +16,8 @@ import pytest
 from .mutant import Mutant, MutantError, apply
 
 ROOT = pathlib.Path(__file__).parents[2]
-# What tests import and what starts no JAX backend (hypothesis must come by pytest).
-PRELOAD = "pytest numpy jax optax flax.linen flax.nnx towerjax".split()
+# What tests import and what starts no JAX backend.
+PRELOAD = "pytest hypothesis numpy jax optax flax.linen flax.nnx towerjax".split()
 TIMEOUT_S = 300.0
 
 
@@ -109,7 +109,7 @@ def run_here(job: Job) -> Verdict:
         counts[0] += 1
 
     recorder = _Recorder(f"<mutant {job.mutant.id}>" if job.mutant else "-")
-    options = ["-q", "-p", "no:xdist", "-o", "addopts=", "-p", "no:cacheprovider"]
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     options += [] if job.mutant is None else ["-x"]
     with pytest.MonkeyPatch.context() as patch:
         if job.mutant is not None:
@@ -125,9 +125,7 @@ def _verdict(job: Job, recorder: _Recorder, code: int, lives: int) -> Verdict:
     bad = "failed" if job.mutant is None else "broken"
     if code not in (0, 1):
         why = {4: "no such test, or it cannot be collected", 5: "no tests"}
-        return Verdict(
-            bad, f"{why.get(code, f'pytest ended with {code}')}: {job.tests}"
-        )
+        return Verdict(bad, why.get(code, f"pytest ended with {code}"))
     if job.mutant is None:
         if recorder.failed or not recorder.passed:
             return Verdict("failed", recorder.detail or "nothing was run")
@@ -146,6 +144,8 @@ def _child(job: Job, output: str, answer: Any) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(ROOT)
+    # Plugins take longer to start than most of these tests.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     verdict = run_here(job)
     answer.send(dataclasses.replace(verdict, cpu_seconds=time.process_time()))
     answer.close()
@@ -179,8 +179,10 @@ def run_apart(job: Job, context: Any) -> Verdict:
             verdict = Verdict(bad, "its process died")
         process.kill()
         process.join()
-        seconds = time.monotonic() - start
-        return dataclasses.replace(verdict, seconds=seconds, output=output.read())
+        seconds, text = time.monotonic() - start, output.read()
+        missing = [line for line in text.splitlines() if "not found:" in line]
+        detail = "; ".join([verdict.detail, *missing])
+        return dataclasses.replace(verdict, detail=detail, seconds=seconds, output=text)
 
 
 def jobs_of(mutants: Sequence[Mutant]) -> list[Job]:
