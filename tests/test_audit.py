@@ -420,6 +420,7 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
 
     with pytest.raises(SplitError) as error:
         assert_replicates(loss_fn, np.float32(3), x, towers=(2,))
+    assert {f.leaf for f in error.value.findings} == {"gradient", "loss"}
     [loss] = [f for f in error.value.findings if f.leaf == "loss"]
     splits = []
     for deal in splits_of(5, 2, padding=True):
@@ -431,6 +432,26 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
     np.testing.assert_allclose(loss.one_tower, 3 * 31 / 5, rtol=1e-6)
     assert loss.towers == 2
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_a_value_that_is_right_on_the_first_tower_alone_is_found():
+    def loss_fn(w, batch, tower):
+        loss = tj.Weighted.mean(w * batch, tower.weight)
+        return tj.TowerOutput(loss, {"plain": jnp.where(tower.id == 0, 1.0, 2.0)})
+
+    with pytest.raises(SplitError) as error:
+        assert_replicates(loss_fn, np.float32(3), np.arange(4, dtype="f"), towers=(2,))
+    [plain] = error.value.findings
+    assert (plain.leaf, plain.causes) == ("metrics['plain']", ("per_tower",))
+    assert plain.difference == 0
+
+
+def test_padding_that_counts_is_found_where_the_towers_divide_the_batch():
+    def careless(w, batch, tower):
+        return tj.Weighted.mean(w * batch)
+
+    with pytest.raises(SplitError, match="padded rows count"):
+        assert_replicates(careless, np.float32(3), np.arange(4, dtype="f"), towers=(2,))
 
 
 @pytest.mark.slow

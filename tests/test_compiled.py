@@ -209,6 +209,7 @@ def test_init_copies_so_donation_spares_the_callers_arrays():
     state = step.init(mine)
     for _ in range(2):
         state, _ = step(state, batch())
+    assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(kept), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.input import distribute
+from towerjax.placement import Placement
 
 LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2), (4, 4)])
 
@@ -377,6 +379,31 @@ def test_the_prefetch_depth_is_a_number(depth):
         tj.Mirrored(prefetch_on_device=depth)
     with pytest.raises(ValueError, match="prefetch_on_device=.* must be an int >= 0"):
         tj.OneDevice(prefetch_on_device=depth)
+
+
+def test_each_process_is_told_which_part_is_its_own(monkeypatch):
+    class Peers:
+        def __init__(self, *_):
+            pass
+
+        def all(self, told):
+            return [told, told]
+
+    def source(context):
+        asked.append(context)
+        yield np.full((2, 1), context.process_index, np.float32)
+
+    asked = []
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(distribute, "Exchange", Peers)
+    monkeypatch.setattr(distribute, "from_first_process", lambda x: x)
+    placement = Placement(("cpu:0", "cpu:1"), 4, "vmap", "shard_map")
+    vars(placement)["num_processes"] = 2
+    options = distribute.InputOptions("batch", "error", 1, 0)
+    dataset = distribute.DistributedDataset(placement, source, options)
+    ((part, counts, _),) = dataset._parts(1, threading.Event())
+    assert asked == [tj.InputContext(1, num_processes=2, num_towers=4)]
+    assert part.tolist() == [[1.0], [1.0]] and counts.tolist() == [1, 1, 1, 1]
 
 
 def test_one_process_does_everything_once():

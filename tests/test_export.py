@@ -1,9 +1,11 @@
 """A model written as programs and read again: the same outputs, and what is refused."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import towerjax as tj
@@ -40,6 +42,7 @@ def folder(tmp_path_factory):
 
 def test_what_is_exported_is_loaded(folder):
     served, expected = tj.load_exported(folder), X @ WEIGHTS
+    assert set(served(X, "all")) == {"scores", "rows"}
     assert served.signatures["classes"]["classes"] == ["cat", "dog"]
     assert served(X, "classes")["scores"].tolist() == expected.tolist()
     assert served(X[:2], "first")["value"].tolist() == expected[:2, 0].tolist()
@@ -57,6 +60,29 @@ def test_predictions_are_exported_where_nothing_else_is(tmp_path):
         ValueError, match=r"exported for features\['x'\] float32\[b, 3\]"
     ):
         served(X)
+
+
+def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
+    def scaled(variables, features, labels, mode, tower):
+        x = features * tower.local["scale"] + tower.local["first"][None]
+        return tj.ModelSpec(mode, predictions={"y": x @ variables.params})
+
+    scale, first = np.float32([1, 2, 3, 6]), np.arange(12.0).reshape(4, 3)
+    state = tj.TrainState.create(WEIGHTS, optax.sgd(0.1), local={
+        "scale": tj.TowerLocal(scale[0], tj.Reduction.MEAN),
+        "first": tj.TowerLocal(np.float32(first[0]), tj.Reduction.ONLY_FIRST_TOWER),
+    })  # fmt: skip
+    model = replicated(scaled)
+    state = model.init(state)
+    local = {
+        "scale": dataclasses.replace(state.local["scale"], value=scale),
+        "first": dataclasses.replace(state.local["first"], value=np.float32(first + 1)),
+    }
+    state = dataclasses.replace(state, local=local)
+    tj.export_model(model, state, X, tmp_path / "served", platforms=["cpu"])
+    served = tj.load_exported(tmp_path / "served")(X)["y"]
+    expected = (X * 3.0 + (first[0] + 1)[None]) @ WEIGHTS.astype(np.float64)
+    np.testing.assert_allclose(served, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,24 @@ def test_a_step_can_update_rows_alone():
     np.testing.assert_allclose(out, table * (1 - 0.5 * counts / 3), rtol=1e-6)
 
 
+def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
+    predict = tj.build_predict_step(
+        lambda params, batch, tower: batch["rows"].to_dense() + params * batch["x"],
+        mirrored(4, 2),
+        max_programs=2,
+    )
+    x = np.arange(14, dtype=np.float32).reshape(7, 2)
+    # Two examples a tower, and the last has one; then a tower with 5 rows.
+    for indices in ([6, 0, 3, 3, 1, 6], [2, 3, 3, 2, 3, 6, 0]):
+        values = np.random.default_rng(0).normal(size=(len(indices), 2)).astype("f")
+        rows = tj.IndexedRows(values, np.array(indices), (7, 2))
+        out = predict(np.float32(10), {"rows": rows, "x": x})
+        expected = 10.0 * x
+        for value, index in zip(values, indices, strict=True):
+            expected[index] += value
+        np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
 # Applying rows, and indices that name none.
 
 

@@ -259,8 +259,10 @@ def test_a_run_goes_on_from_the_restored_best(steps, keep):
     for restored, trained in zip(*map(jax.tree.leaves, (state, alone)), strict=True):
         assert restored.sharding == trained.sharding
     # It is donated to the next run; the kept one stays what it was.
+    kept = [x for x in jax.tree.leaves(history.best.state) if isinstance(x, jax.Array)]
     after, _ = run(steps[0], state, [np.ones(8, np.float32)], progress=False)
     assert int(after.step) == 3
+    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
     assert bits(history.best.state) == bits(alone)
 
 

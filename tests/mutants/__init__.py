@@ -1,0 +1,1 @@
+"""Which seeded bugs does the suite find? See README.md."""

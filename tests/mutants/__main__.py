@@ -1,0 +1,56 @@
+"""Run mutants over their tests: ``python -m tests.mutants [--only B07] [--list]``."""
+
+import argparse
+import os
+import sys
+import time
+
+from .catalogue import MUTANTS
+from .runner import Job, Verdict, jobs_of, run_all
+
+
+def main() -> int:
+    """Print each verdict and the score.
+
+    Returns:
+      0 if every mutant was killed and every named test passes without one, else 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--only", action="append", metavar="ID", default=[])
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    unknown = set(options.only) - {mutant.id for mutant in MUTANTS}
+    if unknown:
+        parser.error(f"there is no mutant {', '.join(sorted(unknown))}")
+    mutants = [x for x in MUTANTS if not options.only or x.id in options.only]
+    if options.list:
+        for x in mutants:
+            print(f"{x.id}  {x.bug}\n     {x.where}\n     {' '.join(x.killed_by)}")
+        return 0
+
+    def report(job: Job, verdict: Verdict) -> None:
+        about = "" if job.mutant is None else f"  {job.mutant.bug}"
+        print(f"{verdict.cpu_seconds:5.1f} s  {verdict.outcome:8}  {job.name}{about}")
+        if job.mutant is not None:
+            print(f"{'':19} in {job.mutant.where}")
+        print(f"{'':19} {verdict.detail[:200]}", flush=True)
+        if not verdict.is_good:
+            print(verdict.output)
+
+    start = time.monotonic()
+    jobs = jobs_of(mutants)
+    verdicts = dict(zip(jobs, run_all(jobs, options.workers, report), strict=True))
+    for job, verdict in verdicts.items():
+        if not verdict.is_good:
+            print(f"{verdict.outcome}: {job.name}: {verdict.detail}")
+    killed = sum(v.outcome == "killed" for v in verdicts.values())
+    seconds = time.monotonic() - start
+    cpu_seconds = sum(verdict.cpu_seconds for verdict in verdicts.values())
+    print(f"{seconds:.0f} s, of cores {cpu_seconds:.0f} s")
+    print(f"killed {killed} of {len(mutants)}")
+    return 0 if all(v.is_good for v in verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The score of the suite is itself tested: what is killed, and what only seems so."""
+
+import re
+import textwrap
+
+import pytest
+from mutants.catalogue import MUTANTS, REGISTRY
+from mutants.mutant import Mutant, MutantError, apply
+from mutants.runner import Job, jobs_of, run_all
+
+from towerjax import reduce
+from towerjax.collectives import packed, pinned_tree
+from towerjax.proof import analysis
+from towerjax.tower import Tower
+
+PACK_SIZES = "towerjax.collectives.packed:pack_sizes"
+CUT = "towerjax.collectives.packed:cut"
+REST = "[total - size * (num_packs - 1)]"
+
+# What is changed, in which function, and what the score says of it.
+CASES = {
+    "killed": (PACK_SIZES, REST, "[size]", "test_rest"),
+    "killed by an error of ours": (
+        PACK_SIZES, "size = total // num_packs",
+        "packed = Packed(num_packs=-1)\n    size = 1", "test_rest",
+    ),
+    "survived": (PACK_SIZES, REST, f"{REST} ", "test_rest"),
+    "not live: never called": (CUT, "if size:", "if not size:", "test_rest"),
+    "not live: another branch": (
+        "towerjax.collectives.packed:_check_positive",
+        "raise ValueError(", "raise TypeError(",
+        "test_positive",
+    ),
+    "broken: it crashes": (PACK_SIZES, REST, "[total.size]", "test_rest"),
+    "broken: the test crashes": (PACK_SIZES, REST, "[]", "test_last"),
+    "broken: no such text": (PACK_SIZES, "no such text", "", "test_rest"),
+    "broken: no such function": (f"{PACK_SIZES}s", REST, "", "test_rest"),
+    "broken: no Python": (PACK_SIZES, REST, "[", "test_rest"),
+    "broken: no such test": (PACK_SIZES, REST, "[size]", "test_gone"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("scored") / "test_tiny.py"
+    file.write_text(
+        textwrap.dedent("""
+            from towerjax.collectives.packed import Packed, pack_sizes
+
+            def test_rest():
+                assert pack_sizes(10, 3) == [3, 3, 4]
+
+            def test_last():
+                assert pack_sizes(10, 1)[0] == 10
+
+            def test_positive():
+                assert Packed(1, None, None) == Packed(1)
+
+            def test_wrong():
+                assert pack_sizes(10, 3) == [4, 3, 3]
+        """)
+    )
+    jobs = [
+        Job(name, (f"{file}::{test}",), Mutant(name, "", where, old, new, ()))
+        for name, (where, old, new, test) in CASES.items()
+    ]
+    for name in ("test_rest", "test_wrong"):
+        jobs.append(Job(name, (f"{file}::{name}",), None))
+    seen = []
+    found = run_all(jobs, 2, lambda job, verdict: seen.append(verdict))
+    assert len(seen) == len(jobs)
+    return dict(zip([job.name for job in jobs], found, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_becomes_of_a_mutant(verdicts, name):
+    outcome = re.match("killed|survived|not live|broken", name)[0]
+    assert verdicts[name].outcome == outcome, verdicts[name]
+    assert verdicts[name].is_good == (outcome == "killed")
+    assert verdicts[name].detail
+
+
+def test_without_a_mutant_the_tests_pass(verdicts):
+    assert verdicts["test_rest"].outcome == "passed"
+    assert verdicts["test_wrong"].outcome == "failed"
+    assert "test_wrong: AssertionError" in verdicts["test_wrong"].detail
+
+
+def test_the_original_is_replaced_wherever_it_is_looked_up():
+    originals = (reduce.add_pairwise, analysis._RULES["cond"], vars(Tower)["rng"])
+    mutants = [
+        Mutant(
+            "a", "", "towerjax.reduce:add_pairwise", "return rows[0]", "return 7", ()
+        ),
+        Mutant("b", "", "towerjax.proof.analysis:_cond", "ins[:1]", "ins[:2]", ()),
+        Mutant("c", "", "towerjax.tower:Tower.rng", "return key", "return None", ()),
+    ]
+    for mutant in mutants[:2]:
+        with pytest.MonkeyPatch.context() as patch:
+            apply(mutant, patch, lambda: None)
+            assert reduce.add_pairwise is pinned_tree.add_pairwise
+            assert analysis._RULES["cond"] is analysis._cond
+            held = (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"])
+            assert sum(x is not y for x, y in zip(held, originals, strict=True)) == 1
+    # Of two places that have the text no one is chosen.
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(MutantError, match="2 ti"),
+    ):
+        apply(
+            Mutant("c", "", "towerjax.tower:Tower.rng", "return", "", ()), patch, print
+        )
+    assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
+    assert not hasattr(packed, "_mutant_is_live_")
+
+
+def test_a_statement_is_counted_where_it_stands():
+    counts = []
+    mutant = Mutant("a", "", PACK_SIZES, REST, "[size]", ())
+    with pytest.MonkeyPatch.context() as patch:
+        apply(mutant, patch, lambda: counts.append(1))
+        assert packed.pack_sizes(10, 3) == [3, 3, 3]
+        assert packed.pack_sizes(5, 1) == [5]
+    assert len(counts) == 2 and packed.pack_sizes(10, 3) == [3, 3, 4]
+
+
+def test_the_catalogue_has_the_registry_and_more():
+    ids = [mutant.id for mutant in MUTANTS]
+    assert len(set(ids)) == len(ids)
+    assert [x.id for x in REGISTRY] == [f"B{i:02}" for i in range(1, 41)]
+    assert all(x.killed_by and x.old != x.new for x in MUTANTS)
+    plain = [job for job in jobs_of(MUTANTS) if job.mutant is None]
+    assert {test for job in plain for test in job.tests} == {
+        test for mutant in MUTANTS for test in mutant.killed_by
+    }
