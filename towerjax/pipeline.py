@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from towerjax.collectives.base import sum_over_towers
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.metrics.over_towers import folded_over_towers
@@ -65,7 +66,7 @@ class Pipeline:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
             sums, (folded, mirrored, local) = towers
-            sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
+            sums = sum_over_towers(self.strategy.cross_tower_ops, sums, axes)
             total, grads, states = sums.tree()
             states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:
