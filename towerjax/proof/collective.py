@@ -53,7 +53,8 @@ def communicated(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]
         source = next((m for m in [*ins, *own] if m.axes), mark)
         mark = mark._replace(site=site, before=source)
     # It may have added up what all towers have, or not.
-    mark = mark._replace(scale=mark.scale.shifted(0.0, 1.0))
+    scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
+    mark = mark._replace(scale=scale)
     return [mark] * len(eqn.outvars)
 
 
@@ -64,11 +65,12 @@ def _summed(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
     is_whole = axes == context.towers and not eqn.params.get("axis_index_groups")
     if mark.axes or scale.is_constant or not is_whole:
         # Of what differs nobody knows whether a sum or a mean is meant.
-        return scale.shifted(0.0, 1.0)
-    scale = scale.shifted(1.0, 1.0)
+        return scale.times(Scale(sums=1.0))
+    scale = scale.times(Scale(low=1.0, high=1.0))
     if context.is_derived(eqn):
         return scale._replace(site=None)
-    return scale._replace(site=(eqn, context.outer)) if scale.low > 0 else scale
+    site = scale.site or (eqn, context.outer)
+    return scale._replace(site=site) if scale.low > 0 else scale
 
 
 def _reduced(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:

@@ -23,7 +23,7 @@ SUMMED_BY_STEP = "towerjax.sums"
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
 """Name of a value of which a step takes the sum over towers, without a division."""
 
-_MULTIPLY = {"mul": 1, "dot_general": 1, "conv_general_dilated": 1, "div": -1}
+_PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 # T times the value gives the same result.
 _FREE = frozenset("sign argmax argmin is_finite axis_index".split())
@@ -36,6 +36,8 @@ class Scale(NamedTuple):
     Attributes:
       low: The least; above 0 it has been counted once for each tower, for certain.
       high: The greatest.
+      sums: How many sums over towers of what differs are multiplied in it. Each is a
+        total as it is, and a mean after a division by ``T`` or by another total.
       is_constant: Is it made of constants alone?
       site: The sum that counted it ``T`` times; None where ``low`` is not above 0,
         or where it is none of the user's.
@@ -43,24 +45,40 @@ class Scale(NamedTuple):
 
     low: float = 0.0
     high: float = 0.0
+    sums: float = 0.0
     is_constant: bool = False
     site: Site | None = None
 
-    def shifted(self, low: float, high: float) -> "Scale":
-        """Times any power between two.
+    def times(self, other: "Scale") -> "Scale":
+        """The scale of a product.
 
         Args:
-          low: The least.
-          high: The greatest.
+          other: Of the other factor.
 
         Returns:
-          The new scale.
+          It; divisions in one factor make means of totals in the other.
         """
-        low, high = (
-            min(_MOST, max(-_MOST, end)) for end in (self.low + low, self.high + high)
+        sums = self.sums + other.sums
+        means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
+        low, high, sums = (
+            min(_MOST, max(-_MOST, x))
+            for x in (
+                self.low + other.low + means,
+                self.high + other.high,
+                sums - means,
+            )
         )
-        site = self.site if low > 0 else None
-        return self._replace(low=low, high=high, site=site)
+        site = (self.site or other.site) if low > 0 else None
+        return self._replace(low=low, high=max(low, high), sums=sums, site=site)
+
+    def inverse(self) -> "Scale":
+        """The scale of one over the value.
+
+        Returns:
+          It.
+        """
+        low = -self.high - self.sums
+        return self._replace(low=low, high=-self.low, sums=0.0, site=None)
 
     def once(self) -> "Scale":
         """The scale of a value that is counted once.
@@ -68,7 +86,7 @@ class Scale(NamedTuple):
         Returns:
           It.
         """
-        return self._replace(low=0.0, high=0.0, site=None)
+        return Scale(is_constant=self.is_constant)
 
 
 CONSTANT = Scale(is_constant=True)
@@ -86,8 +104,9 @@ def either(first: Scale, second: Scale) -> Scale:
     """
     if first.is_constant != second.is_constant:
         return second if first.is_constant else first
-    low, high = max(first.low, second.low), max(first.high, second.high)
-    return first._replace(low=low, high=high, site=first.site or second.site)
+    site = first.site or second.site
+    ends = (max(pair) for pair in zip(first[:3], second[:3], strict=True))
+    return Scale(*ends, is_constant=first.is_constant, site=site)
 
 
 def of_equation(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
@@ -103,7 +122,7 @@ def of_equation(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scal
     """
     name = eqn.primitive.name
     result = scales[0] if len(scales) == 1 else _numbers(eqn, scales)
-    if name in _MULTIPLY:
+    if name in _PRODUCTS:
         result = _product(eqn, scales, num_towers)
     elif name == "integer_pow":
         result = _power(scales[0], eqn.params["y"])
@@ -126,14 +145,11 @@ def _numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
 
 
 def _product(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
-    sign = _MULTIPLY[eqn.primitive.name]
     first, second = (
         _of_constant(v, scale, num_towers)
         for v, scale in zip(eqn.invars, scales, strict=True)
     )
-    ends = (second.low, second.high) if sign > 0 else (-second.high, -second.low)
-    site = first.site or (second.site if sign > 0 else None)
-    return first._replace(site=site).shifted(*ends)
+    return first.times(second.inverse() if eqn.primitive.name == "div" else second)
 
 
 def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
@@ -164,8 +180,10 @@ def _stands_for(value: float, num_towers: int) -> bool:
 
 
 def _power(scale: Scale, exponent: float) -> Scale:
-    ends = sorted([scale.low * exponent, scale.high * exponent])
-    return scale.shifted(ends[0] - scale.low, ends[1] - scale.high)
+    if exponent < 0:
+        return _power(scale.inverse(), -exponent)
+    low, high, sums = (x * exponent for x in scale[:3])
+    return scale._replace(low=low, high=high, sums=sums).times(Scale())
 
 
 def _is_bool(var: Any) -> bool:
