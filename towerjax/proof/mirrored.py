@@ -48,7 +48,7 @@ def prove_mirrored(
     repeated = [_repeat(repeat, names) for repeat in analysis.repeats]
     text = differing and [_DIFFERING, *differing, advice or _REDUCE]
     text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
-    text += hanging and [_HANGING, *hanging, _AGREE]
+    text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
     if text:
         raise ReplicationError("\n".join(text))
 
