@@ -346,6 +346,13 @@ def test_a_scalar_loss_that_towers_share_is_no_sum(reduction):
         )
         assert step.check(PARAMS, BATCH).analysis.repeats == ()
         return
+    own = tj.build_train_step(
+        lambda params, batch, tower: jnp.sum(errors(params, batch) ** 2),
+        optax.sgd(0.1),
+        tj.Mirrored(towers=8),
+        loss_reduction=reduction,
+    )
+    assert own.check(PARAMS, BATCH).analysis.repeats == ()
     text = refusal(loss_fn, loss_reduction=reduction)
     assert "  - the loss, of which loss_reduction=SUM adds up" in text
     assert marked(loss_fn) in text
