@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from test_analysis import AXIS, study
 
 T = 4
@@ -29,7 +30,15 @@ def derivative_of_a_shared_total(w, x):
     return psum(jax.grad(total)(w))
 
 
+def divided_in_a_kernel(w, x):
+    def kernel(w_ref, out_ref):
+        out_ref[...] = w_ref[...] / T
+
+    return pl.pallas_call(kernel, out_shape=w)(psum(w))
+
+
 RIGHT = {
+    "divided in a kernel": divided_in_a_kernel,
     "mean": lambda w, x: psum(w) / T,
     "product": lambda w, x: psum(w) * 0.25,
     "share": lambda w, x: psum(w / T),
@@ -58,6 +67,7 @@ RIGHT = {
 }
 
 WRONG = {
+    "chosen constant": lambda w, x: psum(lax.cond(w[0] > 0, lambda: 1.0, lambda: 2.0)),
     "sum": lambda w, x: psum(w),
     "multiple": lambda w, x: 3.0 * psum(w) + 1.0,
     "function": lambda w, x: jnp.exp(psum(w)),
