@@ -590,7 +590,7 @@ def test_axis_that_is_not_a_tower_axis_does_not_count():
 
 
 def one_bad_leaf(w, x):
-    return {"a": psum(x), "b": x.sum(), "c": w, "d": psum(w)}  # here
+    return {"a": psum(x), "b": x.sum(), "c": w, "d": psum(2.0)}  # here
 
 
 def test_one_bad_leaf_of_many_is_the_only_one_named():

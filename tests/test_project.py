@@ -31,7 +31,8 @@ testing train_and_evaluate update_with_rows""".split()
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
     version types variables devices
-    proof proof.grid proof.origin proof.analysis proof.mirrored
+    proof proof.grid proof.origin proof.equation proof.scale proof.found proof.marks
+    proof.collective proof.analysis proof.mirrored
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.metrics.state import (
     check,
@@ -15,6 +16,7 @@ from towerjax.metrics.state import (
     is_metric,
     merged_rows,
 )
+from towerjax.proof.scale import COUNTS_EACH_TOWER
 from towerjax.types import PyTree, Reduction, TowerOutput, Weighted, named_leaves
 
 
@@ -56,6 +58,8 @@ def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
             " towers) or tj.Reduction.MEAN (the mean of the towers' values)."
         )
     else:
+        if loss_reduction is Reduction.SUM:
+            loss = checkpoint_name(jnp.asarray(loss), COUNTS_EACH_TOWER)
         loss = Weighted(loss, 1.0)
     return dataclasses.replace(out, loss=_checked_loss(loss))
 

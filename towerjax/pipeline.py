@@ -11,6 +11,7 @@ import optax
 from jax import lax
 
 from towerjax.checking import Check, after, checked, gathered_rows
+from towerjax.collectives.base import sum_over_towers
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.metrics.over_towers import folded_over_towers
@@ -70,7 +71,7 @@ class Pipeline:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
             sums, (folded, mirrored, local, flagged) = towers
-            sums = self.strategy.cross_tower_ops.sum_over_towers(sums, axes)
+            sums = sum_over_towers(self.strategy.cross_tower_ops, sums, axes)
             total, grads, states, due = sums.tree()
             states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:

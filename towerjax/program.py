@@ -120,7 +120,7 @@ def _prove_body(
     closed_over = len(body.invars) - len(inputs)
     names = () if is_free else axes.device_names
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
-    found = analyse(body, [None] * closed_over + inputs, names)
+    found = analyse(body, [None] * closed_over + inputs, names, constants=closed_over)
     prove_mirrored(found, outputs, advice=recipe.advice)
 
     return Proof(found, functools.partial(_unmasked, recipe, args, axes))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend.core import Literal
+from jax.extend.source_info_util import user_context
 
 from towerjax.types import PyTree, named_leaves
 
@@ -138,9 +139,11 @@ class _Walk:
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any) -> list[Any]:
-        """Evaluate an equation; the variables that it made."""
+        """Evaluate an equation, in its line's name; the variables that it made."""
         params = eqn.primitive.get_bind_params(eqn.params)
-        out = eqn.primitive.bind(*map(self.read, eqn.invars), **params)
+        info = eqn.source_info
+        with user_context(info.traceback, name_stack=info.name_stack):
+            out = eqn.primitive.bind(*map(self.read, eqn.invars), **params)
         outs = out if eqn.primitive.multiple_results else [out]
         self.values.update(zip(eqn.outvars, outs, strict=True))
         return list(eqn.outvars)

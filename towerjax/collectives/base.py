@@ -7,6 +7,7 @@ import jax
 
 from towerjax.collectives.packing import Sums
 from towerjax.placement import TowerAxes
+from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.types import PyTree
 
 
@@ -47,6 +48,21 @@ class ChecksDevices(Protocol):
         ...
 
 
+def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
+    """The sum over all towers that a step makes by itself, as `CrossTowerOps` does it.
+
+    Args:
+      ops: How the sum travels.
+      tree: As ``ops`` takes it.
+      axes: The axes that the towers meet over.
+
+    Returns:
+      The sums, the same on each device.
+    """
+    with jax.named_scope(SUMMED_BY_STEP):
+        return ops.sum_over_towers(tree, axes)
+
+
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
     """The sum over all towers of values that lie as one row a local tower.
 
@@ -60,4 +76,4 @@ def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> P
     """
     if not ops.needs_every_tower:
         rows = jax.tree.map(lambda x: x.sum(axis=0), rows)
-    return ops.sum_over_towers(rows, axes).tree()
+    return sum_over_towers(ops, rows, axes).tree()

@@ -117,7 +117,7 @@ class _Call:
         # What the function closes over comes first, the same on all towers.
         closed_over = len(body.invars) - per_tower - len(arrays)
         names = [None] * closed_over + ["argument"] * per_tower + [None] * len(arrays)
-        found = analyse(body, names, axes.names)
+        found = analyse(body, names, axes.names, constants=closed_over)
         treedef, constants, kinds = others
         prove_mirrored(found, [k if k not in (_ROWS, _FREE) else None for k in kinds])
         mirrored = [

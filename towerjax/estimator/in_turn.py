@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
+from towerjax.collectives.base import sum_over_towers
 from towerjax.executors import first_tower_of_device, over_local_towers
 from towerjax.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof.analysis import analyse
@@ -211,7 +212,7 @@ def _outcomes(
     ready = ready[done:]
     if not ready:
         return []
-    sums = ops.sum_over_towers([x.added for x in ready], axes).tree()
+    sums = sum_over_towers(ops, [x.added for x in ready], axes).tree()
 
     def gather(x: jax.Array) -> jax.Array:
         return lax.all_gather(x, DEVICE_AXIS, tiled=True) if axes.device_axis else x

@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
+from towerjax.collectives.base import sum_over_towers
 from towerjax.estimator.in_turn import Meeting
 from towerjax.outputs import as_tower_output
 from towerjax.placement import LOCAL_AXIS, TowerAxes
@@ -272,7 +273,7 @@ class TowersOfStep:
             added = jax.tree.map(lambda x: sum_up(x, LOCAL_AXIS), added)
         elif self.ops.needs_every_tower:
             added = jax.tree.map(lambda x: x[None], added)
-        sums = self.ops.sum_over_towers(added, self.axes).tree()
+        sums = sum_over_towers(self.ops, added, self.axes).tree()
         return sums, gather_over_towers(gathered, self.axes)
 
 

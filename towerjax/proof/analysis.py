@@ -1,87 +1,46 @@
 """Which outputs of a per-tower function may differ from tower to tower?
 
 The function is traced, not run: we walk its jaxpr and carry a mark along with every
-value that may differ. A value without a mark is MIRRORED. A mark starts at a per-tower
-input or at `axis_index`, and ends at a reduction over the tower axes, or at two that
-together are one: see `towerjax.proof.grid`.
+value, which says along which axes it may differ. A value that differs along none is
+MIRRORED. A dependence starts at a per-tower input or at `axis_index`, and ends at a
+reduction over the tower axes, or at two that together are one: see
+`towerjax.proof.grid`. The same walk finds collectives that only some towers reach, and
+sums of what is the same on all: see `towerjax.proof.scale`.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.grid import (
-    Along,
-    Coordinate,
-    along_axes,
-    coordinate_of,
-    without_axes,
-    without_coordinate,
+from towerjax.proof.collective import communicated
+from towerjax.proof.equation import (
+    IDENTITIES,
+    is_foreign,
+    named_axes,
+    open_jaxpr,
+    refs,
+    sub_jaxprs,
 )
-from towerjax.proof.origin import Site, line_of
+from towerjax.proof.found import Analysis, Collective, Dependence, Hang, Repeat
+from towerjax.proof.marks import FIXED, Context, Mark, made_at, merged, under
+from towerjax.proof.origin import line_of
+from towerjax.proof.scale import CONSTANT, COUNTS_EACH_TOWER, Scale, of_equation
 
-_REDUCTIONS = frozenset(
-    "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin "
-    "all_gather all_gather_invariant all_gather_reduced pbroadcast".split()
-)
-# Output i is operand i; some of these have an `axes` param, yet communicate nothing.
-_IDENTITIES = (
-    "optimization_barrier pvary pcast preduced vary_unreduced_cast_p "
-    "reduced_vary_cast_p device_put copy sharding_constraint"
-).split()
-_Marks = list["_Mark | None"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Dependence:
-    """Why a value differs: an input, "tower.id" or a primitive; and who made it.
-
-    `line` is like "train.py:12 (loss_fn)"; "" for an input returned as it came in.
-    """
-
-    source: str
-    line: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective as written; XLA may merge or remove it. `bytes`: its operands'.
-
-    `trips`: product of the lengths of the scans around it; None under a while.
-    """
-
-    primitive: str
-    axes: tuple[str, ...]
-    bytes: int
-    trips: int | None
-    line: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Hang:
-    """A collective that some towers reach and others do not: on devices, a hang."""
-
-    primitive: str
-    line: str
-    control: str
-    control_line: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Analysis:
-    """What the walk found; `outputs[i]` is None where output i is MIRRORED."""
-
-    outputs: tuple[Dependence | None, ...]
-    hangs: tuple[Hang, ...]
-    collectives: tuple[Collective, ...]
+_Marks = list[Mark]
+# Where what is counted T times meets what differs, no later division can be right.
+_ADDITIONS = frozenset("add add_any sub max min select_n".split())
+_A_MIXTURE = "a value that differs from tower to tower, to which it is added"
+_THE_LOSS = "the loss, of which loss_reduction=SUM adds up the towers' values"
 
 
 def analyse(
-    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None], axes: Sequence[str]
+    jaxpr: Jaxpr | ClosedJaxpr,
+    inputs: Sequence[str | None],
+    axes: Sequence[str],
+    *,
+    constants: int = 0,
 ) -> Analysis:
     """What differs from tower to tower, what communicates, and what would hang.
 
@@ -90,6 +49,7 @@ def analyse(
         inputs: for each input of the body, its name, or None when it is MIRRORED.
         axes: names of the tower axes. A value reduced over one of two may still
             differ along the other; reducing over that too makes it MIRRORED.
+        constants: so many of the first inputs are what the body closes over.
 
     Returns:
         An `Analysis`. It errs to one side only: what it calls MIRRORED is.
@@ -104,7 +64,7 @@ def analyse(
         >>> analyse(jaxpr, ["x"], ["device"]).outputs
         (Dependence(source='x', line=''), None)
     """
-    body = _open(jaxpr)
+    body = open_jaxpr(jaxpr)
     if isinstance(axes, str):
         raise ValueError(f"axes is the string {axes!r}. Write axes=({axes!r},).")
     if len(inputs) != len(body.invars):
@@ -113,13 +73,17 @@ def analyse(
             "values. Give a name, or None, for each, closed-over values included."
         )
     towers = frozenset(axes)
-    ins = [None if name is None else _Mark(towers, name, None) for name in inputs]
+    ins = [Mark(frozenset()) if n is None else Mark(towers, n) for n in inputs]
+    ins[:constants] = [mark._replace(scale=CONSTANT) for mark in ins[:constants]]
     found = []
-    outs, _ = _walk(body, ins, _Context(towers, found, None, 1, None))
+    outs, _ = _walk(body, ins, Context(towers, _size(body, towers), found))
     return Analysis(
-        outputs=tuple(m and Dependence(m.source, _made_at(m)) for m in outs),
-        hangs=tuple(hang for _, hang in found if hang),
-        collectives=tuple(collective for collective, _ in found),
+        outputs=tuple(
+            Dependence(m.source, made_at(m)) if m.axes else None for m in outs
+        ),
+        hangs=tuple(x for x in found if isinstance(x, Hang)),
+        collectives=tuple(x for x in found if isinstance(x, Collective)),
+        repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
     )
 
 
@@ -135,11 +99,11 @@ def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     Raises:
         ValueError: there is no `shard_map`, or more than one.
     """
-    bodies, jaxprs = [], [_open(jaxpr)]
+    bodies, jaxprs = [], [open_jaxpr(jaxpr)]
     while jaxprs:
         for eqn in jaxprs.pop().eqns:
             found = bodies if eqn.primitive.name == "shard_map" else jaxprs
-            found += _sub_jaxprs(eqn)
+            found += sub_jaxprs(eqn)
     if len(bodies) != 1:
         raise ValueError(
             f"The jaxpr has {len(bodies)} shard_map equations, expected 1. Trace a "
@@ -148,152 +112,137 @@ def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     return bodies[0]
 
 
-class _Mark(NamedTuple):  # the value may differ along `axes`; made at `site`
-    axes: Along
-    source: str
-    site: Site | None
-    before: Any = None  # the operand's mark
+def _dependence(mark: Mark) -> Dependence | None:
+    return Dependence(mark.source, made_at(mark)) if mark.axes else None
 
 
-class _Context(NamedTuple):  # around the walk: equations, trips, split control
-    towers: frozenset[str]
-    found: list[tuple[Collective, Hang | None]]
-    outer: Site | None
-    trips: int | None
-    control: Site | None
-
-    def enter(
-        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Any = None
-    ) -> "_Context":
-        site = (eqn, self.outer)
-        outer = self.trips
-        trips = None if trips is None or outer is None else trips * outer
-        control = self.control if predicate is None else site
-        return self._replace(outer=site, trips=trips, control=control)
+def _size(body: Jaxpr, towers: frozenset[str]) -> int:
+    """How many towers there are; 0 where no mesh says so."""
+    for var in body.invars:
+        sharding = getattr(var.aval, "sharding", None)
+        sizes = dict(sharding.mesh.shape) if sharding is not None else {}
+        if towers <= sizes.keys():
+            return math.prod(sizes[name] for name in towers)
+    return 0
 
 
-def _walk(jaxpr: Jaxpr, ins: _Marks, context: _Context) -> tuple[_Marks, dict]:
+def _repeats(outs: _Marks) -> list[Repeat]:
+    """For each sum of what is the same on all, the outputs that hold it whole."""
+    lines: dict[str, list[int]] = {}
+    for i, mark in enumerate(outs):
+        if mark.scale.site is not None:
+            lines.setdefault(line_of(mark.scale.site), []).append(i)
+    return [Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
+
+
+def _walk(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
     """Marks of the outputs, and every mark inside by variable."""
-    env = {v: m for v, m in zip(jaxpr.invars, ins, strict=True) if m is not None}
+    env = dict(zip(jaxpr.invars, ins, strict=True))
+
+    def read(var: Any) -> Mark:
+        return FIXED if isinstance(var, Literal) else env.get(var, FIXED)
+
     for eqn in jaxpr.eqns:
-        marks = [None if isinstance(v, Literal) else env.get(v) for v in eqn.invars]
-        outs = _rule_of(eqn)(eqn, marks, context)
-        written = zip(eqn.outvars + _refs(eqn), outs, strict=True)
-        env |= {var: mark for var, mark in written if mark is not None}
-    outs = [None if isinstance(v, Literal) else env.get(v) for v in jaxpr.outvars]
-    return outs, env
+        outs = _rule_of(eqn, context)(eqn, [read(v) for v in eqn.invars], context)
+        env |= zip(eqn.outvars + refs(eqn), outs, strict=True)
+    return [read(v) for v in jaxpr.outvars], env
 
 
-def _rule_of(eqn: JaxprEqn) -> Callable[[JaxprEqn, _Marks, _Context], _Marks]:
-    if _refs(eqn):
+def _rule_of(
+    eqn: JaxprEqn, context: Context
+) -> Callable[[JaxprEqn, _Marks, Context], _Marks]:
+    inner = sub_jaxprs(eqn)
+    if not inner and not named_axes(eqn) and is_foreign(eqn, context.towers):
+        return _originate
+    if refs(eqn):
         return _opaque
     if eqn.primitive.name in _RULES:
         return _RULES[eqn.primitive.name]
-    if inner := _sub_jaxprs(eqn):
+    if inner:
         # The jaxpr of a kernel or a reducer works on parts of the operands.
         sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
         shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
         return _call if shapes[1:] == shapes[:1] else _opaque
-    if _named_axes(eqn):
-        return _communicate
-    # IO, a foreign call, a hidden collective: any of them may differ between towers.
-    effects = {type(effect).__name__ for effect in eqn.effects}
-    return _originate if effects - {"InternalMutableArrayEffect"} else _compute
+    return communicated if named_axes(eqn) else _compute
 
 
-def _compute(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
-    mark = functools.reduce(_merge, ins, None)
-    mark = mark and mark._replace(site=(eqn, context.outer), before=mark)
+def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    mark = merged(ins)
+    scales = [m.scale for m in ins]
+    scale = of_equation(eqn, scales, context.num_towers) if ins else CONSTANT
+    if scale.site is not None and eqn.primitive.name in _ADDITIONS:
+        scale = _refuse_mixture(eqn, ins, scale, context)
+    if not scale.is_constant or mark.axes:
+        # The line is that of the last equation on the way.
+        mark = mark._replace(site=(eqn, context.outer), before=mark)
+    mark = mark._replace(scale=scale)
     # A Ref is written in place: from here on it holds what went into the equation.
-    return [mark] * (len(eqn.outvars) + len(_refs(eqn)))
+    return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
-def _originate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
+def _refuse_mixture(
+    eqn: JaxprEqn, ins: _Marks, scale: Scale, context: Context
+) -> Scale:
+    once = any(m.axes and m.scale.site is None for m in ins)
+    if not once or scale.site is None or context.is_derived(eqn):
+        return scale
+    context.found.append(Repeat(line_of(scale.site), (), _A_MIXTURE))
+    return scale.once()
+
+
+def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     axes, source = context.towers, eqn.primitive.name
     if source == "axis_index":
-        axes, source = axes.intersection(_named_axes(eqn)), "tower.id"
-    mark = _Mark(axes, source, (eqn, context.outer)) if axes else None
-    return [mark] * len(eqn.outvars)
+        axes, source = axes.intersection(named_axes(eqn)), "tower.id"
+    mark = Mark(axes, source, (eqn, context.outer)) if axes else FIXED
+    return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
-def _communicate(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
-    name, site = eqn.primitive.name.removesuffix("_start"), (eqn, context.outer)
-    axes = context.towers.intersection(_named_axes(eqn))
-    _record(eqn, context, bool(axes))
-    groups = eqn.params.get("axis_index_groups")
-    over = _grid_coordinate(eqn, axes) if groups is not None else None
-    if name in _REDUCTIONS and (groups is None or over):
-        return [_reduced(mark, over or axes, site) for mark in ins]
-    # Sums over groups of unequal size differ even when their operands are equal.
-    even = groups is not None and len({len(group) for group in groups}) == 1
-    if (name in _REDUCTIONS and even) or (name == "ppermute" and _is_full(eqn)):
-        axes = frozenset()
-    # all_to_all, reduce_scatter, ...: a tower gets a part of its own of equal operands.
-    own = _Mark(axes, name, site) if axes else None
-    # What depended on one coordinate may come out anywhere on the axis.
-    wide = [m and m._replace(axes=along_axes(m.axes)) for m in ins]
-    return _compute(eqn, [*wide, own], context)
+def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """A loss of which a step adds up the towers' values, under its own name."""
+    [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
+    is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
+    if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):
+        context.found.append(Repeat(made_at(mark), (), _THE_LOSS))
+    return ins
 
 
-def _reduced(
-    mark: _Mark | None, over: frozenset[str] | Coordinate, site: Site
-) -> _Mark | None:
-    if mark is None:
-        return None
-    if isinstance(over, Coordinate):
-        left = without_coordinate(mark.axes, over)
-    else:
-        left = without_axes(mark.axes, over)
-    return mark._replace(axes=left, site=site, before=mark) if left else None
+def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    return _walk(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
-def _grid_coordinate(eqn: JaxprEqn, axes: frozenset[str]) -> Coordinate | None:
-    """What the groups run over; None unless they are rows or columns of one axis."""
-    if len(axes) != 1 or len(_named_axes(eqn)) != 1:
-        return None
-    [axis], size = axes, _num_towers(eqn)
-    return coordinate_of(eqn.params["axis_index_groups"], axis, size) if size else None
-
-
-def _record(eqn: JaxprEqn, context: _Context, over_towers: bool) -> None:
-    name, line = eqn.primitive.name, line_of((eqn, context.outer))
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-    control = context.control if over_towers else None
-    hang = control and Hang(name, line, control[0].primitive.name, line_of(control))
-    collective = Collective(name, _named_axes(eqn), size, context.trips, line)
-    context.found.append((collective, hang))
-
-
-def _call(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
-    return _walk(_sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
-
-
-def _cond(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
+def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     inner = context.enter(eqn, predicate=ins[0])
-    outs = [_walk(branch, ins[1:], inner)[0] for branch in _sub_jaxprs(eqn)]
-    chosen = _compute(eqn, ins[:1], context)
-    return [functools.reduce(_merge, m) for m in zip(*outs, chosen, strict=True)]
+    outs = [_walk(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
+    return _chosen(eqn, [merged(m) for m in zip(*outs, strict=True)], ins[0], context)
 
 
-def _while(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
+def _chosen(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
+    if predicate.axes:
+        predicate = predicate._replace(site=(eqn, context.outer), before=predicate)
+    return [under(mark, predicate) for mark in outs]
+
+
+def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     tests, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+    test = open_jaxpr(eqn.params["cond_jaxpr"])
+    body = open_jaxpr(eqn.params["body_jaxpr"])
 
     def trip(marks: _Marks) -> _Marks:
         *carry, predicate = marks
         inner = context.enter(eqn, trips=None, predicate=predicate)
         outs = _walk(body, ins[tests : tests + bodies] + carry, inner)[0]
+        # The test sees the carry as it comes in too, though it may never run again.
         return outs + _walk(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    *outs, predicate = _fixed_point(trip, [*carry, None], context.found)[1]
-    chosen = _compute(eqn, [predicate], context)
-    return [_merge(m, c) for m, c in zip(outs, chosen, strict=True)]
+    # The body may not run at all: then the carry comes out as it went in.
+    *outs, predicate = _fixed_point(trip, [*carry, FIXED], context.found)[1]
+    return _chosen(eqn, outs, predicate, context)
 
 
-def _scan(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
-    length, body = eqn.params["length"], _open(eqn.params["jaxpr"])
+def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    length, body = eqn.params["length"], open_jaxpr(eqn.params["jaxpr"])
     if "ft_in" in eqn.params:  # JAX 0.12
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
     else:
@@ -314,81 +263,37 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
     while True:
         del found[start:]  # so that nothing is recorded once per round
         outs = trip(marks)
-        more = [_merge(out, mark) for out, mark in zip(outs, marks, strict=False)]
-        if [m and m.axes for m in more] == [m and m.axes for m in marks]:
+        more = [merged(pair) for pair in zip(outs, marks, strict=False)]
+        if _grown(more) == _grown(marks):
             return outs, more
         marks = more
 
 
-def _opaque(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
+def _grown(marks: _Marks) -> list[Any]:
+    """What grows from trip to trip, without who it is from."""
+    return [(m.axes, m.scale._replace(site=None)) for m in marks]
+
+
+def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Everything depends on everything: kernels, Refs, unknown control flow."""
 
     def trip(marks: _Marks) -> _Marks:
-        choice = {"cond": ins[:1], "while": marks}.get(eqn.primitive.name, [None])
+        choice = {"cond": ins[:1], "while": marks}.get(eqn.primitive.name, [FIXED])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
-        for jaxpr in _sub_jaxprs(eqn):
+        for jaxpr in sub_jaxprs(eqn):
             env = _walk(jaxpr, marks * len(jaxpr.invars), inner)[1]
-            marks = [functools.reduce(_merge, env.values(), marks[0])]
+            marks = [merged([*marks, *env.values()])]
         return marks
 
-    outs, _ = _fixed_point(trip, [functools.reduce(_merge, ins, None)], context.found)
-    return _compute(eqn, outs, context)
+    outs, _ = _fixed_point(trip, [merged(ins)], context.found)
+    whole = _compute(eqn, outs, context)[0]
+    if not sub_jaxprs(eqn):
+        return [whole] * (len(eqn.outvars) + len(refs(eqn)))
+    # What a kernel or a reducer does with the numbers is not followed.
+    scale = whole.scale.once()
+    return [whole._replace(scale=scale)] * (len(eqn.outvars) + len(refs(eqn)))
 
 
-_RULES = dict.fromkeys(_IDENTITIES, lambda eqn, ins, context: ins)
-_RULES |= {"axis_index": _originate, "rng_uniform": _originate, "cond": _cond}
+_RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
+_RULES |= {"axis_index": _originate, "cond": _cond, "name": _name}
 _RULES |= {"while": _while, "scan": _scan, "shard_map": _call}
-
-
-def _merge(first: _Mark | None, second: _Mark | None) -> _Mark | None:
-    """The mark of a value that may be either; it tells the origin of `first`."""
-    if first and second and not second.axes <= first.axes:
-        return first._replace(axes=first.axes | second.axes)
-    return first or second
-
-
-def _named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    # Under vmap, and in reduce_sum, an axis is the number of a dimension.
-    return tuple(axis for axis in axes if isinstance(axis, str))
-
-
-def _is_full(eqn: JaxprEqn) -> bool:
-    """Whether a ppermute gives every tower a value; the others would get zeros."""
-    return len({target for _, target in eqn.params["perm"]}) == _num_towers(eqn)
-
-
-def _num_towers(eqn: JaxprEqn) -> int:
-    """How many meet over the named axes; 0 where the mesh is not known."""
-    aval: Any = eqn.invars[0].aval
-    sizes = aval.sharding.mesh.shape
-    return math.prod(sizes.get(name, 0) for name in _named_axes(eqn))
-
-
-def _made_at(mark: _Mark | None) -> str:
-    """The last line of the user's on the way to the value; ours may have come after."""
-    while mark is not None:
-        if line := line_of(mark.site):
-            return line
-        mark = mark.before
-    return ""
-
-
-def _sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    values = list(eqn.params.values())
-    if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
-        values = [eqn.params["jaxprs"].solve]
-    if "_prim" in eqn.params:  # JAX 0.12 keeps the params of some in an object
-        inner = vars(eqn.params["_prim"])
-        values += [*inner.values(), *inner.get("params", {}).values()]
-    flat = [w for v in values for w in (v if isinstance(v, tuple) else (v,))]
-    return [_open(v) for v in flat if isinstance(v, (Jaxpr, ClosedJaxpr))]
-
-
-def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-
-
-def _refs(eqn: JaxprEqn) -> list[Any]:
-    return [v for v in eqn.invars if type(v.aval).__name__ == "AbstractRef"]

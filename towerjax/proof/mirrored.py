@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 
-from towerjax.proof.analysis import Analysis
+from towerjax.proof.found import Analysis, Repeat
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
 _REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
 or keep it per tower in TowerOutput(local=...)."""
+_REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
+_ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
+tower.num_towers. Where T times the value is meant, write value * tower.num_towers."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
 _AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
 merge_call or reduction out of the cond or while."""
 
 
 class ReplicationError(ValueError):
-    """A value declared MIRRORED differs between towers, or a collective would hang."""
+    """What is MIRRORED differs or is counted T times, or a collective would hang."""
 
 
 def prove_mirrored(
@@ -27,7 +30,8 @@ def prove_mirrored(
         advice: what to do about outputs that differ; None says the usual.
 
     Raises:
-        ReplicationError: lists every output that differs and every hang, with lines.
+        ReplicationError: lists every output that differs, every sum of what is the
+            same on all towers, and every hang, with lines.
         ValueError: `names` is longer or shorter than the outputs.
     """
     differing = [
@@ -41,7 +45,18 @@ def prove_mirrored(
         f"{hang.control_line}, whose predicate differs from tower to tower"
         for hang in analysis.hangs
     ]
+    repeated = [_repeat(repeat, names) for repeat in analysis.repeats]
     text = differing and [_DIFFERING, *differing, advice or _REDUCE]
-    text += hanging and [_HANGING, *hanging, _AGREE]
+    text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
+    text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
     if text:
         raise ReplicationError("\n".join(text))
+
+
+def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
+    line = repeat.line or "a line of a library"
+    if not repeat.outputs:
+        return f"  - {repeat.into} (at {line})"
+    leaves = [names[i] or f"result {i}" for i in repeat.outputs]
+    shown = ", ".join(leaves[:4]) + (f" and {len(leaves) - 4} more" * (len(leaves) > 4))
+    return f"  - {shown}: the sum over towers is made at {line}"

@@ -1,0 +1,515 @@
+"""Real programs pass the proof: none of them is refused, and all train."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import pallas as pl
+
+import towerjax as tj
+
+R = tj.Reduction
+B, D = 8, 4
+X = np.random.default_rng(0).normal(size=(B, 6, D)).astype(np.float32)
+BATCH = {"x": X, "y": X.sum(axis=(1, 2)), "n": np.arange(B, dtype=np.int32) % 5}
+W = {"w": np.eye(D, dtype=np.float32), "v": np.linspace(0.5, 1, D, dtype=np.float32)}
+
+PROGRAMS = {}  # name -> (params, loss_fn)
+
+
+def mean(losses, tower):
+    return tj.Weighted.mean(losses.reshape(losses.shape[0], -1).mean(1), tower.weight)
+
+
+def of_rows(fn, params=W):
+    """A program of ``fn(params, x) -> outputs [b, ...]``, whose square is the loss."""
+
+    def loss_fn(params, batch, tower):
+        return mean(fn(params, batch["x"]) ** 2, tower)
+
+    PROGRAMS[fn.__name__] = (params, loss_fn)
+    return fn
+
+
+def program(fn):
+    PROGRAMS[fn.__name__] = (W, fn)
+    return fn
+
+
+@of_rows
+def linear(p, x):
+    return x @ p["v"]
+
+
+@of_rows
+def attention(p, x):
+    q = x @ p["w"]
+    return jax.nn.softmax(q @ x.swapaxes(1, 2)) @ x
+
+
+@of_rows
+def masked_attention(p, x):
+    scores = jnp.einsum("btd,bsd->bts", x @ p["w"], x)
+    return jax.nn.softmax(scores, where=jnp.tri(6)[None] > 0) @ x
+
+
+@of_rows
+def library_attention(p, x):
+    q = (x @ p["w"])[:, :, None]
+    return jax.nn.dot_product_attention(q, x[:, :, None], x[:, :, None], is_causal=True)
+
+
+@of_rows
+def lstm_by_scan(p, x):
+    def cell(carry, x):
+        h, c = carry
+        gates = (x + h) @ p["w"]
+        c = jax.nn.sigmoid(gates) * c + jnp.tanh(gates)
+        return (jax.nn.sigmoid(gates) * jnp.tanh(c), c), h
+
+    return lax.scan(cell, (x[:, 0], x[:, 0]), x.swapaxes(0, 1))[0][0]
+
+
+@jax.custom_vjp
+def gentle(x):
+    return x**2
+
+
+gentle.defvjp(lambda x: (x**2, x), lambda x, g: (jnp.clip(2 * x * g, -1, 1),))
+
+
+@of_rows
+def custom_vjp(p, x):
+    return gentle(x @ p["v"])
+
+
+@jax.custom_jvp
+def safe_sqrt(x):
+    return jnp.sqrt(jnp.abs(x) + 1e-3)
+
+
+safe_sqrt.defjvp(lambda p, t: (safe_sqrt(p[0]), t[0] / (2 * safe_sqrt(p[0]))))
+
+
+@of_rows
+def custom_jvp(p, x):
+    return safe_sqrt(x @ p["v"])
+
+
+@of_rows
+def remat(p, x):
+    return jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])(p, x)
+
+
+@of_rows
+def remat_with_policy(p, x):
+    policy = jax.checkpoint_policies.dots_saveable
+    return jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], policy=policy)(
+        p, x
+    )
+
+
+@of_rows
+def remat_with_names(p, x):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    def fn(p, x):
+        hidden = jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ p["w"]), "hidden")
+        return hidden @ p["v"]
+
+    return jax.checkpoint(fn, policy=policy)(p, x)
+
+
+@of_rows
+def scan_of_remat(p, x):
+    layer = jax.checkpoint(lambda x, _: (jnp.tanh(x @ p["w"]), None))
+    return lax.scan(layer, x, None, length=3)[0]
+
+
+@of_rows
+def while_on_own_rows(p, x):
+    x = lax.stop_gradient(x)
+    big = lax.while_loop(lambda x: jnp.abs(x).max() > 1, lambda x: x / 2, x)
+    return big @ p["v"]
+
+
+@of_rows
+def while_on_parameters(p, x):
+    v = lax.stop_gradient(p["v"])
+    v = lax.while_loop(lambda v: jnp.sum(v) > 1.0, lambda v: v / 2, v)
+    return x @ (p["v"] + v)
+
+
+@of_rows
+def cond_on_parameters(p, x):
+    return lax.cond(p["v"].sum() > 0, lambda: x @ p["v"], lambda: x @ -p["v"])
+
+
+@of_rows
+def cond_on_own_rows(p, x):
+    return lax.cond(x.sum() > 0, lambda: x @ p["v"], lambda: x @ -p["v"])
+
+
+@of_rows
+def associative_scan(p, x):
+    return lax.associative_scan(jnp.add, x @ p["w"], axis=1)
+
+
+@of_rows
+def linear_solve(p, x):
+    return jnp.linalg.solve(p["w"] + 3 * jnp.eye(D), x.reshape(-1, D).T).T.reshape(
+        x.shape
+    )
+
+
+@of_rows
+def conjugate_gradients(p, x):
+    a = p["w"] @ p["w"].T + jnp.eye(D)
+    return jax.scipy.sparse.linalg.cg(lambda v: v @ a, x, maxiter=3)[0]
+
+
+@of_rows
+def cholesky(p, x):
+    return x @ jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(D))
+
+
+@of_rows
+def eigenvalues(p, x):
+    values = jnp.linalg.eigvalsh(p["w"] + p["w"].T + jnp.diag(jnp.arange(4.0)))
+    return x * values[None, None]
+
+
+@of_rows
+def singular_values(p, x):
+    return jnp.linalg.svd(x @ p["w"], compute_uv=False)
+
+
+@of_rows
+def triangular(p, x):
+    a = jnp.tril(p["w"]) + jnp.eye(D)
+    return jax.scipy.linalg.solve_triangular(a, x[0].T, lower=True).T[None] * x
+
+
+@of_rows
+def fourier(p, x):
+    return jnp.abs(jnp.fft.rfft(x @ p["w"], axis=1)) + 1e-3
+
+
+@of_rows
+def sorting(p, x):
+    return jnp.sort(x @ p["w"], axis=-1) * p["v"][None, None]
+
+
+@of_rows
+def top_k(p, x):
+    return lax.top_k(x @ p["w"], 2)[0]
+
+
+@of_rows
+def one_hot(p, x):
+    return jax.nn.one_hot(jnp.argmax(x, axis=-1), D) @ p["v"]
+
+
+@of_rows
+def scatter(p, x):
+    index = jnp.argmax(x, axis=-1)
+    return jnp.zeros((len(x), D)).at[jnp.arange(len(x))[:, None], index].add(x @ p["v"])
+
+
+@of_rows
+def embedding(p, x):
+    return p["w"][jnp.argmax(x, axis=-1)]
+
+
+@of_rows
+def convolution(p, x):
+    return lax.conv_general_dilated(x.swapaxes(1, 2), p["w"][:, :, None], (1,), "SAME")
+
+
+@of_rows
+def pooling(p, x):
+    return nn.max_pool(x @ p["w"], (2,), (2,)) + nn.avg_pool(x, (2,), (2,))
+
+
+@of_rows
+def logsumexp(p, x):
+    return jax.nn.logsumexp(x @ p["w"], axis=-1) + lax.cumlogsumexp(x @ p["v"], axis=1)
+
+
+@of_rows
+def vmapped(p, x):
+    return jax.vmap(lambda row: jnp.outer(row @ p["v"], row[0]))(x)
+
+
+@of_rows
+def second_derivative(p, x):
+    return jax.vmap(jax.grad(lambda row: jnp.sum(jnp.tanh(row @ p["w"]) ** 2)))(x)
+
+
+@of_rows
+def forward_mode(p, x):
+    return jax.jvp(lambda x: jnp.tanh(x @ p["w"]), (x,), (x,))[1]
+
+
+@of_rows
+def special_functions(p, x):
+    y = jnp.abs(x @ p["w"]) + 1
+    return jax.scipy.special.gammaln(y) + lax.erf(y) + jax.scipy.special.digamma(y)
+
+
+@of_rows
+def half_precision(p, x):
+    y = x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
+    return y.astype(jnp.float32)
+
+
+@of_rows
+def interpreted_kernel(p, x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2 * x_ref[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    twice = pl.pallas_call(kernel, out_shape=shape, interpret=True)
+    return twice(lax.stop_gradient(x)) @ p["v"]
+
+
+@of_rows
+def host_callback(p, x):
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(np.tanh, shape, lax.stop_gradient(x)) @ p["v"]
+
+
+@of_rows
+def printed(p, x):
+    jax.debug.callback(lambda x: None, x)
+    return x @ p["v"]
+
+
+@of_rows
+def mutable_array(p, x):
+    ref = jax.new_ref(jnp.zeros(x.shape[:2]))
+    ref[...] = x @ p["v"]
+    return ref[...]
+
+
+@program
+def softmax_cross_entropy(p, batch, tower):
+    logits = batch["x"].mean(1) @ p["w"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["n"] % D)
+    return mean(losses, tower)
+
+
+@program
+def ctc(p, batch, tower):
+    logits, labels = batch["x"] @ p["w"], batch["n"][:, None] % 3 + 1
+    pads = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
+    return mean(optax.ctc_loss(logits, pads[0], labels, pads[1]), tower)
+
+
+@program
+def dropout_by_key(p, batch, tower):
+    keep = jax.random.bernoulli(tower.rng, 0.8, batch["x"].shape)
+    return mean(jnp.where(keep, batch["x"], 0) @ p["v"], tower)
+
+
+@program
+def decay_beside_the_mean(p, batch, tower):
+    decay = 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
+    return mean((batch["x"] @ p["v"]) ** 2 + decay, tower)
+
+
+@program
+def contrastive(p, batch, tower):
+    own = (batch["x"] @ p["w"]).mean(1)
+    every = tower.all_gather(own, axis=0)
+    first = tower.id * len(own)
+    labels = first + jnp.arange(len(own))
+    logits = own @ every.T
+    return mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), tower)
+
+
+@program
+def balanced_experts(p, batch, tower):
+    gates = jax.nn.softmax(batch["x"].mean(1) @ p["w"])
+    share = lax.pmean(gates.mean(0), tower.axis_names)
+    aux = jnp.sum(share**2)
+    return mean((gates @ p["v"]) ** 2 + aux, tower)
+
+
+@program
+def weighted_totals(p, batch, tower):
+    losses = (batch["x"] @ p["v"]).mean(1) ** 2
+    total = tower.reduce(R.SUM, (losses * tower.weight).sum())
+    count = tower.reduce(R.SUM, tower.weight.sum())
+    metrics = {
+        "mean": total / count,
+        "towers": lax.psum(1, tower.axis_names),
+        "ones": lax.psum(jnp.ones(2), tower.axis_names),
+        "norm": tower.reduce(R.MEAN, jnp.sum(p["v"] ** 2)),
+        "share": lax.psum(p["v"] / tower.num_towers, tower.axis_names),
+        "divided": lax.psum(p["v"], tower.axis_names) / tower.num_towers,
+        "product": lax.psum(p["v"], tower.axis_names) * (1 / tower.num_towers),
+        "first": tower.reduce(R.ONLY_FIRST_TOWER, p["v"]),
+        "root": jnp.sqrt(lax.pmean(jnp.sum(p["v"] ** 2), tower.axis_names)),
+        "ratio": lax.psum(p["v"], tower.axis_names)
+        / lax.psum(jnp.sum(p["v"]), tower.axis_names),
+        "all": lax.psum(jnp.isfinite(p["v"]).all() * 1, tower.axis_names) > 3,
+        "largest": lax.pmax(lax.stop_gradient(p["v"]), tower.axis_names),
+    }
+    return tj.TowerOutput(mean(losses, tower), metrics)
+
+
+@program
+def synchronised_statistics(p, batch, tower):
+    y = batch["x"] @ p["w"]
+    center = lax.pmean(y.mean((0, 1)), tower.axis_names)[None, None]
+    spread = lax.pmean(((y - center) ** 2).mean((0, 1)), tower.axis_names)
+    scale = lax.rsqrt(spread + 1e-5) * p["v"]
+    return mean((y - center) * scale[None, None], tower)
+
+
+@program
+def shared_total_in_the_loss(p, batch, tower):
+    total = lax.psum((batch["x"] @ p["v"]).sum(), tower.axis_names)
+    return mean((batch["x"] @ p["v"]) ** 2 + 1e-3 * total**2, tower)
+
+
+@program
+def merged(p, batch, tower):
+    m = (batch["x"] @ p["v"]).mean()
+    total = tower.merge_call(lambda strategy, m: strategy.reduce(R.SUM, m), m)
+    return mean((batch["x"] @ p["v"]) ** 2 * (1 + 0.1 * total), tower)
+
+
+# Flax models: linen by init and apply, nnx by split and merge.
+
+
+def linen(name, model, train=None, collections=()):
+    """A linen model; only its parameters are trained, its statistics stay."""
+    kwargs = {} if train is None else {"train": train}
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = jax.tree.map(np.asarray, model.init(keys, X[:2], **kwargs))
+
+    def loss_fn(params, batch, tower):
+        rngs = {"dropout": tower.rng}
+        given = {**variables, "params": params}
+        out = model.apply(
+            given, batch["x"], rngs=rngs, mutable=list(collections), **kwargs
+        )
+        return mean(out[0] ** 2, tower)
+
+    PROGRAMS[name] = (variables["params"], loss_fn)
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        x = nn.LayerNorm()(nn.relu(nn.Dense(8)(x)))
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = nn.BatchNorm(use_running_average=not train)(x)
+        return nn.Dense(1)(nn.GroupNorm(2)(x))
+
+
+linen("linen_mlp", nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(1)]))
+linen("linen_deep", Deep(), train=True, collections=["batch_stats"])
+linen("linen_convolution", nn.Sequential([nn.Conv(4, (3,)), nn.relu, nn.Dense(1)]))
+linen("linen_attention", nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=4))
+linen("linen_lstm", nn.RNN(nn.OptimizedLSTMCell(4)))
+linen("linen_gru", nn.RNN(nn.GRUCell(4)))
+linen("linen_remat", nn.Sequential([nn.remat(nn.Dense)(8), nn.tanh, nn.Dense(1)]))
+linen("linen_spectral", nn.WeightNorm(nn.Dense(4)))
+
+
+def stateful(name, make):
+    """An nnx model; its other variables are copied, and their changes dropped."""
+    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+    rest = jax.tree.map(lambda x: x, rest)
+
+    def loss_fn(params, batch, tower):
+        model = nnx.merge(graph, params, rest, copy=True)
+        return mean(model(batch["x"]) ** 2, tower)
+
+    PROGRAMS[name] = (params, loss_fn)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.dense = nnx.Linear(D, D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(nnx.relu(self.dense(self.norm(x))))
+
+
+stateful(
+    "nnx_mlp",
+    lambda r: nnx.Sequential(nnx.Linear(D, 8, rngs=r), nnx.tanh),
+)
+stateful("nnx_block", Block)
+stateful("nnx_lstm", lambda r: nnx.RNN(nnx.LSTMCell(D, 4, rngs=r), rngs=r))
+stateful("nnx_gru", lambda r: nnx.RNN(nnx.GRUCell(D, 4, rngs=r), rngs=r))
+stateful(
+    "nnx_attention",
+    lambda r: nnx.MultiHeadAttention(2, D, decode=False, rngs=r),
+)
+
+
+def step_of(name, towers, devices=None):
+    params, loss_fn = PROGRAMS[name]
+    strategy = tj.Mirrored(devices, towers=towers)
+    return params, tj.build_train_step(loss_fn, optax.adamw(0.01), strategy)
+
+
+FAST = """attention lstm_by_scan custom_vjp remat_with_policy linear_solve ctc
+interpreted_kernel weighted_totals shared_total_in_the_loss linen_deep nnx_block
+balanced_experts merged synchronised_statistics""".split()
+
+
+def assert_passes(name):
+    params, step = step_of(name, 4)
+    found = step.check(params, BATCH).analysis
+    assert set(found.outputs) == {None}
+    assert found.hangs == () and found.repeats == () and found.collectives
+
+
+def test_there_are_forty_programs():
+    assert len(PROGRAMS) >= 60 and set(FAST) <= set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_real_program_passes(name):
+    assert_passes(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - set(FAST)))
+def test_every_real_program_passes(name):
+    assert_passes(name)
+
+
+# On one tower there is nothing to prove: four must give its numbers.
+RUN = ["attention", "linen_lstm", "ctc", "linear_solve", "decay_beside_the_mean"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN)
+def test_what_passes_trains_as_one_tower(name):
+    trained = []
+    for towers in (1, 4):
+        params, step = step_of(name, towers, [f"cpu:{i}" for i in range(towers)])
+        state = step.init(params)
+        for _ in range(2):
+            state, metrics = step(state, BATCH)
+        trained.append(jax.device_get((state.params, metrics["loss"])))
+        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained[-1][0], params)
+        assert max(jax.tree.leaves(moved)) > 1e-3
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *trained
+    )

@@ -1,0 +1,392 @@
+"""Train steps that must be refused before they run: leaf, line and reason are named."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import towerjax as tj
+
+R = tj.Reduction
+S = jax.ShapeDtypeStruct
+PARAMS = {"w": S((3,), jnp.float32), "b": S((), jnp.float32)}
+BATCH = {"x": S((16, 3), jnp.float32), "y": S((16,), jnp.float32)}
+
+
+def errors(params, batch):
+    return batch["x"] @ params["w"] + params["b"] - batch["y"]
+
+
+def output(params, batch, tower, metrics=None, loss=None):
+    losses = errors(params, batch) ** 2
+    mean = tj.Weighted.mean(losses, tower.weight)
+    return tj.TowerOutput(loss or mean, metrics or {})
+
+
+def norm(params):
+    return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(params)))
+
+
+# A metric that differs from tower to tower, made at the line that is marked.
+
+
+def forgotten_mean(params, batch, tower):
+    return output(params, batch, tower, {"m": errors(params, batch).mean()})  # here
+
+
+def reduced_before_it_differs(params, batch, tower):
+    mean = tower.reduce(R.MEAN, params["b"])
+    return output(params, batch, tower, {"m": mean * batch["y"][0]})  # here
+
+
+def by_tower_id(params, batch, tower):
+    return output(params, batch, tower, {"m": params["b"] * tower.id})  # here
+
+
+def by_tower_key(params, batch, tower):
+    noise = jax.random.normal(tower.rng)  # here
+    return output(params, batch, tower, {"m": noise})
+
+
+def by_tower_weight(params, batch, tower):
+    return output(params, batch, tower, {"m": tower.weight.sum()})  # here
+
+
+def by_local(params, batch, tower):
+    return output(params, batch, tower, {"m": tower.local["n"] + 1})  # here
+
+
+def cond_on_batch(params, batch, tower):
+    b = lax.cond(batch["y"][0] > 0, lambda: params["b"], lambda: 0.0)  # here
+    return output(params, batch, tower, {"m": b})
+
+
+def while_until_batch(params, batch, tower):
+    m = lax.while_loop(lambda b: b < batch["y"][0], lambda b: b + 1, params["b"])
+    return output(params, batch, tower, {"m": m * 2.0})  # here
+
+
+def scan_over_rows(params, batch, tower):
+    def body(carry, y):
+        return carry + y, carry  # here
+
+    return output(
+        params, batch, tower, {"m": lax.scan(body, params["b"], batch["y"])[0]}
+    )
+
+
+@jax.custom_vjp
+def clipped(b, y):
+    return b
+
+
+clipped.defvjp(lambda b, y: (b, y), lambda y, g: (g * y[0], jnp.zeros_like(y)))
+
+
+def backward_that_differs(params, batch, tower):
+    grad = jax.grad(clipped)(params["b"], batch["y"])  # here
+    return output(params, batch, tower, {"m": grad})
+
+
+@jax.custom_jvp
+def straight(b, y):
+    return b
+
+
+straight.defjvp(lambda p, t: (p[0], t[0] * p[1]))  # here
+
+
+def forward_that_differs(params, batch, tower):
+    tangent = jax.jvp(straight, (params["b"], batch["y"][0]), (1.0, 0.0))[1]
+    return output(params, batch, tower, {"m": tangent})
+
+
+def foreign_call(params, batch, tower):
+    call = jax.ffi.ffi_call("towerjax_test", S((3,), jnp.float32))
+    w = lax.stop_gradient(params["w"])
+    return output(params, batch, tower, {"m": call(w).sum()})  # here
+
+
+def host_call(params, batch, tower):
+    w = lax.stop_gradient(params["w"])
+    m = jax.experimental.io_callback(np.sum, S((), jnp.float32), w)  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def part_of_a_sum(params, batch, tower):
+    rows = jnp.tile(params["w"][:1], tower.num_towers)
+    m = lax.psum_scatter(rows, tower.axis_names, tiled=True)  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def part_of_equals(params, batch, tower):
+    rows = jnp.tile(params["w"][:1], tower.num_towers)
+    m = lax.all_to_all(rows, tower.axis_names, 0, 0, tiled=True)  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def sum_in_pairs(params, batch, tower):
+    groups = [[i, i + 1] for i in range(0, tower.num_towers, 2)]
+    y = batch["y"][0]
+    m = lax.psum(y, tower.axis_names, axis_index_groups=groups)  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def own_row_of_a_merge(params, batch, tower):
+    m = tower.merge_call(lambda strategy, y: y, batch["y"].sum())  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def index_from_batch(params, batch, tower):
+    m = params["w"][jnp.argmax(batch["y"]) % 3]  # here
+    return output(params, batch, tower, {"m": m})
+
+
+DIFFERING = {
+    forgotten_mean: "batch",
+    reduced_before_it_differs: "batch['y']",
+    by_tower_id: "tower.id",
+    by_tower_key: "tower.id",
+    by_tower_weight: "tower.weight",
+    by_local: "state['local']['n'].value",
+    cond_on_batch: "batch['y']",
+    while_until_batch: "batch['y']",
+    scan_over_rows: "batch['y']",
+    backward_that_differs: "batch['y']",
+    forward_that_differs: "batch['y']",
+    foreign_call: "ffi_call",
+    host_call: "io_callback",
+    part_of_a_sum: "reduce_scatter",
+    part_of_equals: "all_to_all",
+    sum_in_pairs: "batch['y']",
+    own_row_of_a_merge: "tower.id",
+    index_from_batch: "batch['y']",
+}
+
+# A sum over towers of what is the same on all: T times too much.
+
+
+def sum_of_norm(params, batch, tower):
+    m = tower.reduce(R.SUM, norm(params))  # here
+    return output(params, batch, tower, {"m": m})
+
+
+def psum_of_norm(params, batch, tower):
+    m = 0.5 * lax.psum(norm(params), tower.axis_names)  # here
+    return output(params, batch, tower, {"m": m + 1.0})
+
+
+def sum_of_a_mean(params, batch, tower):
+    loss = tower.reduce(R.MEAN, jnp.mean(errors(params, batch) ** 2))
+    return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
+
+
+def sum_twice(params, batch, tower):
+    total = lax.psum(errors(params, batch).sum(), tower.axis_names)
+    total = lax.psum(total, tower.axis_names)  # here
+    return output(params, batch, tower, {"m": total})
+
+
+def sum_of_a_gathered(params, batch, tower):
+    rows = tower.all_gather(errors(params, batch).sum())
+    return output(params, batch, tower, {"m": tower.reduce(R.SUM, rows.max())})  # here
+
+
+def mean_of_a_sum_of_equals(params, batch, tower):
+    total = lax.psum(params["b"], tower.axis_names)  # here
+    return output(params, batch, tower, {"m": lax.pmean(total * 3.5, tower.axis_names)})
+
+
+def sum_in_a_scan(params, batch, tower):
+    def body(carry, _):
+        return 0.9 * carry + lax.psum(params["b"], tower.axis_names), None  # here
+
+    m = lax.scan(body, jnp.float32(0), None, length=3)[0]
+    return output(params, batch, tower, {"m": m})
+
+
+def sum_in_a_branch(params, batch, tower):
+    m = lax.cond(
+        params["b"] > 0,
+        lambda: lax.psum(params["b"], tower.axis_names),  # here
+        lambda: params["b"],
+    )
+    return output(params, batch, tower, {"m": m})
+
+
+def sum_in_jit(params, batch, tower):
+    total = jax.jit(lambda b: lax.psum(b, tower.axis_names))  # here
+    return output(params, batch, tower, {"m": total(params["b"])})
+
+
+def decay_counted_by_each(params, batch, tower):
+    decay = tower.reduce(R.SUM, 0.1 * norm(params))  # here
+    losses = errors(params, batch) ** 2 + decay
+    return tj.Weighted.mean(losses, tower.weight)
+
+
+REPEATED = {
+    sum_of_norm: "metrics['m']: the sum over towers",
+    psum_of_norm: "metrics['m']: the sum over towers",
+    sum_of_a_mean: "metrics['m']: the sum over towers",
+    sum_twice: "metrics['m']: the sum over towers",
+    sum_of_a_gathered: "metrics['m']: the sum over towers",
+    mean_of_a_sum_of_equals: "metrics['m']: the sum over towers",
+    sum_in_a_scan: "metrics['m']: the sum over towers",
+    sum_in_a_branch: "metrics['m']: the sum over towers",
+    sum_in_jit: "metrics['m']: the sum over towers",
+    decay_counted_by_each: "a value that differs from tower to tower, to which",
+}
+
+# A collective that not every tower reaches.
+
+
+def sum_where_it_is_needed(params, batch, tower):
+    def summed():
+        return tower.reduce(R.MEAN, batch["y"].sum())  # here
+
+    m = lax.cond(batch["y"][0] > 0, summed, lambda: 0.0)
+    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+
+
+def sum_until_converged(params, batch, tower):
+    params = lax.stop_gradient(params)
+    m = lax.while_loop(
+        lambda y: y > 1.0,
+        lambda y: y - lax.pmax(params["b"], tower.axis_names),  # here
+        batch["y"][0],
+    )
+    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+
+
+def switched_by_tower(params, batch, tower):
+    branches = [lambda: 0.0, lambda: lax.pmean(params["b"], tower.axis_names)]  # here
+    m = lax.switch(tower.id % 2, branches)
+    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+
+
+def gather_under_a_branch_of_a_scan(params, batch, tower):
+    def body(carry, y):
+        gathered = lax.cond(y > 0, lambda: tower.all_gather(y).sum(), lambda: y)  # here
+        return carry + gathered, None
+
+    m = lax.scan(body, 0.0, batch["y"])[0]
+    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+
+
+HANGING = [
+    sum_where_it_is_needed,
+    sum_until_converged,
+    switched_by_tower,
+    gather_under_a_branch_of_a_scan,
+]
+
+
+def refusal(loss_fn, num_towers=8, optimizer=None, **options):
+    strategy = tj.Mirrored(towers=num_towers)
+    optimizer = optimizer or optax.sgd(0.1)
+    step = tj.build_train_step(loss_fn, optimizer, strategy, **options)
+    local = {"n": tj.TowerLocal(np.float32(0), R.SUM)}
+    with pytest.raises(tj.ReplicationError) as caught:
+        step.check(PARAMS, BATCH, local=local)
+    return str(caught.value)
+
+
+def marked(function, text="# here"):
+    lines, _ = inspect.getsourcelines(inspect.getmodule(function))
+    source, start = inspect.getsourcelines(function)
+    numbers = [start + i for i, line in enumerate(source) if text in line]
+    if not numbers:  # the rule of a derivative stands below it, and not in it
+        numbers = [
+            i + 1 for i, line in enumerate(lines) if line.startswith("straight.defjvp")
+        ]
+    [number] = numbers
+    return f"test_proof_refused.py:{number}"
+
+
+@pytest.mark.parametrize("loss_fn", DIFFERING, ids=lambda f: f.__name__)
+def test_what_differs_is_refused(loss_fn):
+    text = refusal(loss_fn)
+    assert text.startswith("These outputs must be the same on every tower, but are not")
+    [line] = [line for line in text.splitlines() if line.startswith("  - ")]
+    assert f"  - metrics['m'] depends on {DIFFERING[loss_fn]}" in line
+    assert marked(loss_fn) in line
+
+
+@pytest.mark.parametrize("loss_fn", REPEATED, ids=lambda f: f.__name__)
+def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
+    text = refusal(loss_fn)
+    assert text.startswith("These are a SUM over towers of what is the same on all, T")
+    [line] = [line for line in text.splitlines() if line.startswith("  - ")]
+    assert REPEATED[loss_fn] in line and marked(loss_fn) in line
+    assert "value * tower.num_towers" in text
+
+
+@pytest.mark.parametrize("loss_fn", HANGING, ids=lambda f: f.__name__)
+def test_what_would_hang_is_refused(loss_fn):
+    text = refusal(loss_fn)
+    assert text.startswith("Only some towers reach these collectives, so devices would")
+    [line] = [line for line in text.splitlines() if line.startswith("  - ")]
+    assert marked(loss_fn) in line and "whose predicate differs" in line
+
+
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
+def test_a_scalar_loss_that_towers_share_is_no_sum(reduction):
+    def loss_fn(params, batch, tower):
+        return jnp.sum(params["w"] ** 2)  # here
+
+    if reduction is R.MEAN:
+        strategy = tj.Mirrored(towers=8)
+        step = tj.build_train_step(
+            loss_fn, optax.sgd(0.1), strategy, loss_reduction=reduction
+        )
+        assert step.check(PARAMS, BATCH).analysis.repeats == ()
+        return
+    own = tj.build_train_step(
+        lambda params, batch, tower: jnp.sum(errors(params, batch) ** 2),
+        optax.sgd(0.1),
+        tj.Mirrored(towers=8),
+        loss_reduction=reduction,
+    )
+    assert own.check(PARAMS, BATCH).analysis.repeats == ()
+    text = refusal(loss_fn, loss_reduction=reduction)
+    assert "  - the loss, of which loss_reduction=SUM adds up" in text
+    assert marked(loss_fn) in text
+
+
+def test_a_gradient_that_an_optimizer_adds_up_again_is_refused():
+    names = tj.Mirrored(towers=8).placement.abstract_axes.names
+
+    def add_up(updates, params=None):
+        return jax.tree.map(lambda g: lax.psum(g, names), updates)  # here
+
+    optimizer = optax.chain(optax.stateless(add_up), optax.sgd(0.1))
+    text = refusal(output, optimizer=optimizer)
+    assert "  - state['params']['b'], state['params']['w']: the sum over" in text
+    assert marked(add_up) in text
+
+
+def test_every_kind_of_step_refuses_a_sum_of_what_is_the_same():
+    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
+    state = {"w": np.ones(3, np.float32), "b": np.float32(0)}
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}
+
+    def metrics(params, batch, tower):
+        return {"m": tower.reduce(R.SUM, norm(params))}
+
+    def rows(params, batch, tower):
+        return batch["y"] * tower.reduce(R.SUM, norm(params))
+
+    with pytest.raises(tj.ReplicationError, match="'m'.*: the sum over towers"):
+        tj.build_eval_step(metrics, strategy)(state, batch)
+    with pytest.raises(tj.ReplicationError, match=": the sum over towers"):
+        tj.build_predict_step(rows, strategy)(state, batch)
+    with pytest.raises(tj.ReplicationError, match="result 0: the sum over towers"):
+        strategy.call_for_each_tower(
+            lambda tower, w: tower.reduce(R.SUM, w), jnp.ones(3)
+        )
+    assert len(DIFFERING) + len(REPEATED) + len(HANGING) >= 25

@@ -1,0 +1,130 @@
+"""How often a value is counted: which sums of equals are right, and which T times."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from test_analysis import AXIS, study
+
+T = 4
+
+
+def psum(value):
+    return lax.psum(value, AXIS)
+
+
+def ref_scanned(value):
+    ref = jax.new_ref(jnp.zeros(4))
+
+    def body(_, i):
+        ref[...] += value()
+        return None, None
+
+    lax.scan(body, None, jnp.arange(2))
+    return ref[...]
+
+
+def derivative_of_a_shared_total(w, x):
+    total = jax.jit(lambda w: psum(jnp.sum(w * x[0])) ** 2)
+    return psum(jax.grad(total)(w))
+
+
+def divided_in_a_kernel(w, x):
+    def kernel(w_ref, out_ref):
+        out_ref[...] = w_ref[...] / T
+
+    return pl.pallas_call(kernel, out_shape=w)(psum(w))
+
+
+RIGHT = {
+    "divided in a kernel": divided_in_a_kernel,
+    "mean": lambda w, x: psum(w) / T,
+    "product": lambda w, x: psum(w) * 0.25,
+    "share": lambda w, x: psum(w / T),
+    "batch of 12": lambda w, x: psum(w) / 12,
+    "leave one out": lambda w, x: (psum(w) - w) / (T - 1),
+    "ratio": lambda w, x: psum(w) / psum(w.sum()),
+    "over a total of others": lambda w, x: psum(w) / psum(x.sum()),
+    "inverse": lambda w, x: psum(w) * (1.0 / psum(x.sum())),
+    "to a power": lambda w, x: psum(w) ** 2 / psum(w.sum()) ** 2,
+    "root": lambda w, x: jnp.sqrt(psum(w)) / jnp.sqrt(psum(w.sum())),
+    "normed": lambda w, x: w * lax.rsqrt(psum(w * w)),
+    "of constants": lambda w, x: psum(jnp.ones(3)) + psum(2.0),
+    "sign": lambda w, x: jnp.sign(psum(w)),
+    "index": lambda w, x: jnp.argmax(psum(w)),
+    "comparison": lambda w, x: psum(w) > 0,
+    "finite": lambda w, x: jnp.isfinite(psum(w)),
+    "chosen share": lambda w, x: psum(jnp.where(w > 0, w / T, 0.0)),
+    "constant beside": lambda w, x: psum(w / T + 1e-6),
+    "indexed share": lambda w, x: psum((w / T)[jnp.argmax(w)]),
+    "mean of others twice": lambda w, x: lax.pmean(psum(x) / T, AXIS),
+    "derivative": derivative_of_a_shared_total,
+    "other extremes": lambda w, x: lax.pmax(w, AXIS) + lax.pmin(w, AXIS),
+    "ragged groups are no whole": lambda w, x: lax.psum(
+        w, AXIS, axis_index_groups=[[0, 1], [2, 3]]
+    ),
+}
+
+WRONG = {
+    "chosen constant": lambda w, x: psum(lax.cond(w[0] > 0, lambda: 1.0, lambda: 2.0)),
+    "sum": lambda w, x: psum(w),
+    "multiple": lambda w, x: 3.0 * psum(w) + 1.0,
+    "function": lambda w, x: jnp.exp(psum(w)),
+    "part": lambda w, x: psum(w)[0],
+    "norm": lambda w, x: jnp.sqrt(psum(w * w)),
+    "sum of a mean": lambda w, x: psum(psum(x) / T),
+    "sum of a share of others": lambda w, x: psum(psum(x) / psum(x.sum())),
+    "sum of a sum": lambda w, x: psum(psum(x)),
+    "chosen": lambda w, x: jnp.where(w > 0, psum(w), w),
+    "branch": lambda w, x: lax.cond(w[0] > 0, lambda: psum(w), lambda: w),
+    "mean of a sum": lambda w, x: lax.pmean(3.5 * psum(w), AXIS),
+    "growing": lambda w, x: lax.scan(lambda c, _: (psum(c), None), w, None, length=9)[
+        0
+    ],
+    "matrix": lambda w, x: jnp.outer(psum(w), w),
+    "added to others": lambda w, x: lax.pmean(x + psum(w)[None], AXIS),
+    "taken from others": lambda w, x: lax.pmean(x[0] - 0.3 * psum(3.0 * w), AXIS),
+    "product with others": lambda w, x: psum(x[0] * psum(w)),
+}
+
+
+MIXED = {"added to others", "taken from others"}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_sum_that_a_division_follows_is_right(name):
+    assert study(RIGHT[name], T).repeats == ()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_sum_of_equals_is_too_much(name):
+    [repeat] = study(WRONG[name], T).repeats
+    assert "test_proof_scale.py" in repeat.line
+    assert repeat.outputs == (() if name in MIXED else (0,))
+    # On one tower once is enough.
+    assert study(WRONG[name], 1).repeats == ()
+
+
+def test_a_sum_is_named_by_its_line_and_outputs():
+    def tower(w, x):
+        total = psum_of(w)
+        return w, total * 2.0, x, jnp.tanh(total)
+
+    def psum_of(w):
+        return lax.psum(w, AXIS)
+
+    [repeat] = study(tower, T).repeats
+    assert repeat.outputs == (1, 3) and repeat.line.endswith("(psum_of)")
+
+
+def test_a_loop_over_memory_is_walked():
+    def tower(w, x):
+        same = ref_scanned(lambda: w)
+        by_id = ref_scanned(lambda: w * lax.axis_index(AXIS))
+        return same, by_id, ref_scanned(lambda: lax.pmean(x[0], AXIS))
+
+    analysis = study(tower, T)
+    same, by_id, _ = analysis.outputs
+    assert same is None and by_id.source == "tower.id"
+    assert [c.primitive for c in analysis.collectives] == ["psum"]

@@ -1,0 +1,141 @@
+"""What does the walk know of a value, and of where it stands?"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from towerjax.proof.found import Collective, Hang, Repeat
+from towerjax.proof.grid import Along
+from towerjax.proof.origin import Site, line_of
+from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
+
+
+class Mark(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      axes: Along what it may differ; nothing for a MIRRORED value.
+      source: Why it differs: an input, "tower.id" or a primitive.
+      site: The equation that made it; None for an input or a constant.
+      before: The mark of the operand that it has this from.
+      scale: How many times over it is counted.
+    """
+
+    axes: Along
+    source: str = ""
+    site: Site | None = None
+    before: Any = None
+    scale: Scale = Scale()
+
+
+FIXED = Mark(frozenset(), scale=CONSTANT)
+"""The mark of a constant."""
+
+
+def merged(marks: Iterable[Mark]) -> Mark:
+    """The mark of a value that may be any of several; it tells the first one's origin.
+
+    Args:
+      marks: Of the several.
+
+    Returns:
+      Their union; that of a constant where there are none.
+    """
+    return functools.reduce(_merge, marks, FIXED)
+
+
+def _merge(first: Mark, second: Mark) -> Mark:
+    teller = first if first.axes or not second.axes else second
+    axes, scale = first.axes | second.axes, either(first.scale, second.scale)
+    constant = first.scale.is_constant and second.scale.is_constant
+    return teller._replace(axes=axes, scale=scale._replace(is_constant=constant))
+
+
+def under(mark: Mark, predicate: Mark) -> Mark:
+    """The mark of what a predicate has chosen.
+
+    Args:
+      mark: Of the choices.
+      predicate: Of the predicate.
+
+    Returns:
+      The union, counted as often as the choices.
+    """
+    constant = mark.scale.is_constant and predicate.scale.is_constant
+    return _merge(mark, predicate)._replace(
+        scale=mark.scale._replace(is_constant=constant)
+    )
+
+
+def made_at(mark: Mark | None) -> str:
+    """The last line of the user's on the way to the value; ours may have come after.
+
+    Args:
+      mark: Of the value.
+
+    Returns:
+      Like "train.py:12 (loss_fn)"; "" where there is none.
+    """
+    while mark is not None:
+        if line := line_of(mark.site):
+            return line
+        mark = mark.before
+    return ""
+
+
+class Context(NamedTuple):
+    """Where the walk is.
+
+    Attributes:
+      towers: The tower axes.
+      num_towers: ``T``; 0 where the mesh is not known.
+      found: What has been found so far; grows.
+      outer: The equation around the jaxpr.
+      trips: Product of the lengths of the scans around it; None under a while.
+      control: The innermost equation around it whose predicate differs.
+    """
+
+    towers: frozenset[str]
+    num_towers: int
+    found: list[Collective | Hang | Repeat]
+    outer: Site | None = None
+    trips: int | None = 1
+    control: Site | None = None
+
+    def enter(
+        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = FIXED
+    ) -> "Context":
+        """The context inside an equation.
+
+        Args:
+          eqn: The equation.
+          trips: How often its jaxpr runs; None if that is not known.
+          predicate: The mark of what decides whether it runs.
+
+        Returns:
+          The context.
+        """
+        site = (eqn, self.outer)
+        outer = self.trips
+        trips = None if trips is None or outer is None else trips * outer
+        control = site if predicate.axes else self.control
+        return self._replace(outer=site, trips=trips, control=control)
+
+    def is_derived(self, eqn: JaxprEqn) -> bool:
+        """Is an equation no line of the user's: of a derivative, or a step's own sum?
+
+        Args:
+          eqn: An equation in this context.
+
+        Returns:
+          Whether it is.
+        """
+        site: Site | None = (eqn, self.outer)
+        while site is not None:
+            scope = str(site[0].source_info.name_stack)
+            if "transpose(" in scope or SUMMED_BY_STEP in scope:
+                return True
+            site = site[1]
+        return False

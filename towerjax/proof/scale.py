@@ -1,0 +1,195 @@
+"""How many times over is a value counted? As powers of the number of towers, ``T``.
+
+The sum over towers of a value that is the same on all is ``T`` times the value. That
+is right where a division by ``T`` follows, or one by another such sum, as in a mean;
+elsewhere it is a mistake that no shape shows. So every value carries the least and the
+greatest power of ``T`` that it may hold. Whatever could be meant is taken to be meant:
+a constant that ``T`` divides may stand for ``T``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from towerjax.proof.origin import Site
+
+SUMMED_BY_STEP = "towerjax.sums"
+"""Scope of the sums that a step makes itself, of losses, gradients and metrics."""
+
+COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
+"""Name of a value of which a step takes the sum over towers, without a division."""
+
+_PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
+# T times the value gives the same result.
+_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
+_MOST = 8.0  # so that a loop comes to an end
+
+
+class Scale(NamedTuple):
+    """Which powers of ``T`` a value may hold.
+
+    Attributes:
+      low: The least; above 0 it has been counted once for each tower, for certain.
+      high: The greatest.
+      sums: How many sums over towers of what differs are multiplied in it. Each is a
+        total as it is, and a mean after a division by ``T`` or by another total.
+      is_constant: Is it made of constants alone?
+      site: The sum that counted it ``T`` times; None where ``low`` is not above 0,
+        or where it is none of the user's.
+    """
+
+    low: float = 0.0
+    high: float = 0.0
+    sums: float = 0.0
+    is_constant: bool = False
+    site: Site | None = None
+
+    def times(self, other: "Scale") -> "Scale":
+        """The scale of a product.
+
+        Args:
+          other: Of the other factor.
+
+        Returns:
+          It; divisions in one factor make means of totals in the other.
+        """
+        sums = self.sums + other.sums
+        means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
+        low, high, sums = (
+            min(_MOST, max(-_MOST, x))
+            for x in (
+                self.low + other.low + means,
+                self.high + other.high,
+                sums - means,
+            )
+        )
+        site = (self.site or other.site) if low > 0 else None
+        return self._replace(low=low, high=max(low, high), sums=sums, site=site)
+
+    def inverse(self) -> "Scale":
+        """The scale of one over the value.
+
+        Returns:
+          It.
+        """
+        low = -self.high - self.sums
+        return self._replace(low=low, high=-self.low, sums=0.0, site=None)
+
+    def once(self) -> "Scale":
+        """The scale of a value that is counted once.
+
+        Returns:
+          It.
+        """
+        return Scale(is_constant=self.is_constant)
+
+
+CONSTANT = Scale(is_constant=True)
+
+
+def either(first: Scale, second: Scale) -> Scale:
+    """The scale of a sum of two, or of one of them; constants have none of their own.
+
+    Args:
+      first: One.
+      second: The other.
+
+    Returns:
+      The greater powers of the two.
+    """
+    if first.is_constant != second.is_constant:
+        return second if first.is_constant else first
+    site = first.site or second.site
+    ends = (max(pair) for pair in zip(first[:3], second[:3], strict=True))
+    return Scale(*ends, is_constant=first.is_constant, site=site)
+
+
+def of_equation(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
+    """The scale of what an equation makes that is no collective.
+
+    Args:
+      eqn: The equation.
+      scales: Of its operands.
+      num_towers: ``T``.
+
+    Returns:
+      The scale of its results.
+    """
+    name = eqn.primitive.name
+    result = scales[0] if len(scales) == 1 else _numbers(eqn, scales)
+    if name in _PRODUCTS:
+        result = _product(eqn, scales, num_towers)
+    elif name == "integer_pow":
+        result = _power(scales[0], eqn.params["y"])
+    elif name in _POWERS:
+        result = _power(scales[0], _POWERS[name])
+    elif name in _FREE or all(_is_bool(v) for v in eqn.outvars):
+        result = result.once()
+    constant = all(scale.is_constant for scale in scales)
+    return result._replace(is_constant=constant)
+
+
+def _numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
+    """Either of the operands, but for indices and predicates beside numbers."""
+    real = [_is_real(v) for v in eqn.invars]
+    result = CONSTANT
+    for scale, is_real in zip(scales, real, strict=True):
+        if is_real or not any(map(_is_real, eqn.outvars)):
+            result = either(result, scale)
+    return result
+
+
+def _product(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
+    first, second = (
+        _of_constant(v, scale, num_towers)
+        for v, scale in zip(eqn.invars, scales, strict=True)
+    )
+    return first.times(second.inverse() if eqn.primitive.name == "div" else second)
+
+
+def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
+    """A constant that ``T`` divides may stand for ``T``, and any for its inverse."""
+    if not scale.is_constant or num_towers < 2:
+        return scale
+    if not isinstance(var, Literal):
+        return scale._replace(low=min(scale.low, -1.0), high=max(scale.high, 1.0))
+    value = np.asarray(var.val)
+    if value.size != 1 or not np.isreal(value) or not float(value.item()):
+        return scale
+    value = abs(float(value.item()))
+    if _stands_for(value, num_towers):
+        return scale._replace(high=1.0)
+    if _stands_for(1 / value, num_towers):
+        return scale._replace(low=-1.0)
+    return scale
+
+
+def _stands_for(value: float, num_towers: int) -> bool:
+    if not math.isfinite(value):
+        return False
+    multiple = round(value / num_towers)
+    # T - 1 divides the sum of squares in an unbiased variance.
+    wanted = [num_towers * multiple] if multiple else []
+    wanted += [num_towers - 1, math.sqrt(num_towers)]
+    return any(w > 1 and math.isclose(value, w, rel_tol=1e-6) for w in wanted)
+
+
+def _power(scale: Scale, exponent: float) -> Scale:
+    if exponent < 0:
+        return _power(scale.inverse(), -exponent)
+    low, high, sums = (x * exponent for x in scale[:3])
+    return scale._replace(low=low, high=high, sums=sums).times(Scale())
+
+
+def _is_bool(var: Any) -> bool:
+    return getattr(var.aval, "dtype", None) == jnp.bool_
+
+
+def _is_real(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
