@@ -26,17 +26,9 @@ def differing(case, *, devices=(1, 8), towers=8, steps=3, ops=None):
     return {number: names for number, names in found.differing.items() if names}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        # Each of them differed while one device got the program in another form.
-        CASES["attention"],
-        Case("", "batch norm", "MultiSteps", options=MICRO),
-    ],
-    ids=lambda case: case.model,
-)
-def test_a_run_has_the_same_bits_on_one_device_and_on_many(case):
-    assert differing(case) == {}
+def test_a_run_has_the_same_bits_on_one_device_and_on_many():
+    # Both divide by what they use once, which XLA rewrites on one device alone.
+    assert differing(Case("", "batch norm", "MultiSteps", options=MICRO)) == {}
 
 
 def test_the_plain_all_reduce_does_not():
@@ -68,8 +60,11 @@ def test_50_steps_have_the_same_bits_on_every_number_of_devices(towers, devices,
     assert differing(case, towers=towers, devices=devices, steps=50) == {}
 
 
+ONCE = ["attention", "matrix 512", "muon", "mechanize", "model_fn, conv"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["matrix 512", "muon", "mechanize", "model_fn, conv"])
+@pytest.mark.parametrize("name", ONCE)
 def test_what_once_differed_has_the_same_bits(name):
     assert differing(CASES[name], devices=(1, 2)) == {}
 
