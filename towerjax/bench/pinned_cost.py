@@ -4,7 +4,7 @@ Three ways to train the same model from the same batch, in turns: ``PinnedTree``
 ``AllReduce`` with ``local="scan"``, which differ in how sums travel alone, and
 ``AllReduce`` with ``local="vmap"``, the default.
 
-Run: ``python -m towerjax.bench.pinned_cost [--small]``
+Run: ``python -m towerjax.bench.pinned_cost [--rounds 7]``
 """
 
 import argparse
@@ -83,13 +83,12 @@ def measure(
       A `Row`.
     """
     devices = tuple(f"{jax.default_backend()}:{i}" for i in range(num_devices))
-    ways = (("scan", PinnedTree()), ("scan", AllReduce()), ("vmap", AllReduce()))
-    contenders = [
-        with_towerjax(
-            model, Mirrored(devices, towers=towers, local=local, cross_tower_ops=ops)
-        )
-        for local, ops in ways
-    ]
+    pinned = Mirrored(
+        devices, towers=towers, local="scan", cross_tower_ops=PinnedTree()
+    )
+    in_turn = dataclasses.replace(pinned, cross_tower_ops=AllReduce())
+    ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
+    contenders = [with_towerjax(model, strategy) for strategy in ways]
     sent = [bytes_sent(one.program, num_devices) for one in contenders[:2]]
     seconds = timed_in_turns(contenders, rounds=rounds, steps=steps)[:, :, 0]
 
@@ -104,12 +103,13 @@ def measure(
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="few rounds, for CI")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--towers", type=int, default=8)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    rounds, steps = (3, 3) if options.small else (21, 20)
+    rounds, steps = options.rounds, options.steps
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {options.towers} towers,")
     print(f"{rounds} rounds of {steps} steps; milliseconds, and median (quartiles)\n")
     print(f"{'model':>10} {'D':>2} {'pinned':>8} {'scan':>8} {'vmap':>8}", end=" ")

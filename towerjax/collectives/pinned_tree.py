@@ -59,9 +59,9 @@ def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     if not size:
         return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
-        # XLA fuses across a collective on no device, and these additions into the
-        # update on one, where it then rounds otherwise. A barrier does not keep it from
-        # that; a branch does. Both are the same, so the predicate does not matter.
+        # A collective keeps XLA from fusing these additions into the update, which
+        # would then round otherwise. Where there is none, a barrier does not, and a
+        # branch does. Both are the same, so the predicate does not matter.
         return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = add_pairwise(rows)[None]
