@@ -89,7 +89,7 @@ def test_the_command_on_16_devices_and_its_control():
 
 def test_bytes_sent_are_those_of_a_ring():
     text = """
-    %a = (f32[3,4]{1,0}, f32[3,4]{1,0}) all-to-all(%x, %y), channel_id=1
+    %a = (f32[3,4]{1,0}, /*index=1*/f32[3,4]{1,0}) all-to-all(%x, %y), channel_id=1
     %b = f32[24]{0} all-gather(f32[12]{0} %a), channel_id=2
     %c = s32[10]{0} all-reduce(%b), to_apply=%add
     """

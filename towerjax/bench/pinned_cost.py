@@ -19,9 +19,7 @@ from towerjax.bench.overhead import MODELS, Model, timed_in_turns, with_towerjax
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.strategies import Mirrored
 
-_COLLECTIVE = re.compile(
-    r"= \(?([^=]*?)\)? (all-reduce|all-gather|all-to-all)(?:-start)?\("
-)
+_COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all)(?:-start)?\(")
 
 
 def bytes_sent(program: str, num_devices: int) -> int:
