@@ -64,7 +64,7 @@ LAYERS = """
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
-    bench bench.overhead bench.checks
+    bench bench.overhead bench.checks bench.catalogue bench.same_bits bench.pinned_cost
     cli __main__
 """.split()
 
