@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import towerjax as tj
 from towerjax.reduce import add_pairwise
