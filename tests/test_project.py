@@ -17,13 +17,14 @@ import towerjax as tj
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
 PUBLIC = """AllReduce Best BestEvaluation ClassificationOutput CrossTowerOps
-DistributedDataset EarlyStopping Exported Hierarchical History IndexedRows
+DistributedDataset EarlyStopping ExampleCount ExampleReport ExamplesError Exported
+Hierarchical History IndexedRows
 InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
 MultiStepContext NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree
 PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
 ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
-build_predict_step build_train_step choose_cross_tower_ops cluster
+build_predict_step build_train_step check_examples choose_cross_tower_ops cluster
 compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
 read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
 testing train_and_evaluate update_with_rows""".split()
@@ -36,6 +37,7 @@ LAYERS = """
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce
+    example_cells example_count
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower

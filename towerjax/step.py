@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.compiled_step import CompiledStep, StepOptions
+from towerjax.example_cells import ExampleIds
 from towerjax.gradient import TowerLoss
 from towerjax.pipeline import Guard, OnNonfinite, Pipeline, one_step_recipe
 from towerjax.program import Proof, prove
@@ -31,7 +32,8 @@ class TrainStep(CompiledStep):
         options: StepOptions,
     ) -> None:
         recipe = one_step_recipe(pipeline, donate=options.donate)
-        super().__init__(recipe, pipeline.strategy, options)
+        counts = pipeline.loss.example_ids is not None
+        super().__init__(recipe, pipeline.strategy, options, counts_examples=counts)
         self.pipeline, self.optimizer = pipeline, pipeline.optimizer
 
     def init(
@@ -52,7 +54,14 @@ class TrainStep(CompiledStep):
             reduction, or a device is not on this machine.
         """
         placement = self.strategy.placement
-        return init_state(params, self.optimizer, placement, local=local, rng=rng)
+        return init_state(
+            params,
+            self.optimizer,
+            placement,
+            local=local,
+            rng=rng,
+            counts=self.counts_examples,
+        )
 
     def check(self, params: PyTree, batch: PyTree, *, local: PyTree = None) -> Proof:
         """The proof that the step's towers stay the same, without any device.
@@ -82,7 +91,13 @@ class TrainStep(CompiledStep):
           'psum'
         """
         placement = self.strategy.placement
-        state = abstract_state(params, self.optimizer, placement.num_towers, local)
+        state = abstract_state(
+            params,
+            self.optimizer,
+            placement.num_towers,
+            local,
+            counts=self.counts_examples,
+        )
         count = jax.ShapeDtypeStruct((placement.num_towers,), jnp.int32)
         shares = placement.num_towers * self.options.micro_batches
         shapes = fit_shapes(batch, shares, self.options.remainder)
@@ -102,6 +117,7 @@ def build_train_step(
     guard: Guard = "loss",
     donate: bool = True,
     max_programs: int = 1,
+    example_ids: ExampleIds | None = None,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -128,6 +144,9 @@ def build_train_step(
         reads each gradient once more.
       donate: May the next state take over the state's buffers?
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
+      example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
+        weights)``: counts each example in ``state.seen``, for `check_examples`; see
+        ``docs/each_example_once.md``.
 
     Returns:
       A `TrainStep`.
@@ -156,6 +175,11 @@ def build_train_step(
         donate=donate,
         max_programs=max_programs,
     )
-    loss = TowerLoss(loss_fn, loss_reduction, micro_batches)
+    if example_ids is not None and not callable(example_ids):
+        raise ValueError(
+            f"example_ids={example_ids!r} must be a function of a batch, such as"
+            ' lambda batch: batch["id"].'
+        )
+    loss = TowerLoss(loss_fn, loss_reduction, micro_batches, example_ids)
     pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard)
     return TrainStep(pipeline, options)
