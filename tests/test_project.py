@@ -45,7 +45,8 @@ LAYERS = """
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
     metrics.classes metrics.thresholds metrics.host metrics
     outputs gradient
-    input input.sparse_rows input.feed input.sources input.placer input.distribute
+    input input.sparse_rows input.cut input.feed input.sources input.placer
+    input.ledger input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
     collectives.choose collectives metrics.over_towers
@@ -61,7 +62,8 @@ LAYERS = """
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.stopping loop.history
-    loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
+    loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
+    loop.run
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command

@@ -19,10 +19,12 @@ from typing import Any, TypeAlias
 import jax
 
 from towerjax.input import feed
+from towerjax.input.ledger import Ledger
 from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches, evaluate_all
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.keep import KeptState, is_whole
 from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.records import Record, Writer, Writers, check_writers, opened
@@ -52,6 +54,7 @@ def run(
     steps_per_call: int = 1,
     prefetch: int = 2,
     in_flight: int = 2,
+    keep_every: int | None = None,
     progress: bool | None = None,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
@@ -82,6 +85,9 @@ def run(
         steps are shorter than a call; a shorter last call needs no other program.
       prefetch: How many placed batches may wait; 0 places them in line.
       in_flight: How many calls may run without being waited for.
+      keep_every: Copy the state on the devices every so many steps, so that it can be
+        made anew where a step fails that has taken it over; see
+        ``docs/all_or_nothing.md``.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True is always a bar, False is silence.
       hooks: Each called as ``hook(step number, metrics)`` with host values, for every
@@ -99,8 +105,9 @@ def run(
         finite. That step changed nothing; steps then in flight are done.
 
     Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
-    what there is as ``error.state``, to go on with, and ``error.history``. Writers
-    have every step of that history, and are closed.
+    what there is: ``run(step, error.state, error.batches, ...)`` goes on as if nothing
+    had been, and ``error.history`` is what the run saw. Writers have every step of that
+    history, and are closed. See ``docs/all_or_nothing.md``.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
@@ -113,7 +120,9 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    options = LoopOptions(steps, eval_every, steps_per_call, prefetch, in_flight)
+    options = LoopOptions(
+        steps, eval_every, steps_per_call, prefetch, in_flight, keep_every
+    )
     evaluation = Evaluation(evaluate, eval_batches, eval_every, early_stopping, best)
     writers = check_writers(writers)
     placement = step.strategy.placement
@@ -126,16 +135,17 @@ def run(
     start = int(state.step)
     _require_same_length(placement, batches, options, evaluation, start)
     display = choose_display(progress)
-    with contextlib.closing(Progress(display, start, steps)) as shown:
-        to = opened(writers, start, placement)
-        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), to)
-        try:
-            with loop.guard.installed():
-                loop.run(batches)
-        except BaseException as error:
-            loop.hand_over(error)
-            raise
-    return loop.state, loop.history()
+    ledger = Ledger(batches, copies=steps_per_call > 1)
+    shown = Progress(display, start, steps)
+    loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), ledger)
+    try:
+        with contextlib.closing(shown), loop.guard.installed():
+            loop.writers = opened(writers, start, placement)
+            loop.run()
+        return loop.state, loop.history()
+    except BaseException as error:
+        loop.hand_over(error)
+        raise
 
 
 def _require_same_length(
@@ -178,11 +188,13 @@ class _Loop:
         evaluation: Evaluation,
         progress: Progress,
         hooks: tuple[Hook, ...],
-        writers: Writers,
+        ledger: Ledger,
     ) -> None:
         self.state, self.guard = state, InterruptGuard()
+        self.writers = Writers((), int(state.step))
         self._step, self._options, self._evaluation = step, options, evaluation
-        self._progress, self._hooks, self._writers = progress, hooks, writers
+        self._progress, self._hooks, self._ledger = progress, hooks, ledger
+        self._kept = KeptState(step, options.keep_every, ledger)
         self._watch = Watch(
             evaluation.early_stopping, evaluation.best, step.strategy.placement
         )
@@ -193,13 +205,9 @@ class _Loop:
         self._compile_s = self._evaluate_s = 0.0
         self._start_s = time.perf_counter()
 
-    def run(self, batches: Iterable[PyTree]) -> None:
+    def run(self) -> None:
         """All steps, and the evaluations between and after them."""
-        depth = 0 if getattr(batches, "prefetches", False) else self._options.prefetch
-        with (
-            feed.closing_iterator(batches) as iterator,
-            contextlib.closing(self._placed(iterator, depth)) as placed_batches,
-        ):
+        with contextlib.closing(self._placed()) as placed_batches:
             while self._watch.stopped is None:
                 if (placed := self._next(placed_batches)) is None:
                     break
@@ -210,23 +218,24 @@ class _Loop:
                     self._evaluate()
         self._fetch(0)
         self._check_enough()
+        self._ledger.settle()
         evaluations = self._log.evaluations
         if not evaluations or evaluations[-1][0] != self._log.number:
             self._evaluate()
-        self._writers.close()
-        self._writers.check()
+        self.writers.close()
+        self.writers.check()
         with self.guard:
             self.state = self._watch.to_return(self.state)
 
-    def _placed(
-        self, batches: Iterable[PyTree], depth: int
-    ) -> Generator[PlacedBatch, None, None]:
-        size = self._options.steps_per_call
-        batches = itertools.islice(batches, self._options.steps)
+    def _placed(self) -> Generator[PlacedBatch, None, None]:
+        size, ledger = self._options.steps_per_call, self._ledger
+        depth = 0 if ledger.prefetches else self._options.prefetch
+        batches = itertools.islice(ledger, self._options.steps)
         if size == 1:
-            return feed.prefetch(batches, self._step.place_batch, depth=depth)
+            place = ledger.placing(self._step.place_batch)
+            return feed.prefetch(batches, place, depth=depth)
         return feed.prefetch(
-            feed.in_groups(batches, size),
+            feed.in_groups(batches, size, copies=False),
             lambda group: self._step.place_batches(group, size),
             depth=depth,
         )
@@ -246,17 +255,21 @@ class _Loop:
             self._step.program(self.state, placed)
             self._compile_s += time.perf_counter() - start_s
             self._compiled.add(placed.signature)
+        self._kept.see(self.state, self._dispatched)
+        number = len(placed.num_examples)
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(_Call(metrics, guarded, placed.num_examples))
-            self._dispatched += len(placed.num_examples)
+            self._dispatched += number
+            taken = self._ledger.use(number if self._options.steps_per_call > 1 else 1)
+            self._kept.add(placed, taken)
 
     def _fetch(self, allowed: int) -> None:
         """Wait for the oldest calls until so many are in flight; look at each step."""
         while len(self._in_flight) > allowed:
             number = self._log.number
             rows, refused = self._record_oldest()
-            self._writers.check()
+            self.writers.check()
             for row, was_refused in zip(rows, refused, strict=True):
                 number += 1
                 if was_refused and self._step.options.on_nonfinite == "raise":
@@ -278,7 +291,7 @@ class _Loop:
             self._in_flight.popleft()
             for step in zip(rows, refused, call.num_examples, strict=True):
                 self._log.add(*step)
-            self._writers.write(records)
+            self.writers.write(records)
         return rows, refused
 
     def _evaluate(self) -> None:
@@ -297,8 +310,8 @@ class _Loop:
         number = self._log.number
         with self.guard:
             self._log.evaluations.append((number, values))
-            self._writers.write([Record("eval", number, time.time(), values)])
-        self._writers.check()
+            self.writers.write([Record("eval", number, time.time(), values)])
+        self.writers.check()
         self._watch.see(number, values, self.state)
         self._evaluate_s += time.perf_counter() - start_s
         watch = self._watch
@@ -340,20 +353,19 @@ class _Loop:
 
     def hand_over(self, error: Any) -> None:
         """Give what there is to an exception: the caller's state was donated."""
-        with contextlib.suppress(Exception):
-            while self._in_flight:
-                self._record_oldest()
-        self._writers.close()
-        self._writers.explain(error)
-        error.state = self.state if _is_usable(self.state) else None
-        error.history = self.history()
+        self._record_all()
+        error.state = self.state if is_whole(self.state) else self._rebuilt()
+        self.writers.close()
+        self.writers.explain(error)
+        error.history, error.batches = self.history(), self._ledger.rest()
         if error.state is None:
             note = (
-                "The state is lost: the devices failed in it. Go on from a checkpoint"
+                "The state is lost: the devices failed in it. Go on from a checkpoint;"
+                " keep_every=... keeps a copy for this"
             )
         else:
             note = f"error.state is the state after step {self._dispatched}; go on"
-            note += " from it"
+            note += " from it, with error.batches"
         if self._step.strategy.placement.num_processes > 1:
             note += (
                 ". Each process stops where it is: their states may be of different"
@@ -361,10 +373,23 @@ class _Loop:
             )
         error.add_note(f"{note}. error.history is what the run saw.")
 
+    def _record_all(self) -> None:
+        with contextlib.suppress(Exception):
+            while self._in_flight:
+                self._record_oldest()
 
-def _is_usable(state: TrainState) -> bool:
-    try:
-        jax.block_until_ready(state)
-    except (RuntimeError, ValueError):  # a failed computation, or a donated array
-        return False
-    return not any(x.is_deleted() for x in jax.tree.leaves(state))
+    def _rebuilt(self) -> TrainState | None:
+        """The state before the step that failed, where a copy was kept."""
+        self._in_flight.clear()
+        rebuilt = self._kept.rebuild()
+        if rebuilt is None:
+            return None
+        state, done = rebuilt
+        number = self._dispatched = int(state.step)
+        for placed, results in reversed(done):
+            if number <= self._log.number:
+                break
+            self._in_flight.appendleft(_Call(*results, placed.num_examples))
+            number -= len(placed.num_examples)
+        self._record_all()
+        return state
