@@ -1,10 +1,12 @@
 """A step is all or nothing: what breaks changes nothing, and one goes on to the bit."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 
@@ -401,3 +403,89 @@ def test_a_state_lost_on_the_devices_is_made_anew(
     state, losses = go_on(step, error)
     assert_same_bits(state, undisturbed[0])
     np.testing.assert_array_equal(losses, undisturbed[1])
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_takes_the_state_unless_a_copy_is_kept():
+    """In a process whose memory is limited, by a program that needs far more."""
+    worker = pathlib.Path(__file__).parent / "workers" / "memory.py"
+    done = subprocess.run(
+        [sys.executable, str(worker)], capture_output=True, text=True, timeout=120
+    )
+    # 1 - 0.1 * 2 = 0.8, and 0.64: two steps; the third one's batch is there again.
+    assert done.stdout.splitlines() == [
+        "RESOURCE_EXHAUSTED: Out of memory None None",
+        "RESOURCE_EXHAUSTED: Out of memory 2 0.6400 [16, 4]",
+    ], done.stderr
+
+
+def test_a_state_that_is_not_donated_is_there_after_a_failure(step):
+    class NotDonating(Failing):
+        def dispatch(self, state, batch):
+            self._calls += 1
+            if self._calls == self._call:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            return self._step.dispatch(state, batch)
+
+    step = build(donate=False)
+    state = init(step)
+    with pytest.raises(RuntimeError) as caught:
+        tj.run(NotDonating(step, 3), state, shuffled(), progress=False)
+    assert int(caught.value.state.step) == caught.value.batches.position == 2
+    assert int(state.step) == 0 and not state.params["w"].is_deleted()
+
+
+def test_keep_every_is_a_number_of_steps(step):
+    with pytest.raises(ValueError, match="keep_every=0 must be a whole number >= 1"):
+        tj.run(step, init(step), shuffled(), keep_every=0)
+
+
+# A NaN on one tower
+
+
+def on_each_device(tree):
+    leaves = jax.tree.leaves(tree)
+    return [[shard.data for shard in x.addressable_shards] for x in leaves]
+
+
+@pytest.mark.parametrize("guard", ["loss", "gradients"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_nan_on_one_tower_is_one_verdict_for_all(guard, policy):
+    step = build(on_nonfinite=policy, guard=guard)
+    cut = all_batches()[:3]
+    bad = {**cut[1], "y": cut[1]["y"].copy()}
+    bad["y"][2 * 5 + 1] = np.nan  # the second row of tower 5
+    state, _ = step(init(step), cut[0])
+    before = bits(state)
+    state, metrics = step(state, bad)
+    assert np.isnan(metrics["loss"])
+    # Nothing has changed but the number of the step.
+    assert_same_bits(state, dataclasses.replace(before, step=np.int32(2)))
+    for shards in on_each_device((state.params, state.opt_state, state.seen)):
+        assert len(shards) == 8
+        assert all((np.asarray(x) == np.asarray(shards[0])).all() for x in shards)
+    if policy == "raise":
+        with pytest.raises(tj.NonFiniteError, match="of step 1 was"):
+            step.settle()
+    # Going on is to the bit what it is without the refused step.
+    other = step.place(dataclasses.replace(before, step=np.int32(2), rng=state.rng))
+    state, _ = step(state, cut[2])
+    other, _ = step(other, cut[2])
+    assert_same_bits(state, bits(other))
+    assert (bits(state).params["w"] != before.params["w"]).all()
+    seen = [batch["id"] for batch in (cut[0], cut[2])]
+    tj.check_examples(state, TOTAL(np.concatenate(seen)))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_run_goes_on_after_a_nan(steps_per_call):
+    step, cut = build(), all_batches()
+    cut[2] = {**cut[2], "y": np.full_like(cut[2]["y"], np.nan)}
+    options = {"steps_per_call": steps_per_call, "progress": False}
+    with pytest.raises(tj.NonFiniteError) as caught:
+        tj.run(step, init(step), iter(cut), **options)
+    state, _ = tj.run(step, caught.value.state, caught.value.batches, **options)
+    skipping = build(on_nonfinite="skip")
+    expected, history = tj.run(skipping, init(skipping), cut, progress=False)
+    assert history.skipped == (3,) and int(state.step) == STEPS
+    assert_same_bits(state, bits(expected))

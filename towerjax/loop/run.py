@@ -357,7 +357,8 @@ class _Loop:
         error.state = self.state if is_whole(self.state) else self._rebuilt()
         self.writers.close()
         self.writers.explain(error)
-        error.history, error.batches = self.history(), self._ledger.rest()
+        error.history = self.history()
+        error.batches = self._ledger.rest() if error.state else self._ledger.settle()
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in it. Go on from a checkpoint;"
