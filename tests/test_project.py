@@ -67,7 +67,7 @@ LAYERS = """
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
-    bench bench.overhead
+    bench bench.overhead bench.safety
     cli __main__
 """.split()
 
