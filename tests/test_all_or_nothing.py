@@ -405,6 +405,22 @@ def test_a_state_lost_on_the_devices_is_made_anew(
     np.testing.assert_array_equal(losses, undisturbed[1])
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_that_fails_again_is_not_done(step, undisturbed, later):
+    class Fails(Failing):
+        def dispatch(self, state, batch):
+            self._calls = self._call - 1 if int(state.step) == 5 else -1
+            return super().dispatch(state, batch)
+
+    failing = Fails(step, 1, later=later)
+    with pytest.raises(RuntimeError) as caught:
+        tj.run(failing, init(step), shuffled(), keep_every=4, progress=False)
+    assert int(caught.value.state.step) == caught.value.batches.position == 5
+    state, losses = go_on(step, caught.value)
+    assert_same_bits(state, undisturbed[0])
+    np.testing.assert_array_equal(losses, undisturbed[1])
+
+
 @pytest.mark.slow
 def test_memory_that_runs_out_takes_the_state_unless_a_copy_is_kept():
     """In a process whose memory is limited, by a program that needs far more."""

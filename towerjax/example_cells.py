@@ -203,8 +203,6 @@ def read_back(
             if alone is None:
                 continue
             times, key, words, index = alone
-            if index[table] != cell:
-                continue
             for other in range(TABLES):
                 cells[other, index[other]] -= words
             found[key] = found.get(key, 0) + times

@@ -1,6 +1,6 @@
 """What do a count of examples and a kept copy of the state cost a step?
 
-    JAX_NUM_CPU_DEVICES=2 python -m towerjax.bench.safety
+JAX_NUM_CPU_DEVICES=2 python -m towerjax.bench.safety
 """
 
 import time
@@ -85,9 +85,7 @@ def keep_seconds(devices: int) -> dict[str, float]:
         for name, (step, keep_every) in ways.items():
             cut = tj.batches(data, 64, epochs=200)
             state = step.init(_params(8, 256))
-            _, history = tj.run(
-                step, state, cut, keep_every=keep_every, progress=False
-            )
+            _, history = tj.run(step, state, cut, keep_every=keep_every, progress=False)
             best[name] = min(best[name], 1 / history.summary.steps_per_second)
     return best
 

@@ -91,7 +91,7 @@ class Batches(Iterator[PyTree]):
         Example:
           >>> from towerjax.input.feed import batches
           >>> next(batches(np.arange(6), 2, seed=0, epochs=None).at(1000)).tolist()
-          [3, 2]
+          [4, 3]
         """
         epochs = self._cut.epochs
         last = None if epochs is None else epochs * self._cut.batches_per_epoch
