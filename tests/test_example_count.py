@@ -30,7 +30,7 @@ def make_data(seed=0):
     return {
         "x": rng.normal(size=(N, 3)).astype(np.float32),
         "y": rng.normal(size=N).astype(np.float32),
-        "weight": rng.choice(np.float32([0.5, 1.0, 2.0]), N),
+        "weight": rng.choice(np.array([0.5, 1.0, 2.0], np.float32), N),
         "id": IDS,
     }
 
@@ -39,7 +39,7 @@ def build(strategy=None, **options):
     options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
     strategy = strategy or tj.Mirrored()
     step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
-    return step, step.init({"w": np.float32([0.5, -1.0, 2.0])})
+    return step, step.init({"w": np.array([0.5, -1.0, 2.0], np.float32)})
 
 
 def same_cells(count, expected):
@@ -52,7 +52,7 @@ def same_cells(count, expected):
 def random_keys(rng, size):
     wide = rng.integers(-(2**63), 2**63 - 1, size)
     ids = np.where(rng.random(size) < 0.5, rng.integers(-5, 30, size), wide)
-    return ids, rng.choice(np.float32([0.25, 1.0, 1e-30]), size)
+    return ids, rng.choice(np.array([0.25, 1.0, 1e-30], np.float32), size)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -146,7 +146,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+SLOW = ("3 towers on 1", "4 towers on 2", "packed")  # each compiles one more program
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRATEGIES],
+)
 def test_each_example_counts_once(name):
     micro_batches, per_call = (2, 1) if name in ("1 device", "scan") else (1, 3)
     step, state = build(STRATEGIES[name], micro_batches=micro_batches)
@@ -194,7 +200,7 @@ def test_rows_over_are_told_by_their_ids():
     assert caught.value.report.repeated == ()
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("steps_per_call", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_refused_step_has_not_seen_its_examples(steps_per_call):
     step, state = build(on_nonfinite="skip")
     data = make_data()
@@ -250,6 +256,7 @@ def test_a_count_needs_no_collective_of_its_own(ops):
     assert with_it == without == (1 if ops == tj.AllReduce() else 2)
 
 
+@pytest.mark.slow
 def test_pinned_bits_do_not_depend_on_devices():
     results = []
     for devices in (1, 2, 8):

@@ -21,7 +21,7 @@ def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
     return tj.Weighted.mean((hidden**2).sum(-1), tower.weight)
 
 
-def _params(layers: int, width: int) -> dict[str, np.ndarray]:
+def _params(layers: int, width: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     scale = width**-0.5
     return {
@@ -30,7 +30,7 @@ def _params(layers: int, width: int) -> dict[str, np.ndarray]:
     }
 
 
-def _batch(rows: int, width: int) -> dict[str, np.ndarray]:
+def _batch(rows: int, width: int) -> dict[str, Any]:
     x = np.random.default_rng(1).normal(size=(rows, width))
     return {"x": np.float32(x), "id": np.arange(rows)}
 

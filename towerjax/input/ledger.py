@@ -48,7 +48,7 @@ class Ledger(Iterator[PyTree]):
 
     def __init__(self, source: Iterable[PyTree], *, copies: bool) -> None:
         self._source, self._copies = source, copies
-        self._iterator = iter(source)
+        self._iterator: Any = iter(source)
         self._has_cursor = all(
             hasattr(self._iterator, name) for name in ("get_state", "set_state")
         )

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -11,6 +11,9 @@ from towerjax.input.placer import PlacedBatch
 from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import copied
 from towerjax.state import TrainState
+
+Redone: TypeAlias = tuple[PlacedBatch, dict[str, jax.Array], jax.Array]
+"""``(batch, metrics, guarded)`` of a call that was made again."""
 
 
 def is_whole(state: TrainState) -> bool:
@@ -72,7 +75,7 @@ class KeptState:
         if self._state is not None:
             self._calls.append((placed, used))
 
-    def rebuild(self) -> tuple[TrainState, list[tuple[PlacedBatch, Any]]] | None:
+    def rebuild(self) -> tuple[TrainState, list[Redone]] | None:
         """The state after as many calls since the copy as succeed.
 
         Returns:
@@ -82,18 +85,19 @@ class KeptState:
         state, self._state = self._state, None
         if state is None:
             return None
-        done: list[tuple[PlacedBatch, Any]] = []
+        done: list[Redone] = []
         cursor = self._cursor
         with contextlib.suppress(RuntimeError, ValueError):
             while self._calls:
                 before = copied(state, "devices", self._step.strategy.placement)
-                after, *results = self._step.dispatch(state, self._calls[0][0])
+                placed, used = self._calls[0]
+                after, metrics, guarded = self._step.dispatch(state, placed)
                 state = before
                 jax.block_until_ready(after)
                 state = after
-                placed, used = self._calls.popleft()
+                self._calls.popleft()
                 cursor = used[-1].cursor
-                done.append((placed, results))
+                done.append((placed, metrics, guarded))
         if not is_whole(state):
             state = before
         left = [taken for _, used in self._calls for taken in used]

@@ -387,10 +387,11 @@ class _Loop:
             return None
         state, done = rebuilt
         number = self._dispatched = int(state.step)
-        for placed, results in reversed(done):
+        for placed, metrics, guarded in reversed(done):
             if number <= self._log.number:
                 break
-            self._in_flight.appendleft(_Call(*results, placed.num_examples))
+            call = _Call(metrics, guarded, placed.num_examples)
+            self._in_flight.appendleft(call)
             number -= len(placed.num_examples)
         self._record_all()
         return state
