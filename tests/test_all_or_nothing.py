@@ -253,6 +253,21 @@ def test_a_broken_writer_or_evaluation_loses_nothing(step, undisturbed):
         np.testing.assert_array_equal(losses, undisturbed[1])
 
 
+def test_batches_are_set_back_where_a_run_stops_early(step):
+    source = shuffled()
+    state, history = tj.run(
+        step,
+        init(step),
+        source,
+        evaluate=tj.build_eval_step(evaluation, tj.Mirrored()),
+        eval_batches=[make_data()],
+        eval_every=2,
+        early_stopping=tj.EarlyStopping("w", patience=1, min_delta=1e9),
+        progress=False,
+    )
+    assert history.stopped and source.position == int(state.step) == 4
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_batch_that_cannot_be_placed_comes_first_again(
     step, undisturbed, steps_per_call, monkeypatch
@@ -405,17 +420,29 @@ def test_a_state_lost_on_the_devices_is_made_anew(
     np.testing.assert_array_equal(losses, undisturbed[1])
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_step_that_fails_again_is_not_done(step, undisturbed, later):
+@pytest.mark.parametrize("ways", [[False], [True, True], [True, False]], ids=str)
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_step_that_fails_again_is_not_done(step, undisturbed, ways, steps_per_call):
+    at = 5 if steps_per_call == 1 else 3
+    ways = list(ways)  # how it fails each time: later, or at once
+
     class Fails(Failing):
         def dispatch(self, state, batch):
-            self._calls = self._call - 1 if int(state.step) == 5 else -1
+            self._calls = -1
+            if int(state.step) == at:
+                self._calls, self._later = self._call - 1, ways.pop(0)
             return super().dispatch(state, batch)
 
-    failing = Fails(step, 1, later=later)
     with pytest.raises((RuntimeError, ValueError)) as caught:
-        tj.run(failing, init(step), shuffled(), keep_every=4, progress=False)
-    assert int(caught.value.state.step) == caught.value.batches.position == 5
+        tj.run(
+            Fails(step, 1),
+            init(step),
+            one_by_one(),
+            keep_every=4,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+    assert int(caught.value.state.step) == at and not ways
     state, losses = go_on(step, caught.value)
     assert_same_bits(state, undisturbed[0])
     np.testing.assert_array_equal(losses, undisturbed[1])
