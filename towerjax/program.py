@@ -301,8 +301,8 @@ class Runner:
         """
         program = self.programs.get(batch.signature)
         if program is not None:
-            self._refuse_unread_weight(batch, program.proof)
-            if batch.padded:
+            if batch.padded and batch.signature not in self._masked:
+                self._refuse_unread_weight(batch, program.proof)
                 self._masked.add(batch.signature)
             return program
         self._refuse_endless_kinds(batch)

@@ -32,7 +32,8 @@ def data():
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(ROWS, 6)).astype(np.float32)
     y = np.tanh(x @ numbers.normal(size=(6, 3))).astype(np.float32)
-    return {"x": x, "y": y, "weight": numbers.uniform(0.05, 1, ROWS).astype(np.float32)}
+    weight = numbers.uniform(0.05, 1, ROWS).astype(np.float32)
+    return {"x": x, "y": y, "weight": weight, "id": np.arange(ROWS)}
 
 
 def loss_of(dropout, dtype):
@@ -89,6 +90,7 @@ def train(options):
         strategy,
         remainder="pad",
         micro_batches=parts,
+        example_ids=lambda batch: (batch["id"], batch["weight"]),
     )
     numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
     params = {"w": numbers.normal(size=(6, 8)), "v": numbers.normal(size=(8, 3))}
@@ -109,6 +111,9 @@ def train(options):
         "between_graph": strategy.between_graph,
         "steps": int(state.step),
         "examples": history.summary.examples,
+        "counted": str(
+            tj.check_examples(state, data()["id"], weights=data()["weight"], epochs=3)
+        ),
         "loss": history.metrics["loss"].tolist(),
         "mae": history.metrics["mae"].tolist(),
         "params": np.asarray(state.params["w"]).ravel().tolist(),
