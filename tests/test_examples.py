@@ -256,7 +256,29 @@ def check_second(notebook):
     assert "(MirroredVar(value=Array(10., dtype=float32)" in text
 
 
-CHECKS = dict(zip(NOTEBOOKS, (check_first, check_second), strict=True))
+def check_third(notebook):
+    """The devices change nothing, the reducer does, and so do the towers."""
+    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    assert sum("image/png" in o.data for o in outputs if "data" in o) == 1
+    text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
+    rows = re.findall(r"^(\w+)\(\) +([0-9a-f]{8}.*)$", text, re.M)
+    digests = {name: found.split() for name, found in rows}
+    pinned = digests["PinnedTree"]
+    assert pinned == pinned[:1] * 4
+    for name in ("AllReduce", "ReduceToOneDevice"):
+        assert len(set(digests[name])) > 1 and digests[name][:2] != pinned[:2]
+    assert f"moved {pinned[0]}  stayed {pinned[0]}\n" in text
+    towers = re.findall(r"^T = (\d) on D = \(.*\): (.*)$", text, re.M)
+    assert [int(number) for number, _ in towers] == [8, 4, 6]
+    found = [set(digests.split()) for _, digests in towers]
+    assert [len(one) for one in found] == [1, 1, 1] and len(set.union(*found)) == 3
+    assert found[0] == {pinned[0]}
+    sizes = re.findall(r"all-to-all of 2 x f32\[(.*)\]", text)
+    assert sizes == ["1,1,545", "3,1,545"]  # k = 2 is added before, k = 3 is not
+
+
+CHECKS = dict(zip(NOTEBOOKS, (check_first, check_second, check_third), strict=True))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""PinnedTree: the same bits on any number of devices."""
+"""The order in which PinnedTree adds, and a run of a Flax model."""
 
 import flax.linen as nn
 import jax
@@ -45,12 +45,11 @@ def batches(steps):
         }
 
 
-def train(ops, towers, devices, *, steps, optimizer, **options):
+def train(devices, *, steps):
     names = tuple(f"cpu:{i}" for i in range(devices))
-    strategy = tj.Mirrored(
-        devices=names, towers=towers, local="scan", cross_tower_ops=ops
-    )
-    step = tj.build_train_step(loss_fn, optimizer, strategy, remainder="pad", **options)
+    pinned = tj.PinnedTree()
+    strategy = tj.Mirrored(names, towers=8, local="scan", cross_tower_ops=pinned)
+    step = tj.build_train_step(loss_fn, optax.adam(1e-2), strategy, remainder="pad")
     first = next(batches(1))
     params = Network().init(jax.random.key(1), first["x"], jax.random.key(2))["params"]
     state, metrics = step.init(params, rng=jax.random.key(3)), []
@@ -62,59 +61,11 @@ def train(ops, towers, devices, *, steps, optimizer, **options):
     return jax.device_get((state.params, state.opt_state, metrics))
 
 
-def differing_leaves(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return [i for i, (x, y) in enumerate(pairs) if x.tobytes() != y.tobytes()]
-
-
-ADAM = optax.adam(1e-2)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-
-
-@pytest.mark.parametrize(
-    "steps, devices",
-    [(5, (1, 8)), pytest.param(50, (1, 2, 4, 8), marks=pytest.mark.slow)],
-)
-def test_adam_steps_have_the_same_bits_on_any_devices(steps, devices):
-    runs = [
-        train(tj.PinnedTree(), 8, number, steps=steps, optimizer=ADAM)
-        for number in devices
-    ]
-    for other in runs[1:]:
-        assert differing_leaves(runs[0], other) == []
-
-
-@pytest.mark.parametrize("policy", ["ignore", "skip"])
 @pytest.mark.slow
-def test_the_bits_do_not_hang_on_the_branch_around_the_update(policy):
-    momentum = optax.sgd(0.1, momentum=0.9)
-    runs = [
-        train(
-            tj.PinnedTree(), 8, devices, steps=5, optimizer=momentum,
-            on_nonfinite=policy,
-        )
-        for devices in (1, 2)
-    ]  # fmt: skip
-    assert differing_leaves(*runs) == []
-
-
-@pytest.mark.slow
-def test_the_plain_all_reduce_does_not():
-    one = train(tj.AllReduce(), 8, 1, steps=10, optimizer=ADAM)
-    eight = train(tj.AllReduce(), 8, 8, steps=10, optimizer=ADAM)
-    assert len(differing_leaves(one, eight)) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("towers", [3, 6])
-def test_towers_that_are_no_power_of_two_too(towers):
-    devices = [d for d in range(1, towers + 1) if towers % d == 0]
-    runs = [
-        train(tj.PinnedTree(), towers, d, steps=10, optimizer=CLIPPED, micro_batches=2)
-        for d in devices
-    ]
-    for other in runs[1:]:
-        assert differing_leaves(runs[0], other) == []
+def test_adam_steps_have_the_same_bits_on_one_device_and_on_8():
+    # Needs a loop of one trip that XLA:CPU cannot drop; `test_same_bits` has many more.
+    one, eight = (jax.tree.leaves(train(devices, steps=5)) for devices in (1, 8))
+    assert [x.tobytes() for x in one] == [x.tobytes() for x in eight]
 
 
 @pytest.mark.slow

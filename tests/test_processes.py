@@ -99,6 +99,16 @@ def test_several_steps_a_program_and_micro_batches(one_process):
 
 
 @pytest.mark.slow
+def test_50_steps_of_sgd_in_bfloat16():
+    options = {"epochs": 10, "optimizer": "sgd", "dtype": "bfloat16"}
+    (alone,) = train(1, 1, **options)
+    assert alone["steps"] == 50 and alone["loss"][-1] < alone["loss"][0]
+    assert_same_bits(train(2, 4, **options), alone)
+    for plain in train(2, 4, ops="AllReduce", **options):
+        assert plain["bits"] != alone["bits"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["AllReduce", "PinnedTree"])
 def test_one_tower_is_the_same_run_up_to_rounding(ops):
     """1 tower; 8 towers on 1 device, on 8, and on 2 processes of 4 devices."""

@@ -17,13 +17,15 @@ import towerjax as tj
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
 PUBLIC = """AllReduce Best BestEvaluation ClassificationOutput Check CrossTowerOps
-DesyncError DistributedDataset EarlyStopping Exported Hierarchical History IndexedRows
+DesyncError DistributedDataset EarlyStopping ExampleCount ExampleReport ExamplesError
+Exported Hierarchical History IndexedRows
 InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
 MultiStepContext NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree
 PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
 ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
-build_predict_step build_train_step check_mirrored choose_cross_tower_ops cluster
+build_predict_step build_train_step check_examples check_mirrored
+choose_cross_tower_ops cluster
 compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
 read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
 testing train_and_evaluate update_with_rows""".split()
@@ -37,6 +39,7 @@ LAYERS = """
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster
     placement executors shard reduce desync nonfinite checking
+    example_cells example_count
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse
     merge tower
@@ -44,7 +47,8 @@ LAYERS = """
     metrics.foreign metrics.state metrics.rows metrics.means metrics.binary
     metrics.classes metrics.thresholds metrics.host metrics
     outputs gradient
-    input input.sparse_rows input.feed input.sources input.placer input.distribute
+    input input.sparse_rows input.cut input.feed input.sources input.placer
+    input.ledger input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
     collectives.choose collectives metrics.over_towers
@@ -60,11 +64,13 @@ LAYERS = """
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.faults loop.stopping loop.history
-    loop.evaluate loop.options loop.records loop.json_lines loop.tensorboard loop.run
+    loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
+    loop.running loop.run
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
-    bench bench.overhead bench.checks
+    bench bench.overhead bench.checks bench.safety bench.catalogue bench.same_bits
+    bench.pinned_cost
     cli __main__
 """.split()
 

@@ -417,7 +417,7 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"eval_every": 2}, "without anything to evaluate"),
         (
             {"evaluate": eval_step, "eval_batches": one_shot},
-            "eval_batches is a generator, which can be gone through only once",
+            "eval_batches is a Batches, which can be gone through only once",
         ),
         (
             {

@@ -34,6 +34,10 @@ from towerjax.estimator.spec import PredictOutput as PredictOutput
 from towerjax.estimator.spec import RegressionOutput as RegressionOutput
 from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement
+from towerjax.example_count import ExampleCount as ExampleCount
+from towerjax.example_count import ExampleReport as ExampleReport
+from towerjax.example_count import ExamplesError as ExamplesError
+from towerjax.example_count import check_examples as check_examples
 from towerjax.inference import build_eval_step as build_eval_step
 from towerjax.inference import build_predict_step as build_predict_step
 from towerjax.input.distribute import DistributedDataset as DistributedDataset

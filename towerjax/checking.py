@@ -196,7 +196,7 @@ def after(done: jax.Array, count: jax.Array) -> jax.Array:
 
 def _copies(carry: PyTree, clock: PyTree, check: Check) -> Copies:
     """What this device has, ``[1, L]``, by its own number: nothing is sent here."""
-    mirrored = {name: carry[name] for name in ("params", "opt_state")}
+    mirrored = {name: carry[name] for name in ("params", "opt_state", "seen")}
     mirrored["rng"] = clock["rng"]
     leaves = tuple(name for name, _ in readable_leaves("", mirrored))
     none = jnp.zeros(len(leaves), jnp.uint32)

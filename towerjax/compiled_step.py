@@ -84,8 +84,11 @@ class CompiledStep:
         recipe: Recipe,
         strategy: Strategy,
         options: StepOptions,
+        *,
+        counts_examples: bool = False,
     ) -> None:
         self.strategy, self.options = strategy, options
+        self.counts_examples = counts_examples
         self._runner = self._run(recipe)
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
@@ -111,7 +114,10 @@ class CompiledStep:
           ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
             variables have another number of towers.
         """
-        check_state(state, self.strategy.placement)
+        self._check(state)
+
+    def _check(self, state: Any) -> None:
+        check_state(state, self.strategy.placement, counts=self.counts_examples)
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from: the same, once it is checked.
@@ -142,7 +148,7 @@ class CompiledStep:
         """
         check_is_state(state)
         placed = place(state, self.strategy.placement, STATE_LAYOUT)
-        check_state(placed, self.strategy.placement)
+        self._check(placed)
         return placed
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
@@ -193,7 +199,7 @@ class CompiledStep:
         Returns:
           A ``Program``: ``.call.as_text()`` is the compiler's own text.
         """
-        check_state(state, self.strategy.placement)
+        self._check(state)
         batch = self.place_batch(batch)
         return self._runner_for(batch).program(split_state(state), batch)
 
@@ -222,12 +228,12 @@ class CompiledStep:
         """
         runner = self._runner_for(batch)
         if batch.signature not in runner.programs or not is_usable(state):
-            check_state(state, self.strategy.placement)
+            self._check(state)
         try:
             carry, now, metrics, finite, *found = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
-            check_state(state, self.strategy.placement)
+            self._check(state)
             raise
         guarded = metrics["loss"] if finite is None else finite
         guarded = Checked(guarded, found[0]) if found else guarded

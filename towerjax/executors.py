@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
+from jaxlib.mlir.passmanager import PassManager
 
 from towerjax.placement import (
     DEVICE_AXIS,
@@ -195,6 +196,30 @@ def jit_on_devices(
         out_shardings=placement.shardings(out_layouts),
         donate_argnums=(0,) if donate else (),
     )
+
+
+def lower_on_devices(traced: Any, placement: Placement) -> Any:
+    """The traced program lowered; of towers in turn, in the same form on any devices.
+
+    For several devices XLA inlines calls and merges equal operations before anything
+    else. For one device it first rewrites operations by how often their operands are
+    used (a division by what is used once becomes a product with the inverse), and then
+    bits depend on ``D``. So for one device that is done here.
+
+    Args:
+      traced: What `jit_on_devices` returned, traced.
+      placement: Which devices.
+
+    Returns:
+      The lowered program, to be compiled.
+    """
+    lowered = traced.lower()
+    if placement.local == "scan" and placement.num_devices == 1:
+        module = lowered.compiler_ir("stablehlo")
+        with module.context:
+            passes = PassManager.parse("builtin.module(inline,symbol-dce,cse)")
+            passes.run(module.operation)
+    return lowered
 
 
 def stack_on_devices(trees: Sequence[PyTree], placement: Placement) -> PyTree:

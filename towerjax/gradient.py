@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.example_cells import ExampleIds, count_rows
 from towerjax.outputs import (
     as_tower_output,
     check_local,
@@ -27,11 +28,13 @@ class TowerLoss:
       fn: The user's function.
       reduction: What a scalar loss means, or None.
       micro_batches: ``A``: a tower's rows are worked off in this many parts.
+      example_ids: Which examples the function's rows are; None counts none.
     """
 
     fn: LossFn
     reduction: Reduction | None
     micro_batches: int
+    example_ids: ExampleIds | None = None
 
     def gradient(
         self,
@@ -39,7 +42,7 @@ class TowerLoss:
         own: tuple[PyTree, jax.Array, PyTree],
         inputs: TowerInputs,
         tower_id: jax.Array,
-    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
+    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree, jax.Array | None]:
         """Gradient of one tower's loss *sum*, and what else it returned.
 
         Micro-batches add up here; nothing is sent and nothing is divided.
@@ -52,8 +55,9 @@ class TowerLoss:
           tower_id: ``()`` int32.
 
         Returns:
-          ``(grads, loss, metrics, local)``: gradients at least float32; the loss
-          and metric states as sums; the next local values.
+          ``(grads, loss, metrics, local, seen)``: gradients at least float32; the loss
+          and metric states as sums; the next local values; what the examples add to
+          an ``ExampleCount``, or None.
         """
         rows, num_valid, local = own
         size = num_rows(rows)
@@ -76,20 +80,20 @@ class TowerLoss:
                 first_row=index * part,
                 micro_batch=index,
             )
-            grads, loss, metrics, local = self._gradient_of_part(params, rows, tower)
-            return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)
+            grads, *kept, local, seen = self._gradient_of_part(params, rows, tower)
+            return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, widened(p.dtype)), params)
         indices = jnp.arange(self.micro_batches, dtype=jnp.int32)
-        (grads, local), (loss, metrics) = lax.scan(
+        (grads, local), (loss, metrics, seen) = lax.scan(
             body, (zeros, local), (indices, parts)
         )
-        loss = jax.tree.map(lambda x: x.sum(axis=0), loss)
-        return grads, loss, join_micro_batches(metrics), local
+        loss, seen = jax.tree.map(lambda x: x.sum(axis=0), (loss, seen))
+        return grads, loss, join_micro_batches(metrics), local, seen
 
     def _gradient_of_part(
         self, params: PyTree, rows: PyTree, tower: Tower
-    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree]:
+    ) -> tuple[PyTree, Weighted, dict[str, Any], PyTree, jax.Array | None]:
         def sum_of_losses(params: PyTree) -> tuple[jax.Array, TowerOutput]:
             with branches_explained():
                 out = self.fn(params, rows, tower)
@@ -100,4 +104,7 @@ class TowerLoss:
         grads = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
         metrics = check_metrics(out.metrics, loss_is_free=False)
         local = tower.local if out.local is None else out.local
-        return grads, out.loss, metrics, check_local(tower.local, local)
+        local, seen = check_local(tower.local, local), None
+        if self.example_ids is not None:
+            seen = count_rows(self.example_ids, rows, tower.weight)
+        return grads, out.loss, metrics, local, seen

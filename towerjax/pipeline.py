@@ -12,6 +12,8 @@ from jax import lax
 
 from towerjax.checking import Check, after, checked, gathered_rows
 from towerjax.collectives.base import sum_over_towers
+from towerjax.example_cells import as_addends, from_sums
+from towerjax.example_count import ExampleCount
 from towerjax.executors import over_local_towers
 from towerjax.gradient import TowerLoss
 from towerjax.metrics.over_towers import folded_over_towers
@@ -72,7 +74,7 @@ class Pipeline:
             towers = self._towers(carry, batch, num_valid, inputs)
             sums, (folded, mirrored, local, flagged) = towers
             sums = sum_over_towers(self.strategy.cross_tower_ops, sums, axes)
-            total, grads, states, due = sums.tree()
+            total, grads, states, added, due = sums.tree()
             states |= folded_over_towers(folded, axes)
             if self.loss.reduction is Reduction.SUM:
                 total = Weighted(total.sum, jnp.ones_like(total.sum))
@@ -84,7 +86,9 @@ class Pipeline:
             local = with_local_values(carry["local"], local)
             accepted = jnp.isfinite(loss) if finite is None else finite
             accepted = accepted & (total.weight != 0)  # no examples, nothing to learn
-            carry = self._update(carry, grads, total, local, accepted)
+            seen = _with_seen(carry["seen"], added, axes.num_towers)
+            others = {"local": local, "seen": seen}
+            carry = self._update(carry, grads, total, others, accepted)
             metrics = {"loss": loss, **metric_values(states)}
             metrics |= jax.tree.map(lambda x: x[0], mirrored)
             asked = () if due is None else ((flagged, due > 0),)
@@ -103,15 +107,17 @@ class Pipeline:
         axes = inputs.axes
 
         def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-            grads, total, metrics, local = self.loss.gradient(
+            grads, total, metrics, local, seen = self.loss.gradient(
                 carry["params"], own, inputs, tower_id
             )
             added, folded, mirrored = split_metrics(metrics)
-            sums = (total, grads, added)
-            flagged = self._flagged(sums, inputs.step)
+            flagged = self._flagged((total, grads, added), inputs.step)
             # Is any device's check due? Sent along; a collective more is dear.
             due = self.check and self.check.is_due(inputs.step).astype(jnp.float32)
-            return (*sums, due), (folded, mirrored, local, flagged)
+            if seen is not None:
+                seen = as_addends(seen, axes.num_towers)
+            sums = (total, grads, added, seen, due)
+            return sums, (folded, mirrored, local, flagged)
 
         shared = None
         if self.check is not None and self.check.nonfinite:
@@ -180,7 +186,7 @@ class Pipeline:
         ) -> dict[str, Any]:
             inputs = TowerInputs(self.strategy, axes, clock["step"], clock["rng"])
             towers = self._towers(carry, batch, num_valid, inputs)
-            (total, _, added, _), (folded, *_) = towers
+            (total, _, added, *_), (folded, *_) = towers
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 total, added = jax.tree.map(lambda x: x[None], (total, added))
             return {"loss": total, "metrics": {**added, **folded}}
@@ -192,7 +198,7 @@ class Pipeline:
         carry: dict[str, Any],
         grads: PyTree,
         total: Weighted,
-        local: PyTree,
+        others: dict[str, Any],
         accepted: jax.Array,
     ) -> dict[str, Any]:
         """The next carry, or this one when the step is refused."""
@@ -207,12 +213,20 @@ class Pipeline:
             params, opt_state = apply_update(
                 self.optimizer, scaled, carry["opt_state"], carry["params"], loss
             )
-            return {"params": params, "opt_state": opt_state, "local": local}
+            return {"params": params, "opt_state": opt_state, **others}
 
         args = (carry, grads, scale, total.value)
         if self.on_nonfinite == "ignore":
             return update(*args)
         return update_if(accepted, update, *args)
+
+
+def _with_seen(
+    seen: ExampleCount | None, added: jax.Array | None, num_towers: int
+) -> ExampleCount | None:
+    if seen is None or added is None:
+        return seen
+    return seen + ExampleCount(from_sums(added, num_towers))
 
 
 class OfOneStep(Protocol):

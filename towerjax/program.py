@@ -9,7 +9,13 @@ from typing import Any
 
 import jax
 
-from towerjax.executors import jit_on_devices, over_devices, shapes_of, trace_one_tower
+from towerjax.executors import (
+    jit_on_devices,
+    lower_on_devices,
+    over_devices,
+    shapes_of,
+    trace_one_tower,
+)
 from towerjax.input.placer import PlacedBatch
 from towerjax.placement import Placement, TowerAxes
 from towerjax.processes import require_same
@@ -213,7 +219,7 @@ def prepare(
         traced = jitted.trace(*shapes)
 
     def compile_it() -> Program:
-        lowered = traced.lower()
+        lowered = lower_on_devices(traced, placement)
         if placement.num_processes > 1:
             require_same(
                 "The step's program",
@@ -295,8 +301,8 @@ class Runner:
         """
         program = self.programs.get(batch.signature)
         if program is not None:
-            self._refuse_unread_weight(batch, program.proof)
-            if batch.padded:
+            if batch.padded and batch.signature not in self._masked:
+                self._refuse_unread_weight(batch, program.proof)
                 self._masked.add(batch.signature)
             return program
         self._refuse_endless_kinds(batch)

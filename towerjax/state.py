@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from towerjax.example_count import ExampleCount
 from towerjax.placement import Placement, place
 from towerjax.processes import require_same
 from towerjax.tower_local import checked_local, stacked_local
@@ -25,6 +26,8 @@ class TrainState:
       opt_state: The optimizer's state, mirrored.
       local: A pytree of ``TowerLocal``, leaves ``[T, ...]``.
       rng: ``()`` typed key; each step and tower derives its own from it.
+      seen: Which examples the steps have learned from, an ``ExampleCount``, mirrored;
+        None where the step was built without ``example_ids``.
 
     Example:
       >>> import towerjax as tj
@@ -39,6 +42,7 @@ class TrainState:
     opt_state: PyTree
     local: PyTree
     rng: jax.Array
+    seen: ExampleCount | None = None
 
     @classmethod
     def create(
@@ -78,6 +82,7 @@ CARRY_LAYOUT = {
     "params": Layout.MIRRORED,
     "opt_state": Layout.MIRRORED,
     "local": Layout.PER_TOWER,
+    "seen": Layout.MIRRORED,
 }
 """What a step takes over and hands on, as a prefix tree of layouts; donated."""
 
@@ -102,6 +107,7 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         "params": state.params,
         "opt_state": state.opt_state,
         "local": state.local,
+        "seen": state.seen,
     }
     return carry, {"step": state.step, "rng": state.rng}
 
@@ -113,6 +119,7 @@ def init_state(
     *,
     local: PyTree,
     rng: jax.Array | None,
+    counts: bool = False,
 ) -> TrainState:
     """The state before the first step, a copy, placed where the steps want it.
 
@@ -124,6 +131,7 @@ def init_state(
       placement: Where the state shall live.
       local: A pytree of ``TowerLocal``, or None.
       rng: A key, typed or raw; None is ``jax.random.key(0)``.
+      counts: Does the state count examples?
 
     Returns:
       A ``TrainState`` committed to its final shardings and dtypes.
@@ -143,6 +151,7 @@ def init_state(
         opt_state=optimizer.init(params),
         local=local,
         rng=key,
+        seen=ExampleCount.none() if counts else None,
     )
     return place(state, placement, STATE_LAYOUT)
 
@@ -164,6 +173,7 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     num_towers: int,
     local: PyTree,
+    counts: bool = False,
 ) -> TrainState:
     """The shapes of a state, without any device.
 
@@ -172,6 +182,7 @@ def abstract_state(
       optimizer: Its ``init`` makes the optimizer state.
       num_towers: ``T``.
       local: A pytree of ``TowerLocal``, or None.
+      counts: Does the state count examples?
 
     Returns:
       A ``TrainState`` of ``jax.ShapeDtypeStruct``.
@@ -180,7 +191,9 @@ def abstract_state(
     def make(params: PyTree) -> TrainState:
         stacked = jax.tree.map(jnp.asarray, stacked_local(local, num_towers))
         opt_state = optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, stacked, jax.random.key(0))
+        seen = jax.tree.map(jnp.asarray, ExampleCount.none()) if counts else None
+        key = jax.random.key(0)
+        return TrainState(jnp.int32(0), params, opt_state, stacked, key, seen)
 
     return jax.eval_shape(make, params)
 
@@ -269,18 +282,31 @@ def check_is_state(state: Any) -> None:
         )
 
 
-def check_state(state: Any, placement: Placement) -> None:
+def check_state(
+    state: Any, placement: Placement, *, counts: bool | None = None
+) -> None:
     """Raise unless the state was made for these towers and devices.
 
     Args:
       state: What was passed to the step.
       placement: The step's.
+      counts: Does the step count examples? None does not say.
 
     Raises:
       ValueError: It is not a ``TrainState``, lies elsewhere, or its tower-local
-        variables have another number of towers.
+        variables have another number of towers; or it counts examples and the step
+        does not, or the other way round.
     """
     check_is_state(state)
+    if counts is not None and counts != (state.seen is not None):
+        raise ValueError(
+            "The step counts examples, but state.seen is None. Begin a count with"
+            " step.place(dataclasses.replace(state, seen=tj.ExampleCount.none()))."
+            if counts
+            else "state.seen counts examples, but the step was built without"
+            " example_ids and would leave its own out. Pass example_ids=..., or end the"
+            " count with dataclasses.replace(state, seen=None)."
+        )
     wrong_towers = [
         f"{name} has {np.shape(x)[:1]} copies"
         for name, x in named_leaves("state.local", state.local)

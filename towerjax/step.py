@@ -9,6 +9,7 @@ import optax
 
 from towerjax.checking import Check
 from towerjax.compiled_step import CompiledStep, StepOptions
+from towerjax.example_cells import ExampleIds
 from towerjax.gradient import TowerLoss
 from towerjax.nonfinite import Place
 from towerjax.pipeline import (
@@ -44,7 +45,8 @@ class TrainStep(CompiledStep):
         options: StepOptions,
     ) -> None:
         recipe = one_step_recipe(pipeline, donate=options.donate, check=pipeline.check)
-        super().__init__(recipe, pipeline.strategy, options)
+        counts = pipeline.loss.example_ids is not None
+        super().__init__(recipe, pipeline.strategy, options, counts_examples=counts)
         self.pipeline, self.optimizer = pipeline, pipeline.optimizer
         self._locating: dict[int | None, Runner] = {}
 
@@ -66,7 +68,14 @@ class TrainStep(CompiledStep):
             reduction, or a device is not on this machine.
         """
         placement = self.strategy.placement
-        return init_state(params, self.optimizer, placement, local=local, rng=rng)
+        return init_state(
+            params,
+            self.optimizer,
+            placement,
+            local=local,
+            rng=rng,
+            counts=self.counts_examples,
+        )
 
     def check(self, params: PyTree, batch: PyTree, *, local: PyTree = None) -> Proof:
         """The proof that the step's towers stay the same, without any device.
@@ -96,7 +105,13 @@ class TrainStep(CompiledStep):
           'psum'
         """
         placement = self.strategy.placement
-        state = abstract_state(params, self.optimizer, placement.num_towers, local)
+        state = abstract_state(
+            params,
+            self.optimizer,
+            placement.num_towers,
+            local,
+            counts=self.counts_examples,
+        )
         count = jax.ShapeDtypeStruct((placement.num_towers,), jnp.int32)
         shares = placement.num_towers * self.options.micro_batches
         shapes = fit_shapes(batch, shares, self.options.remainder)
@@ -170,6 +185,7 @@ def build_train_step(
     donate: bool = True,
     max_programs: int = 1,
     check: Check | None = None,
+    example_ids: ExampleIds | None = None,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -198,6 +214,9 @@ def build_train_step(
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       check: Such as ``tj.Check(every=100)``: what the step looks at besides; None is
         nothing, and the program has nothing of it.
+      example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
+        weights)``: counts each example in ``state.seen``, for `check_examples`; see
+        ``docs/each_example_once.md``.
 
     Returns:
       A `TrainStep`.
@@ -227,6 +246,11 @@ def build_train_step(
         max_programs=max_programs,
         check=check,
     )
-    loss = TowerLoss(loss_fn, loss_reduction, micro_batches)
+    if example_ids is not None and not callable(example_ids):
+        raise ValueError(
+            f"example_ids={example_ids!r} must be a function of a batch, such as"
+            ' lambda batch: batch["id"].'
+        )
+    loss = TowerLoss(loss_fn, loss_reduction, micro_batches, example_ids)
     pipeline = Pipeline(loss, optimizer, strategy, on_nonfinite, guard, check)
     return TrainStep(pipeline, options)

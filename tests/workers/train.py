@@ -17,10 +17,14 @@ import towerjax as tj
 
 ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
 
+CLIP = optax.clip_by_global_norm(1.0)
+OPTIMIZERS = {"adam": optax.chain(CLIP, optax.adam(1e-2)), "sgd": optax.sgd(0.02)}
+
 
 def options_of(argument):
     defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
+    defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32"}
     return defaults | json.loads(argument)
 
 
@@ -28,14 +32,16 @@ def data():
     numbers = np.random.default_rng(0)
     x = numbers.normal(size=(ROWS, 6)).astype(np.float32)
     y = np.tanh(x @ numbers.normal(size=(6, 3))).astype(np.float32)
-    return {"x": x, "y": y, "weight": numbers.uniform(0.05, 1, ROWS).astype(np.float32)}
+    weight = numbers.uniform(0.05, 1, ROWS).astype(np.float32)
+    return {"x": x, "y": y, "weight": weight, "id": np.arange(ROWS)}
 
 
-def loss_of(dropout):
+def loss_of(dropout, dtype):
     def loss_fn(params, batch, tower):
-        hidden = jnp.tanh(batch["x"] @ params["w"])
+        x, w, v = (a.astype(dtype) for a in (batch["x"], params["w"], params["v"]))
+        hidden = jnp.tanh(x @ w)
         keep = jax.random.bernoulli(tower.rng, 1 - dropout, hidden.shape)
-        errors = (hidden * keep) @ params["v"] - batch["y"]
+        errors = ((hidden * keep) @ v).astype(jnp.float32) - batch["y"]
         losses = (errors**2).sum(-1)
         return tj.TowerOutput(
             loss=tj.Weighted.mean(losses, tower.weight * batch["weight"]),
@@ -46,23 +52,23 @@ def loss_of(dropout):
     return loss_fn
 
 
-def input_of(kind, strategy, micro_batches):
+def input_of(kind, strategy, micro_batches, epochs):
     """The same examples in the same order, fed in different ways."""
 
     def own_part(context):
         # Process p's rows of each global batch, of which the last is ragged.
         towers, here = context.num_towers, context.towers_here
         first = context.process_index * here
-        for batch in tj.batches(data(), BATCH, epochs=3):
+        for batch in tj.batches(data(), BATCH, epochs=epochs):
             each = -(-BATCH // (towers * micro_batches)) * micro_batches
             rows = slice(first * each, (first + here) * each)
             yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
 
     if kind == "raw":
-        return tj.batches(data(), BATCH, epochs=3)
+        return tj.batches(data(), BATCH, epochs=epochs)
     if kind == "own":
         return strategy.distribute_dataset(own_part, micro_batches=micro_batches)
-    batches = tj.batches(data(), BATCH, epochs=3)
+    batches = tj.batches(data(), BATCH, epochs=epochs)
     return strategy.distribute_dataset(batches, micro_batches=micro_batches)
 
 
@@ -79,18 +85,19 @@ def train(options):
     )
     parts = options["micro_batches"]
     step = tj.build_train_step(
-        loss_of(options["dropout"]),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+        loss_of(options["dropout"], options["dtype"]),
+        OPTIMIZERS[options["optimizer"]],
         strategy,
         remainder="pad",
         micro_batches=parts,
+        example_ids=lambda batch: (batch["id"], batch["weight"]),
     )
     numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
     params = {"w": numbers.normal(size=(6, 8)), "v": numbers.normal(size=(8, 3))}
     params = jax.tree.map(np.float32, params)
     local = {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
     state = step.init(params, local=local, rng=jax.random.key(jax.process_index()))
-    batches = input_of(options["input"], strategy, parts)
+    batches = input_of(options["input"], strategy, parts, options["epochs"])
     calls = options["steps_per_call"]
     state, history = tj.run(step, state, batches, steps_per_call=calls, progress=False)
     predict = tj.build_predict_step(
@@ -104,11 +111,21 @@ def train(options):
         "between_graph": strategy.between_graph,
         "steps": int(state.step),
         "examples": history.summary.examples,
+        "counted": str(
+            tj.check_examples(state, data()["id"], weights=data()["weight"], epochs=3)
+        ),
         "loss": history.metrics["loss"].tolist(),
         "mae": history.metrics["mae"].tolist(),
         "params": np.asarray(state.params["w"]).ravel().tolist(),
         "seen": float(tj.read_local(state.local)["seen"]),
-        "bits": digest((state.params, state.opt_state, *history.metrics.values())),
+        "bits": digest(
+            (
+                state.params,
+                state.opt_state,
+                jax.random.key_data(state.rng),
+                *history.metrics.values(),
+            )
+        ),
         "predictions": digest(predict(state, data())),
     }
 

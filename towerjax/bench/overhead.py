@@ -9,7 +9,7 @@ Run: ``python -m towerjax.bench.overhead [--small]``
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,7 @@ class Contender:
       state: The present state.
       batch: A placed batch.
       compile_seconds: What tracing, (proving) and compiling took.
+      program: The compiler's own text.
     """
 
     call: Callable[[Any, Any], tuple[Any, Any]]
@@ -95,6 +96,7 @@ class Contender:
     state: Any
     batch: Any
     compile_seconds: float
+    program: str
 
 
 def handwritten(model: Model, placement: Placement) -> Contender:
@@ -132,7 +134,8 @@ def handwritten(model: Model, placement: Placement) -> Contender:
     jitted = jit_on_devices(step, placement, layouts, out, donate=True)
     call = jitted.lower(shapes_of(state), shapes_of(batch)).compile()
     seconds = time.perf_counter() - start
-    return Contender(call, lambda state: state[0], state, batch, seconds)
+    text = call.as_text()
+    return Contender(call, lambda state: state[0], state, batch, seconds, text)
 
 
 def with_towerjax(
@@ -156,14 +159,15 @@ def with_towerjax(
     state = step.init(model.params())
     batch = step.place_batch(model.data())
     start = time.perf_counter()
-    step.program(state, batch)
+    program = step.program(state, batch)
     seconds = time.perf_counter() - start
 
     def call(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
         state, metrics = step(state, batch)
         return state, metrics["loss"]
 
-    return Contender(call, lambda state: state.params, state, batch, seconds)
+    text = program.call.as_text()
+    return Contender(call, lambda state: state.params, state, batch, seconds, text)
 
 
 def _timed_rounds(contender: Contender, steps: int) -> tuple[float, float]:
@@ -177,6 +181,28 @@ def _timed_rounds(contender: Contender, steps: int) -> tuple[float, float]:
         step_times.append(time.perf_counter() - start)
         call_times.append(returned - start)
     return float(np.median(step_times)), float(np.median(call_times))
+
+
+def timed_in_turns(
+    contenders: Sequence[Contender], *, rounds: int, steps: int
+) -> np.ndarray:
+    """How long steps take, of all contenders in each round, in changing order.
+
+    Args:
+      contenders: What to time.
+      rounds: How many; one more goes before them, to warm up.
+      steps: Steps of a round.
+
+    Returns:
+      Seconds ``[rounds, contender, 2]``: medians of a step that is awaited, and of a
+      call until it returns.
+    """
+    table = np.zeros((rounds + 1, len(contenders), 2))
+    order = list(range(len(contenders)))
+    for turn in range(rounds + 1):
+        for index in order if turn % 2 else order[::-1]:
+            table[turn, index] = _timed_rounds(contenders[index], steps)
+    return table[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,14 +247,8 @@ def compare(model: Model, num_devices: int, *, rounds: int, steps: int) -> Row:
     pairs = [_compile_both(model, strategy) for _ in range(3)]
     compile_ratio = np.median([b.compile_seconds / a.compile_seconds for a, b in pairs])
     hand, ours = pairs[-1]
-    times: list[tuple[tuple[float, float], tuple[float, float]]] = []
-    for turn in range(rounds + 1):
-        if turn % 2:
-            second, first = _timed_rounds(ours, steps), _timed_rounds(hand, steps)
-        else:
-            first, second = _timed_rounds(hand, steps), _timed_rounds(ours, steps)
-        times.append((first, second))
-    table = np.array(times[1:])  # [rounds, contender, (step, call)]
+    # [rounds, contender, (step, call)]
+    table = timed_in_turns((hand, ours), rounds=rounds, steps=steps)
     ratios = np.median(table[:, 1] / table[:, 0], axis=0)
     milliseconds = np.median(table[:, :, 0], axis=0) * 1e3
     return Row(

@@ -27,10 +27,8 @@ class PinnedTree:
     are added before they travel; otherwise each tower's values travel, ``k`` times
     the bytes. A device holds ``k`` gradients at once.
 
-    What follows the sum is the same program on every ``D`` too, as far as the compiler
-    can be held to it: optimizers that branch inside (``optax.MultiSteps``,
-    ``optax.contrib.mechanize``) were seen to differ in last bits between one device
-    and several, on the CPU.
+    ``python -m towerjax.bench.same_bits`` tries it on many models and optimizers, and
+    ``docs/same_bits.md`` says how it works and what it costs.
 
     Example:
       >>> PinnedTree()
@@ -44,9 +42,7 @@ class PinnedTree:
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        # Without these two barriers XLA fuses a tower's last operations, and the
-        # update, differently for different D, and most bits differ.
-        leaves, treedef = jax.tree.flatten(lax.optimization_barrier(tree))
+        leaves, treedef = jax.tree.flatten(tree)
         packing = Packing.plan(leaves, math.inf, lead=1)
         buffers = [
             _add_in_tower_order(
@@ -54,7 +50,6 @@ class PinnedTree:
             )
             for rows in packing.pack(leaves, lead=1)
         ]
-        buffers = lax.optimization_barrier(buffers)
         return Sums(buffers, packing, treedef, axes.platform)
 
 
@@ -64,8 +59,9 @@ def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     if not size:
         return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
-        # A barrier does not keep XLA from fusing these additions into the update; a
-        # branch does. Both branches are the same, so the predicate does not matter.
+        # A collective keeps XLA from fusing these additions into the update, which
+        # would then round otherwise. Where there is none, a barrier does not, and a
+        # branch does. Both are the same, so the predicate does not matter.
         return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = add_pairwise(rows)[None]

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from towerjax.input.feed import check_whole, closing_iterator
+from towerjax.input.ledger import Unused
 from towerjax.input.placer import PlacedBatch
 from towerjax.shard import batch_signature
 from towerjax.types import PyTree
@@ -115,11 +116,14 @@ class Passes:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
             is_empty = True
             is_ours = not isinstance(self.data, Iterable)
+            is_ready = isinstance(self.data, Unused)  # a run made batches of it before
             with closing_iterator(self._made(), is_ours=is_ours) as elements:
                 for element in itertools.islice(elements, left):
                     is_empty = False
                     left = None if left is None else left - 1
-                    yield as_batch(element, with_labels=self.with_labels)
+                    if not is_ready:
+                        element = as_batch(element, with_labels=self.with_labels)
+                    yield element
             if left == 0 or (is_empty and epoch == 0):
                 return
             if is_empty:

@@ -48,7 +48,7 @@ class ModelPipeline:
 
         def step(
             carry: dict[str, Any],
-            clock: dict[str, jax.Array],
+            clock: dict[str, Any],
             batch: PyTree,
             num_valid: jax.Array,
         ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], jax.Array]:

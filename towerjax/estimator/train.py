@@ -160,8 +160,8 @@ def train_and_evaluate(
         be gone through again where that is asked for.
       NonFiniteError: A loss was not finite.
 
-    Any exception on the way carries ``error.state``, to go on with, and
-    ``error.history``.
+    Any exception on the way carries ``error.state`` and ``error.batches``, to go on
+    with as ``variables`` and ``train_data``, and ``error.history``.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from towerjax.input.cut import Batches, Cut
 from towerjax.shard import count_examples
 from towerjax.types import PyTree
 
@@ -44,7 +45,7 @@ def batches(
     epochs: int | None = 1,
     seed: int | None = None,
     drop_remainder: bool = False,
-) -> Iterator[PyTree]:
+) -> Batches:
     """The data cut into global batches, epoch after epoch.
 
     The last batch of an epoch is smaller where ``batch_size`` does not divide the
@@ -59,7 +60,9 @@ def batches(
       drop_remainder: Leave the smaller last batch of each epoch out?
 
     Returns:
-      An iterator of pytrees ``[B, ...]``.
+      An iterator of pytrees ``[B, ...]``, which knows where it is: ``.at(step)`` goes
+      on from there at once, also where it shuffles, and `run` sets it back to the last
+      batch that was used.
 
     Raises:
       ValueError: At once: the data is malformed, or a number is out of range.
@@ -79,35 +82,18 @@ def batches(
             f"drop_remainder leaves nothing of {num_examples} examples in batches of"
             f" {batch_size}."
         )
-    used = num_examples - num_examples % batch_size if drop_remainder else num_examples
-    return _cut(data, num_examples, used, batch_size, epochs, seed)
+    return Batches(data, Cut(num_examples, batch_size, epochs, seed, drop_remainder))
 
 
-def _cut(
-    data: PyTree,
-    num_examples: int,
-    used: int,
-    batch_size: int,
-    epochs: int | None,
-    seed: Any,
-) -> Iterator[PyTree]:
-    for epoch in itertools.count() if epochs is None else range(epochs):
-        order = None
-        if seed is not None:
-            order = np.random.default_rng((seed, epoch)).permutation(num_examples)
-        for start in range(0, used, batch_size):
-            rows: Any = slice(start, start + batch_size)
-            if order is not None:
-                rows = order[rows]
-            yield jax.tree.map(lambda x, rows=rows: x[rows], data)
-
-
-def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
+def in_groups(
+    iterable: Iterable[PyTree], size: int, *, copies: bool = True
+) -> Iterator[list[PyTree]]:
     """Lists of ``size`` batches; the last may be shorter.
 
     Args:
-      iterable: Batches. A loader may reuse its buffers: NumPy arrays are copied.
+      iterable: Batches.
       size: ``K``.
+      copies: Copy NumPy arrays, because a loader may reuse its buffers?
 
     Yields:
       Lists of one to ``K`` batches. When the iterable raises, the batches before
@@ -119,7 +105,7 @@ def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
         group: list[PyTree] = []
         try:
             for batch in itertools.islice(iterator, size):
-                group.append(jax.tree.map(own_copy, batch))
+                group.append(jax.tree.map(own_copy, batch) if copies else batch)
         except BaseException as error:
             failure = error
         if group:

@@ -18,10 +18,11 @@ class LoopOptions:
     steps_per_call: int
     prefetch: int
     in_flight: int
+    keep_every: int | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for name in ("steps", "eval_every"):
+        for name in ("steps", "eval_every", "keep_every"):
             if getattr(self, name) is not None:
                 feed.check_whole(name, getattr(self, name), 1)
         feed.check_whole("steps_per_call", self.steps_per_call, 1)

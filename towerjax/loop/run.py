@@ -1,42 +1,27 @@
 """The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
 
-import collections
 import contextlib
-import dataclasses
-import itertools
-import time
 from collections.abc import (
-    Callable,
-    Generator,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
     Sized,
 )
-from typing import Any, TypeAlias
 
-import jax
-
-from towerjax.checking import in_brief, is_refused
-from towerjax.input import feed
+from towerjax.input.ledger import Ledger
 from towerjax.input.placer import PlacedBatch
-from towerjax.loop.evaluate import Batches, evaluate_all
-from towerjax.loop.faults import fault_of, with_place
-from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.evaluate import Batches
+from towerjax.loop.history import History
 from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress, choose_display
-from towerjax.loop.records import Record, Writer, Writers, check_writers, opened
+from towerjax.loop.records import Writer, check_writers, opened
+from towerjax.loop.running import Hook, Loop
 from towerjax.loop.steps import EvaluationStep, LoopStep
-from towerjax.loop.stopping import Best, EarlyStopping, Watch
+from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.placement import Placement
 from towerjax.processes import require_same
 from towerjax.state import TrainState
 from towerjax.types import PyTree
-
-Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
-"""``(step number, metrics)``: called for every step, with host values."""
 
 
 def run(
@@ -53,6 +38,7 @@ def run(
     steps_per_call: int = 1,
     prefetch: int = 2,
     in_flight: int = 2,
+    keep_every: int | None = None,
     progress: bool | None = None,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
@@ -83,6 +69,9 @@ def run(
         steps are shorter than a call; a shorter last call needs no other program.
       prefetch: How many placed batches may wait; 0 places them in line.
       in_flight: How many calls may run without being waited for.
+      keep_every: Copy the state on the devices every so many steps, so that it can be
+        made anew where a step fails that has taken it over; see
+        ``docs/all_or_nothing.md``.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True is always a bar, False is silence.
       hooks: Each called as ``hook(step number, metrics)`` with host values, for every
@@ -102,8 +91,9 @@ def run(
       DesyncError: The step has a check, and devices' copies of the state differed.
 
     Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
-    what there is as ``error.state``, to go on with, and ``error.history``. Writers
-    have every step of that history, and are closed.
+    what there is: ``run(step, error.state, error.batches, ...)`` goes on as if nothing
+    had been, and ``error.history`` is what the run saw. Writers have every step of that
+    history, and are closed. See ``docs/all_or_nothing.md``.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
@@ -116,7 +106,9 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    options = LoopOptions(steps, eval_every, steps_per_call, prefetch, in_flight)
+    options = LoopOptions(
+        steps, eval_every, steps_per_call, prefetch, in_flight, keep_every
+    )
     evaluation = Evaluation(evaluate, eval_batches, eval_every, early_stopping, best)
     writers = check_writers(writers)
     placement = step.strategy.placement
@@ -129,16 +121,17 @@ def run(
     start = int(state.step)
     _require_same_length(placement, batches, options, evaluation, start)
     display = choose_display(progress)
-    with contextlib.closing(Progress(display, start, steps)) as shown:
-        to = opened(writers, start, placement)
-        loop = _Loop(step, state, options, evaluation, shown, tuple(hooks), to)
-        try:
-            with loop.guard.installed():
-                loop.run(batches)
-        except BaseException as error:
-            loop.hand_over(error)
-            raise
-    return loop.state, loop.history()
+    ledger = Ledger(batches, copies=steps_per_call > 1)
+    shown = Progress(display, start, steps)
+    loop = Loop(step, state, options, evaluation, shown, tuple(hooks), ledger)
+    try:
+        with contextlib.closing(shown), loop.guard.installed():
+            loop.writers = opened(writers, start, placement)
+            loop.run()
+        return loop.state, loop.history()
+    except BaseException as error:
+        loop.hand_over(error)
+        raise
 
 
 def _require_same_length(
@@ -159,217 +152,3 @@ def _require_same_length(
     require_same(
         "How long tj.run goes", text, "Give every process the same steps and batches."
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A dispatched call, which may still be running."""
-
-    metrics: dict[str, jax.Array]
-    guarded: Any
-    placed: PlacedBatch
-
-
-class _Loop:
-    """A run under way: its state, the calls in flight, and what came of the others."""
-
-    def __init__(
-        self,
-        step: LoopStep,
-        state: TrainState,
-        options: LoopOptions,
-        evaluation: Evaluation,
-        progress: Progress,
-        hooks: tuple[Hook, ...],
-        writers: Writers,
-    ) -> None:
-        self.state, self.guard = state, InterruptGuard()
-        self._step, self._options, self._evaluation = step, options, evaluation
-        self._progress, self._hooks, self._writers = progress, hooks, writers
-        self._watch = Watch(
-            evaluation.early_stopping, evaluation.best, step.strategy.placement
-        )
-        self._log = HistoryLog(int(state.step))
-        self._dispatched = self._log.number
-        self._in_flight: collections.deque[_Call] = collections.deque()
-        self._compiled: set[Any] = set()
-        self._compile_s = self._evaluate_s = 0.0
-        self._start_s = time.perf_counter()
-
-    def run(self, batches: Iterable[PyTree]) -> None:
-        """All steps, and the evaluations between and after them."""
-        depth = 0 if getattr(batches, "prefetches", False) else self._options.prefetch
-        with (
-            feed.closing_iterator(batches) as iterator,
-            contextlib.closing(self._placed(iterator, depth)) as placed_batches,
-        ):
-            while self._watch.stopped is None:
-                if (placed := self._next(placed_batches)) is None:
-                    break
-                before = self._dispatched
-                self._dispatch(placed)
-                every = self._evaluation.every or self._dispatched + 1
-                if self._dispatched // every > before // every:
-                    self._evaluate()
-        self._fetch(0)
-        self._check_enough()
-        evaluations = self._log.evaluations
-        if not evaluations or evaluations[-1][0] != self._log.number:
-            self._evaluate()
-        self._writers.close()
-        self._writers.check()
-        with self.guard:
-            self.state = self._watch.to_return(self.state)
-
-    def _placed(
-        self, batches: Iterable[PyTree], depth: int
-    ) -> Generator[PlacedBatch, None, None]:
-        size = self._options.steps_per_call
-        batches = itertools.islice(batches, self._options.steps)
-        if size == 1:
-            return feed.prefetch(batches, self._step.place_batch, depth=depth)
-        return feed.prefetch(
-            feed.in_groups(batches, size),
-            lambda group: self._step.place_batches(group, size),
-            depth=depth,
-        )
-
-    def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
-        try:
-            return next(placed_batches, None)
-        except Exception:
-            # The steps before the broken batch are whole: hooks shall see them.
-            self._fetch(0)
-            raise
-
-    def _dispatch(self, placed: PlacedBatch) -> None:
-        self._fetch(self._options.in_flight - 1)
-        if placed.signature not in self._compiled:
-            start_s = time.perf_counter()
-            self._step.program(self.state, placed)
-            self._compile_s += time.perf_counter() - start_s
-            self._compiled.add(placed.signature)
-        with self.guard:
-            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
-            self._in_flight.append(_Call(metrics, guarded, placed))
-            self._dispatched += len(placed.num_examples)
-
-    def _fetch(self, allowed: int) -> None:
-        """Wait for the oldest calls until so many are in flight; look at each step."""
-        while len(self._in_flight) > allowed:
-            number, call = self._log.number, self._in_flight[0]
-            rows = self._record_oldest()
-            self._writers.check()
-            for index, row in enumerate(rows):
-                at = (call.placed, index)
-                if error := fault_of(self._step, call.guarded, number, *at):
-                    raise with_place(error, self._step, self.state, *at)
-                number += 1
-                for hook in self._hooks:
-                    hook(number, row)
-            self._progress.step(number, rows[-1], self._rate())
-
-    def _record_oldest(self) -> list[dict[str, Any]]:
-        call = self._in_flight[0]
-        examples = call.placed.num_examples
-        metrics, guarded = jax.device_get((call.metrics, in_brief(call.guarded)[0]))
-        # One step gives scalars, several give a dim of steps, not all of them used.
-        indices = range(len(examples)) if guarded.ndim else [()]
-        rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        refused = [is_refused(guarded[i]) for i in indices]
-        time_s, first = time.time(), self._log.number + 1
-        records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
-        with self.guard:  # what is in the history is in the files, and once
-            self._in_flight.popleft()
-            for step in zip(rows, refused, examples, strict=True):
-                self._log.add(*step)
-            self._writers.write(records)
-        return rows
-
-    def _evaluate(self) -> None:
-        evaluate, batches = self._evaluation.step, self._evaluation.batches
-        if evaluate is None or batches is None:
-            return
-        self._fetch(0)
-        start_s = time.perf_counter()
-        values = evaluate_all(
-            evaluate,
-            self.state,
-            batches,
-            prefetch=self._options.prefetch,
-            in_flight=self._options.in_flight,
-        )
-        number = self._log.number
-        with self.guard:
-            self._log.evaluations.append((number, values))
-            self._writers.write([Record("eval", number, time.time(), values)])
-        self._writers.check()
-        self._watch.see(number, values, self.state)
-        self._evaluate_s += time.perf_counter() - start_s
-        watch = self._watch
-        in_short = watch.describe(number, values)
-        self._progress.evaluation(number, values, in_short, watch.stopped)
-
-    def _check_enough(self) -> None:
-        done, steps = self._log.num_steps, self._options.steps
-        if done == 0:
-            raise ValueError(
-                "batches is empty. An iterator that was gone through before is; make"
-                " it anew."
-            )
-        if steps is not None and done < steps and self._watch.stopped is None:
-            raise ValueError(
-                f"steps={steps} were asked for, but batches ended after {done}. Use"
-                " tj.batches(..., epochs=None) for endless data, or leave steps out to"
-                " stop where the data ends."
-            )
-
-    def _rate(self) -> float:
-        seconds = time.perf_counter() - self._start_s
-        seconds -= self._compile_s + self._evaluate_s
-        return self._log.num_steps / max(seconds, 1e-9)
-
-    def history(self) -> History:
-        """What there is so far."""
-        steps_per_second, steps = self._rate(), self._log.num_steps
-        summary = RunSummary(
-            towers=self._step.strategy.placement.num_towers,
-            devices=self._step.strategy.placement.num_devices,
-            steps=steps,
-            examples=self._log.examples,
-            compile_seconds=self._compile_s,
-            steps_per_second=steps_per_second,
-            examples_per_second=steps_per_second * self._log.examples / max(steps, 1),
-        )
-        return self._log.history(summary, self._watch.best, self._watch.stopped)
-
-    def hand_over(self, error: Any) -> None:
-        """Give what there is to an exception: the caller's state was donated."""
-        with contextlib.suppress(Exception):
-            while self._in_flight:
-                self._record_oldest()
-        self._writers.close()
-        self._writers.explain(error)
-        error.state = self.state if _is_usable(self.state) else None
-        error.history = self.history()
-        if error.state is None:
-            note = (
-                "The state is lost: the devices failed in it. Go on from a checkpoint"
-            )
-        else:
-            note = f"error.state is the state after step {self._dispatched}; go on"
-            note += " from it"
-        if self._step.strategy.placement.num_processes > 1:
-            note += (
-                ". Each process stops where it is: their states may be of different"
-                " steps, and a state may need a process that has gone"
-            )
-        error.add_note(f"{note}. error.history is what the run saw.")
-
-
-def _is_usable(state: TrainState) -> bool:
-    try:
-        jax.block_until_ready(state)
-    except (RuntimeError, ValueError):  # a failed computation, or a donated array
-        return False
-    return not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -171,7 +171,7 @@ class Audited:
             loss = TowerLoss(self._scaled(scale), None, 1)
 
             def tower_fn(tower_id: jax.Array, own: Any) -> tuple[PyTree, PyTree]:
-                grads, total, metrics, local = loss.gradient(
+                grads, total, metrics, local, _ = loss.gradient(
                     params, own, inputs, tower_id
                 )
                 return (grads, total, metrics, local), ()

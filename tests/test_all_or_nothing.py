@@ -1,0 +1,539 @@
+"""A step is all or nothing: what breaks changes nothing, and one goes on to the bit."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import grain
+import jax
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.loop import running as loop_run
+from towerjax.state import split_state
+
+LOOP = pathlib.Path(loop_run.__file__).parent
+STEPS, SIZE, N = 7, 16, 40
+TOTAL = tj.ExampleCount.of
+
+
+def loss_fn(params, batch, tower):
+    noise = jax.random.uniform(tower.rng, batch["y"].shape)
+    errors = batch["x"] @ params["w"] - batch["y"] - 0.1 * noise
+    return tj.Weighted.mean(errors**2, tower.weight)
+
+
+def build(**options):
+    options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
+    return tj.build_train_step(loss_fn, optax.adam(0.1), tj.Mirrored(), **options)
+
+
+@pytest.fixture(scope="module")
+def step():
+    return build()
+
+
+def init(step):
+    return step.init({"w": np.array([0.5, -1, 2], np.float32)}, rng=jax.random.key(3))
+
+
+def make_data():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(N, 3)).astype(np.float32),
+        "y": rng.normal(size=N).astype(np.float32),
+        "id": np.arange(N),
+    }
+
+
+def shuffled():
+    return tj.batches(make_data(), SIZE, epochs=None, seed=5)
+
+
+def all_batches():
+    return list(itertools.islice(shuffled(), STEPS))
+
+
+def bits(state):
+    state = jax.tree.map(
+        lambda x: jax.random.key_data(x) if x.dtype == state.rng.dtype else x, state
+    )
+    return jax.device_get(state)
+
+
+def assert_same_bits(state, expected):
+    jax.tree.map(np.testing.assert_array_equal, bits(state), expected)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(step):
+    """The bits of a run that nothing happened to, and its losses."""
+    before = init(step)
+    first = bits(before)
+    state, history = tj.run(step, before, shuffled(), steps=STEPS, progress=False)
+    after = bits(state)
+    assert (first.params["w"] != after.params["w"]).all()
+    return after, history.metrics["loss"]
+
+
+def go_on(step, error, **options):
+    """The line that goes on, and the losses of both parts."""
+    left = STEPS - int(error.state.step)
+    state, losses = error.state, list(error.history.metrics.get("loss", ()))
+    if left:
+        state, history = tj.run(
+            step, state, error.batches, steps=left, progress=False, **options
+        )
+        losses += list(history.metrics["loss"])
+    return state, losses
+
+
+# Where a data set goes on
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batches_go_on_anywhere(seed, drop_remainder):
+    data = {"x": np.arange(11)}
+    options = {"epochs": 3, "seed": seed, "drop_remainder": drop_remainder}
+    whole = [b["x"].tolist() for b in tj.batches(data, 4, **options)]
+    assert len(whole) == (6 if drop_remainder else 9)
+    for position in range(len(whole) + 1):
+        there = tj.batches(data, 4, **options).at(position)
+        assert there.position == position
+        cursor = json.loads(json.dumps(there.get_state()))
+        other = tj.batches(data, 4, **options)
+        other.set_state(cursor)
+        assert [b["x"].tolist() for b in there] == whole[position:]
+        assert [b["x"].tolist() for b in other] == whole[position:]
+
+
+def test_a_cursor_of_other_batches_is_refused():
+    source = tj.batches(np.arange(11), 4, seed=1)
+    cursor = tj.batches(np.arange(11), 2, seed=2, epochs=5).get_state()
+    with pytest.raises(ValueError, match="batch_size was 2 and is 4, seed was 2 and"):
+        source.set_state(cursor)
+    for position in (-1, 4, 1.0):
+        with pytest.raises(ValueError, match="a whole number of batches from 0 to 3"):
+            source.at(position)
+    source.set_state(tj.batches(np.arange(11), 4, seed=1, epochs=5).get_state())
+
+
+# Exceptions on the way, and going on
+
+
+class BrokenError(Exception):
+    pass
+
+
+def one_by_one():
+    """A source without a cursor, whose buffer is written again for each batch."""
+    cut = all_batches() + all_batches()[:3]  # more than are used
+    buffer = {
+        name: np.empty((SIZE, *x.shape[1:]), x.dtype) for name, x in cut[0].items()
+    }
+    for batch in cut:
+        for name, x in batch.items():
+            buffer[name][: len(x)] = x
+        yield {name: buffer[name][: len(x)] for name, x in batch.items()}
+
+
+class Rows:
+    """Random access for Grain: batch after batch."""
+
+    def __init__(self):
+        self.cut = all_batches()
+
+    def __len__(self):
+        return len(self.cut)
+
+    def __getitem__(self, index):
+        return self.cut[index]
+
+
+SOURCES = {
+    "batches": shuffled,
+    "list": lambda: all_batches() * 2,
+    "generator": one_by_one,
+    "grain": lambda: grain.MapDataset.source(Rows()).repeat().to_iter_dataset(),
+    "distributed": lambda: tj.Mirrored().distribute_dataset(
+        all_batches() * 2, remainder="pad"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("steps_per_call", "prefetch"), [(1, 2), (3, 2), (1, 0)])
+def test_after_a_hook_that_raises_the_bits_are_those_of_an_undisturbed_run(
+    step, undisturbed, name, steps_per_call, prefetch
+):
+    def hook(number, metrics):
+        if number == 3:
+            raise BrokenError
+
+    options = {"steps_per_call": steps_per_call, "prefetch": prefetch}
+    source = SOURCES[name]()
+    with pytest.raises(BrokenError) as caught:
+        tj.run(step, init(step), source, hooks=[hook], progress=False, **options)
+    error = caught.value
+    assert 3 <= int(error.state.step) < STEPS
+    state, losses = go_on(step, error, **options)
+    assert_same_bits(state, undisturbed[0])
+    np.testing.assert_array_equal(losses, undisturbed[1])
+
+
+def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
+    source = shuffled()
+    with pytest.raises(BrokenError) as caught:
+        tj.run(
+            step,
+            init(step),
+            source,
+            progress=False,
+            hooks=[lambda number, metrics: raises(BrokenError)],
+        )
+    state = caught.value.state
+    assert caught.value.batches is source
+    assert source.position == int(state.step)
+    left = STEPS - source.position
+    state, _ = tj.run(step, state, source, steps=left, progress=False)
+    assert_same_bits(state, undisturbed[0])
+    assert source.position == STEPS
+    tj.check_examples(state, ids_of_steps())
+
+
+def ids_of_steps():
+    return TOTAL(np.concatenate([batch["id"] for batch in all_batches()]))
+
+
+def raises(kind):
+    raise kind
+
+
+class Writer:
+    def open(self, start):
+        return self
+
+    def write(self, record):
+        if record.step == 2:
+            raise BrokenError
+
+    def close(self):
+        pass
+
+
+def evaluation(params, batch, tower):
+    return {"w": tj.Weighted.mean(params["w"].sum() + 0 * batch["y"], tower.weight)}
+
+
+def broken_evaluation():
+    yield make_data()
+    raise BrokenError
+
+
+def test_a_broken_writer_or_evaluation_loses_nothing(step, undisturbed):
+    evaluate = tj.build_eval_step(evaluation, tj.Mirrored())
+    table = [
+        {"writers": [Writer()]},
+        {"evaluate": evaluate, "eval_batches": broken_evaluation, "eval_every": 2},
+    ]
+    for options in table:
+        with pytest.raises(BrokenError) as caught:
+            tj.run(step, init(step), shuffled(), progress=False, **options)
+        state, losses = go_on(step, caught.value)
+        assert_same_bits(state, undisturbed[0])
+        np.testing.assert_array_equal(losses, undisturbed[1])
+
+
+def test_batches_are_set_back_where_a_run_stops_early(step):
+    source = shuffled()
+    state, history = tj.run(
+        step,
+        init(step),
+        source,
+        evaluate=tj.build_eval_step(evaluation, tj.Mirrored()),
+        eval_batches=[make_data()],
+        eval_every=2,
+        early_stopping=tj.EarlyStopping("w", patience=1, min_delta=1e9),
+        progress=False,
+    )
+    assert history.stopped and source.position == int(state.step) == 4
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_batch_that_cannot_be_placed_comes_first_again(
+    step, undisturbed, steps_per_call, monkeypatch
+):
+    source = itertools.chain(all_batches())
+    state = init(step)
+    name = "place_batch" if steps_per_call == 1 else "place_batches"
+    placing, numbers = getattr(step, name), itertools.count()
+
+    def fails_once(*args):
+        if next(numbers) == 1:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return placing(*args)
+
+    monkeypatch.setattr(step, name, fails_once)
+    with pytest.raises(RuntimeError, match="RESOURCE") as caught:
+        tj.run(step, state, source, steps_per_call=steps_per_call, progress=False)
+    assert int(caught.value.state.step) == steps_per_call
+    state, _ = go_on(step, caught.value, steps_per_call=steps_per_call)
+    assert_same_bits(state, undisturbed[0])
+
+
+# Ctrl-C at any moment
+
+
+@contextlib.contextmanager
+def interrupt_at(event_number):
+    """Ctrl-C as the loop comes to its n-th line; yields how many it came to."""
+    count = [0]
+
+    def trace(frame, event, arg):
+        if pathlib.Path(frame.f_code.co_filename).parent != LOOP:
+            return None
+        if event == "line":
+            count[0] += 1
+            if count[0] == event_number:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(previous)
+
+
+def run_of_the_sweep(step, state, source, **options):
+    return tj.run(step, state, source, steps=STEPS, progress=False, **options)
+
+
+def interrupted(step, undisturbed, event_number, **options):
+    """Was the run interrupted there? If so, it is gone on with."""
+    source, state = shuffled(), init(step)
+    try:
+        with interrupt_at(event_number) as count:
+            state, _ = run_of_the_sweep(step, state, source, **options)
+    except KeyboardInterrupt as error:
+        if not hasattr(error, "state"):  # before the first step, or after the last
+            assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+            assert source.position == int(state.step)
+            state, _ = run_of_the_sweep(step, state, source)
+        else:
+            state, losses = go_on(step, error)
+            np.testing.assert_array_equal(losses, undisturbed[1])
+    else:
+        assert count[0] < event_number
+    assert_same_bits(state, undisturbed[0])
+    return count[0]
+
+
+def sweep(step, undisturbed, parts, part, **options):
+    last = interrupted(step, undisturbed, 10**9, **options)
+    assert last > 300
+    for event_number in range(1 + part, last, last // parts):
+        interrupted(step, undisturbed, event_number, **options)
+
+
+def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed):
+    sweep(step, undisturbed, 15, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 0}, {"steps_per_call": 3}, {"keep_every": 2}], ids=str
+)
+def test_ctrl_c_at_more_lines_of_the_loop_loses_nothing(step, undisturbed, options):
+    sweep(step, undisturbed, 120, 0, **options)
+
+
+def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread():
+    evaluate = tj.build_eval_step(evaluation, tj.Mirrored())
+    state = init(build())
+
+    def interrupting():
+        yield from all_batches()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tj.evaluate_all(evaluate, state, interrupting)
+    names = [thread.name for thread in threading.enumerate()]
+    assert "towerjax-prefetch" not in names
+
+
+# Devices that fail
+
+
+class Failing:
+    """A step whose program fails at one call, after it took the state over."""
+
+    def __init__(self, step, call, *, later=False):
+        self._step, self._call, self._later = step, call, later
+        self._calls = 0
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+    def dispatch(self, state, batch):
+        self._calls += 1
+        if self._calls != self._call:
+            return self._step.dispatch(state, batch)
+        after, metrics, guarded = self._step.dispatch(state, batch)
+        jax.tree.map(lambda x: x.delete(), split_state(after)[0])
+        if not self._later:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        jax.tree.map(lambda x: x.delete(), (metrics, guarded))
+        return after, metrics, guarded
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("keep_every", [1, 3])
+@pytest.mark.parametrize("name", ["batches", "generator"])
+def test_a_state_lost_on_the_devices_is_made_anew(
+    step, undisturbed, keep_every, later, name
+):
+    with pytest.raises(RuntimeError) as caught:
+        tj.run(
+            Failing(step, 6, later=later),
+            init(step),
+            SOURCES[name](),
+            steps=STEPS,
+            keep_every=keep_every,
+            progress=False,
+        )
+    error = caught.value
+    assert int(error.state.step) >= 5
+    assert error.history.steps.tolist() == list(range(1, int(error.state.step) + 1))
+    state, losses = go_on(step, error)
+    assert_same_bits(state, undisturbed[0])
+    np.testing.assert_array_equal(losses, undisturbed[1])
+
+
+@pytest.mark.parametrize("ways", [[False], [True, True], [True, False]], ids=str)
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_step_that_fails_again_is_not_done(step, undisturbed, ways, steps_per_call):
+    at = 5 if steps_per_call == 1 else 3
+    ways = list(ways)  # how it fails each time: later, or at once
+
+    class Fails(Failing):
+        def dispatch(self, state, batch):
+            self._calls = -1
+            if int(state.step) == at:
+                self._calls, self._later = self._call - 1, ways.pop(0)
+            return super().dispatch(state, batch)
+
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        tj.run(
+            Fails(step, 1),
+            init(step),
+            one_by_one(),
+            keep_every=4,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+    assert int(caught.value.state.step) == at and not ways
+    state, losses = go_on(step, caught.value)
+    assert_same_bits(state, undisturbed[0])
+    np.testing.assert_array_equal(losses, undisturbed[1])
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_takes_the_state_unless_a_copy_is_kept():
+    """In a process whose memory is limited, by a program that needs far more."""
+    worker = pathlib.Path(__file__).parent / "workers" / "memory.py"
+    done = subprocess.run(
+        [sys.executable, str(worker)], capture_output=True, text=True, timeout=120
+    )
+    # 1 - 0.1 * 2 = 0.8, and 0.64: two steps; the third one's batch is there again.
+    assert done.stdout.splitlines() == [
+        "RESOURCE_EXHAUSTED: Out of memory None None",
+        "RESOURCE_EXHAUSTED: Out of memory 2 0.6400 [16, 4]",
+    ], done.stderr
+
+
+def test_a_state_that_is_not_donated_is_there_after_a_failure(step):
+    class NotDonating(Failing):
+        def dispatch(self, state, batch):
+            self._calls += 1
+            if self._calls == self._call:
+                raise RuntimeError("RESOURCE_EXHAUSTED")
+            return self._step.dispatch(state, batch)
+
+    step = build(donate=False)
+    state = init(step)
+    with pytest.raises(RuntimeError) as caught:
+        tj.run(NotDonating(step, 3), state, shuffled(), progress=False)
+    assert int(caught.value.state.step) == caught.value.batches.position == 2
+    assert int(state.step) == 0 and not state.params["w"].is_deleted()
+
+
+def test_keep_every_is_a_number_of_steps(step):
+    with pytest.raises(ValueError, match="keep_every=0 must be a whole number >= 1"):
+        tj.run(step, init(step), shuffled(), keep_every=0)
+
+
+# A NaN on one tower
+
+
+def on_each_device(tree):
+    leaves = jax.tree.leaves(tree)
+    return [[shard.data for shard in x.addressable_shards] for x in leaves]
+
+
+@pytest.mark.parametrize(
+    ("policy", "guard"),
+    [
+        ("skip", "gradients"),
+        pytest.param("raise", "loss", marks=pytest.mark.slow),
+    ],
+)
+def test_a_nan_on_one_tower_is_one_verdict_for_all(policy, guard):
+    step = build(on_nonfinite=policy, guard=guard)
+    cut = all_batches()[:3]
+    bad = {**cut[1], "y": cut[1]["y"].copy()}
+    bad["y"][2 * 5 + 1] = np.nan  # the second row of tower 5
+    state, _ = step(init(step), cut[0])
+    before = bits(state)
+    state, metrics = step(state, bad)
+    assert np.isnan(metrics["loss"])
+    # Nothing has changed but the number of the step.
+    assert_same_bits(state, dataclasses.replace(before, step=np.int32(2)))
+    for shards in on_each_device((state.params, state.opt_state, state.seen)):
+        assert len(shards) == 8
+        assert all((np.asarray(x) == np.asarray(shards[0])).all() for x in shards)
+    if policy == "raise":
+        with pytest.raises(tj.NonFiniteError, match="of step 1 was"):
+            step.settle()
+    # Going on is to the bit what it is without the refused step.
+    other = step.place(dataclasses.replace(before, step=np.int32(2), rng=state.rng))
+    state, _ = step(state, cut[2])
+    other, _ = step(other, cut[2])
+    assert_same_bits(state, bits(other))
+    assert (bits(state).params["w"] != before.params["w"]).all()
+    seen = [batch["id"] for batch in (cut[0], cut[2])]
+    tj.check_examples(state, TOTAL(np.concatenate(seen)))
+
+
+@pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_goes_on_after_a_nan(steps_per_call):
+    step, cut = build(), all_batches()
+    cut[2] = {**cut[2], "y": np.full_like(cut[2]["y"], np.nan)}
+    options = {"steps_per_call": steps_per_call, "progress": False}
+    with pytest.raises(tj.NonFiniteError) as caught:
+        tj.run(step, init(step), iter(cut), **options)
+    state, _ = tj.run(step, caught.value.state, caught.value.batches, **options)
+    skipping = build(on_nonfinite="skip")
+    expected, history = tj.run(skipping, init(skipping), cut, progress=False)
+    assert history.skipped == (3,) and int(state.step) == STEPS
+    assert_same_bits(state, bits(expected))

@@ -1,0 +1,101 @@
+"""Training runs have the same bits on any number of devices; a control does not."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import towerjax as tj
+from towerjax.bench.pinned_cost import bytes_sent
+from towerjax.bench.same_bits import Case, cases, compare
+
+CASES = cases()
+# Every batch is ragged, and every mlp has dropout.
+MICRO = {"micro_batches": 2}
+
+
+def differing(case, *, devices=(1, 8), towers=8, steps=3, ops=None):
+    """``D`` -> the leaves that differ; nothing when every bit is the same."""
+    ops = ops or tj.PinnedTree()
+    found = compare(case, towers=towers, devices=devices, steps=steps, ops=ops)
+    for number, names in found.differing.items():
+        same = found.digests[number] == found.digests[devices[0]]
+        assert same == (names == [])
+    return {number: names for number, names in found.differing.items() if names}
+
+
+def test_a_run_has_the_same_bits_on_one_device_and_on_many():
+    # Both divide by what they use once, which XLA rewrites on one device alone.
+    assert differing(Case("", "batch norm", "MultiSteps", options=MICRO)) == {}
+
+
+def test_the_tree_is_not_fused_into_the_update():
+    options = {"on_nonfinite": "ignore"}
+    assert differing(Case("", "linear", "momentum", options=options)) == {}
+
+
+def test_the_plain_all_reduce_does_not():
+    # Eight devices would do: their all-reduce adds in the order of one device's scan.
+    case = Case("", "linear", "adam", options=MICRO)
+    assert differing(case, devices=(1, 2), steps=10) == {}
+    found = differing(case, devices=(1, 2), steps=10, ops=tj.AllReduce())
+    for part in ("['state'].params['w']", "['state'].opt_state[0].nu", "['metrics']"):
+        assert [name for name in found[2] if name.startswith(part)], part
+
+
+GRID = [
+    (2, (1, 2), Case("", "mlp in bfloat16", "adam", options=MICRO)),
+    (4, (1, 2, 4), Case("", "mlp, dropout", "sgd", options={"micro_batches": 3})),
+    (8, (1, 2, 4, 8), Case("", "mlp, dropout", "clip, adam", options=MICRO)),
+    (8, (1, 2, 4, 8), Case("", "conv 8 in bfloat16", "momentum")),
+    (16, (1, 2, 4, 8), Case("", "mlp in bfloat16", "clip, adam", options=MICRO)),
+    (3, (1, 3), Case("", "linear", "clip, adam")),
+    (6, (1, 2, 3, 6), Case("", "linear", "clip, adam", options=MICRO)),
+    (12, (1, 2, 3, 4, 6), Case("", "linear", "clip, adam")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "towers, devices, case", GRID, ids=lambda x: getattr(x, "model", None)
+)
+def test_50_steps_have_the_same_bits_on_every_number_of_devices(towers, devices, case):
+    assert differing(case, towers=towers, devices=devices, steps=50) == {}
+
+
+ONCE = ["attention", "matrix 512", "muon", "mechanize", "model_fn, conv"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONCE)
+def test_what_once_differed_has_the_same_bits(name):
+    assert differing(CASES[name], devices=(1, 2)) == {}
+
+
+@pytest.mark.slow
+def test_the_command_on_16_devices_and_its_control():
+    def told(ops, *devices):
+        flags = f"--only linear --towers 16 --steps 50 --json --ops {ops} --devices"
+        argv = [sys.executable, "-m", "towerjax.bench.same_bits", *flags.split()]
+        env = {x: y for x, y in os.environ.items() if x != "XLA_FLAGS"}
+        done = subprocess.run(
+            [*argv, *devices], env=env, capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    status, pinned = told("PinnedTree", "1", "16")
+    assert status == 0 and pinned["differing"] == {"1": [], "16": []}
+    assert pinned["leaves"] > 8 and len(set(pinned["digests"].values())) == 1
+    status, plain = told("AllReduce", "2", "16")
+    assert status == 1 and plain["differing"]["16"]
+
+
+def test_bytes_sent_are_those_of_a_ring():
+    text = """
+    %a = (f32[3,4]{1,0}, /*index=1*/f32[3,4]{1,0}) all-to-all(%x, %y), channel_id=1
+    %b = f32[24]{0} all-gather(f32[12]{0} %a), channel_id=2
+    %c = s32[10]{0} all-reduce(%b), to_apply=%add
+    """
+    assert bytes_sent(text, 2) == (2 * 12 * 4 + 24 * 4 + 2 * 10 * 4) // 2

@@ -1,0 +1,46 @@
+"""Real memory that runs out in a donated step; prints what is left of the run."""
+
+import pathlib
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+
+def loss_fn(params, batch, tower):
+    value = params * batch
+    if batch.shape[0] > 8:  # 4 GB for each row
+        far = jnp.arange(1 << 30, dtype=jnp.float32)
+        value += jnp.stack([jnp.sort(jnp.sin(v + far))[7] for v in value[:2]]).sum()
+    return tj.Weighted.mean(value**2, tower.weight)
+
+
+def main():
+    strategy = tj.OneDevice("cpu:0")
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, max_programs=2)
+    small, large = np.ones(4, np.float32), np.ones(16, np.float32)
+    state, _ = step(step.init(jnp.float32(1)), small)
+    jax.block_until_ready(state)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (2 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for keep_every in (None, 1):
+        state = step.init(jnp.float32(1))
+        batches = iter([small, small, large, small])
+        try:
+            tj.run(step, state, batches, keep_every=keep_every, progress=False)
+        except jax.errors.JaxRuntimeError as error:
+            print(str(error)[:33], end=" ")
+            if error.state is None:
+                print(error.state, error.batches)
+                continue
+            left = [batch.rows for batch in error.batches]
+            print(int(error.state.step), f"{float(error.state.params):.4f}", left)
+
+
+if __name__ == "__main__":
+    main()

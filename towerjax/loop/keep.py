@@ -1,0 +1,105 @@
+"""How does a state come back that the devices failed in? From a copy, step by step."""
+
+import collections
+import contextlib
+from typing import Any, TypeAlias
+
+import jax
+
+from towerjax.input.ledger import Ledger
+from towerjax.input.placer import PlacedBatch
+from towerjax.loop.steps import LoopStep
+from towerjax.loop.stopping import copied
+from towerjax.state import TrainState
+
+Redone: TypeAlias = tuple[PlacedBatch, dict[str, jax.Array], jax.Array]
+"""``(batch, metrics, guarded)`` of a call that was made again."""
+
+
+def is_whole(state: TrainState) -> bool:
+    """Has a state been computed, and its buffers not been taken over?
+
+    Args:
+      state: On the devices; waited for.
+
+    Returns:
+      False where a computation failed, or took the state over and then failed.
+    """
+    try:
+        jax.block_until_ready(state)
+    except (RuntimeError, ValueError):  # a failed computation, or a donated array
+        return False
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+class KeptState:
+    """A copy of the state now and then, and the calls since.
+
+    Args:
+      step: Makes the calls again.
+      every: Copy the state after so many steps; None never does.
+      ledger: Where batches go back to whose steps cannot be done again.
+    """
+
+    def __init__(self, step: LoopStep, every: int | None, ledger: Ledger) -> None:
+        self._step, self._every, self._ledger = step, every, ledger
+        self._state: TrainState | None = None
+        self._number = 0
+        self._cursor: Any = None
+        self._calls: collections.deque[tuple[PlacedBatch, Any]] = collections.deque()
+
+    def see(self, state: TrainState, number: int) -> None:
+        """Copy the state, where it is time to.
+
+        Args:
+          state: Before the next call.
+          number: How many steps it has done.
+        """
+        if self._every is None:
+            return
+        if self._state is not None and number - self._number < self._every:
+            return
+        # It is there and whole, so the old copy may go first: both may not fit.
+        jax.block_until_ready(state)
+        self._calls.clear()
+        self._state, self._number, self._cursor = None, number, self._ledger.cursor
+        self._state = copied(state, "devices", self._step.strategy.placement)
+
+    def add(self, placed: PlacedBatch, used: Any) -> None:
+        """Note a call.
+
+        Args:
+          placed: Its batch.
+          used: The batches that it used, as the ledger gave them.
+        """
+        if self._state is not None:
+            self._calls.append((placed, used))
+
+    def rebuild(self) -> tuple[TrainState, list[Redone]] | None:
+        """The state after as many calls since the copy as succeed.
+
+        Returns:
+          The state, and the calls that were made again with what they returned; None
+          where no copy is kept. The batches of the others are given back.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            return None
+        done: list[Redone] = []
+        cursor = self._cursor
+        with contextlib.suppress(RuntimeError, ValueError):
+            while self._calls:
+                before = copied(state, "devices", self._step.strategy.placement)
+                placed, used = self._calls[0]
+                after, metrics, guarded = self._step.dispatch(state, placed)
+                state = before
+                jax.block_until_ready(after)
+                state = after
+                self._calls.popleft()
+                cursor = used[-1].cursor
+                done.append((placed, metrics, guarded))
+        if not is_whole(state):
+            state = before
+        left = [taken for _, used in self._calls for taken in used]
+        self._ledger.give_back(left, cursor)
+        return state, done

@@ -1,0 +1,265 @@
+"""What happens in a run? Batches placed, calls dispatched, their results kept."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterator,
+)
+from typing import Any, TypeAlias
+
+import jax
+
+from towerjax.checking import in_brief, is_refused
+from towerjax.input import feed
+from towerjax.input.ledger import Ledger
+from towerjax.input.placer import PlacedBatch
+from towerjax.loop.evaluate import evaluate_all
+from towerjax.loop.faults import fault_of, with_place
+from towerjax.loop.history import History, HistoryLog, RunSummary
+from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.keep import KeptState, is_whole
+from towerjax.loop.options import Evaluation, LoopOptions
+from towerjax.loop.progress import Progress
+from towerjax.loop.records import Record, Writers
+from towerjax.loop.steps import LoopStep
+from towerjax.loop.stopping import Watch
+from towerjax.state import TrainState
+
+Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
+"""``(step number, metrics)``: called for every step, with host values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A dispatched call, which may still be running."""
+
+    metrics: dict[str, jax.Array]
+    guarded: Any
+    placed: PlacedBatch
+
+
+class Loop:
+    """A run under way: its state, the calls in flight, and what came of the others."""
+
+    def __init__(
+        self,
+        step: LoopStep,
+        state: TrainState,
+        options: LoopOptions,
+        evaluation: Evaluation,
+        progress: Progress,
+        hooks: tuple[Hook, ...],
+        ledger: Ledger,
+    ) -> None:
+        self.state, self.guard = state, InterruptGuard()
+        self.writers = Writers((), int(state.step))
+        self._step, self._options, self._evaluation = step, options, evaluation
+        self._progress, self._hooks, self._ledger = progress, hooks, ledger
+        self._kept = KeptState(step, options.keep_every, ledger)
+        self._watch = Watch(
+            evaluation.early_stopping, evaluation.best, step.strategy.placement
+        )
+        self._log = HistoryLog(int(state.step))
+        self._dispatched = self._log.number
+        self._in_flight: collections.deque[Call] = collections.deque()
+        self._compiled: set[Any] = set()
+        self._compile_s = self._evaluate_s = 0.0
+        self._start_s = time.perf_counter()
+
+    def run(self) -> None:
+        """All steps, and the evaluations between and after them."""
+        with contextlib.closing(self._placed()) as placed_batches:
+            while self._watch.stopped is None:
+                if (placed := self._next(placed_batches)) is None:
+                    break
+                before = self._dispatched
+                self._dispatch(placed)
+                every = self._evaluation.every or self._dispatched + 1
+                if self._dispatched // every > before // every:
+                    self._evaluate()
+        self._fetch(0)
+        self._check_enough()
+        self._ledger.settle()
+        evaluations = self._log.evaluations
+        if not evaluations or evaluations[-1][0] != self._log.number:
+            self._evaluate()
+        self.writers.close()
+        self.writers.check()
+        with self.guard:
+            self.state = self._watch.to_return(self.state)
+
+    def _placed(self) -> Generator[PlacedBatch, None, None]:
+        size, ledger = self._options.steps_per_call, self._ledger
+        depth = 0 if ledger.prefetches else self._options.prefetch
+        batches = itertools.islice(ledger, self._options.steps)
+        if size == 1:
+            place = ledger.placing(self._step.place_batch)
+            return feed.prefetch(batches, place, depth=depth)
+        return feed.prefetch(
+            feed.in_groups(batches, size, copies=False),
+            lambda group: self._step.place_batches(group, size),
+            depth=depth,
+        )
+
+    def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
+        try:
+            return next(placed_batches, None)
+        except Exception:
+            # The steps before the broken batch are whole: hooks shall see them.
+            self._fetch(0)
+            raise
+
+    def _dispatch(self, placed: PlacedBatch) -> None:
+        self._fetch(self._options.in_flight - 1)
+        if placed.signature not in self._compiled:
+            start_s = time.perf_counter()
+            self._step.program(self.state, placed)
+            self._compile_s += time.perf_counter() - start_s
+            self._compiled.add(placed.signature)
+        self._kept.see(self.state, self._dispatched)
+        number = len(placed.num_examples)
+        with self.guard:
+            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
+            self._in_flight.append(Call(metrics, guarded, placed))
+            self._dispatched += number
+            taken = self._ledger.use(number if self._options.steps_per_call > 1 else 1)
+            self._kept.add(placed, taken)
+
+    def _fetch(self, allowed: int) -> None:
+        """Wait for the oldest calls until so many are in flight; look at each step."""
+        while len(self._in_flight) > allowed:
+            number, call = self._log.number, self._in_flight[0]
+            rows = self._record_oldest()
+            self.writers.check()
+            for index, row in enumerate(rows):
+                at = (call.placed, index)
+                if error := fault_of(self._step, call.guarded, number, *at):
+                    raise with_place(error, self._step, self.state, *at)
+                number += 1
+                for hook in self._hooks:
+                    hook(number, row)
+            self._progress.step(number, rows[-1], self._rate())
+
+    def _record_oldest(self) -> list[dict[str, Any]]:
+        call = self._in_flight[0]
+        examples = call.placed.num_examples
+        metrics, guarded = jax.device_get((call.metrics, in_brief(call.guarded)[0]))
+        # One step gives scalars, several give a dim of steps, not all of them used.
+        indices = range(len(examples)) if guarded.ndim else [()]
+        rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
+        refused = [is_refused(guarded[i]) for i in indices]
+        time_s, first = time.time(), self._log.number + 1
+        records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
+        with self.guard:  # what is in the history is in the files, and once
+            self._in_flight.popleft()
+            for step in zip(rows, refused, examples, strict=True):
+                self._log.add(*step)
+            self.writers.write(records)
+        return rows
+
+    def _evaluate(self) -> None:
+        evaluate, batches = self._evaluation.step, self._evaluation.batches
+        if evaluate is None or batches is None:
+            return
+        self._fetch(0)
+        start_s = time.perf_counter()
+        values = evaluate_all(
+            evaluate,
+            self.state,
+            batches,
+            prefetch=self._options.prefetch,
+            in_flight=self._options.in_flight,
+        )
+        number = self._log.number
+        with self.guard:
+            self._log.evaluations.append((number, values))
+            self.writers.write([Record("eval", number, time.time(), values)])
+        self.writers.check()
+        self._watch.see(number, values, self.state)
+        self._evaluate_s += time.perf_counter() - start_s
+        watch = self._watch
+        in_short = watch.describe(number, values)
+        self._progress.evaluation(number, values, in_short, watch.stopped)
+
+    def _check_enough(self) -> None:
+        done, steps = self._log.num_steps, self._options.steps
+        if done == 0:
+            raise ValueError(
+                "batches is empty. An iterator that was gone through before is; make"
+                " it anew."
+            )
+        if steps is not None and done < steps and self._watch.stopped is None:
+            raise ValueError(
+                f"steps={steps} were asked for, but batches ended after {done}. Use"
+                " tj.batches(..., epochs=None) for endless data, or leave steps out to"
+                " stop where the data ends."
+            )
+
+    def _rate(self) -> float:
+        seconds = time.perf_counter() - self._start_s
+        seconds -= self._compile_s + self._evaluate_s
+        return self._log.num_steps / max(seconds, 1e-9)
+
+    def history(self) -> History:
+        """What there is so far."""
+        steps_per_second, steps = self._rate(), self._log.num_steps
+        summary = RunSummary(
+            towers=self._step.strategy.placement.num_towers,
+            devices=self._step.strategy.placement.num_devices,
+            steps=steps,
+            examples=self._log.examples,
+            compile_seconds=self._compile_s,
+            steps_per_second=steps_per_second,
+            examples_per_second=steps_per_second * self._log.examples / max(steps, 1),
+        )
+        return self._log.history(summary, self._watch.best, self._watch.stopped)
+
+    def hand_over(self, error: Any) -> None:
+        """Give what there is to an exception: the caller's state was donated."""
+        self._record_all()
+        error.state = self.state if is_whole(self.state) else self._rebuilt()
+        self.writers.close()
+        self.writers.explain(error)
+        error.history = self.history()
+        error.batches = self._ledger.rest() if error.state else self._ledger.settle()
+        if error.state is None:
+            note = (
+                "The state is lost: the devices failed in it. Go on from a checkpoint;"
+                " keep_every=... keeps a copy for this"
+            )
+        else:
+            note = f"error.state is the state after step {self._dispatched}; go on"
+            note += " from it, with error.batches"
+        if self._step.strategy.placement.num_processes > 1:
+            note += (
+                ". Each process stops where it is: their states may be of different"
+                " steps, and a state may need a process that has gone"
+            )
+        error.add_note(f"{note}. error.history is what the run saw.")
+
+    def _record_all(self) -> None:
+        with contextlib.suppress(Exception):
+            while self._in_flight:
+                self._record_oldest()
+
+    def _rebuilt(self) -> TrainState | None:
+        """The state before the step that failed, where a copy was kept."""
+        self._in_flight.clear()
+        rebuilt = self._kept.rebuild()
+        if rebuilt is None:
+            return None
+        state, done = rebuilt
+        number = self._dispatched = int(state.step)
+        for placed, metrics, guarded in reversed(done):
+            if number <= self._log.number:
+                break
+            call = Call(metrics, guarded, placed)
+            self._in_flight.appendleft(call)
+            number -= len(placed.num_examples)
+        self._record_all()
+        return state
