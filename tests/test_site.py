@@ -133,9 +133,7 @@ def test_every_public_name_is_in_the_reference_once():
         expected |= {f"{name}.{each}" for each in inner} or {name}
     names = [name for _, name in referred()]
     assert len(set(names)) == len(names)
-    assert set(names) == expected, (
-        "write ::: towerjax.Name into a page of docs/reference"
-    )
+    assert set(names) == expected, "write ::: towerjax.X into a page of reference/"
 
 
 @pytest.mark.parametrize("page, name", list(referred()), ids=str)
