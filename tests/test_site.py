@@ -161,6 +161,12 @@ def test_a_picture_says_what_it_shows_and_fetches_nothing(picture):
     assert len(text) < 10_000
 
 
+def test_a_page_fetches_nothing_of_others():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings and "strict: true" in settings
+    assert not re.search(r"https?:|analytics|inventories", settings)
+
+
 def test_the_plot_shows_the_table():
     page = (DOCS / "benchmarks" / "overhead.md").read_text()
     rows = re.findall(r"^\| (.*?) \| (\d+) \|.*?\*\*(.*?)\*\*", page, re.MULTILINE)
