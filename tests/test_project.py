@@ -21,7 +21,7 @@ DesyncError DistributedDataset EarlyStopping Exported Hierarchical History Index
 InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
 MultiStepContext NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree
 PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
-ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
+ReplicationError RunSummary StepReport TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step check_mirrored choose_cross_tower_ops cluster
 compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
@@ -54,7 +54,11 @@ LAYERS = """
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job
     strategies
-    program pipeline compiled_step step inference
+    program
+    report report.plain report.tables report.formulas report.hlo
+    report.compiled_flops report.communication report.memory report.dispatch
+    report.step_report
+    pipeline compiled_step step inference
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export

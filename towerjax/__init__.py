@@ -50,6 +50,7 @@ from towerjax.loop.stopping import EarlyStopping as EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard as TensorBoard
 from towerjax.nonfinite import NonFiniteError as NonFiniteError
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
+from towerjax.report.step_report import StepReport as StepReport
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad
 from towerjax.sparse import update_with_rows as update_with_rows
