@@ -94,13 +94,33 @@ def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
       ReplicationError: A mirrored result depends on the tower, or a collective
         stands where not every tower would reach it.
     """
+    return prove_traced(recipe, placement, args)[0]
+
+
+def prove_traced(
+    recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
+) -> tuple[Proof, Any]:
+    """As `prove`, with what was proved.
+
+    Args:
+      recipe: The step.
+      placement: Its towers.
+      args: Arrays or shapes.
+
+    Returns:
+      The `Proof`, and the jaxpr of one tower.
+
+    Raises:
+      ReplicationError: As `prove`.
+    """
     axes = placement.abstract_axes
     layouts = tuple(recipe.in_layouts.values())
     out_layouts = tuple(recipe.out_layouts.values())
     jaxpr, out = trace_one_tower(
         recipe.device_fn(axes), axes, layouts, out_layouts, args
     )
-    return _prove_body(recipe, jaxpr, args, out, axes)
+    proof = _prove_body(recipe, jaxpr, args, out, axes)
+    return proof, body_of_shard_map(jaxpr)
 
 
 def _prove_body(

@@ -139,7 +139,7 @@ def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     while jaxprs:
         for eqn in jaxprs.pop().eqns:
             found = bodies if eqn.primitive.name == "shard_map" else jaxprs
-            found += _sub_jaxprs(eqn)
+            found += sub_jaxprs(eqn)
     if len(bodies) != 1:
         raise ValueError(
             f"The jaxpr has {len(bodies)} shard_map equations, expected 1. Trace a "
@@ -189,7 +189,7 @@ def _rule_of(eqn: JaxprEqn) -> Callable[[JaxprEqn, _Marks, _Context], _Marks]:
         return _opaque
     if eqn.primitive.name in _RULES:
         return _RULES[eqn.primitive.name]
-    if inner := _sub_jaxprs(eqn):
+    if inner := sub_jaxprs(eqn):
         # The jaxpr of a kernel or a reducer works on parts of the operands.
         sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
         shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
@@ -266,12 +266,12 @@ def _record(eqn: JaxprEqn, context: _Context, over_towers: bool) -> None:
 
 
 def _call(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
-    return _walk(_sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
+    return _walk(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
 def _cond(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     inner = context.enter(eqn, predicate=ins[0])
-    outs = [_walk(branch, ins[1:], inner)[0] for branch in _sub_jaxprs(eqn)]
+    outs = [_walk(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
     chosen = _compute(eqn, ins[:1], context)
     return [functools.reduce(_merge, m) for m in zip(*outs, chosen, strict=True)]
 
@@ -326,7 +326,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: _Context) -> _Marks:
     def trip(marks: _Marks) -> _Marks:
         choice = {"cond": ins[:1], "while": marks}.get(eqn.primitive.name, [None])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
-        for jaxpr in _sub_jaxprs(eqn):
+        for jaxpr in sub_jaxprs(eqn):
             env = _walk(jaxpr, marks * len(jaxpr.invars), inner)[1]
             marks = [functools.reduce(_merge, env.values(), marks[0])]
         return marks
@@ -375,7 +375,8 @@ def _made_at(mark: _Mark | None) -> str:
     return ""
 
 
-def _sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs that an equation holds: a call's first one is what it runs."""
     values = list(eqn.params.values())
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         values = [eqn.params["jaxprs"].solve]

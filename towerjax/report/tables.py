@@ -13,8 +13,7 @@ class Table:
     Attributes:
       title: Over it.
       head: The columns' names.
-      rows: Cells of text; the first column is words, those after it are right-aligned
-        where they begin with a digit.
+      rows: Cells of text; a column of which every cell is a number is right-aligned.
       note: Under it; may be empty.
     """
 
@@ -22,6 +21,13 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+    @property
+    def is_number(self) -> tuple[bool, ...]:
+        """Of each column: does every cell begin like a number?"""
+        cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
+        numbers = "0123456789+-"
+        return tuple(all(x[:1] and x[0] in numbers for x in column) for column in cells)
 
 
 def as_text(tables: Sequence[Table]) -> str:
@@ -45,8 +51,8 @@ def _text_of(table: Table) -> str:
     widths = [max(len(row[i]) for row in grid) for i in range(len(table.head))]
     for row in grid:
         cells = [
-            cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
-            for cell, width in zip(row, widths, strict=True)
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, width, is_number in zip(row, widths, table.is_number, strict=True)
         ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     if table.note:
@@ -67,19 +73,19 @@ def as_html(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         parts.append(f"<h4>{html.escape(table.title)}</h4><table>")
-        parts.append(_row("th", table.head))
-        parts += [_row("td", row) for row in table.rows]
+        parts.append(_row("th", table.head, table.is_number))
+        parts += [_row("td", row, table.is_number) for row in table.rows]
         parts.append("</table>")
         if table.note:
             parts.append(f"<p>{html.escape(table.note)}</p>")
     return f"<div>{''.join(parts)}</div>"
 
 
-def _row(tag: str, cells: Sequence[str]) -> str:
+def _row(tag: str, cells: Sequence[str], is_number: Sequence[bool]) -> str:
     inside = [
-        f'<{tag} style="text-align:{"right" if cell[:1].isdigit() else "left"}">'
+        f'<{tag} style="text-align:{"right" if number else "left"}">'
         f"{html.escape(cell)}</{tag}>"
-        for cell in cells
+        for cell, number in zip(cells, is_number, strict=True)
     ]
     return f"<tr>{''.join(inside)}</tr>"
 
@@ -98,15 +104,10 @@ def as_rich(tables: Sequence[Table]) -> Any:
         grid = rich_table.Table(
             title=text.Text(table.title), caption=text.Text(table.note) or None
         )
-        for name in table.head:
-            grid.add_column(text.Text(name))
+        for name, is_number in zip(table.head, table.is_number, strict=True):
+            grid.add_column(text.Text(name), justify="right" if is_number else "left")
         for row in table.rows:
-            grid.add_row(
-                *(
-                    text.Text(cell, justify="right" if cell[:1].isdigit() else "left")
-                    for cell in row
-                )
-            )
+            grid.add_row(*map(text.Text, row))
         shown.append(grid)
     return console.Group(*shown)
 
