@@ -119,7 +119,8 @@ def test_loops_and_branches_of_a_trace():
         return jax.lax.cond(x[0, 0] > 0, big, lambda x: x @ x, x)
 
     one = 2 * 4**3
-    assert traced(f, jnp.ones((4, 4))).matmul == 5 * one
+    for found in (traced(f, jnp.ones((4, 4))), compiled(f, jnp.ones((4, 4)))):
+        assert found.matmul == 5 * one
 
     def endless(x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ x + 1, x)
@@ -152,6 +153,14 @@ def test_temporaries_live_until_their_last_use():
     # a and b and the last product, each of 400 bytes.
     jaxpr = jax.make_jaxpr(f)(jnp.ones(10, jnp.float32)).jaxpr
     assert temporary_bytes(jaxpr) == 1200
+
+    def chain(x):  # of which each is dead when the one after the next is made
+        for _ in range(5):
+            x = x @ x
+        return x.sum()
+
+    jaxpr = jax.make_jaxpr(chain)(jnp.ones((10, 10), jnp.float32)).jaxpr
+    assert temporary_bytes(jaxpr) == 800
 
     def loop(x):
         return jax.lax.fori_loop(0, 9, lambda _, x: (x @ x) @ x, x).sum()
@@ -281,6 +290,7 @@ def test_rings_by_hand():
     # Then two rounds of 2 hops between 3 nodes, of a third of 10 bytes at 2.5 B/s.
     between = 2 * 2 * (3 + 10 / 3 / 2.5)
     assert seconds_to_send("all-reduce", 40, 12, ON) == pytest.approx(12 + between)
+    assert seconds_to_send("all-reduce", 40, 9, ON) == pytest.approx(12 + between)
     scatter = seconds_to_send("reduce-scatter", 40, 12, ON)
     gather = seconds_to_send("all-gather", 40 / 12, 12, ON)
     assert scatter == pytest.approx(gather) == pytest.approx((12 + between) / 2)
@@ -314,11 +324,23 @@ def test_measured_here():
     assert here.peak_of("float32") > 0 and here.step_overhead_s > 0
     assert here.matmul_efficiency == here.link_efficiency == 1
     planned = tj.plan(loss_fn, params(), rows(6), towers=[1, 2], hardware=here)
-    assert planned.rows[1].step_s > here.step_overhead_s
+    assert planned.hardware == here and planned.rows[1].step_s > here.step_overhead_s
     with pytest.raises(
         ValueError, match="here has no network between nodes. Plan for 2"
     ):
         tj.plan(loss_fn, params(), rows(6), towers=[4], hardware=here)
+
+
+def test_here_measures_the_dtypes_that_the_step_has(monkeypatch):
+    asked = []
+
+    def measure(**options):
+        asked.append(options)
+        return dataclasses.replace(ON, peak=(("bfloat16", 1.0),))
+
+    monkeypatch.setattr(f"{tj.plan.__module__}.measure_hardware", measure)
+    tj.plan(wide, WIDE, wide_rows(8), towers=[1], hardware="here")
+    assert asked == [{"dtypes": ["bfloat16"]}]
 
 
 REFUSED = {

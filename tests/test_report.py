@@ -150,6 +150,29 @@ def test_memory_counts_what_is_taken_over_once(of_eight):
 
 
 @pytest.mark.slow
+def test_a_step_by_pmap_has_the_same_report(of_eight):
+    strategy = tj.Mirrored(devices(8), executor="pmap")
+    found = report(strategy, micro_batches=3)
+    assert found.flops.matmul == of_eight.flops.matmul
+    assert found.bytes_sent == of_eight.bytes_sent
+    names = [(b.name, b.kind, b.bytes, b.aliased) for b in of_eight.memory.buffers]
+    assert [(b.name, b.kind, b.bytes, b.aliased) for b in found.memory.buffers] == names
+
+
+@pytest.mark.slow
+def test_several_steps_in_a_program_say_that_their_trips_are_unknown():
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(devices(2)))
+    state = step.init(params())
+    found = step.report(state, step.place_batches([batch(8)], 3), timed_calls=1)
+    (reduce,) = found.collectives
+    assert not reduce.trips_known and "unknown" in str(found)
+    assert found.flops.notes == ("a loop of unknown trips is counted once",)
+    assert found.flops.matmul == matmul_flops(4)  # of one step
+    assert found.memory.by_kind["batch"] == 3 * 4 * (4 * IN + 1)
+    assert "achieved" not in str(found)
+
+
+@pytest.mark.slow
 def test_what_the_compiler_says_of_memory_is_the_same():
     step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(devices(2)))
     state = step.init(params())
@@ -183,7 +206,8 @@ def test_why_a_buffer_could_not_be_donated():
         return own["same"] + step, own["cast"].astype(jnp.bfloat16), both
 
     compiled = jax.jit(f, donate_argnums=0).lower(DONATED, 1.0).compile()
-    memory = memory_of(compiled, parse(compiled.as_text()))
+    module = parse(compiled.as_text())
+    memory = memory_of(compiled, module, roots=("state", "step"))
     found = {b.name: b.why_not for b in memory.not_donated}
     twins = {name for name in found if name.endswith(("['twice']", "['twin']"))}
     assert len(twins) == 1

@@ -237,8 +237,8 @@ class CompiledStep:
                 return (carry if keeps else out[0]), out[1:]
 
             timing = timed(call, carry, timed_calls)
-        placement = self.strategy.placement
-        return report_of(program, placement, keeps=keeps, timing=timing)
+        recipe, placement = self._runner_for(batch).recipe, self.strategy.placement
+        return report_of(program, recipe, placement, keeps=keeps, timing=timing)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

@@ -217,7 +217,8 @@ class InferenceStep:
                 return model, program.call(model, *batch.args)
 
             timing = timed(call, model, timed_calls)
-        return report_of(program, placement, keeps=False, timing=timing)
+        recipe = self._runner.recipe
+        return report_of(program, recipe, placement, keeps=False, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch.

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from towerjax.report.hlo import Module, Operation, Shape
 from towerjax.types import PyTree, leaf_name
 
 _GROUPS = {"params": "parameters", "opt_state": "optimizer state", "local": "local"}
-_NAMED = re.compile(r"^(?:carry|clock|model|state)\['(\w+)'\](.*)$", re.DOTALL)
+_IN_GROUP = re.compile(r"^\['(\w+)'\](.*)$", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +88,23 @@ class Memory:
         return tuple(buffer for buffer in self.buffers if buffer.why_not)
 
 
-def memory_of(compiled: Any, module: Module, *, keeps: bool = False) -> Memory:
+def memory_of(
+    compiled: Any, module: Module, *, roots: Sequence[str], keeps: bool = False
+) -> Memory:
     """What one device holds.
 
     Args:
       compiled: A ``jax.stages.Compiled``.
       module: Its text, taken apart.
+      roots: What its arguments are called; of ``"state"`` and ``"clock"`` the leaves
+        have the names of their parts.
       keeps: Was it said that the first argument, which might be donated, is kept?
 
     Returns:
       A `Memory`. An argument that the program does not read is in its list, with no
       bytes.
     """
-    leaves = _argument_leaves(compiled)
+    leaves = _argument_leaves(compiled, roots)
     results = collections.Counter(module.results)
     donors = _matched(leaves, module.parameters)
     wishes = collections.Counter(
@@ -132,6 +137,7 @@ def memory_of(compiled: Any, module: Module, *, keeps: bool = False) -> Memory:
 class _Leaf:
     """An argument's leaf as it was passed; ``path`` is below the argument."""
 
+    root: str
     path: str
     dtype: str
     shape: tuple[int, ...]
@@ -139,16 +145,22 @@ class _Leaf:
     first: bool  # of the first argument
 
 
-def _argument_leaves(compiled: Any) -> list[_Leaf]:
+def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
     infos: PyTree = compiled.args_info
+    paths: Any = jax.tree_util.tree_leaves_with_path(infos)
     found = []
-    for path, info in jax.tree_util.tree_leaves_with_path(infos):
-        # infos are (args, kwargs), and of args one a position.
-        below = leaf_name("", path[2:])
-        first = getattr(path[1], "idx", None) == 0
-        found.append(
-            _Leaf(below, str(info.dtype), tuple(info.shape), info.donated, first)
+    for path, info in paths:
+        # The tree is (args, kwargs), and of args one a position.
+        position: int = path[1].idx
+        leaf = _Leaf(
+            root=roots[position],
+            path=leaf_name("", path[2:]),
+            dtype=str(info.dtype),
+            shape=tuple(info.shape),
+            donated=info.donated,
+            first=position == 0,
         )
+        found.append(leaf)
     return found
 
 
@@ -172,7 +184,7 @@ def _matched(
 
 
 def _buffer(leaf: _Leaf, parameter: Operation, aliased: bool, why_not: str) -> Buffer:
-    name, kind = _named(parameter.op_name or f"argument {parameter.operands[0]}")
+    name, kind = _named(leaf)
     shape = parameter.shapes[0]
     return Buffer(
         name=name,
@@ -187,18 +199,18 @@ def _buffer(leaf: _Leaf, parameter: Operation, aliased: bool, why_not: str) -> B
 
 
 def _unread(leaf: _Leaf) -> Buffer:
-    name, kind = _named(f"carry{leaf.path}")
+    name, kind = _named(leaf)
     why_not = "the program does not read it" if leaf.donated else ""
     return Buffer(name, kind, leaf.dtype, leaf.shape, 0, leaf.donated, False, why_not)
 
 
-def _named(path: str) -> tuple[str, str]:
-    """A leaf's name and kind: ``carry['params']['w']`` is ``params['w']``."""
-    found = _NAMED.match(path)
-    if found:
+def _named(leaf: _Leaf) -> tuple[str, str]:
+    """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
+    found = _IN_GROUP.match(leaf.path)
+    if leaf.root in ("state", "clock") and found:
         return found[1] + found[2], _GROUPS.get(found[1], "other")
-    is_batch = path.startswith(("batch", "num_valid"))
-    return path, "batch" if is_batch else "other"
+    is_batch = leaf.root in ("batch", "num_valid")
+    return leaf.root + leaf.path, "batch" if is_batch else "other"
 
 
 def _reason(shape: Shape, wishes: int, results: int) -> str:

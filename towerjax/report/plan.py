@@ -20,7 +20,13 @@ from towerjax.report.link_model import (
 from towerjax.report.measured import measure_hardware
 from towerjax.report.plan_report import Plan, PlanRow
 from towerjax.report.step_report import StepReport
-from towerjax.report.traced_work import bytes_of, read_bytes, temporary_bytes, work_of
+from towerjax.report.traced_work import (
+    Work,
+    bytes_of,
+    read_bytes,
+    temporary_bytes,
+    work_of,
+)
 from towerjax.step import build_train_step
 from towerjax.strategies import Mirrored
 from towerjax.types import LossFn, PyTree, Reduction
@@ -103,12 +109,9 @@ def plan(
             " by. Plan with tj.AllReduce(): its model reduces in and between nodes."
         )
     _check_towers(towers)
-    if isinstance(hardware, str):
-        here = hardware == "here"
-        hardware = measure_hardware() if here else Hardware.named(hardware)
     times = _measured_times(measured)
 
-    def row_of(num_towers: int) -> PlanRow:
+    def traced(num_towers: int) -> _Traced:
         step = build_train_step(
             loss_fn,
             optax.adam(1e-3) if optimizer is None else optimizer,
@@ -121,17 +124,38 @@ def plan(
         proof, body = step.check_traced(params_spec, batch, local=local)
         found = proof.analysis.collectives if num_towers > 1 else ()
         examples = jax.tree.leaves(batch)[0].shape[0]  # checked with the step
-        return _row(num_towers, examples, body, found, hardware, times.get(num_towers))
+        return _Traced(num_towers, examples, body, work_of(body), found)
 
-    alone = row_of(1)
-    rows = [alone if count == 1 else row_of(count) for count in towers]
+    steps = {count: traced(count) for count in dict.fromkeys((1, *towers))}
+    on = _hardware_of(hardware, steps[1].work)
+    rows = {count: _row(step, on, times.get(count)) for count, step in steps.items()}
+    alone = rows[1].examples_per_s
     scaled = [
         dataclasses.replace(
-            row, scaling=row.examples_per_s / (row.towers * alone.examples_per_s)
+            rows[count], scaling=rows[count].examples_per_s / (count * alone)
         )
-        for row in rows
+        for count in towers
     ]
-    return Plan(hardware, scaling, tuple(scaled))
+    return Plan(on, scaling, tuple(scaled))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A step on so many towers, traced: what one of them does."""
+
+    towers: int
+    examples: int
+    body: Any
+    work: Work
+    collectives: Sequence[Collective]
+
+
+def _hardware_of(hardware: Hardware | str, work: Work) -> Hardware:
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware == "here":
+        return measure_hardware(dtypes=[dtype for dtype, _ in work.by_dtype])
+    return Hardware.named(hardware)
 
 
 def _check_towers(towers: Sequence[int]) -> None:
@@ -176,33 +200,26 @@ def _global_batch(batch: PyTree, times: int) -> PyTree:
     return jax.tree.map(longer, batch)
 
 
-def _row(
-    num_towers: int,
-    examples: int,
-    body: Any,
-    collectives: Sequence[Collective],
-    on: Hardware,
-    measured_s: float | None,
-) -> PlanRow:
-    work = work_of(body)
+def _row(step: _Traced, on: Hardware, measured_s: float | None) -> PlanRow:
+    work, towers = step.work, step.towers
     sent, send_s, notes = 0, 0.0, work.flops.notes
-    for found in collectives:
+    for found in step.collectives:
         opcode, trips = _opcode_of(found.primitive), found.trips or 1
-        sent += trips * ring_bytes(opcode, found.bytes, num_towers)
-        send_s += trips * seconds_to_send(opcode, found.bytes, num_towers, on)
+        sent += trips * ring_bytes(opcode, found.bytes, towers)
+        send_s += trips * seconds_to_send(opcode, found.bytes, towers, on)
         if found.trips is None:
             notes += (f"{found.primitive} in a loop of unknown trips counts once",)
-    arguments = read_bytes(body)
+    arguments = read_bytes(step.body)
     # What the update reads and writes: state and gradients, and the batch once.
-    results = sum(bytes_of(v.aval) for v in body.outvars)
+    results = sum(bytes_of(v.aval) for v in step.body.outvars)
     update_s = seconds_to_move(arguments + results, on)
     compute_s = seconds_to_compute(work.by_dtype, work.product_bytes, on)
     step_s = on.step_overhead_s + compute_s + update_s + send_s
     return PlanRow(
-        towers=num_towers,
-        examples=examples,
+        towers=towers,
+        examples=step.examples,
         arguments=arguments,
-        temporaries=temporary_bytes(body),
+        temporaries=temporary_bytes(step.body),
         flops=Flops(work.flops.matmul, work.flops.other, tuple(dict.fromkeys(notes))),
         bytes_sent=sent,
         compute_s=compute_s,

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from towerjax.placement import Placement
-from towerjax.program import Program
+from towerjax.program import Program, Recipe
 from towerjax.report.communication import CompiledCollective, collectives_of
 from towerjax.report.compiled_flops import flops_of
 from towerjax.report.dispatch import Timing
@@ -100,12 +100,18 @@ class StepReport:
 
 
 def report_of(
-    program: Program, placement: Placement, *, keeps: bool, timing: Timing | None
+    program: Program,
+    recipe: Recipe,
+    placement: Placement,
+    *,
+    keeps: bool,
+    timing: Timing | None,
 ) -> StepReport:
     """The report on a compiled program.
 
     Args:
       program: It.
+      recipe: What it was made of.
       placement: Its towers and devices.
       keeps: Was it said that the state is kept (``donate=False``)?
       timing: Of some calls.
@@ -113,14 +119,14 @@ def report_of(
     Returns:
       A `StepReport`.
     """
-    module = parse(program.call.as_text())
+    module, roots = parse(program.call.as_text()), tuple(recipe.in_layouts)
     return StepReport(
         towers=placement.num_towers,
         devices=placement.num_devices,
         platform=placement.platform,
         collectives=collectives_of(module),
         flops=flops_of(module),
-        memory=memory_of(program.call, module, keeps=keeps),
+        memory=memory_of(program.call, module, roots=roots, keeps=keeps),
         compile_s=program.seconds,
         timing=timing,
     )
@@ -138,7 +144,7 @@ def _of_step(report: StepReport) -> Table:
     if timing is not None:
         rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
         rows.append(("until it is done", in_seconds(timing.step_s)))
-        if timing.step_s > 0:
+        if timing.step_s > 0 and not flops.notes:
             rate = in_flops(flops.total / timing.step_s) + "/s"
             rows.append(("achieved", rate))
     title = (
