@@ -325,6 +325,8 @@ def test_measured_here():
     assert here.matmul_efficiency == here.link_efficiency == 1
     planned = tj.plan(loss_fn, params(), rows(6), towers=[1, 2], hardware=here)
     assert planned.hardware == here and planned.rows[1].step_s > here.step_overhead_s
+    alone = tj.measure_hardware(devices(1), matmul_size=8, link_bytes=64, repeats=1)
+    assert alone.node is None and alone.devices_per_node == 1
     with pytest.raises(
         ValueError, match="here has no network between nodes. Plan for 2"
     ):

@@ -17,7 +17,7 @@ from towerjax.placement import DEVICE_AXIS, Placement, place
 from towerjax.report.hardware import Hardware, Link
 from towerjax.types import Layout
 
-_CHAIN = 4  # products one after the other, so that the call itself weighs little
+_CHAIN = 6  # products one after the other, so that the call itself weighs little
 
 
 def measure_hardware(
@@ -30,9 +30,10 @@ def measure_hardware(
 ) -> Hardware:
     """What these devices reach while all of them are busy.
 
-    Products of square matrices, a pass over an array, an all-reduce of many bytes and
-    of four, and an empty step; the median of some calls each. Figures are reached ones,
-    so that efficiencies are 1. All devices count as one node.
+    Products of square matrices, as a dense layer and its gradients have, a pass over an
+    array, an all-reduce of many bytes and of four, and an empty step; the median of
+    some calls each. Figures are reached ones, so that efficiencies are 1. All devices
+    count as one node.
 
     Args:
       devices: Names or devices; None is all there are.
@@ -90,7 +91,11 @@ def measure_hardware(
 def _products(x: jax.Array) -> jax.Array:
     size = round(x.size**0.5)
     square = x.reshape(size, size)
-    return lax.fori_loop(0, _CHAIN, lambda _, y: y @ square, square)
+
+    def as_in_training(_: Any, y: jax.Array) -> jax.Array:
+        return (y @ square).T @ square @ square.T  # forward, and both gradients
+
+    return lax.fori_loop(0, _CHAIN // 3, as_in_training, square)
 
 
 def _link(
