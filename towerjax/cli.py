@@ -1,4 +1,4 @@
-"""What can be done from a shell? ``towerjax launch``, ``towerjax audit``."""
+"""What can be done from a shell? ``towerjax launch``, ``audit``, ``report`` ..."""
 
 import argparse
 import os
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.cluster.launcher import launch
+from towerjax.report.command import add_plan, add_report
 from towerjax.testing.command import add_audit
 
 _CLOSED = 128 + 13  # as if SIGPIPE had ended this process
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
     _add_launch(commands)
     add_audit(commands)
+    add_report(commands)
+    add_plan(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
