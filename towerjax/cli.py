@@ -1,4 +1,4 @@
-"""What can be done from a shell? ``towerjax launch``, ``towerjax audit``."""
+"""What can be done from a shell? ``launch``, ``audit`` and ``bench``."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from towerjax.bench.command import add_bench
 from towerjax.cluster.launcher import launch
 from towerjax.testing.command import add_audit
 
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
     _add_launch(commands)
     add_audit(commands)
+    add_bench(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

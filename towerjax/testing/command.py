@@ -1,15 +1,12 @@
 """What does ``towerjax audit`` do? It audits a loss function by its name."""
 
 import argparse
-import contextlib
 import dataclasses
-import importlib
 import json
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
+from towerjax.by_name import here_importable, named
 from towerjax.testing.findings import CAUSES, AuditReport, SplitError
 from towerjax.testing.replicates import assert_replicates
 from towerjax.types import Reduction
@@ -67,8 +64,8 @@ def add_audit(commands: Any) -> None:
 
 def _audit(options: argparse.Namespace) -> int:
     reduction = options.loss_reduction and Reduction(options.loss_reduction)
-    with _here_importable():
-        loss_fn = _named(options.loss_fn)
+    with here_importable():
+        loss_fn = named(options.loss_fn)
         if not callable(loss_fn):
             raise ValueError(f"{options.loss_fn} is no function: {loss_fn!r}.")
         try:
@@ -115,40 +112,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _made(name: str | None) -> Any:
-    value = None if name is None else _named(name)
+    value = None if name is None else named(name)
     return value() if callable(value) else value
-
-
-def _named(name: str) -> Any:
-    """What ``module:name`` names."""
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
-        raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
-        raise ValueError(
-            f"{name}: there is no module {error.name!r} here. Say where with"
-            " PYTHONPATH, or start in its folder."
-        ) from error
-    for part in path.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{name}: {module_name} has no {path!r}.")
-        value = getattr(value, part)
-    return value
-
-
-@contextlib.contextmanager
-def _here_importable() -> Iterator[None]:
-    """As for ``python -m``: modules of the current folder can be named."""
-    here = os.getcwd()
-    if here in sys.path or "" in sys.path:
-        yield
-        return
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
