@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -100,7 +101,7 @@ class Work:
             loss, grads = mean(value_and_grad(params, batch))
         else:
             parts = jax.tree.map(self._in_parts, batch)
-            zeros = (np.float32(0), jax.tree.map(np.zeros_like, shapes_of(params)))
+            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
 
             def add(total: PyTree, rows: PyTree) -> tuple[PyTree, None]:
                 return jax.tree.map(lax.add, total, value_and_grad(params, rows)), None

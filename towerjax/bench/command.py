@@ -11,15 +11,10 @@ from towerjax.bench.compare import compare, differences
 from towerjax.bench.grid import PEERS, Grid, read_toml
 from towerjax.bench.plots import check_matplotlib
 from towerjax.bench.protocol import TimingProtocol
-from towerjax.bench.report import (
-    COLUMNS,
-    comparison_rows,
-    rich_table,
-    rows_of,
-    write_report,
-)
+from towerjax.bench.report import write_report
 from towerjax.bench.results import read_results
 from towerjax.bench.sweep import sweep
+from towerjax.bench.table import COLUMNS, comparison_rows, rich_table, rows_of
 
 _WORSE = 1
 

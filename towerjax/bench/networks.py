@@ -59,7 +59,7 @@ class _Transformer(nn.Module):
         mask = nn.make_causal_mask(tokens)
         for _ in range(2):
             y = nn.LayerNorm(dtype=self.dtype)(x)
-            x += nn.SelfAttention(4, dtype=self.dtype)(y, mask)
+            x += nn.MultiHeadDotProductAttention(4, dtype=self.dtype)(y, mask=mask)
             y = nn.LayerNorm(dtype=self.dtype)(x)
             y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
             x += nn.Dense(self.width, dtype=self.dtype)(y)

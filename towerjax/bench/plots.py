@@ -7,8 +7,8 @@ from typing import Any
 
 from towerjax.bench.grid import Trial
 from towerjax.bench.protocol import Interval
-from towerjax.bench.report import efficiency, over_hand
 from towerjax.bench.results import Result
+from towerjax.bench.table import efficiency, over_hand
 
 Figure = Callable[[Result, Sequence[Result]], Interval | None]
 

@@ -22,6 +22,7 @@ from towerjax.loop.progress import Display, Nothing, display_here, format_second
 
 _WORKER = (sys.executable, "-m", "towerjax.bench.worker")
 _STDERR_KEPT = 2000
+_SECONDS_TO_END = 30
 
 
 def sweep(
@@ -58,7 +59,7 @@ def sweep(
     Raises:
       ValueError: The file holds something else, or was measured on another machine,
         with other versions or another protocol.
-      RuntimeError: A worker ends before its first trial.
+      RuntimeError: A worker cannot start.
 
     Example:
       >>> grid = Grid(("mlp",), towers=(2,), batches=(8,))
@@ -178,10 +179,14 @@ class _Worker:
     def __enter__(self) -> "_Worker":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        if self._late or sys.exc_info()[0] is not None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if self._late or kind is not None:
             self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -36,9 +36,11 @@ def work_off(trials: list[Trial], timing: TimingProtocol, lines: TextIO) -> None
       timing: How they are timed.
       lines: Where to.
     """
-    run, device = _runner(trials[0].by)
+    run = device = None
     for trial in trials:
         _write(lines, {"started": dataclasses.asdict(trial)})
+        if run is None:
+            run, device = _runner(trial.by)
         _write(lines, {**run_and_note(run, trial, timing), "device": device})
 
 
@@ -77,9 +79,9 @@ def _runner(by: str) -> tuple[Callable[..., dict[str, Any]], str]:
         hits = CacheHits()
         device = jax.devices()[0].device_kind
         return lambda trial, timing: run_trial(trial, timing, hits), device
-    from towerjax.bench import peers
+    from towerjax.bench.peers import runner
 
-    return peers.runner(by)
+    return runner(by)
 
 
 def _write(lines: TextIO, value: dict[str, Any]) -> None:
