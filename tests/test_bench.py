@@ -509,7 +509,7 @@ def test_a_report_says_what_was_measured_and_how():
     assert "| mlp B=64 T=1 D=1 | 2 [1.8, 2.2] | 32,000 | - | - | - |" in text
     cells = "1 [0.9, 1.1] | 64,000 | 0.50 [0.41, 0.61] | - | 25.0% [20.0%, 30.0%] |"
     assert cells in text
-    assert "| mlp B=30 T=4 D=1 | failed | ValueError: a \\| b c |" in text
+    assert "| failed | ValueError: a \\| b c | mlp B=30 T=4 D=1 |" in text
     assert "A chip, 2 cores" in text and "jax 0.10.2" in text
     assert "6 rounds" in text and "parameters 3, batch 4" in text
     assert "CPU devices share its 2 cores" in text

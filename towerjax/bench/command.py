@@ -14,7 +14,14 @@ from towerjax.bench.protocol import TimingProtocol
 from towerjax.bench.report import write_report
 from towerjax.bench.results import read_results
 from towerjax.bench.sweep import sweep
-from towerjax.bench.table import COLUMNS, comparison_rows, rich_table, rows_of
+from towerjax.bench.table import (
+    COLUMNS,
+    WITHOUT,
+    comparison_rows,
+    rich_table,
+    rows_of,
+    without_figures,
+)
 
 _WORSE = 1
 
@@ -108,6 +115,8 @@ def _print(results: Any, compared: Any, notes: list[str]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(rich_table(COLUMNS, rows_of(results)))
+    if rows := without_figures(results):
+        console.print(rich_table(WITHOUT, rows))
     if compared:
         for note in notes:
             console.print(note, highlight=False)

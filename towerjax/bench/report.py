@@ -8,7 +8,13 @@ from towerjax.bench.compare import Comparison
 from towerjax.bench.plots import write_plots
 from towerjax.bench.protocol import TimingProtocol
 from towerjax.bench.results import Result
-from towerjax.bench.table import COLUMNS, comparison_rows, rows_of
+from towerjax.bench.table import (
+    COLUMNS,
+    WITHOUT,
+    comparison_rows,
+    rows_of,
+    without_figures,
+)
 
 _MEANING = """\
 * **step**: milliseconds of one optimizer step, awaited.
@@ -82,13 +88,9 @@ def markdown(
         parts.append(f"Made by\n\n```bash\n{command}\n```")
     parts += ["## Results", _table(COLUMNS, rows_of(results)), _MEANING.strip()]
     parts += [f"![{title}]({name})" for name, title in plots]
-    if failed := [result for result in results if result.status != "ok"]:
-        rows = [
-            [r.trial.describe(), r.status, _in_a_cell(r.record.get("error", ""))]
-            for r in failed
-        ]
-        head = ("trial", "status", "why")
-        parts += ["## Without figures", _table(head, rows)]
+    if rows := without_figures(results):
+        cells = [[_in_a_cell(cell) for cell in row] for row in rows]
+        parts += ["## Without figures", _table(WITHOUT, cells)]
     if compared:
         parts += ["## Compared", *[f"* {note}" for note in notes]]
         head = ("trial", "new over old step time", "verdict")
@@ -123,4 +125,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _in_a_cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:400]
+    return text.replace("|", "\\|")[:400]

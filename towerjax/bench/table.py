@@ -9,6 +9,7 @@ from towerjax.bench.grid import Trial
 from towerjax.bench.protocol import Interval
 from towerjax.bench.results import Result
 
+WITHOUT = ("status", "why", "trials")
 COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
 
 
@@ -91,10 +92,13 @@ def rows_of(results: Sequence[Result]) -> list[list[str]]:
       results: Of all trials.
 
     Returns:
-      Texts; for a trial without figures its status in the second column.
+      Texts; for a trial that failed its status in the second column. What is not
+      available has no row.
     """
     rows = []
     for result in results:
+        if result.status == "not available":
+            continue
         step, rate = result.interval("step_s"), result.examples_per_s
         if step is None or rate is None:
             rows.append([result.trial.describe(), result.status, *["-"] * 4])
@@ -151,3 +155,21 @@ def comparison_rows(found: Sequence[Comparison]) -> list[list[str]]:
     return [
         [c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value] for c in found
     ]
+
+
+def without_figures(results: Sequence[Result]) -> list[list[str]]:
+    """The cells of a table of trials that were not measured: status, why, which.
+
+    Args:
+      results: Of all trials.
+
+    Returns:
+      Texts, a row for each reason.
+    """
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.status != "ok":
+            why = " ".join(str(result.record.get("error", "")).split())
+            trials = reasons.setdefault((result.status, why), [])
+            trials.append(result.trial.describe())
+    return [[*reason, "; ".join(trials)] for reason, trials in reasons.items()]
