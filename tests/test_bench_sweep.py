@@ -58,7 +58,7 @@ def test_a_sweep_records_failures_compiles_once_and_goes_on(here, capfd):
         towers=(2,),
         devices=(1,),
         batches=(8, 9),
-        strategies=("scan",),
+        strategies=("mirrored_scan",),
         cross_tower_ops=("AllReduce()", "Packed()"),
     )
     results = sweep(grid, here / "r.jsonl", QUICK)
@@ -73,9 +73,9 @@ def test_a_sweep_records_failures_compiles_once_and_goes_on(here, capfd):
     assert first["losses"] == second["losses"] and first["device"] == "cpu"
     assert first["machine"] == describe_machine() and first["versions"] == versions()
     printed = capfd.readouterr().out
-    second = r"trial 2/4  mine:small B=9 T=2 D=1 scan  0:0\d:\d\d left"
+    second = r"trial 2/4  mine:small B=9 T=2 D=1 mirrored_scan  0:0\d:\d\d left"
     assert re.search(second, printed)
-    assert "B=9 T=2 D=1 scan: failed: ValueError" in printed
+    assert "B=9 T=2 D=1 mirrored_scan: failed: ValueError" in printed
     assert "said on" not in printed and "trial 4/4  done" in printed
     # The same grid again: nothing runs, and the file stays as it is.
     written = (here / "r.jsonl").read_bytes()

@@ -35,7 +35,7 @@ grid.toml:
   towers = [1, 2, 4, 8]
   devices = [2]                         # where left out, one a tower
   batches_per_tower = [32]              # or batches = [...], of all towers
-  strategies = ["mirrored", "scan"]     # also pmap, one_device
+  strategies = ["mirrored"]             # also mirrored_scan, mirrored_pmap, one_device
   cross_tower_ops = ["AllReduce()", "PinnedTree()"]
   dtypes = ["float32"]
   micro_batches = [1]

@@ -20,7 +20,7 @@ from towerjax.collectives import (
     ReduceToOneDevice,
 )
 
-STRATEGIES = ("mirrored", "scan", "pmap", "one_device")
+STRATEGIES = ("mirrored", "mirrored_scan", "mirrored_pmap", "one_device")
 PEERS = ("jit", "pmap", "keras", "tensorflow", "torch")
 
 _OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical)
@@ -37,7 +37,7 @@ class Trial:
       batch: Examples in the global batch.
       by: ``"towerjax"``, or the peer that runs it: ``jit``, ``pmap``, ``keras``,
         ``tensorflow`` or ``torch``.
-      strategy: ``"mirrored"``; ``"scan"`` and ``"pmap"`` are ``Mirrored`` with that
+      strategy: ``"mirrored"``; ``"mirrored_scan"`` and ``"mirrored_pmap"``, with that
         ``local`` or ``executor``; ``"one_device"``.
       towers: ``T``.
       devices: ``D``, which divides it.
@@ -111,7 +111,7 @@ class Grid:
       batches: Examples in the global batch.
       batches_per_tower: The same for each tower: the global batch is ``T`` times
         that. Give these or ``batches``, or both.
-      strategies: Of ``mirrored, scan, pmap, one_device``.
+      strategies: Of ``mirrored, mirrored_scan, mirrored_pmap, one_device``.
       cross_tower_ops: As one writes them.
       dtypes: Of ``float32, bfloat16, float16``.
       micro_batches: ``A``.

@@ -139,8 +139,8 @@ def strategy_of(trial: Trial) -> Strategy:
     return Mirrored(
         devices=names,
         towers=trial.towers,
-        local="scan" if trial.strategy == "scan" else "vmap",
-        executor="pmap" if trial.strategy == "pmap" else "shard_map",
+        local="scan" if trial.strategy == "mirrored_scan" else "vmap",
+        executor="pmap" if trial.strategy == "mirrored_pmap" else "shard_map",
         cross_tower_ops=ops_of(trial.cross_tower_ops),
     )
 
