@@ -290,12 +290,15 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
       A `Contender`; its loss is one number of the sum.
     """
     placement, ops = strategy.placement, strategy.cross_tower_ops
-    axes, layouts = placement.axes, (Layout.MIRRORED, Layout.MIRRORED)
+    axes = placement.axes
+    # A factor for each tower: pmap wants an argument that is split.
+    layouts, out = (Layout.MIRRORED, Layout.PER_TOWER), (Layout.MIRRORED,) * 2
 
     def each_tower(x: jax.Array) -> jax.Array:
         return lax.broadcast(x, (axes.num_local,))
 
-    def device_fn(tree: PyTree, factor: jax.Array) -> tuple[PyTree, jax.Array]:
+    def device_fn(tree: PyTree, factors: jax.Array) -> tuple[PyTree, jax.Array]:
+        factor = factors[0]
         for _ in range(CHAIN):
             tree = jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
             sent = jax.tree.map(each_tower, tree) if ops.needs_every_tower else tree
@@ -304,10 +307,11 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
         return tree, jax.tree.leaves(tree)[0].ravel()[0]
 
     tree = place((work.params, np.float32(0)), placement, Layout.MIRRORED)
-    factor = place(np.float32(1 / placement.num_towers), placement, Layout.MIRRORED)
+    factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
+    factors = place(factors, placement, Layout.PER_TOWER)
     start = time.perf_counter()
-    fn = over_devices(device_fn, placement, layouts, layouts)
-    jitted = jit_on_devices(fn, placement, layouts, layouts, donate=True)
-    call = jitted.lower(shapes_of(tree), shapes_of(factor)).compile()
+    fn = over_devices(device_fn, placement, layouts, out)
+    jitted = jit_on_devices(fn, placement, layouts, out, donate=True)
+    call = jitted.lower(shapes_of(tree), shapes_of(factors)).compile()
     seconds = time.perf_counter() - start
-    return Contender(call, lambda tree: tree, tree, factor, seconds)
+    return Contender(call, lambda tree: tree, tree, factors, seconds)
