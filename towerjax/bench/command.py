@@ -24,6 +24,7 @@ from towerjax.bench.table import (
 )
 
 _WORSE = 1
+_OPS = "cross_tower_ops"
 
 _EXAMPLE = """\
 example:
@@ -66,9 +67,10 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("grid", nargs="?", metavar="grid.toml", help="what to measure")
     for kind, of_what in ((Grid, "the grid's"), (TimingProtocol, "the protocol's")):
         for field in dataclasses.fields(kind):
-            several = "A,B" if kind is Grid else "X"
+            metavar = "A,B" if kind is Grid else "X"
+            metavar = "'A();B()'" if field.name == _OPS else metavar
             parser.add_argument(
-                _flag(field.name), metavar=several, help=f"{of_what} {field.name}"
+                _flag(field.name), metavar=metavar, help=f"{of_what} {field.name}"
             )
     add = parser.add_argument
     add("--out", required=True, metavar="FILE", help="the results, as JSON lines")
@@ -153,7 +155,7 @@ def _list(field: dataclasses.Field, text: str) -> tuple[Any, ...]:
     if field.name == "peers" and text == "all":
         return PEERS
     # An op may have several options, with commas between.
-    parts = text.split(";" if field.name == "cross_tower_ops" else ",")
+    parts = text.split(";" if field.name == _OPS else ",")
     (kind,) = get_args(field.type)
     return tuple(_number(field.name, x, int) if kind is int else x for x in parts)
 
