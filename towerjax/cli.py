@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from towerjax.bench.command import add_bench
 from towerjax.cluster.launcher import launch
 from towerjax.report.command import add_plan, add_report
 from towerjax.testing.command import add_audit
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_audit(commands)
     add_report(commands)
     add_plan(commands)
+    add_bench(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
