@@ -101,11 +101,12 @@ def test_pairs_in_a_convolution_counted_one_by_one():
         (1, 3), (1, 2), (-1, 0, 2), (0, 3), (1, 2), (1, 2)
     ):
         length, found = 5, 0
-        ones = np.ones((1, 1, length), np.float32)
-        padded = jax.lax.pad(ones[0, 0], np.float32(0), [(low, high, base - 1)])
+        spread = np.zeros((length - 1) * base + 1)
+        spread[::base] = 1
+        padded = np.pad(spread[max(-low, 0) :], (max(low, 0), high))
         start = 0
         while start + (size - 1) * dilation < len(padded):
-            found += sum(padded[start + i * dilation] for i in range(size))
+            found += int(padded[start : start + size * dilation : dilation].sum())
             start += stride
         window = Window(size, stride, low, high, base, dilation)
         assert window.pairs(length) == found, window

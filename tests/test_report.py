@@ -405,3 +405,33 @@ def test_flops_of_a_strided_convolution_are_those_of_both_its_gradients():
         found = flops_of(parse(g.lower(x, k).compile().as_text()))
         assert found.matmul == 2 * by_hand
     assert Flops(1, 2, ("a",)) + Flops(3, 4, ("a", "b")) == Flops(4, 6, ("a", "b"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["MIRRORED", "ROUND_ROBIN"])
+def test_a_replicated_model_has_a_report(where):
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            return tj.Weighted.mean((features @ p["w"]) ** 2, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(
+        model_fn,
+        tj.LossReduction.SUM_BY_NONZERO_WEIGHTS,
+        tj.Mirrored(devices(2)),
+        variable_placement=tj.VariablePlacement[where],
+    )
+    values = {"w": np.ones((IN, 2), np.float32)}
+    state = model.init(tj.TrainState.create(values, optimizer))
+    data = {"features": batch(6)["x"], "labels": None}
+    step = model.train_step(donate=where == "MIRRORED")
+    found = step.report(state, data, timed_calls=1)
+    assert found.flops.matmul == 2 * 2 * 3 * IN * 2  # forward, and one gradient
+    assert found.memory.by_kind["parameters"] == 4 * IN * 2
+    (weights,) = [b for b in found.memory.buffers if b.name == "params['w']"]
+    assert weights.aliased == (where == "MIRRORED")
+    step(state, data)  # the report has taken nothing of it
