@@ -155,6 +155,12 @@ def test_temporaries_live_until_their_last_use():
     jaxpr = jax.make_jaxpr(f)(jnp.ones(10, jnp.float32)).jaxpr
     assert temporary_bytes(jaxpr) == 1200
 
+    def spread(x):  # what is broadcast is made where it is read
+        return (jnp.broadcast_to(x[None], (1000, 10)).sum(0) ** 2).sum()
+
+    jaxpr = jax.make_jaxpr(spread)(jnp.ones(10, jnp.float32)).jaxpr
+    assert temporary_bytes(jaxpr) <= 80
+
     def chain(x):  # of which each is dead when the one after the next is made
         for _ in range(5):
             x = x @ x
@@ -266,7 +272,11 @@ def test_what_does_not_fit_says_so():
     assert "(too much)" in str(planned)
     # Two bfloat16 matrices, two moments of each, a count, the batch, its rows, a step.
     state = 3 * 2 * 2048 * 2048 * 2 + 4
-    assert planned.rows[0].arguments == state + 8 * 2048 * 2 + 4 + 4
+    (row,) = planned.rows
+    assert row.arguments == state + 8 * 2048 * 2 + 4 + 4
+    # Arguments are read; the next state, step and loss are written.
+    moved = row.arguments + state + 4 + 4
+    assert row.update_s == pytest.approx(moved / (3350e9 * 0.8))
 
 
 # The model.

@@ -5,6 +5,7 @@ import html.parser
 import io
 import pathlib
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 import towerjax as tj
 from towerjax.report.communication import collectives_of, ring_bytes
 from towerjax.report.compiled_flops import flops_of
+from towerjax.report.dispatch import timed
 from towerjax.report.formulas import Flops
 from towerjax.report.hlo import Shape, parse
 from towerjax.report.memory import memory_of
@@ -276,6 +278,22 @@ def test_times_are_of_calls_that_happened(of_eight):
     timing = of_eight.timing
     assert 0 < timing.dispatch_s <= timing.step_s < 10
     assert of_eight.compile_s > 0
+
+
+def test_a_call_is_done_when_its_results_are_there():
+    class Late:
+        def block_until_ready(self):
+            time.sleep(0.02)
+
+    calls = []
+
+    def call(number):
+        calls.append(number)
+        return number + 1, Late()
+
+    timing = timed(call, 0, calls=3)
+    assert calls == [0, 1, 2, 3]  # the first of which does not count
+    assert timing.calls == 3 and timing.dispatch_s < 0.02 <= timing.step_s
 
 
 def test_an_evaluation_has_a_report():
