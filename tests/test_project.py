@@ -32,12 +32,13 @@ testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types variables devices
+    version shell.codes shell.numbers shell.command shell.named shell
+    types variables devices
     proof proof.grid proof.origin proof.equation proof.scale proof.found proof.marks
     proof.collective proof.analysis proof.mirrored
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
-    cluster.find cluster.start cluster
+    cluster.find cluster.start cluster cluster.command
     placement executors shard reduce desync nonfinite checking
     example_cells example_count
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
@@ -65,12 +66,13 @@ LAYERS = """
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.faults loop.stopping loop.history
     loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
-    loop.running loop.run
+    loop.running loop.run loop.command
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
     bench bench.overhead bench.checks bench.safety bench.catalogue bench.same_bits
     bench.pinned_cost
+    doctor doctor.machine doctor.advice doctor.self_test doctor.command
     cli __main__
 """.split()
 

@@ -1,20 +1,13 @@
 """What does ``towerjax audit`` do? It audits a loss function by its name."""
 
 import argparse
-import contextlib
 import dataclasses
-import importlib
-import json
-import os
-import sys
-from collections.abc import Iterator
 from typing import Any
 
+from towerjax.shell import NOT_SO, OK, add_command, here_importable, named, show
 from towerjax.testing.findings import CAUSES, AuditReport, SplitError
 from towerjax.testing.replicates import assert_replicates
 from towerjax.types import Reduction
-
-_DEPENDS = 1
 
 _EXAMPLE = """\
 example:
@@ -31,23 +24,27 @@ def add_audit(commands: Any) -> None:
     Args:
       commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "audit",
-        help="does a loss function give the same on any number of towers?",
+        _audit,
+        summary="does a loss function give the same on any number of towers?",
         description="Compare a loss function on several numbers of towers with one, on"
         " one device, and say what depends on the split and why.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("loss_fn", metavar="module:function")
-    of_value = {"metavar": "module:name", "help": "a value, or a function without"}
-    for name in ("params", "batch"):
-        of_value["help"] = (
-            f"the {name}, or a function without arguments that makes them"
+    for name, what in (
+        ("params", "the parameters"),
+        ("batch", "the batch"),
+        ("local", "tower-local variables"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            required=name != "local",
+            metavar="module:name",
+            help=f"{what}, or a function without arguments that makes them",
         )
-        parser.add_argument(f"--{name}", required=True, **of_value)
-    of_value["help"] = "tower-local variables, or a function that makes them"
-    parser.add_argument("--local", **of_value)
     parser.add_argument(
         "--towers", default="1,2,3,4,8", metavar="N,N", help="default: %(default)s"
     )
@@ -61,14 +58,12 @@ def add_audit(commands: Any) -> None:
     parser.add_argument(
         "--no-padding", action="store_true", help="only even splits, without padding"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_audit)
 
 
 def _audit(options: argparse.Namespace) -> int:
     reduction = options.loss_reduction and Reduction(options.loss_reduction)
-    with _here_importable():
-        loss_fn = _named(options.loss_fn)
+    with here_importable():
+        loss_fn = named(options.loss_fn)
         if not callable(loss_fn):
             raise ValueError(f"{options.loss_fn} is no function: {loss_fn!r}.")
         try:
@@ -84,25 +79,23 @@ def _audit(options: argparse.Namespace) -> int:
                 padding=not options.no_padding,
             )
         except SplitError as error:
-            sys.stdout.write(_as_json(error) if options.json else f"{error}\n")
-            return _DEPENDS
-    sys.stdout.write(_as_json(report) if options.json else f"{report}\n")
-    return 0
+            show(options, str(error), _fields(error))
+            return NOT_SO
+    show(options, str(report), _fields(report))
+    return OK
 
 
-def _as_json(result: AuditReport | SplitError) -> str:
+def _fields(result: AuditReport | SplitError) -> dict[str, Any]:
     if isinstance(result, AuditReport):
-        fields = {"same": True, **dataclasses.asdict(result)}
-    else:
-        findings = [
-            {
-                **dataclasses.asdict(finding),
-                "advice": [CAUSES[cause] for cause in finding.causes],
-            }
-            for finding in result.findings
-        ]
-        fields = {"same": False, "findings": findings}
-    return json.dumps(fields, indent=2) + "\n"
+        return {"same": True, **dataclasses.asdict(result)}
+    findings = [
+        {
+            **dataclasses.asdict(finding),
+            "advice": [CAUSES[cause] for cause in finding.causes],
+        }
+        for finding in result.findings
+    ]
+    return {"same": False, "findings": findings}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -115,40 +108,5 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _made(name: str | None) -> Any:
-    value = None if name is None else _named(name)
+    value = None if name is None else named(name)
     return value() if callable(value) else value
-
-
-def _named(name: str) -> Any:
-    """What ``module:name`` names."""
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
-        raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another
-        raise ValueError(
-            f"{name}: there is no module {error.name!r} here. Say where with"
-            " PYTHONPATH, or start in its folder."
-        ) from error
-    for part in path.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{name}: {module_name} has no {path!r}.")
-        value = getattr(value, part)
-    return value
-
-
-@contextlib.contextmanager
-def _here_importable() -> Iterator[None]:
-    """As for ``python -m``: modules of the current folder can be named."""
-    here = os.getcwd()
-    if here in sys.path or "" in sys.path:
-        yield
-        return
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
