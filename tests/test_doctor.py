@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -15,6 +19,8 @@ from towerjax.doctor import command, self_test
 from towerjax.doctor.advice import advice_on
 from towerjax.doctor.machine import DeviceInfo, this_machine
 from towerjax.doctor.self_test import differences, op_result, ops_for, tower_rows
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -183,6 +189,16 @@ def test_each_trap_is_told(change, is_wrong, what, fix):
     assert str(advice).startswith("wrong: " if is_wrong else "note: ")
 
 
+def test_what_is_wrong_comes_first_and_one_gpu_needs_no_shared_memory():
+    ill = {"jax_debug_nans": True, "jax_disable_jit": True, "jax_enable_x64": True}
+    # A note on devices comes before what is wrong with an option.
+    change = {"devices": gpus(1) + gpus(1, "A100"), "options": ill}
+    found = advice_on(dataclasses.replace(GOOD, **change))
+    assert [one.is_wrong for one in found] == [True, False, False, False]
+    alone = dataclasses.replace(GOOD, devices=gpus(1), shared_memory_bytes=1)
+    assert advice_on(alone) == ()
+
+
 def test_a_slow_device_is_told():
     results = [self_test.DeviceResult(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
     assert command._failures(results, []) == []
@@ -197,6 +213,25 @@ def test_without_devices_it_still_answers(doctor, monkeypatch):
     code, out, _ = doctor("--json")
     assert code == 1 and json.loads(out)["ops"] == []
     assert "Unknown backend" in json.loads(out)["advice"][0]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platforms", "fix"),
+    [("cuda", "Unset JAX_PLATFORMS, which is 'cuda'"), ("nothing", "which is 'noth")],
+)
+def test_a_platform_that_does_not_start_is_told(platforms, fix):
+    done = subprocess.run(
+        [sys.executable, "-m", "towerjax", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["devices"]
+    [advice] = [x for x in found["advice"] if x["is_wrong"]]
+    assert advice["what"].startswith("JAX has no devices: ") and fix in advice["fix"]
 
 
 def test_wrong_arguments_are_refused(doctor):

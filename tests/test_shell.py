@@ -1,5 +1,6 @@
 """``towerjax`` from a shell: training, help, exit codes, errors of one sentence."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -12,7 +13,7 @@ import pytest
 
 from towerjax.cli import main
 from towerjax.cluster import Cluster, start
-from towerjax.shell import as_json
+from towerjax.shell import as_json, show
 
 ROOT = pathlib.Path(__file__).parent.parent
 MODULE = """
@@ -175,8 +176,11 @@ def test_every_command_has_help_with_an_example(shell):
     assert shell()[0] == 2 and shell("fly")[0] == 2
 
 
-def test_what_is_not_finite_is_json_too():
+def test_what_is_not_finite_is_json_too(capsys):
     text = json.dumps(as_json({"a": (1.5, np.inf, [-np.inf]), "b": None, "c": np.nan}))
+    options = argparse.Namespace(json=True)
+    show(options, "for a person", {"a": np.nan})
+    assert json.loads(capsys.readouterr().out) == {"a": "NaN"}
     assert text == '{"a": [1.5, "Infinity", ["-Infinity"]], "b": null, "c": "NaN"}'
 
 

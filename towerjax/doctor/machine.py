@@ -109,8 +109,10 @@ def this_machine() -> Machine:
 def _devices() -> tuple[tuple[DeviceInfo, ...], str | None]:
     try:
         found = jax.devices()
-    except RuntimeError as error:  # JAX's word for a platform that it cannot start
-        return (), str(error)
+    except (RuntimeError, AssertionError) as error:
+        # The one where a platform does not start; of one that JAX was not told of
+        # ("cuda" without its plugin) it asserts, without a word.
+        return (), str(error) or "it could start no platform that it was told to."
     return tuple(_device_info(device) for device in found), None
 
 

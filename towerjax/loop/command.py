@@ -128,10 +128,9 @@ def _make_cpu_devices(devices: str | None) -> None:
     if devices is None or not devices.isdecimal():
         return
     chosen: Any = jax.config
-    elsewhere = "xla_force_host_platform_device_count" in os.environ.get(
-        "XLA_FLAGS", ""
-    )
-    if not elsewhere and chosen.jax_num_cpu_devices < int(devices):
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_said = "xla_force_host_platform_device_count" in flags  # JAX refuses both
+    if not is_said and chosen.jax_num_cpu_devices < int(devices):
         jax.config.update("jax_num_cpu_devices", int(devices))
 
 
