@@ -170,6 +170,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(("steps_per_call", "prefetch"), [(1, 2), (3, 2), (1, 0)])
 def test_after_a_hook_that_raises_the_bits_are_those_of_an_undisturbed_run(
@@ -525,6 +526,7 @@ def test_a_nan_on_one_tower_is_one_verdict_for_all(policy, guard):
     tj.check_examples(state, TOTAL(np.concatenate(seen)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_goes_on_after_a_nan(steps_per_call):
     step, cut = build(), all_batches()

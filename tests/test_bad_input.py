@@ -68,6 +68,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.few_fast(6)
 @pytest.mark.parametrize("name", BATCHES)
 def test_malformed_batches_are_refused(name, no_compiles):
     batch, text = BATCHES[name]
@@ -93,6 +94,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_batch_that_changes_is_refused_saying_what(name, no_compiles):
     batch, text = CHANGES[name]
@@ -351,7 +353,7 @@ def test_towers_cannot_meet_when_they_run_in_turn(call, no_compiles):
     refused(step, step.init(start()), good(), text, no_compiles)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_nan_on_one_tower_gives_one_verdict(towers, micro_batches):
@@ -384,6 +386,7 @@ def test_nan_on_one_tower_gives_one_verdict(towers, micro_batches):
         assert np.isfinite(jax.device_get(state.params)["w"]).all()
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_refused_when_guarded():
     def fn(params, batch, tower):  # the loss is finite, its gradient is not
         root = jnp.sqrt(jnp.abs(params["w"] - 1.0)).sum()

@@ -129,6 +129,7 @@ GRID = [
 ]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind, T, D, how", GRID)
 def test_training_is_that_of_the_whole_batch(kind, T, D, how):
     batches = [batch(11, seed) for seed in range(3)]
@@ -315,6 +316,7 @@ CALLS = [
 SIXTEEN_BITS = [pytest.param(x, marks=SLOW) for x in (jnp.bfloat16, jnp.float16)]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, *SIXTEEN_BITS])
 @pytest.mark.parametrize("options", CALLS, ids=str)
 def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
@@ -349,6 +351,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     np.testing.assert_allclose(*map(np.float32, evaluated), **tolerance)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=SLOW)])
 @pytest.mark.parametrize("options", [c for c in CALLS if "dtype" not in c], ids=str)
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
@@ -449,6 +452,7 @@ def test_a_view_of_nnx_sets_use_running_average():
     np.testing.assert_allclose(view(x, None), x / np.sqrt(1 + 1e-5), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -410,6 +410,7 @@ class Factor:
     n: object
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("D", [1, 2])
 def test_an_object_that_changes_is_seen_as_it_is(D):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=2)
@@ -452,6 +453,7 @@ def test_numbers_inside_of_constants_keep_their_types():
         assert np.signbit(out) == np.signbit(zero)
 
 
+@pytest.mark.slow
 def test_what_does_not_change_is_traced_once():
     strategy, traces = tj.Mirrored(towers=2), []
 

@@ -77,6 +77,7 @@ def test_each_op_is_the_plain_sum(ops, towers, devices):
     assert bool(finite)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("ops", OPS, ids=repr)
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -53,6 +53,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
                "collective-permute", "collective-broadcast")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "executor, micro_batches",
     [("shard_map", 4)]

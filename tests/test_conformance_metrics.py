@@ -156,6 +156,7 @@ def check_uneven(case, strategy):
             tj.metrics.merge(*states)
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize(
     "id, one_device",
     [

@@ -415,6 +415,7 @@ def check_one_holder(case, strategy):
 # The file and this module.
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     with jax.enable_x64(True):

@@ -443,6 +443,7 @@ def check_regroup_error(case, strategy):
 # The file and this module.
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

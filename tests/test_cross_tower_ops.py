@@ -90,6 +90,7 @@ FEW = [(1, 1), (3, 3), (4, 2), (8, 8), (6, 3)]  # in the fast part too
 PMAP = ((6, 3), "pmap")
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "towers, devices, executor",
     [

@@ -149,6 +149,7 @@ def test_a_step_number_that_differs_is_named_and_nothing_hangs():
         assert (one.device, one.leaf) == (f"cpu:{device}", "step")
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("several", [False, True])
 def test_only_every_so_many_steps_are_looked_at(several):
     step = build(STRATEGIES["shard_map"](), tj.Check(every=3, nonfinite=False))
@@ -180,6 +181,7 @@ def test_with_skip_a_desync_is_told_all_the_same():
     step.settle()
 
 
+@pytest.mark.slow
 def test_bits_of_every_type_make_the_fingerprint():
     quiet = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
     pairs = [  # equal as numbers, or almost, and different in bits
@@ -219,6 +221,7 @@ def test_each_bit_of_each_element_shows():
     assert len(set(np.asarray(prints).tolist())) == 1 + 12 * 32
 
 
+@pytest.mark.slow
 def test_without_a_check_the_program_has_nothing_of_it():
     plain = build(STRATEGIES["shard_map"](), None)
     text = plain.program(plain.init(params()), batch()).call.as_text()
@@ -253,6 +256,7 @@ def test_a_check_changes_no_bit_of_the_training():
     assert (moved > 0.1).all()
 
 
+@pytest.mark.slow
 def test_the_state_is_donated_with_a_check_as_without():
     step = build(STRATEGIES["shard_map"](), tj.Check(1))
     state = step.init(params())
@@ -317,6 +321,7 @@ def test_the_tower_and_the_leaf_are_named(count, local, micro_batches):
     assert step.locate(step.init(BAD_PARAMS), bad_batch()) == ()
 
 
+@pytest.mark.slow
 def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place():
     step = build(STRATEGIES["vmap"](), tj.Check(1))
     poisoned = batch() | {"m": np.where(np.arange(16) == 7, np.nan, 1.0)}
@@ -338,6 +343,7 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place():
     assert f"{told}; towers 0-7, loss/sum, step 0: " in str(caught.value)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_run_looks_for_the_place_of_a_refused_step(steps_per_call):
     step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
@@ -378,6 +384,7 @@ def test_a_place_that_cannot_be_looked_for_keeps_the_error(monkeypatch):
     assert caught.value.__notes__[0].endswith("failed: out of memory")
 
 
+@pytest.mark.slow
 def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
     def fn(params, batch, tower):
         noise = jax.random.uniform(tower.rng)

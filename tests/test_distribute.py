@@ -58,7 +58,7 @@ def test_global_batches_are_split_in_order_and_none_is_lost(T, D):
     assert steps == [list(range(i, min(i + 7, 23))) for i in range(0, 23, 7)]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_distributed_data_set_trains_to_the_bits_of_its_batches(steps_per_call):
     strategy = mirrored(4, 2)

@@ -31,6 +31,7 @@ SPECIAL = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", SPECIAL)
 @LAYOUTS
 def test_the_first_towers_value_comes_bit_for_bit(T, D, name):
@@ -42,7 +43,7 @@ def test_the_first_towers_value_comes_bit_for_bit(T, D, name):
     assert out.dtype == first.dtype and bits(out) == bits(first)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_the_first_towers_value_is_differentiable(T, D):
     strategy = mirrored(T, D)
@@ -59,6 +60,7 @@ def test_the_first_towers_value_is_differentiable(T, D):
     np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_the_first_towers_integers_have_no_derivative(T, D):
     strategy = mirrored(T, D)
@@ -200,6 +202,7 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
         tj.restored_values(strategy, v, np.int32(1000))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
 def test_what_a_sum_reads_as_may_be_assigned(dtype):
     strategy = mirrored(4)

@@ -122,6 +122,7 @@ def test_large_data_is_cut_and_adds_up(monkeypatch):
     same_cells(ExampleCount.of(range(1000)), whole)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [1, 2, 256, 257, 8192, 2**16])
 def test_sums_over_towers_are_exact_in_float32(towers):
     full = np.full((3, 32, 9), 0xFFFFFFFF, np.uint32)
@@ -190,6 +191,7 @@ def test_wide_ids_come_in_halves():
         tj.check_examples(state, ids + 1)
 
 
+@pytest.mark.slow
 def test_rows_over_are_told_by_their_ids():
     step, state = build(tj.Mirrored(towers=4), remainder="drop", max_programs=2)
     state, _ = tj.run(step, state, tj.batches(make_data(), 15), progress=False)
@@ -245,6 +247,7 @@ def collectives(step, state, batch):
     return len(re.findall(r" (?:all-[a-z-]+|reduce-scatter)\(", text))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=str)
 def test_a_count_needs_no_collective_of_its_own(ops):
     strategy = tj.Mirrored(cross_tower_ops=ops)

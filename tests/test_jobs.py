@@ -101,6 +101,7 @@ def until_it_sums(process):
     raise AssertionError(process.stderr.read())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
 )

@@ -252,6 +252,7 @@ ASKED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
@@ -287,6 +288,7 @@ def test_a_second_signal_does_not_wait():
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_nobody_outlives_a_launcher_that_is_killed():
     command = ["sh", "-c", "sleep 300 & echo pid $!; echo pid $$; wait"]
     with launcher("--processes", "2", "--", *command) as process:

@@ -222,6 +222,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(3, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("f", PLACES)
 def test_value_and_gradient_of_a_sum(f, T, D):
@@ -360,6 +361,7 @@ ROWS = {
 }
 
 
+@pytest.mark.few_fast(6)
 @few_layouts
 @pytest.mark.parametrize("dtype", ROWS)
 def test_mean_and_first(dtype, T, D):
@@ -506,6 +508,7 @@ def test_one_of_several_axis_names_is_refused():
         strategy.call_for_each_tower(one_of_them, rows)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("T, D", [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
     rng = np.random.default_rng(1)

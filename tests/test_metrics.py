@@ -116,6 +116,7 @@ def part(rows, chosen, capacity):
     return {name: np.concatenate([x, empty[name]]) for name, x in kept.items()}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -186,6 +187,7 @@ def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
     assert on_the_host[0] == 1.0
 
 
+@pytest.mark.slow
 def test_merge_is_associative_in_any_grouping():
     parts = [
         on_host(compiled()(part(random_rows(seed, 9), slice(None), 25))["auc"])
@@ -217,6 +219,7 @@ def test_values_before_they_are_summed_may_have_more_dims():
     assert count == (each * (values.ravel() > 5)).sum()
 
 
+@pytest.mark.slow
 def test_sixteen_bits_are_widened():
     scores = jnp.array([0.1, 0.4, 0.35, 0.8], jnp.bfloat16)
     labels = np.array([False, False, True, True])
@@ -235,6 +238,7 @@ def test_sixteen_bits_are_widened():
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "values, threshold, below",
     [
@@ -373,6 +377,7 @@ GRID = [(1, 1), (1, 4), (2, 4), (4, 4)]
 FAST = {"shard_map": (2, 4), "pmap": (4, 4), "scan": (1, 4), "pinned": (2, 4)}
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "way, devices, towers",
     [
@@ -401,6 +406,7 @@ def test_states_of_ones_own_merge_over_batches():
     np.testing.assert_allclose(found["variance"], rows.astype(float).var(), rtol=1e-12)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "way, micro_batches",
     [
@@ -461,6 +467,7 @@ def test_a_step_with_states_is_proved_for_any_number_of_towers():
     assert kinds == ["all_gather", "all_gather", "psum"]
 
 
+@pytest.mark.slow
 def test_pinned_tree_gives_states_of_the_same_bits_on_any_devices():
     bits = []
     for devices in (1, 2, 8):
@@ -561,6 +568,7 @@ def test_what_has_weight_0_may_be_anything_known_too():
     assert list(map(float, found())) == [1.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "state",
     [

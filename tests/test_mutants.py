@@ -92,7 +92,7 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
         Mutant(
             "a", "", "towerjax.reduce:add_pairwise", "return rows[0]", "return 7", ()
         ),
-        Mutant("b", "", "towerjax.proof.analysis:_cond", "ins[:1]", "ins[:2]", ()),
+        Mutant("b", "", "towerjax.proof.analysis:_cond", "ins[1:]", "ins[0:]", ()),
         Mutant("c", "", "towerjax.tower:Tower.rng", "return key", "return None", ()),
     ]
     for mutant in mutants[:2]:

@@ -139,6 +139,7 @@ def test_example_of_the_original(T, D):
         assert out.values.tolist() == [10, 11]
 
 
+@pytest.mark.few_fast(2)
 @LAYOUTS
 def test_what_all_share_comes_back_bare(T, D):
     shared = np.float32([1, 2])
@@ -282,6 +283,7 @@ def test_the_callers_settings_hold_in_every_tower():
 # Variables.
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_variables_come_in_and_go_out_as_such(T, D):
     strategy = mirrored(T, D)

@@ -23,6 +23,7 @@ def rows_of(t):
     return tj.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
 def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
@@ -135,7 +136,7 @@ def test_many_rows_of_16_bits_are_rounded_once(dtype):
     assert jax.jit(lambda r: r.to_dense())(rows)[0] == jnp.asarray(5000, dtype)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
 def test_indices_of_small_integers_reach_their_rows(dtype):
     for N in (100, 200, 70000):

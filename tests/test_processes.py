@@ -275,6 +275,7 @@ def one_model():
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processes, devices, placement, copies",
     [

@@ -222,6 +222,7 @@ ALL_OPS = [(name, *grid) for name in OPS for grid in GRIDS]
 ALL_OPS += [("all_reduce", 1, 1), ("pinned", 5, 1), ("all_reduce", 7, 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops, towers, devices",
     marked(FAST_OPS, [one for one in ALL_OPS[::2] if one not in FAST_OPS]),
@@ -402,6 +403,7 @@ def packed_and_unpacked(leaves):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=SLOW) for n in (1, 5))])
 @few(10)
 @given(seed=seeds, kind=st.sampled_from(["spread", "special"]))
@@ -438,6 +440,7 @@ def pinned_sums(towers, devices):
 ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "towers, devices",
     marked(

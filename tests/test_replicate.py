@@ -323,7 +323,7 @@ def check(
     assert predicted.loss is None and predicted.eval_metrics is None
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("reduction", "compat"), KINDS)
 @pytest.mark.parametrize(
     ("executor", "towers", "devices", "name"),

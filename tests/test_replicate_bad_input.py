@@ -644,6 +644,7 @@ CARELESS = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", CARELESS)
 @pytest.mark.parametrize("towers", [2, 4])
 def test_padding_that_nothing_masks_is_refused(name, towers, compiled):
@@ -728,6 +729,7 @@ def test_towers_in_turn_share_their_updates_too(devices, compiled):
     assert "params['w']" in str(error) and "params['b']" not in str(error)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
     def fn(variables, features, labels, mode, tower):

@@ -401,7 +401,7 @@ def test_an_optimizer_among_the_params_is_handed_on():
     np.testing.assert_array_equal(spec.train_op.params["w"], expected)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_dropout_differs_between_towers_and_steps_and_not_between_devices(executor):
     def model_fn(variables, features, labels, mode, tower):
@@ -534,6 +534,7 @@ def test_evaluation_changes_nothing(count, devices):
     assert all(map(np.array_equal, before, numbers_of(variables)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "size"),
     [(4, 2, 19)]
@@ -594,7 +595,7 @@ def test_variables_of_another_kind_are_another_program():
         np.testing.assert_allclose(spec.loss.value, variables["w"].sum(), rtol=1e-3)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_devices_are_named_or_all_or_a_strategy(count):
     x, y, found = rows(8, 3), rows(8, seed=1), []

@@ -111,7 +111,7 @@ def by_calls(model, batches=BATCHES, reduction=EXACT):
     return variables, losses, means
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
@@ -166,7 +166,7 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step(
     assert state.rng == key
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("mode", tj.Mode)
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1), (4, 2)])
 def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
@@ -240,7 +240,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
     np.testing.assert_allclose(found["loss"], np.mean(totals), rtol=1e-5)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
@@ -270,7 +270,7 @@ def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, place
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_batch_without_examples_changes_nothing(count, devices, policy):
@@ -303,7 +303,7 @@ def total_bytes(tree):
     return sum(s.data.nbytes for s in shards)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["call", "run"])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_variables_lie_where_they_are_told(kind, devices):
@@ -405,6 +405,7 @@ def collectives(model, mode, **more):
     return re.findall(rf" ({names})(?:-start)?\(", text), text
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("mode", tj.Mode)
 def test_one_tower_sends_and_splits_nothing(mode):
     found, text = collectives(replicated(1, 1), mode)

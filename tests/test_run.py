@@ -242,7 +242,7 @@ def test_loading_overlaps_with_the_steps():
     assert time.perf_counter() - start_s < 1.25
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [2, 64])
 def test_3000_steps_never_waited_for_finish_on_8_devices(train_step, in_flight):
     data = batches(make_data(16), 16, epochs=None)
@@ -328,6 +328,7 @@ def test_a_weight_of_zero_gives_zero():
     assert evaluate_all(step, jnp.float32(0), [np.ones(2)]) == {"mean": 0.0}
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("eval_every", "steps_per_call", "expected"),
     [
@@ -579,6 +580,7 @@ def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
     np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_step_that_is_not_finite_is_named_and_changes_nothing(steps_per_call):
     step, seen = build_step(), []
@@ -601,6 +603,7 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(steps_per_call):
     np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_skipped_steps_are_counted(steps_per_call):
     step = build_step(on_nonfinite="skip")

@@ -49,7 +49,7 @@ def assert_joined(out, towers, reduction):
 REDUCTIONS = pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @REDUCTIONS
 @GRIDS
 def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
@@ -106,6 +106,7 @@ def test_inside_a_tower_rows_join_too(T, D, executor, reduction):
         assert_joined(strategy.reduce(reduction, rows), towers, reduction)
 
 
+@pytest.mark.few_fast(1)
 @REDUCTIONS
 @pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
 def test_rows_join_where_towers_run_one_by_one(T, D, reduction):

@@ -78,6 +78,7 @@ LOOKUPS = {
 }
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_each_lookup_has_the_dense_gradient(name, jit):
@@ -173,7 +174,7 @@ def test_random_programs_have_the_dense_gradient(program):
         np.testing.assert_allclose(dense, expected[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_flax_embeds_are_lookups(dtype):
     linen = nn.Embed(N, D, dtype=dtype)

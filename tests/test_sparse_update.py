@@ -165,6 +165,7 @@ def test_lazy_adam_by_hand():
         np.testing.assert_allclose(params[name], expected[0][name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_that_only_fill_up_change_nothing():
     """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
     optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))
@@ -216,7 +217,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_dense_update_is_refused(name):
     params = arrays(0)
@@ -305,6 +306,7 @@ def test_arguments_that_do_not_fit_are_refused():
         tj.update_with_rows(optimizer, grads | {"a": wild}, state, params)
 
 
+@pytest.mark.slow
 def test_a_traced_index_that_names_no_row_cannot_go_unseen():
     params, optimizer = arrays(0), optax.adagrad(0.1)
     state = optimizer.init(params)
@@ -343,6 +345,7 @@ def test_tables_of_bfloat16_are_updated_to_their_8_bits():
     assert_same(*(jax.tree.map(jnp.float32, x) for x in (actual, expected)), rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_rows_by_index():
     rng = np.random.default_rng(0)
     for rows, num_rows in [(0, 4), (1, 4), (6, 4), (6, 50), (9, 1)]:

@@ -138,6 +138,7 @@ def test_copies_are_optimizers(how):
         grads = {"w": tj.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
 
 
+@pytest.mark.slow
 def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
     ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
     state = tj.TrainState.create(params(), ours)
@@ -172,6 +173,7 @@ def test_auxiliary_results_come_along():
     np.testing.assert_allclose(aux["norm"], params()["w"].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_runs_under_jit_scan_and_grad():
     ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
 
@@ -259,7 +261,7 @@ def check_same_update(wrapped, plain, strategy, **how):
     return variables
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNER)
 @pytest.mark.parametrize(("count", "devices"), [(2, 2)])
 def test_towers_update_once_of_the_one_gradient(count, devices, name):
@@ -296,7 +298,7 @@ def around(wrap):
     }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", around(lambda x: x))
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
 def test_optax_takes_it_anywhere(count, devices, name):
@@ -326,7 +328,7 @@ def test_a_verdict_on_each_towers_gradient_is_refused():
         trained(outside, towers(2, 2))
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, devices):
     largest, x = 0.5, rows(12, 3)
@@ -492,6 +494,7 @@ def test_what_is_natural_and_wrong_is_named():
         tj.replicate_model_fn(lambda v, features, labels, mode: None, tj.OneDevice())
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("sparse", [None, ["table"]])
 def test_rows_of_a_table_are_updated_of_the_one_gradient(sparse):
     optimizer = tj.TowerOptimizer(optax.sgd(0.5))

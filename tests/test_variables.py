@@ -342,6 +342,7 @@ def test_towers_make_variables(T, D):
     assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
 def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
@@ -411,6 +412,7 @@ def test_a_mirrored_variable_is_assigned_to_everywhere(T, D):
         assert new.value["x"].sharding == v.value["x"].sharding
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 @pytest.mark.parametrize("reduction", R)
 @pytest.mark.parametrize("whole", [7, -7, 0, 2])

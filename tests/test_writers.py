@@ -508,6 +508,7 @@ def hook_that_fails(at, error):
     return hook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("where", ["loader", "hook", "interrupt", "evaluation", "none"])
 def test_writers_have_the_history_and_are_closed(step, evaluate, where, steps_per_call):
@@ -603,6 +604,7 @@ def test_a_writer_that_does_not_open_changes_nothing(step):
     assert float(state.params) == 3.0
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_refused_step_is_written_before_the_error(steps_per_call):
     step, spy = build(), Spy()

@@ -58,8 +58,8 @@ REGISTRY = (
         "B04",
         "a reduced gradient is reduced again",
         "pipeline:Pipeline.on_device",
-        "total, grads, states = sums.tree()",
-        "total, grads, states = sums.tree()\n"
+        "total, grads, states, added, due = sums.tree()",
+        "total, grads, states, added, due = sums.tree()\n"
         "        grads = lax.psum(grads, axes.names)",
         f"{_ONE_TOWER}[3-3-shard_map-sum-divisible]",
     ),
@@ -118,20 +118,22 @@ REGISTRY = (
         "B10",
         "gradients of micro-batches averaged, not weighted",
         "gradient:TowerLoss.gradient",
-        "return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)",
-        "part_of_one = Weighted(1.0, loss.weight).value\n"
+        "return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
+        "loss, *kept = kept\n"
+        "        part_of_one = Weighted(1.0, loss.weight).value\n"
         "        grads = jax.tree.map(lambda g: g * part_of_one, grads)\n"
         "        loss = Weighted(loss.value, jnp.sign(loss.weight))\n"
-        "        return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)",
+        "        kept = [loss, *kept]\n"
+        "        return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
     ),
     _m(
         "B11",
         "reduced inside the accumulation loop: right, and A times the traffic",
         "gradient:TowerLoss.gradient",
-        "return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)",
+        "return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
         "grads = lax.pmean(grads, inputs.axes.names)\n"
-        "        return (jax.tree.map(jnp.add, total, grads), local), (loss, metrics)",
+        "        return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
         "test_compiled.py::test_one_all_reduce_for_fifty_gradients[shard_map-4]",
     ),
     _m(
@@ -379,8 +381,8 @@ REGISTRY = (
         "collectives.pinned_tree:_add_in_tower_order",
         "share = -(-size // axes.num_devices)",
         "return lax.psum(rows.sum(axis=0), DEVICE_AXIS)",
-        "test_pinned_tree.py::test_adam_steps_have_the_same_bits_on_any_devices"
-        "[5-devices0]",
+        "test_pinned_tree.py::"
+        "test_adam_steps_have_the_same_bits_on_one_device_and_on_8",
         "test_compiled.py::test_pinned_tree_moves_its_parts_once",
     ),
     _m(
@@ -397,17 +399,17 @@ PROOF = (
     _m(
         "P01",
         "proof: a reduction over some axes is one over all",
-        "proof.analysis:_reduced",
-        "site=site, before=mark) if left else None",
-        "site=site, before=mark) if False else None",
+        "proof.collective:_reduced",
+        "if not left:",
+        "if not left or left:",
         "test_analysis.py::test_reduction_over_one_of_two_axes_is_refused[psum]",
     ),
     _m(
         "P02",
         "proof: a sum in groups of towers is one over all",
-        "proof.analysis:_communicate",
-        "if name in _REDUCTIONS and (groups is None or over):",
-        "if name in _REDUCTIONS:",
+        "proof.collective:communicated",
+        "if name in REDUCTIONS and (groups is None or over):",
+        "if name in REDUCTIONS:",
         "test_analysis.py::test_sum_over_unequal_groups_of_equal_values_is_refused",
     ),
     _m(
@@ -422,40 +424,40 @@ PROOF = (
         "P04",
         "proof: the predicate of a cond does not count",
         "proof.analysis:_cond",
-        "zip(*outs, chosen, strict=True)",
-        "zip(*outs, strict=True)",
+        "zip(*outs, strict=True)], ins[0], context)",
+        "zip(*outs, strict=True)], FIXED, context)",
         f"{_REFUSED}[cond_on_tower-batch['x']-cond_on_tower-1]",
     ),
     _m(
         "P05",
         "proof: the bound of a while does not count",
         "proof.analysis:_while",
-        "[_merge(m, c) for m, c in zip(outs, chosen, strict=True)]",
-        "[m for m, c in zip(outs, chosen, strict=True)]",
+        "return _chosen(eqn, outs, predicate, context)",
+        "return _chosen(eqn, outs, FIXED, context)",
         f"{_REFUSED}[while_bound-batch['x']-None-1]",
     ),
     _m(
         "P06",
         "proof: a loop's body is walked once",
         "proof.analysis:_fixed_point",
-        "== [m and m.axes for m in marks]:",
-        "== [m and m.axes for m in marks] or outs:",
+        "if _grown(more) == _grown(marks):",
+        "if _grown(more) == _grown(marks) or outs:",
         f"{_REFUSED}[scan_shifts_carry-batch['x']-scan_shifts_carry-1]",
     ),
     _m(
         "P07",
         "proof: tower.id is the same everywhere",
         "proof.analysis:_originate",
-        "if axes else None",
-        "if axes and not context.towers else None",
+        "if axes else FIXED",
+        "if axes and not context.towers else FIXED",
         f"{_REFUSED}[tower_id-tower.id-tower_id-1]",
     ),
     _m(
         "P08",
         "proof: only the first operand counts",
         "proof.analysis:_compute",
-        "functools.reduce(_merge, ins, None)",
-        "(ins[0] if ins else None)",
+        "mark = merged(ins)",
+        "mark = merged(ins[:1])",
         f"{_REFUSED}[custom_vjp_value-batch['x']-loss_of-1]",
         f"{_REFUSED}[forgotten_reduction-batch['x']-forgotten_reduction-1]",
     ),
@@ -463,17 +465,17 @@ PROOF = (
         "P09",
         "proof: what is written into a reference is forgotten",
         "proof.analysis:_opaque",
-        "return _compute(eqn, outs, context)",
-        "return [None] * (len(eqn.outvars) + len(_refs(eqn)))",
+        "whole = _compute(eqn, outs, context)[0]",
+        "whole = FIXED",
         f"{_REFUSED}[ref_holds_tower-batch['x']-None-1]",
         f"{_REFUSED}[ref_written_in_scan-batch['x']-None-1]",
     ),
     _m(
         "P10",
         "proof: a permutation that leaves towers out is a full one",
-        "proof.analysis:_is_full",
-        "== _num_towers(eqn)",
-        "<= _num_towers(eqn)",
+        "proof.equation:is_full",
+        "== num_towers(eqn)",
+        "<= num_towers(eqn)",
         f"{_REFUSED}[partial_permutation-ppermute-None-1]",
     ),
     _m(
@@ -481,7 +483,7 @@ PROOF = (
         "proof: a collective under a tower's own cond may be",
         "proof.analysis:_cond",
         "predicate=ins[0]",
-        "predicate=None",
+        "predicate=FIXED",
         f"{_HANGS}[sum_under_cond-psum-cond-1]",
     ),
     _m(
@@ -489,7 +491,7 @@ PROOF = (
         "proof: a collective in a tower's own while may be",
         "proof.analysis:_while",
         "trips=None, predicate=predicate",
-        "trips=None, predicate=None",
+        "trips=None, predicate=FIXED",
         f"{_HANGS}[sum_under_while-psum-while-1]",
     ),
     _m(
@@ -507,6 +509,14 @@ PROOF = (
         "if name is not None and d is not None",
         "if name == names[0] and d is not None",
         "test_analysis.py::test_one_bad_leaf_of_many_is_the_only_one_named",
+    ),
+    _m(
+        "P15",
+        "proof: a sum of what is already the same on all towers may be",
+        "proof.collective:_summed",
+        "scale = scale.times(Scale(low=1.0, high=1.0))",
+        "scale = scale.times(Scale(high=1.0))",
+        "test_proof_refused.py::test_a_sum_of_what_is_the_same_is_refused[sum_of_norm]",
     ),
 )
 
@@ -566,7 +576,7 @@ MODELS = (
         "M07",
         "towers in turn are not added over devices",
         "estimator.in_turn:_outcomes",
-        "sums = ops.sum_over_towers([x.added for x in ready], axes).tree()",
+        "sums = sum_over_towers(ops, [x.added for x in ready], axes).tree()",
         "sums = [x.added for x in ready]",
         f"{_IN_TURN}[2-2-Mode.TRAIN]",
     ),
@@ -720,10 +730,26 @@ STATE = (
     _m(
         "S09",
         "a run that goes on counts from 0",
-        "loop.run:_Loop.__init__",
+        "loop.running:Loop.__init__",
         "HistoryLog(int(state.step))",
         "HistoryLog(0)",
         "test_run.py::test_step_numbers_go_on_where_the_state_stopped",
+    ),
+    _m(
+        "S11",
+        "two devices' copies of a leaf are not compared",
+        "checking:Copies.differing",
+        "prints: Any = self.prints",
+        "prints: Any = self.prints[:, :1]",
+        "test_desync.py::test_one_bit_on_one_device_is_named[shard_map]",
+    ),
+    _m(
+        "S12",
+        "a padded row counts as an example that was seen",
+        "example_cells:count_rows",
+        "is_example = (weight > 0) & (",
+        "is_example = (weight >= 0) & (",
+        "test_example_count.py::test_each_example_counts_once[4 towers on 2]",
     ),
     _m(
         "S10",
@@ -787,7 +813,7 @@ INPUT = (
     _m(
         "I07",
         "an epoch is shuffled as the one before",
-        "input.feed:_cut",
+        "input.cut:Batches._order",
         "default_rng((seed, epoch))",
         "default_rng((seed, 0))",
         "test_feed.py::"

@@ -159,9 +159,9 @@ def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
     if not isinstance(var, Literal):
         return scale._replace(low=min(scale.low, -1.0), high=max(scale.high, 1.0))
     value = np.asarray(var.val)
-    if value.size != 1 or not np.isreal(value) or not float(value.item()):
+    if value.size != 1 or not np.isreal(value) or not value.item():
         return scale
-    value = abs(float(value.item()))
+    value = abs(complex(value.item()))
     if _stands_for(value, num_towers):
         return scale._replace(high=1.0)
     if _stands_for(1 / value, num_towers):
