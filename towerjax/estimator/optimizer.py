@@ -74,16 +74,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     Attributes:
       optimizer: What is wrapped.
-      lazy: As below.
-
-    Args:
-      optimizer: Any optax transformation, or a function without arguments that makes
-        one.
-      lazy: For gradients that are ``IndexedRows``: update moments, and decay weights,
-        only of the rows in them; see ``tj.update_with_rows``.
-
-    Raises:
-      ValueError: It is neither, or a `TowerOptimizer`, which would reduce twice.
+      lazy: Are rows updated alone, where gradients are rows?
 
     Example:
       >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -106,7 +97,17 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         lazy: bool = False,
     ) -> "TowerOptimizer":
-        """Wrap the optimizer."""
+        """Wrap the optimizer.
+
+        Args:
+          optimizer: Any optax transformation, or a function without arguments that
+            makes one.
+          lazy: For gradients that are ``IndexedRows``: update moments, and decay
+            weights, only of the rows in them; see ``tj.update_with_rows``.
+
+        Raises:
+          ValueError: It is neither, or a `TowerOptimizer`, which would reduce twice.
+        """
         made = optimizer
         if callable(optimizer) and not isinstance(
             optimizer, optax.GradientTransformation

@@ -1,0 +1,189 @@
+"""The site of docs/: each page has a place, each link an end, each name a reference."""
+
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import re
+import xml.etree.ElementTree
+
+import pytest
+
+import towerjax as tj
+
+ROOT = pathlib.Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+LINKED = [*(f"docs/{page}" for page in PAGES), "README.md", "CHANGELOG.md"]
+CODE = re.compile(r"^```.*?^```\n|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)]*)\)")
+
+
+def loaded(name):
+    """A file of .ci/ as a module: mkdocs finds it by its path, too."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+site = loaded("site")
+
+
+def places(index):
+    """``[(section, title, page)]`` of the navigation."""
+    home, *sections = site.navigation(index)
+    assert home == {"Home": "README.md"}
+    for section in sections:
+        [(heading, entries)] = section.items()
+        for entry in entries:
+            [(title, page)] = entry.items()
+            yield heading, title, page
+
+
+def test_every_page_has_one_place():
+    index = (DOCS / "README.md").read_text()
+    found = [page for _, _, page in places(index)]
+    assert sorted(found) == sorted({*PAGES, "changelog.md"} - {"README.md"})
+
+
+def test_sections_and_titles_differ_and_are_short():
+    found = list(places((DOCS / "README.md").read_text()))
+    titles = [title for _, title, _ in found]
+    assert len(set(titles)) == len(titles)
+    for heading, title, _ in found:
+        assert 0 < len(heading) <= 20 and 0 < len(title) <= 40, (heading, title)
+
+
+def test_the_navigation_is_the_index():
+    index = """# Title
+
+* [Not below a heading](x.md)
+
+## One
+
+Words with [a link](y.md).
+
+* [A](a.md): of `A`,
+  with [another](z.md).
+* [B b](b/c.md)
+
+## Two
+
+* [Changes](../CHANGELOG.md): all.
+"""
+    assert list(places(index)) == [
+        ("One", "A", "a.md"),
+        ("One", "B b", "b/c.md"),
+        ("Two", "Changes", "changelog.md"),
+    ]
+
+
+def slugs(path):
+    heads = re.findall(r"^#+ (.*)$", CODE.sub(kept, path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+def kept(match):
+    """Code in a line stays, for headings; blocks go."""
+    return "" if match[0].startswith("```") else match[0]
+
+
+@pytest.mark.parametrize("path", LINKED)
+def test_links_lead_somewhere(path):
+    source = ROOT / path
+    for target in LINK.findall(CODE.sub("", source.read_text())):
+        name, _, anchor = target.partition("#")
+        to = (source.parent / name).resolve() if name else source
+        assert to.is_file() and to.is_relative_to(ROOT), target
+        assert not anchor or anchor in slugs(to), target
+        if path.startswith("docs/") and not to.is_relative_to(DOCS):
+            outside = {(DOCS / known).resolve() for known in site.OUTSIDE}
+            assert to in outside, f"{target} is no page of the site; name it as code"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_programs_and_links_are_made_for_the_site(page):
+    text = site.for_the_site((DOCS / page).read_text())
+    assert not re.search(r"^```\w+ \w", text, re.MULTILINE)
+    assert not [link for link in LINK.findall(CODE.sub("", text)) if "CHANGE" in link]
+
+
+def referred():
+    """``[(page, name)]``: what the pages under reference/ ask mkdocstrings for."""
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE):
+            yield path.stem, name.removeprefix("towerjax.")
+
+
+def public(module):
+    """The names that a package imports ``as`` themselves."""
+    text = pathlib.Path(module.__file__).read_text()
+    pairs = re.findall(r"^(?:from .* import|   ) (\w+) as (\w+),?$", text, re.MULTILINE)
+    assert all(name == again for name, again in pairs)
+    return {name for name, _ in pairs}
+
+
+def test_every_public_name_is_in_the_reference_once():
+    expected = {"step.TrainStep"}
+    expected |= {f"batch_norm.{kind}.TowerBatchNorm" for kind in ("linen", "nnx")}
+    for name in public(tj) - {"__version__"}:
+        value = getattr(tj, name)
+        inner = public(value) if inspect.ismodule(value) else ()
+        expected |= {f"{name}.{each}" for each in inner} or {name}
+    names = [name for _, name in referred()]
+    assert len(set(names)) == len(names)
+    assert set(names) == expected, "write ::: towerjax.X into a page of reference/"
+
+
+@pytest.mark.parametrize("page, name", list(referred()), ids=str)
+def test_what_is_referred_to_exists(page, name):
+    module, _, attribute = f"towerjax.{name}".rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    assert inspect.getdoc(value), name
+    if module == f"towerjax.{page}":  # a page of a module is of no other
+        others = {n for p, n in referred() if p == page}
+        assert all(n.startswith(f"{page}.") for n in others)
+
+
+def texts(path):
+    root = xml.etree.ElementTree.parse(path).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    return root, space, list(root.iter(f"{space}text"))
+
+
+@pytest.mark.parametrize("picture", sorted(DOCS.rglob("*.svg")), ids=lambda p: p.name)
+def test_a_picture_says_what_it_shows_and_fetches_nothing(picture):
+    root, space, _ = texts(picture)
+    assert root.find(f"{space}title").text and root.find(f"{space}desc").text
+    text = picture.read_text().replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text and "@import" not in text
+    assert len(text) < 10_000
+
+
+def test_a_page_fetches_nothing_of_others():
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings and "strict: true" in settings
+    assert not re.search(r"https?:|analytics|inventories", settings)
+
+
+def test_the_plot_shows_the_table():
+    page = (DOCS / "benchmarks" / "overhead.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (\d+) \|.*?\*\*(.*?)\*\*", page, re.MULTILINE)
+    assert len(rows) == 9
+    root, space, found = texts(DOCS / "benchmarks" / "overhead.svg")
+    shown = [text.text for text in found]
+    widths = [int(bar.get("width")) for bar in root.iter(f"{space}rect")]
+    for (model, devices, ratio), width in zip(rows, widths, strict=True):
+        label = f"{model}, {devices} device" + "s" * (devices != "1")
+        assert shown[shown.index(label) + 1] == ratio
+        assert width == round(420 * float(ratio))  # the line at 1 stands at 420
+    low, high = min(float(r[2]) for r in rows), max(float(r[2]) for r in rows)
+    assert f"{low:.2f} to {high:.2f}" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(program.splitlines()) <= 20
