@@ -32,8 +32,8 @@ testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version shell.codes shell.numbers shell.command shell.named shell
-    devices html_form types variables
+    version shell.codes shell.numbers shell.command shell
+    devices html_form types variables named
     proof proof.grid proof.origin proof.equation proof.scale proof.found proof.marks
     proof.collective proof.analysis proof.mirrored
     processes

@@ -16,8 +16,9 @@ from towerjax.devices import canonical_device_name
 from towerjax.loop.history import History
 from towerjax.loop.json_lines import JsonLines, plain
 from towerjax.loop.run import run
+from towerjax.named import here_importable, named
 from towerjax.nonfinite import NonFiniteError
-from towerjax.shell import NOT_SO, OK, add_command, here_importable, named, show
+from towerjax.shell import NOT_SO, OK, add_command, show
 from towerjax.state import TrainState
 from towerjax.strategies import Mirrored
 

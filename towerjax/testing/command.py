@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 from typing import Any
 
-from towerjax.shell import NOT_SO, OK, add_command, here_importable, named, show
+from towerjax.named import here_importable, made, named, whole_numbers
+from towerjax.shell import NOT_SO, OK, add_command, show
 from towerjax.testing.findings import CAUSES, AuditReport, SplitError
 from towerjax.testing.replicates import assert_replicates
 from towerjax.types import Reduction
@@ -69,10 +70,10 @@ def _audit(options: argparse.Namespace) -> int:
         try:
             report = assert_replicates(
                 loss_fn,
-                _made(options.params),
-                _made(options.batch),
-                _numbers(options.towers),
-                local=_made(options.local),
+                made(options.params),
+                made(options.batch),
+                whole_numbers("--towers", options.towers),
+                local=made(options.local),
                 rng="ignore" if options.ignore_random else None,
                 rtol=options.rtol,
                 loss_reduction=reduction,
@@ -96,17 +97,3 @@ def _fields(result: AuditReport | SplitError) -> dict[str, Any]:
         for finding in result.findings
     ]
     return {"same": False, "findings": findings}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(x) for x in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"--towers {text!r} must be whole numbers with commas between: 1,2,4."
-        ) from None
-
-
-def _made(name: str | None) -> Any:
-    value = None if name is None else named(name)
-    return value() if callable(value) else value

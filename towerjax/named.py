@@ -1,4 +1,4 @@
-"""What does ``module:name`` on a command line mean? Something in a module."""
+"""What does ``module:name`` in a command mean? A value of the user's, imported."""
 
 import contextlib
 import importlib
@@ -8,21 +8,52 @@ from collections.abc import Iterator
 from typing import Any
 
 
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of an option such as ``--towers 1,2,4``.
+
+    Args:
+      option: What it is called.
+      text: Numbers with commas between.
+
+    Raises:
+      ValueError: It is something else.
+
+    Example:
+      >>> whole_numbers("--towers", "1,8")
+      (1, 8)
+    """
+    try:
+        return tuple(int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"{option} {text!r} must be whole numbers with commas between: 1,2,4."
+        ) from None
+
+
+def made(name: str | None) -> Any:
+    """A value, or what a function of that name makes; None where none is named.
+
+    Args:
+      name: ``module:name``.
+
+    Raises:
+      ValueError: As `named`.
+    """
+    value = None if name is None else named(name)
+    return value() if callable(value) else value
+
+
 def named(name: str) -> Any:
     """What ``module:name`` names.
 
     Args:
-      name: A module's name, a colon, and a name in it; dots go on.
+      name: The module's and the value's name in it; dots lead further in.
 
     Returns:
       The value.
 
     Raises:
-      ValueError: It is not of this form, or there is nothing of that name.
-
-    Example:
-      >>> named("math:pi")
-      3.141592653589793
+      ValueError: There is none of that name, or no such module.
     """
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
