@@ -22,7 +22,6 @@ from towerjax.shell import NOT_SO, OK, add_command, show
 
 _EXAMPLE = """\
 example:
-  towerjax doctor
   towerjax doctor --mebibytes 256 --json
   JAX_NUM_CPU_DEVICES=8 towerjax doctor
   towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
