@@ -198,12 +198,12 @@ def check_bits(notebook):
     assert (plain[1:, 3] > 0.1 * plain[1:, 4]).all() and not plain[0, [1, 3]].any()
 
 
-def check_outputs(notebook, bars_end_at):
-    """Three figures, progress bars at their ends, no complaints."""
+def check_outputs(notebook, bars_end_at, figures=3):
+    """So many figures, progress bars at their ends, no complaints."""
     outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
     assert not [o for o in outputs if o.get("name") == "stderr"]
     data = [o.data for o in outputs if "data" in o]
-    assert sum("image/png" in d for d in data) == 3
+    assert sum("image/png" in d for d in data) == figures
     bars = [d["text/html"] for d in data if "<progress" in d.get("text/html", "")]
     assert [re.findall(r"step (\d+/\d+) ", bar) for bar in bars] == bars_end_at
 
@@ -258,9 +258,7 @@ def check_second(notebook):
 
 def check_third(notebook):
     """The devices change nothing, the reducer does, and so do the towers."""
-    outputs = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs]
-    assert not [o for o in outputs if o.get("name") == "stderr"]
-    assert sum("image/png" in o.data for o in outputs if "data" in o) == 1
+    check_outputs(notebook, [], figures=1)
     text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
     rows = re.findall(r"^(\w+)\(\) +([0-9a-f]{8}.*)$", text, re.M)
     digests = {name: found.split() for name, found in rows}
@@ -278,7 +276,39 @@ def check_third(notebook):
     assert sizes == ["1,1,545", "3,1,545"]  # k = 2 is added before, k = 3 is not
 
 
-CHECKS = dict(zip(NOTEBOOKS, (check_first, check_second, check_third), strict=True))
+def check_language_model(notebook):
+    """Interrupted and resumed is as undisturbed; better than counting."""
+    check_outputs(notebook, [["120/120"], ["59/120"], ["120/120"]], figures=1)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    text = "\n".join(printed(cell) for cell in code)
+    assert "more than 30,000 windows to train on: True\n" in text
+    single, pair = map(float, re.findall(r"^\w.* (\S+) bits per byte$", text, re.M))
+    assert 4 < single < 5 and 3 < pair < 4
+    assert "interrupted after step 61\n" in text
+    assert "every bit of the state is the same after step 120\n" in text
+    whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
+    assert whole == resumed and 2 < float(whole) < pair - 0.1
+    data = [o.data for cell in code for o in cell.outputs if "data" in o]
+    strategy, state = (
+        d["text/html"] for d in data if "<table" in d.get("text/html", "")
+    )
+    assert "8 towers on 4 devices" in strategy and "2 on each, one after" in strategy
+    assert all(
+        f">params[&#x27;{x}&#x27;]<" in state for x in ("after", "out", "places")
+    )
+    assert state.count(">mirrored<") > 20 and "cpu:3: all" in state
+
+
+CHECKS = {
+    "01_one_tower_many_devices": check_first,
+    "02_merge_calls_and_tower_local_state": check_second,
+    "03_same_bits": check_third,
+    "05_language_model": check_language_model,
+}
+
+
+def test_every_notebook_is_checked():
+    assert sorted(CHECKS) == [path.stem for path in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -291,7 +321,7 @@ def test_notebooks_run(path, tmp_path):
         notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
-    CHECKS[path](notebook)
+    CHECKS[path.stem](notebook)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -300,7 +330,7 @@ def test_notebooks_as_stored_are_whole_small_and_clean(path):
     assert len(text) < 400_000
     notebook = nbformat.reads(text, as_version=4)
     nbformat.validate(notebook)
-    CHECKS[path](notebook)
+    CHECKS[path.stem](notebook)
     assert notebook.metadata.kernelspec.name == "python3"
     code_cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     counts = [cell.execution_count for cell in code_cells]

@@ -31,12 +31,13 @@ sparse_value_and_grad testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
-    version types variables devices named
+    version shell.codes shell.numbers shell.command shell
+    devices html_form types variables named
     proof proof.grid proof.origin proof.equation proof.scale proof.found proof.marks
     proof.collective proof.analysis proof.mirrored
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
-    cluster.find cluster.start cluster
+    cluster.find cluster.start cluster cluster.command
     placement executors shard reduce desync nonfinite checking
     example_cells example_count
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
@@ -70,7 +71,7 @@ LAYERS = """
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps loop.faults loop.stopping loop.history
     loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
-    loop.running loop.run
+    loop.running loop.run loop.command
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
     testing.causes testing.replicates testing testing.command
@@ -80,6 +81,7 @@ LAYERS = """
     bench.worker bench.results bench.sweep bench.compare bench.table bench.plots
     bench.report bench bench.command bench.overhead bench.checks
     bench.safety bench.catalogue bench.same_bits bench.pinned_cost
+    doctor doctor.machine doctor.advice doctor.self_test doctor.command
     cli __main__
 """.split()
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from towerjax.example_count import ExampleCount
+from towerjax.html_form import leaf_table
 from towerjax.placement import Placement, place
 from towerjax.processes import require_same
 from towerjax.tower_local import checked_local, stacked_local
@@ -43,6 +44,14 @@ class TrainState:
     local: PyTree
     rng: jax.Array
     seen: ExampleCount | None = None
+
+    def _repr_html_(self) -> str:
+        leaves = [
+            (*leaf, "per tower" if field.name == "local" else None)
+            for field in dataclasses.fields(self)
+            for leaf in named_leaves(field.name, getattr(self, field.name))
+        ]
+        return leaf_table("TrainState", leaves)
 
     @classmethod
     def create(

@@ -16,6 +16,7 @@ from towerjax.devices import (
     canonical_device_names,
     first_of_each_process,
 )
+from towerjax.html_form import table
 from towerjax.placement import Placement
 from towerjax.types import short_repr
 
@@ -72,6 +73,9 @@ class Mirrored(CrossTowerMethods, JobMethods):
     def __repr__(self) -> str:
         """Text that can be pasted back."""
         return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        return _as_html(self)
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -163,6 +167,9 @@ class OneDevice(CrossTowerMethods, JobMethods):
         """Text that can be pasted back."""
         return short_repr(self)
 
+    def _repr_html_(self) -> str:
+        return _as_html(self)
+
     @property
     def cross_tower_ops(self) -> CrossTowerOps:
         """Nothing travels; sums are of one tower."""
@@ -176,6 +183,26 @@ class OneDevice(CrossTowerMethods, JobMethods):
 
 
 Strategy = Mirrored | OneDevice
+
+
+def _as_html(strategy: Strategy) -> str:
+    """Which device has which towers."""
+    try:
+        placement = strategy.placement
+    except ValueError as error:  # what cannot be placed here can still be shown
+        return table(repr(strategy), (), [(str(error),)])
+    each = placement.axes.num_local
+    rows = [
+        (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
+        for i, name in enumerate(placement.devices)
+    ]
+    together = "one after another" if placement.local == "scan" else "together"
+    last = (
+        f"{placement.num_towers} towers on {placement.num_devices} devices",
+        *([f"{each} on each, {together}"] if each > 1 else []),
+        repr(strategy.cross_tower_ops),
+    )
+    return table(repr(strategy), ("device", "towers"), rows, last=last)
 
 
 def _check_choices(strategy: Mirrored) -> None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.html_form import leaf_table
+
 PyTree: TypeAlias = Any
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 
@@ -167,6 +169,10 @@ class PerTower:
     """
 
     values: Any
+
+    def _repr_html_(self) -> str:
+        leaves = named_leaves("values", self.values)
+        return leaf_table("PerTower", [(*leaf, "per tower") for leaf in leaves])
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from towerjax.html_form import curve
+from towerjax.html_form import table as html_table
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
 
@@ -105,25 +107,41 @@ class History:
         """
         from rich.table import Table
 
+        head, cells = self._cells(rows)
+        table = Table(*head, title=str(self.summary))
+        for row in cells:
+            table.add_row(*row)
+        return table
+
+    def _repr_html_(self) -> str:
+        head, cells = self._cells(20)
+        columns = {name: np.asarray(x) for name, x in self.metrics.items()}
+        curves = [
+            curve(name, x) if x.ndim == 1 and x.dtype.kind in "fiu" else ""
+            for name, x in columns.items()
+        ]
+        return html_table(str(self.summary), head, cells, last=("", *curves))
+
+    def _cells(self, rows: int) -> tuple[list[str], list[list[str]]]:
+        """The columns' names, and a row of texts for each step that is shown."""
         evaluated = dict(self.evaluations)
-        table = Table("step", *self.metrics, title=str(self.summary))
         names = list(dict.fromkeys(name for e in evaluated.values() for name in e))
-        for name in names:
-            table.add_column(f"evaluated {name}")
+        head = ["step", *self.metrics, *(f"evaluated {name}" for name in names)]
+        cells = []
         last = len(self.steps) - 1
         chosen = np.unique(np.linspace(0, last, min(rows, last + 1)).astype(int))
         row_of = {int(number): row for row, number in enumerate(self.steps)}
         shown = {int(self.steps[row]) for row in chosen} | set(evaluated)
         for number in sorted(shown):
             row = row_of.get(number)
-            cells = [
+            texts = [
                 "" if row is None else format_value(column[row])
                 for column in self.metrics.values()
             ]
             values = evaluated.get(number, {})
-            cells += [format_value(values[n]) if n in values else "" for n in names]
-            table.add_row(str(number), *cells)
-        return table
+            texts += [format_value(values[n]) if n in values else "" for n in names]
+            cells.append([str(number), *texts])
+        return head, cells
 
 
 class HistoryLog:

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from towerjax.loop.records import Record
+from towerjax.shell import as_json
 
 HEAD = b'{"kind": '
 """How every line begins; a torn one may be shorter."""
@@ -172,16 +171,4 @@ def plain(name: str, value: Any) -> Any:
         )
     array = array.astype(np.float64)
     numbers = array.tolist()
-    return numbers if np.isfinite(array).all() else _mapped(_named, numbers)
-
-
-def _mapped(fn: Callable[[float], Any], numbers: Any) -> Any:
-    if isinstance(numbers, list):
-        return [_mapped(fn, number) for number in numbers]
-    return fn(numbers)
-
-
-def _named(number: float) -> float | str:
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return numbers if np.isfinite(array).all() else as_json(numbers)

@@ -2,16 +2,13 @@
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import Any
 
 from towerjax.named import here_importable, made, named, whole_numbers
+from towerjax.shell import NOT_SO, OK, add_command, show
 from towerjax.testing.findings import CAUSES, AuditReport, SplitError
 from towerjax.testing.replicates import assert_replicates
 from towerjax.types import Reduction
-
-_DEPENDS = 1
 
 _EXAMPLE = """\
 example:
@@ -28,23 +25,27 @@ def add_audit(commands: Any) -> None:
     Args:
       commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "audit",
-        help="does a loss function give the same on any number of towers?",
+        _audit,
+        summary="does a loss function give the same on any number of towers?",
         description="Compare a loss function on several numbers of towers with one, on"
         " one device, and say what depends on the split and why.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("loss_fn", metavar="module:function")
-    of_value = {"metavar": "module:name", "help": "a value, or a function without"}
-    for name in ("params", "batch"):
-        of_value["help"] = (
-            f"the {name}, or a function without arguments that makes them"
+    for name, what in (
+        ("params", "the parameters"),
+        ("batch", "the batch"),
+        ("local", "tower-local variables"),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            required=name != "local",
+            metavar="module:name",
+            help=f"{what}, or a function without arguments that makes them",
         )
-        parser.add_argument(f"--{name}", required=True, **of_value)
-    of_value["help"] = "tower-local variables, or a function that makes them"
-    parser.add_argument("--local", **of_value)
     parser.add_argument(
         "--towers", default="1,2,3,4,8", metavar="N,N", help="default: %(default)s"
     )
@@ -58,8 +59,6 @@ def add_audit(commands: Any) -> None:
     parser.add_argument(
         "--no-padding", action="store_true", help="only even splits, without padding"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_audit)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -81,22 +80,20 @@ def _audit(options: argparse.Namespace) -> int:
                 padding=not options.no_padding,
             )
         except SplitError as error:
-            sys.stdout.write(_as_json(error) if options.json else f"{error}\n")
-            return _DEPENDS
-    sys.stdout.write(_as_json(report) if options.json else f"{report}\n")
-    return 0
+            show(options, str(error), _fields(error))
+            return NOT_SO
+    show(options, str(report), _fields(report))
+    return OK
 
 
-def _as_json(result: AuditReport | SplitError) -> str:
+def _fields(result: AuditReport | SplitError) -> dict[str, Any]:
     if isinstance(result, AuditReport):
-        fields = {"same": True, **dataclasses.asdict(result)}
-    else:
-        findings = [
-            {
-                **dataclasses.asdict(finding),
-                "advice": [CAUSES[cause] for cause in finding.causes],
-            }
-            for finding in result.findings
-        ]
-        fields = {"same": False, "findings": findings}
-    return json.dumps(fields, indent=2) + "\n"
+        return {"same": True, **dataclasses.asdict(result)}
+    findings = [
+        {
+            **dataclasses.asdict(finding),
+            "advice": [CAUSES[cause] for cause in finding.causes],
+        }
+        for finding in result.findings
+    ]
+    return {"same": False, "findings": findings}
