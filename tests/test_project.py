@@ -16,7 +16,8 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce Best BestEvaluation ClassificationOutput Check CrossTowerOps
+PUBLIC = """AllReduce Best BestEvaluation Check CheckpointError CheckpointRecord
+Checkpointer ClassificationOutput CrossTowerOps
 DesyncError DistributedDataset EarlyStopping ExampleCount ExampleReport ExamplesError
 Exported Hierarchical History IndexedRows
 InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
@@ -63,8 +64,12 @@ LAYERS = """
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
-    loop loop.interrupt loop.progress loop.steps loop.faults loop.stopping loop.history
-    loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
+    loop loop.interrupt loop.progress loop.steps
+    checkpoint checkpoint.errors checkpoint.manifest checkpoint.folder checkpoint.leaves
+    checkpoint.files checkpoint.record checkpoint.options checkpoint.saver
+    loop.faults loop.stopping loop.history
+    loop.evaluate loop.keep loop.options loop.saving loop.records loop.json_lines
+    loop.tensorboard
     loop.running loop.run
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited
