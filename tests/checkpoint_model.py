@@ -27,8 +27,9 @@ def loss_fn(params, batch, tower):
 
 
 def build(devices, towers=8, **options):
+    """The step on the first devices; None takes all of them."""
     strategy = tj.Mirrored(
-        devices=[f"cpu:{i}" for i in range(devices)],
+        devices=devices and [f"cpu:{i}" for i in range(devices)],
         towers=towers,
         local="scan",
         cross_tower_ops=tj.PinnedTree(),

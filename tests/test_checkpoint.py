@@ -21,6 +21,7 @@ import pytest
 import towerjax as tj
 from towerjax.checkpoint import files as array_files
 from towerjax.checkpoint import folder
+from towerjax.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -159,10 +160,14 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(step, tmp_path
 # Other towers
 
 
-def test_other_towers_deal_out_what_was_there(tmp_path):
+def test_other_towers_deal_out_what_was_there(step, tmp_path):
+    state, _ = train(step, None, 3)
+    local = {name: x for name, x in state.local.items() if name != "own"}
+    state = dataclasses.replace(state, local=local)
     saving = tj.Checkpointer(tmp_path)
-    eight = model.build(2)
-    state, _ = train(eight, saving, 3, state=model.init(eight, own=False))
+    saver = Saver(saving, step, state)
+    saver.save(state, 3, batches={"used": 3, "cursor": None})
+    saver.close()
     old = model.bits(state)
     three = model.build(3, towers=3)
     new = model.bits(saving.restore(three, model.init(three, own=False)))
@@ -178,8 +183,6 @@ def test_other_towers_deal_out_what_was_there(tmp_path):
     assert new.local["first"].value.tolist() == [old.local["first"].value[0]] * 3
     first_key = old.local["key"].value[0]
     np.testing.assert_array_equal(new.local["key"].value, [first_key] * 3)
-    after, _ = train(three, saving, 5, state=model.init(three, own=False))
-    assert int(after.step) == 5 and after.seen.compare(after.seen)
 
 
 def test_a_variable_without_one_value_stays_on_as_many_towers(three):
@@ -535,20 +538,19 @@ def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
-def test_sigterm_while_it_compiles(undisturbed, tmp_path, monkeypatch):
-    fresh = model.build(2)
-    saving, program = tj.Checkpointer(tmp_path), type(fresh).program
+def test_sigterm_while_it_compiles(step, undisturbed, tmp_path, monkeypatch):
+    saving, program = tj.Checkpointer(tmp_path), type(step).program
 
     def compiled(self, state, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         return program(self, state, batch)
 
-    monkeypatch.setattr(type(fresh), "program", compiled)
+    monkeypatch.setattr(type(step), "program", compiled)
     with pytest.raises(SystemExit) as ended:
-        train(fresh, saving)
+        train(step, saving)
     assert ended.value.code == 75 and saving.steps == (0,)
     monkeypatch.undo()
-    state, _ = train(fresh, saving)
+    state, _ = train(step, saving)
     model.assert_same_bits(state, undisturbed[0])
 
 
@@ -623,23 +625,60 @@ def test_train_and_evaluate_goes_on(tmp_path):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
+
+
+def worker(processes, *argv):
+    """What such processes end with."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "towerjax", "launch", "--processes", str(processes)]
+        command += ["--devices-per-process", "2", "--", sys.executable]
+    command += [str(TESTS / "workers" / "checkpoint_run.py"), *map(str, argv)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sign, code", [("SIGKILL", -9), ("SIGTERM", 75)])
-def test_a_process_that_is_killed_goes_on_in_another(
+def test_a_process_that_is_ended_goes_on_in_another(
     step, undisturbed, tmp_path, sign, code
 ):
-    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_run.py")]
-    done = subprocess.run(
-        [*worker, str(tmp_path), sign], env=environment(), capture_output=True
-    )
-    assert done.returncode == code, done.stderr.decode()
+    done = worker(1, tmp_path, model.STEPS, sign)
+    assert done.returncode == code, done.stdout + done.stderr
     saving = tj.Checkpointer(tmp_path)
-    assert saving.steps[-1] in ((4,) if code == -9 else (5, 6, 7))
+    assert saving.steps[-1] in ((2, 4) if code == -9 else (5, 6, 7))
     state, _ = train(step, saving)
     model.assert_same_bits(state, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_ends_both_after_the_same_step(step, tmp_path):
+    done = worker(2, tmp_path, 90, "SIGTERM")
+    assert done.returncode == 75, done.stdout + done.stderr
+    saving = tj.Checkpointer(tmp_path)
+    number = saving.steps[-1]
+    assert 5 <= number < 90
+    expected, _ = train(step, None, number)
+    restored = saving.restore(step, model.init(step))
+    model.assert_same_bits(restored, model.bits(expected))
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_one_stopped(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, 3)
+    done = worker(2, tmp_path, model.STEPS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert saving.steps == (4, 6, 8) and len(saving.record(8).devices) == 4
+    restored = saving.restore(step, model.init(step))
+    model.assert_same_bits(restored, undisturbed[0])
+    (tmp_path / "step-8" / "record.json").write_text("{")
+    refused = worker(2, tmp_path, model.STEPS)
+    assert refused.returncode == 1
+    assert "record.json is missing, cut or changed" in refused.stdout + refused.stderr
 
 
 @pytest.mark.slow
