@@ -27,8 +27,10 @@ ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOut
 TrainState VariablePlacement Weighted __version__ batches build_eval_step
 build_predict_step build_train_step check_examples check_mirrored
 choose_cross_tower_ops cluster
-compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
-read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
+compute_weighted_loss evaluate evaluate_all export_model load_exported
+load_safetensors metrics predict
+read_local replicate_model_fn restored_values run save_safetensors
+saved_values sparse_value_and_grad
 testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
@@ -65,7 +67,8 @@ LAYERS = """
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
     loop loop.interrupt loop.progress loop.steps
-    checkpoint checkpoint.errors checkpoint.manifest checkpoint.folder checkpoint.leaves
+    checkpoint checkpoint.errors checkpoint.safetensors checkpoint.manifest
+    checkpoint.folder checkpoint.leaves
     checkpoint.files checkpoint.record checkpoint.options checkpoint.saver
     loop.faults loop.stopping loop.history
     loop.evaluate loop.keep loop.options loop.saving loop.records loop.json_lines
