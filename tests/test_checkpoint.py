@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -251,6 +252,42 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     state, _ = train(step, saving)
     model.assert_same_bits(state, undisturbed[0])
     assert int(e.value.state.step) in (6, 8)
+
+
+@pytest.fixture
+def no_large_files():
+    """Files may have no more bytes than it is called with, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Orbax raises one of the errors, and drops those of the other files.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_system_that_refuses_to_write_is_told(step, tmp_path, no_large_files):
+    saving = tj.Checkpointer(tmp_path, every=4)
+
+    def hook(number, _):
+        if number == 2:
+            no_large_files(200)
+
+    with pytest.raises(tj.CheckpointError, match="of step 4 could not be written"):
+        train(step, saving, hooks=[hook])
+    assert saving.steps == () and not list(tmp_path.glob("*.saving"))
+    with pytest.raises(tj.CheckpointError, match="cannot be written to.*EFBIG"):
+        train(step, saving)
+
+
+def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
+    state, batches = model.init(step), model.batches()
+    state, _ = train(step, None, 6, batches, state)
+    saving = tj.Checkpointer(copied)
+    state, _ = train(step, saving, 2, batches, state)
+    assert saving.steps == (3, 4, 8)
+    model.assert_same_bits(state, undisturbed[0])
+    other = dataclasses.replace(model.init(step), step=state.step, opt_state=())
+    with pytest.raises(tj.CheckpointError, match="of another model"):
+        train(step, saving, 2, batches, other)
 
 
 def test_two_runs_do_not_share_a_folder(step, tmp_path):
@@ -561,6 +598,18 @@ def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
     bad[2] = {**bad[2], "x": bad[2]["x"] * np.nan}
     with pytest.raises(tj.NonFiniteError):
         train(step, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
+    assert saving.steps == ()
+
+
+@pytest.mark.slow
+def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    source = model.batches(drop_remainder=True)
+    bad = [next(source), next(source)]
+    bad[1] = {**bad[1], "x": bad[1]["x"] * np.nan}
+    interrupt = kill_at(1, signal.SIGINT)
+    with pytest.raises(tj.NonFiniteError):
+        train(step, saving, 2, bad, hooks=[interrupt], steps_per_call=2)
     assert saving.steps == ()
 
 

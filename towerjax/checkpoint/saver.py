@@ -11,7 +11,7 @@ import jax
 from towerjax.checkpoint import folder
 from towerjax.checkpoint.errors import CheckpointError
 from towerjax.checkpoint.files import ArrayFiles
-from towerjax.checkpoint.leaves import described, plain_arrays
+from towerjax.checkpoint.leaves import check_same_model, described, plain_arrays
 from towerjax.checkpoint.manifest import write_manifest
 from towerjax.checkpoint.options import ARRAYS, Checkpointer
 from towerjax.checkpoint.record import (
@@ -57,19 +57,28 @@ class Saver:
         self._saved: int | None = None
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
 
-    def newest_after(self, number: int) -> CheckpointRecord | None:
+    def newest_after(self, state: TrainState) -> CheckpointRecord | None:
         """The newest checkpoint, if it is of a later step.
 
         Args:
-          number: After how many steps the present state is.
+          state: The present state.
 
         Returns:
           Its record, or None.
+
+        Raises:
+          CheckpointError: It is one of another model, of whatever step.
         """
+        number = int(state.step)
         newest = first_process_says(lambda: max(self.options.steps, default=-1))
+        if newest < 0:
+            return None
+        record = self.options.record(newest)
+        where = folder.folder_of(self.options.path, newest)
+        check_same_model(record.leaves, state, f"The checkpoint {str(where)!r}")
         if newest >= number:
             self._saved = newest
-        return self.options.record(newest) if newest > number else None
+        return record if newest > number else None
 
     def saw(self, number: int, values: Mapping[str, Any]) -> bool:
         """Note an evaluation.
@@ -178,9 +187,11 @@ class Saver:
             path = folder.making(self.options.path, number)
             if self._is_first:
                 shutil.rmtree(path, ignore_errors=True)
+            why = str(error)  # TensorStore's has its whole configuration
+            why = why if len(why) <= 400 else why[:400] + " ..."
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
-                f" {str(self.options.path)!r}: {error}. Those before it are whole."
+                f" {str(self.options.path)!r}; those before it are whole. {why}"
             ) from error
 
     def wait(self) -> None:

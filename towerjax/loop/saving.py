@@ -74,7 +74,7 @@ class Saving:
             steps of this run.
         """
         start = int(state.step)
-        record = self._saver.newest_after(start)
+        record = self._saver.newest_after(state)
         if record is None:
             return state, options
         left = left_of(options.steps, start, record)
