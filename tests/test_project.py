@@ -40,7 +40,7 @@ LAYERS = """
     processes
     cluster.watchdog cluster.spec cluster.ports cluster.forward cluster.launcher
     cluster.find cluster.start cluster cluster.command
-    placement executors shard reduce desync nonfinite checking
+    placement reduce executors shard desync nonfinite checking
     example_cells example_count
     sparse.duplicates sparse.rows sparse.over_towers sparse.lookup sparse.gradient
     sparse.row_wise sparse.probe sparse.update sparse

@@ -20,6 +20,7 @@ from towerjax.placement import (
     Placement,
     TowerAxes,
 )
+from towerjax.reduce import add_pairwise
 from towerjax.types import Layout, PyTree
 
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
@@ -345,7 +346,9 @@ def _map_of_one(
 
 
 def _add_rows(x: jax.Array) -> jax.Array:
-    return x.sum(axis=0)
+    # A sum over what a product has made XLA:CPU fuses with it, and then makes both
+    # element by element: 2 to 5 times slower than additions.
+    return add_pairwise(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x.sum(axis=0)
 
 
 def _running_sum(
