@@ -16,19 +16,18 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce Best BestEvaluation ClassificationOutput Check CrossTowerOps
+PUBLIC = """AllReduce Best BestEvaluation Check ClassificationOutput CrossTowerOps
 DesyncError DistributedDataset EarlyStopping ExampleCount ExampleReport ExamplesError
-Exported Hierarchical History IndexedRows
-InputContext JsonLines Layout LossReduction Mirrored MirroredVar Mode ModelSpec
-MultiStepContext NonFiniteError OneDevice OpsChoice Packed PerTower PinnedTree
-PredictOutput ReduceToOneDevice Reduction RegressionOutput ReplicatedModel
-ReplicationError RunSummary TensorBoard Tower TowerLocal TowerOptimizer TowerOutput
-TrainState VariablePlacement Weighted __version__ batches build_eval_step
-build_predict_step build_train_step check_examples check_mirrored
-choose_cross_tower_ops cluster
-compute_weighted_loss evaluate evaluate_all export_model load_exported metrics predict
-read_local replicate_model_fn restored_values run saved_values sparse_value_and_grad
-testing train_and_evaluate update_with_rows""".split()
+Exported Hardware Hierarchical History IndexedRows InputContext JsonLines Layout Link
+LossReduction Mirrored MirroredVar Mode ModelSpec MultiStepContext NonFiniteError
+OneDevice OpsChoice Packed PerTower PinnedTree Plan PlanRow PredictOutput
+ReduceToOneDevice Reduction RegressionOutput ReplicatedModel ReplicationError RunSummary
+StepReport TensorBoard Tower TowerLocal TowerOptimizer TowerOutput TrainState
+VariablePlacement Weighted __version__ batches build_eval_step build_predict_step
+build_train_step check_examples check_mirrored choose_cross_tower_ops cluster
+compute_weighted_loss evaluate evaluate_all export_model load_exported measure_hardware
+metrics plan predict read_local replicate_model_fn restored_values run saved_values
+sparse_value_and_grad testing train_and_evaluate update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -60,7 +59,13 @@ LAYERS = """
     cross_tower.variable_methods cross_tower.methods
     cross_tower.multi_step cross_tower.job
     strategies
-    program pipeline compiled_step step inference
+    in_flight program
+    report report.plain report.tables report.formulas report.hlo
+    report.compiled_flops report.communication report.memory report.dispatch
+    report.step_report
+    pipeline compiled_step step inference
+    report.traced_work report.hardware report.link_model report.measured
+    report.plan_report report.plan report.command
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export

@@ -54,6 +54,13 @@ from towerjax.loop.stopping import EarlyStopping as EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard as TensorBoard
 from towerjax.nonfinite import NonFiniteError as NonFiniteError
 from towerjax.proof.mirrored import ReplicationError as ReplicationError
+from towerjax.report.hardware import Hardware as Hardware
+from towerjax.report.hardware import Link as Link
+from towerjax.report.measured import measure_hardware as measure_hardware
+from towerjax.report.plan import plan as plan
+from towerjax.report.plan_report import Plan as Plan
+from towerjax.report.plan_report import PlanRow as PlanRow
+from towerjax.report.step_report import StepReport as StepReport
 from towerjax.sparse import IndexedRows as IndexedRows
 from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad
 from towerjax.sparse import update_with_rows as update_with_rows

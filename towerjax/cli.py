@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from towerjax.cluster.command import add_launch
 from towerjax.doctor.command import add_doctor
 from towerjax.loop.command import add_train
+from towerjax.report.command import add_plan, add_report
 from towerjax.shell import Parser, finished
 from towerjax.testing.command import add_audit
 from towerjax.version import __version__
@@ -31,6 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traceback", action="store_true", help="show where an error was raised"
     )
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
-    for add in (add_train, add_doctor, add_launch, add_audit):
+    for add in (
+        add_train,
+        add_doctor,
+        add_plan,
+        add_report,
+        add_audit,
+        add_launch,
+    ):
         add(commands)
     return finished(parser.parse_args(arguments))

@@ -11,6 +11,8 @@ from towerjax.input.placer import PlacedBatch, Placer
 from towerjax.pipeline import Guard, OnNonfinite, repeated_recipe
 from towerjax.placement import place
 from towerjax.program import Program, Recipe, Runner
+from towerjax.report.dispatch import timed
+from towerjax.report.step_report import StepReport, report_of
 from towerjax.shard import Remainder, check_remainder
 from towerjax.state import (
     STATE_LAYOUT,
@@ -202,6 +204,47 @@ class CompiledStep:
         self._check(state)
         batch = self.place_batch(batch)
         return self._runner_for(batch).program(split_state(state), batch)
+
+    def report(
+        self, state: TrainState, batch: PyTree, *, timed_calls: int = 0
+    ) -> StepReport:
+        """What the compiler made of the step for such a batch.
+
+        Args:
+          state: The state; it is kept.
+          batch: A global batch, or one placed before.
+          timed_calls: So many calls are timed, on a copy of the state, which needs
+            its memory once more; 0 times none.
+
+        Returns:
+          A ``StepReport``: collectives, FLOPs, memory, buffers, times.
+
+        Raises:
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
+          >>> state = step.init({"w": np.ones((), np.float32)})
+          >>> step.report(state, {"x": np.ones(4, np.float32)}).collectives
+          ()
+        """
+        if timed_calls < 0:
+            raise ValueError(f"timed_calls={timed_calls} must be 0 or more.")
+        batch, keeps = self.place_batch(batch), not self.options.donate
+        program, timing = self.program(state, batch), None
+        if timed_calls:
+            carry, clock = split_state(state if keeps else self.place(state))
+
+            def call(carry: Any) -> Any:
+                out = program.call(carry, clock, *batch.args)
+                return (carry if keeps else out[0]), out[1:]
+
+            timing = timed(call, carry, timed_calls)
+        recipe, placement = self._runner_for(batch).recipe, self.strategy.placement
+        return report_of(program, recipe, placement, keeps=keeps, timing=timing)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

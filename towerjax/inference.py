@@ -15,6 +15,8 @@ from towerjax.metrics.state import is_metric
 from towerjax.outputs import check_metrics, check_rows
 from towerjax.placement import TowerAxes, on_every_process, place
 from towerjax.program import Program, Recipe, Runner
+from towerjax.report.dispatch import timed
+from towerjax.report.step_report import StepReport, report_of
 from towerjax.shard import Remainder, check_remainder
 from towerjax.sparse import num_rows
 from towerjax.state import TrainState, check_state
@@ -189,6 +191,34 @@ class InferenceStep:
         """
         model = _model_of(state, self.strategy.placement)
         return self._runner.program((model,), self.place_batch(batch))
+
+    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+        """What the compiler made of the step for such a batch.
+
+        Args:
+          state: As for a call.
+          batch: A global batch.
+          timed_calls: So many calls are timed; 0 times none.
+
+        Returns:
+          A ``StepReport``.
+
+        Raises:
+          ValueError: As a step's call.
+        """
+        if timed_calls < 0:
+            raise ValueError(f"timed_calls={timed_calls} must be 0 or more.")
+        batch, placement = self.place_batch(batch), self.strategy.placement
+        program, timing = self.program(state, batch), None
+        if timed_calls:
+            model = _model_of(state, placement)
+
+            def call(model: Any) -> Any:
+                return model, program.call(model, *batch.args)
+
+            timing = timed(call, model, timed_calls)
+        recipe = self._runner.recipe
+        return report_of(program, recipe, placement, keeps=False, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch.

@@ -1,6 +1,5 @@
 """When is a step proved and compiled? Once for each kind of batch, then only called."""
 
-import collections
 import dataclasses
 import functools
 import time
@@ -16,6 +15,7 @@ from towerjax.executors import (
     shapes_of,
     trace_one_tower,
 )
+from towerjax.in_flight import in_flight_on
 from towerjax.input.placer import PlacedBatch
 from towerjax.placement import Placement, TowerAxes
 from towerjax.processes import require_same
@@ -100,13 +100,33 @@ def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
       ReplicationError: A mirrored result depends on the tower, or a collective
         stands where not every tower would reach it.
     """
+    return prove_traced(recipe, placement, args)[0]
+
+
+def prove_traced(
+    recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
+) -> tuple[Proof, Any]:
+    """As `prove`, with what was proved.
+
+    Args:
+      recipe: The step.
+      placement: Its towers.
+      args: Arrays or shapes.
+
+    Returns:
+      The `Proof`, and the jaxpr of one tower.
+
+    Raises:
+      ReplicationError: As `prove`.
+    """
     axes = placement.abstract_axes
     layouts = tuple(recipe.in_layouts.values())
     out_layouts = tuple(recipe.out_layouts.values())
     jaxpr, out = trace_one_tower(
         recipe.device_fn(axes), axes, layouts, out_layouts, args
     )
-    return _prove_body(recipe, jaxpr, args, out, axes)
+    proof = _prove_body(recipe, jaxpr, args, out, axes)
+    return proof, body_of_shard_map(jaxpr)
 
 
 def _prove_body(
@@ -233,38 +253,6 @@ def prepare(
     return proof, compile_it
 
 
-class InFlight:
-    """The results of the last few calls, so that not too many run at once.
-
-    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    devices deadlock and abort the process. A depth of 16 costs nothing measurable
-    and leaves room for programs of other makers.
-    """
-
-    def __init__(self, *, bounded: bool) -> None:
-        self._results: collections.deque[jax.Array] | None = (
-            collections.deque() if bounded else None
-        )
-
-    def add(self, result: PyTree) -> None:
-        """Note a call's result, and wait for the one 16 calls ago.
-
-        Args:
-          result: A pytree of arrays of which no later call donates the first.
-        """
-        if self._results is None:
-            return
-        self._results += jax.tree.leaves(result)[:1]
-        if len(self._results) > 16:
-            self._results.popleft().block_until_ready()
-
-
-@functools.cache
-def _in_flight_on(devices: tuple[str, ...]) -> InFlight:
-    """One count for all steps on the same devices: the limit is the devices' own."""
-    return InFlight(bounded=devices[0].startswith("cpu:") and len(devices) > 1)
-
-
 class Runner:
     """A step's programs: finds the one for a batch, and makes it the first time.
 
@@ -281,7 +269,7 @@ class Runner:
         self.programs: dict[Any, Program] = {}
         self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._max_programs = max_programs
-        self._in_flight = _in_flight_on(placement.devices)
+        self._in_flight = in_flight_on(placement.devices)
         several_cpus = placement.platform == "cpu" and placement.num_devices > 1
         self._aborts = recipe.donate and several_cpus
 

@@ -1,6 +1,7 @@
 """How is a train step built? ``(state, batch) -> (state, metrics)``."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from towerjax.pipeline import (
     one_step_recipe,
 )
 from towerjax.placement import place
-from towerjax.program import Proof, Runner, prove
+from towerjax.program import Proof, Runner, prove_traced
 from towerjax.shard import Remainder, fit_shapes
 from towerjax.state import (
     TrainState,
@@ -104,6 +105,25 @@ class TrainStep(CompiledStep):
           >>> proof.analysis.collectives[0].primitive
           'psum'
         """
+        return self.check_traced(params, batch, local=local)[0]
+
+    def check_traced(
+        self, params: PyTree, batch: PyTree, *, local: PyTree = None
+    ) -> tuple[Proof, Any]:
+        """As `check`, with the jaxpr of one tower that was proved.
+
+        Args:
+          params: As for `check`.
+          batch: As for `check`.
+          local: As for `check`.
+
+        Returns:
+          The ``Proof`` and the jaxpr.
+
+        Raises:
+          ReplicationError: As `check`.
+          ValueError: As `check`.
+        """
         placement = self.strategy.placement
         state = abstract_state(
             params,
@@ -116,7 +136,7 @@ class TrainStep(CompiledStep):
         shares = placement.num_towers * self.options.micro_batches
         shapes = fit_shapes(batch, shares, self.options.remainder)
         args = (*split_state(state), shapes, count)
-        return prove(self._runner.recipe, placement, args)
+        return prove_traced(self._runner.recipe, placement, args)
 
     def locate(
         self,

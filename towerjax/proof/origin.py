@@ -26,10 +26,34 @@ def line_of(site: Site | None) -> str:
         eqn, site = site
         traceback = eqn.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
-            path, function = Path(frame.file_name), frame.function_name
-            library = {"site-packages", "dist-packages"}.intersection(path.parts)
-            if not library and not frame.file_name.startswith(_LIBRARY):
-                below = path.is_relative_to(Path.cwd())
-                path = path.relative_to(Path.cwd() if below else path.parent.parent)
-                return f"{path}:{frame.line_num} ({function.split('<locals>.')[-1]})"
+            if not is_library(frame.file_name):
+                path = Path(frame.file_name)
+                return shown(path, frame.line_num, frame.function_name)
     return ""
+
+
+def is_library(file: str) -> bool:
+    """Is it a file of Python's, of an installed package or of towerjax itself?
+
+    Args:
+        file: its path.
+    """
+    library = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
+    return bool(library) or file.startswith(_LIBRARY)
+
+
+def shown(path: Path, line: int, function: str) -> str:
+    """A line of code as people call it.
+
+    Args:
+        path: of the file.
+        line: its number.
+        function: its qualified name; may be empty.
+
+    Returns:
+        Like "train.py:12 (loss_fn)", from the current folder on.
+    """
+    below = path.is_relative_to(Path.cwd())
+    path = path.relative_to(Path.cwd() if below else path.parent.parent)
+    inside = f" ({function.split('<locals>.')[-1]})" if function else ""
+    return f"{path}:{line}{inside}"

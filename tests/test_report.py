@@ -1,0 +1,407 @@
+"""What a report says of a compiled step, against counts by hand."""
+
+import dataclasses
+import html.parser
+import io
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.report.communication import collectives_of, ring_bytes
+from towerjax.report.compiled_flops import flops_of
+from towerjax.report.formulas import Flops
+from towerjax.report.hlo import Shape, parse
+from towerjax.report.memory import memory_of
+from towerjax.report.step_report import StepReport
+from towerjax.report.tables import Table, as_html, as_text
+
+IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
+NUMBERS = IN * HIDDEN + HIDDEN + HIDDEN * HIDDEN + HIDDEN * OUT
+
+
+def devices(count):
+    return tuple(f"cpu:{i}" for i in range(count))
+
+
+def params():
+    draw = np.random.default_rng(0)
+    shapes = {"in": (IN, HIDDEN), "b": (HIDDEN,), "loop": (HIDDEN, HIDDEN)}
+    shapes["out<&>"] = (HIDDEN, OUT)
+    return {k: draw.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+
+
+def loss_fn(params, batch, tower):
+    x = jnp.tanh(batch["x"] @ params["in"] + params["b"][None])
+    x, _ = jax.lax.scan(
+        lambda x, _: (jnp.tanh(x @ params["loop"]), None), x, None, length=LOOPS
+    )
+    return tj.Weighted.mean(((x @ params["out<&>"]) ** 2).sum(-1), tower.weight)
+
+
+def matmul_flops(rows):
+    """Forward once; backward twice, but for the first layer's input."""
+    first, loop, last = IN * HIDDEN, HIDDEN * HIDDEN * LOOPS, HIDDEN * OUT
+    return 2 * rows * (2 * first + 3 * loop + 3 * last)
+
+
+def batch(rows=48):
+    draw = np.random.default_rng(1)
+    return {"x": draw.normal(size=(rows, IN)).astype(np.float32)}
+
+
+def report(strategy, *, optimizer=None, timed_calls=0, **options):
+    optimizer = optimizer or optax.adam(1e-3)
+    step = tj.build_train_step(loss_fn, optimizer, strategy, **options)
+    state = step.init(params())
+    found = step.report(state, batch(), timed_calls=timed_calls)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_eight():
+    strategy = tj.Mirrored(devices(8))
+    return report(strategy, micro_batches=3, timed_calls=2)
+
+
+def test_flops_by_hand_loops_counted_by_their_trips(of_eight):
+    # Three micro-batches of two rows each: a loop around the loops of the model.
+    assert of_eight.flops.matmul == matmul_flops(48 // 8)
+    assert of_eight.flops.notes == ()
+    # tanh in each layer at least, and nothing like the products' number.
+    assert 6 * HIDDEN * (LOOPS + 1) < of_eight.flops.other < 100_000
+
+
+@pytest.mark.parametrize(
+    "local", ["vmap", pytest.param("scan", marks=pytest.mark.slow)]
+)
+def test_a_device_makes_the_flops_of_all_its_towers(local):
+    found = report(tj.Mirrored(devices(1), towers=4, local=local))
+    assert found.flops.matmul == matmul_flops(48)
+    assert found.collectives == () and found.bytes_sent == 0
+    assert (found.towers, found.devices) == (4, 1)
+
+
+def test_one_all_reduce_with_its_bytes(of_eight):
+    (found,) = of_eight.collectives
+    size = 4 * (NUMBERS + 2)  # and the loss with its weight
+    assert (found.opcode, found.bytes, found.num_devices) == ("all-reduce", size, 8)
+    assert found.sent == of_eight.bytes_sent == -(-2 * size * 7 // 8)
+    assert (found.trips, found.trips_known, found.dtypes) == (1, True, ("f32",))
+    assert re.search(r"all_reduce\.py:\d+ \(AllReduce.sum_over_towers\)", found.line)
+
+
+@pytest.mark.slow
+def test_a_pinned_tree_sends_the_bytes_of_an_all_reduce():
+    found = report(tj.Mirrored(devices(8), cross_tower_ops=tj.PinnedTree()))
+    share = -(-(NUMBERS + 2) // 8)
+    to_all, gather = found.collectives
+    assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
+    assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
+    assert to_all.sent == gather.sent == 4 * share * 7
+    assert found.bytes_sent == 2 * 4 * share * 7
+
+
+def test_the_users_line_and_the_trips_of_a_collective_in_a_loop():
+    def talks(params, batch, tower):
+        def body(x, _):
+            return x + tower.reduce(tj.Reduction.SUM, x.sum()), None  # here
+
+        x, _ = jax.lax.scan(body, batch["x"][:, 0] * params, None, length=3)
+        return tj.Weighted.mean(x, tower.weight)
+
+    step = tj.build_train_step(talks, optax.sgd(0.1), tj.Mirrored(devices(2)))
+    found = step.report(step.init(np.float32(2)), batch(4)).collectives
+    inside = [c for c in found if c.trips == 3]
+    assert inside and all(c.bytes == 4 for c in inside)
+    text = pathlib.Path(__file__).read_text().splitlines()
+    number = 1 + next(i for i, line in enumerate(text) if line.endswith("  # here"))
+    lines = {c.line for c in inside}
+    assert any(
+        re.search(rf"test_report.py:{number} \(body\)", line) for line in lines
+    ), lines
+    assert [c.trips for c in found if c not in inside] == [1]
+
+
+def test_memory_counts_what_is_taken_over_once(of_eight):
+    memory = of_eight.memory
+    kinds = memory.by_kind
+    assert kinds["parameters"] == 4 * NUMBERS
+    assert kinds["optimizer state"] == 2 * 4 * NUMBERS + 4
+    assert kinds["batch"] == 4 * (6 * IN + 1)
+    assert kinds["other"] == 4  # the step
+    assert memory.aliased == 3 * 4 * NUMBERS + 4
+    assert kinds["results not aliased"] == 8  # the next step and the loss
+    assert memory.total == sum(kinds.values())
+    assert memory.total == kinds["temporaries"] + kinds["code"] + 12 + (
+        3 * 4 * NUMBERS + 4 + kinds["batch"]
+    )
+    assert memory.not_donated == ()
+    names = {b.name for b in memory.buffers if b.aliased}
+    assert "params['in']" in names and "opt_state[0].nu['loop']" in names
+    (rng,) = [b for b in memory.buffers if b.name == "rng"]
+    assert rng.bytes == 0  # nobody draws, so that the program does not read it
+
+
+@pytest.mark.slow
+def test_a_step_by_pmap_has_the_same_report(of_eight):
+    strategy = tj.Mirrored(devices(8), executor="pmap")
+    found = report(strategy, micro_batches=3)
+    assert found.flops.matmul == of_eight.flops.matmul
+    assert found.bytes_sent == of_eight.bytes_sent
+    names = [(b.name, b.kind, b.bytes, b.aliased) for b in of_eight.memory.buffers]
+    assert [(b.name, b.kind, b.bytes, b.aliased) for b in found.memory.buffers] == names
+
+
+@pytest.mark.slow
+def test_several_steps_in_a_program_say_that_their_trips_are_unknown():
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(devices(2)))
+    state = step.init(params())
+    found = step.report(state, step.place_batches([batch(8)], 3), timed_calls=1)
+    (reduce,) = found.collectives
+    assert not reduce.trips_known and "unknown" in str(found)
+    assert found.flops.notes == ("a loop of unknown trips is counted once",)
+    assert found.flops.matmul == matmul_flops(4)  # of one step
+    assert found.memory.by_kind["batch"] == 3 * 4 * (4 * IN + 1)
+    assert "achieved" not in str(found)
+
+
+@pytest.mark.slow
+def test_what_the_compiler_says_of_memory_is_the_same():
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(devices(2)))
+    state = step.init(params())
+    analysis = step.program(state, batch()).call.memory_analysis()
+    memory = step.report(state, batch()).memory
+    assert memory.arguments == analysis.argument_size_in_bytes
+    assert memory.aliased == analysis.alias_size_in_bytes
+    table = 8 * (3 * 4 + 1 + 2)  # of addresses, one a result
+    assert memory.results == analysis.output_size_in_bytes - table
+
+
+def test_buffers_of_a_state_that_is_kept_say_so():
+    found = report(tj.Mirrored(devices(1)), donate=False).memory
+    assert found.aliased == 0
+    assert {b.why_not for b in found.not_donated} == {"donate=False"}
+    assert len(found.not_donated) == 13
+    assert found.by_kind["results not aliased"] == 3 * 4 * NUMBERS + 4 + 8
+
+
+DONATED = {
+    "params": {"same": jnp.ones(3), "cast": jnp.ones(5), "twice": jnp.ones((2, 2))},
+    "local": {"twin": jnp.ones((2, 2)), "unread": jnp.ones(7)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_why_a_buffer_could_not_be_donated():
+    def f(carry, step):
+        own, local = carry["params"], carry["local"]
+        both = own["twice"] @ local["twin"]
+        return own["same"] + step, own["cast"].astype(jnp.bfloat16), both
+
+    compiled = jax.jit(f, donate_argnums=0).lower(DONATED, 1.0).compile()
+    module = parse(compiled.as_text())
+    memory = memory_of(compiled, module, roots=("state", "step"))
+    found = {b.name: b.why_not for b in memory.not_donated}
+    twins = {name for name in found if name.endswith(("['twice']", "['twin']"))}
+    assert len(twins) == 1
+    (reason,) = (found.pop(name) for name in twins)
+    assert reason == "2 buffers of f32[2,2] are donated for 1 such results"
+    assert found == {
+        "params['cast']": "no result is f32[5]: dtype and shape must be the same",
+        "local['unread']": "the program does not read it",
+    }
+    assert "params['same']" in {b.name for b in memory.buffers if b.aliased}
+
+
+def test_a_report_survives_json(of_eight):
+    text = of_eight.to_json()
+    again = StepReport.from_json(text)
+    assert again == of_eight and again.memory.total == of_eight.memory.total
+    assert again.timing.calls == 2
+    assert dataclasses.replace(of_eight, timing=None) == StepReport.from_json(
+        dataclasses.replace(of_eight, timing=None).to_json()
+    )
+    with pytest.raises(ValueError, match="not the JSON of a StepReport: missing"):
+        StepReport.from_json("{}")
+    with pytest.raises(ValueError, match="This is no JSON"):
+        StepReport.from_json("collectives:")
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.seen = [], [], set()
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        self.seen |= {tag, *(name for name, _ in attributes)}
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_html_is_escaped_whole_and_alone(of_eight):
+    page = of_eight._repr_html_()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert tags.seen == {"div", "h4", "table", "tr", "th", "td", "p", "style"}
+    assert "params['out<&>']" in tags.text and "out<&>" not in page
+    assert "opt_state[0].mu['in']" in tags.text and "all-reduce" in tags.text
+    assert "http" not in page
+
+
+def test_text_and_rich_show_the_same(of_eight):
+    console = pytest.importorskip("rich.console")
+    out = io.StringIO()
+    console.Console(file=out, width=300).print(of_eight)
+    for shown in (str(of_eight), out.getvalue()):
+        for words in ("params['out<&>']", "all-reduce", "taken over", "8 towers on 8"):
+            assert words in shown
+    assert "[bold]" in as_text([Table("t", ("a",), (("[bold]",),))])
+    assert "<b>" not in as_html([Table("t", ("<b>",), (("<b>",),), "<b>")])
+
+
+def test_times_are_of_calls_that_happened(of_eight):
+    timing = of_eight.timing
+    assert 0 < timing.dispatch_s <= timing.step_s < 10
+    assert of_eight.compile_s > 0
+
+
+def test_an_evaluation_has_a_report():
+    def metric_fn(params, batch, tower):
+        return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(devices(2)))
+    values = {"w": np.ones((IN, 2), np.float32)}
+    found = evaluate.report(values, batch(6), timed_calls=1)
+    assert found.flops.matmul == 2 * 3 * IN * 2
+    assert sum(c.bytes for c in found.collectives) == 8
+    assert found.memory.by_kind["parameters"] == 4 * IN * 2
+    assert found.memory.not_donated == () and found.timing.calls == 1
+
+
+def test_a_negative_number_of_calls_is_refused():
+    with pytest.raises(ValueError, match="timed_calls=-1 must be 0 or more"):
+        report(tj.Mirrored(devices(1)), timed_calls=-1)
+
+
+# Text of other compilers, written by hand after theirs.
+
+GPU = """HloModule jit_f, input_output_alias={ {0}: (0, {}, may-alias) }, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%async (p: bf16[8,4]) -> bf16[2,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  ROOT %rs = bf16[2,4]{1,0} reduce-scatter(%p), replica_groups=[1,4]<=[4], to_apply=%add
+}
+
+%body (s: (s32[], f32[6])) -> (s32[], f32[6]) {
+  %s = (s32[], f32[6]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %v = f32[6]{0} get-tuple-element(%s), index=1
+  %ar = f32[6]{0} all-reduce(%v), replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %t = (s32[], f32[6]{0}) tuple(%i, %ar)
+}
+
+%test (s: (s32[], f32[6])) -> pred[] {
+  %s.1 = (s32[], f32[6]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (x: bf16[3,8,16], w: bf16[3,16,4], y: f32[2,9,9,5]) -> f32[6] {
+  %x = bf16[3,8,16]{2,1,0} parameter(0), metadata={op_name="x"}
+  %w = bf16[3,16,4]{2,1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="w"}
+  %y = f32[2,9,9,5]{3,2,1,0} parameter(2)
+  %k = f32[3,3,5,7]{3,2,1,0} constant({...})
+  %gemm = (bf16[3,8,4]{2,1,0}, s8[4096]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"x":")"}
+  %conv = (f32[2,4,4,7]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
+  %gy = f32[2,4,4,7]{3,2,1,0} get-tuple-element(%conv), index=0
+  %gx = (f32[2,9,9,5]{3,2,1,0}, u8[0]{0}) custom-call(%gy, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %gk = (f32[3,3,5,7]{3,2,1,0}, u8[0]{0}) custom-call(%y, %gy), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %topk = (f32[2]{0}, s32[2]{0}) custom-call(%gy), custom_call_target="TopK"
+  %b = bf16[8,4]{1,0} constant({...})
+  %start = ((bf16[8,4]{1,0}), bf16[2,4]{1,0}) async-start(%b), calls=%async
+  %done = bf16[2,4]{1,0} async-done(%start), calls=%async
+  %zero = s32[] constant(0)
+  %six = f32[6]{0} constant({...})
+  %in = (s32[], f32[6]{0}) tuple(%zero, %six)
+  %loop = (s32[], f32[6]{0}) while(%in), condition=%test, body=%body
+  %perm = f32[6]{0} collective-permute(%six), source_target_pairs={{0,1},{1,2}}, metadata={op_name="p" source_file="train.py" source_line=7}
+  ROOT %out = f32[6]{0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+
+
+def test_products_and_convolutions_that_are_calls_of_libraries():
+    module = parse(GPU)
+    one_conv = 2 * (2 * 4 * 4 * 7) * (3 * 3 * 5)
+    found = flops_of(module)
+    assert found.matmul == 2 * 3 * 8 * 16 * 4 + 3 * one_conv
+    assert found.notes == ("the call of TopK is not counted",)
+    assert (
+        module.aliased == {0} and str(module.parameters[1].shapes[0]) == "bf16[3,16,4]"
+    )
+
+
+def test_groups_of_every_form_and_loops_without_end():
+    scatter, reduce, permute = collectives_of(parse(GPU))
+    assert (scatter.opcode, scatter.bytes, scatter.num_devices) == (
+        "reduce-scatter", 64, 4)  # fmt: skip
+    assert scatter.sent == 48
+    assert (reduce.bytes, reduce.num_devices, reduce.trips_known) == (24, 2, False)
+    assert (permute.sent, permute.line) == (24, "train.py:7")
+    for groups, size in {
+        "mesh['a'=2,'b'=4] {'b'}": 4,
+        "mesh['a'=2,'b'=4] {'a','b'}": 8,
+        "mesh['a'=2,'b'=4] {'b':(1)2}": 2,
+        "[2,3]<=[3,2]T(1,0)": 3,
+        "{}": 4,
+    }.items():
+        text = GPU.replace("{{0,1},{2,3}}", groups)
+        assert collectives_of(parse(text))[1].num_devices == size
+
+
+def test_sizes_of_element_types():
+    sizes = {"pred": 5, "bf16": 10, "f8e4m3fn": 5, "s4": 3, "c64": 40, "token": 0}
+    assert {d: Shape(d, (5,)).bytes for d in sizes} == sizes
+
+
+def test_a_text_of_something_else_is_refused():
+    with pytest.raises(ValueError, match="not the text of a compiled program"):
+        parse("module @jit_f {}")
+
+
+def test_rings_of_one_send_nothing():
+    assert {ring_bytes(op, 100, 1) for op in ("all-reduce", "all-gather")} == {0}
+
+
+def test_flops_of_a_strided_convolution_are_those_of_both_its_gradients():
+    def f(x, k):
+        return jax.lax.conv_general_dilated(
+            x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ).sum()
+
+    x, k = jnp.ones((2, 9, 8, 3)), jnp.ones((3, 3, 3, 4))
+    # 9 rows, outputs at -1..1, 1..3, ..., 7..9: 13 meet; 8 columns: 0..2, .., 6..8: 11.
+    by_hand = 2 * 13 * 11 * 2 * 3 * 4
+    for argument in (0, 1):
+        g = jax.jit(jax.grad(lambda *a: f(*a) ** 2, argument))
+        found = flops_of(parse(g.lower(x, k).compile().as_text()))
+        assert found.matmul == 2 * by_hand
+    assert Flops(1, 2, ("a",)) + Flops(3, 4, ("a", "b")) == Flops(4, 6, ("a", "b"))
