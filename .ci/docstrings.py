@@ -15,7 +15,9 @@ PUBLIC = set(
 def as_markdown(docstring: str) -> str:
     """A docstring with ``Examples:``, and with links where it says `Mirrored`."""
     text = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
-    names = "|".join(sorted(PUBLIC - {"cluster", "metrics", "testing", "__version__"}))
+    names = "|".join(
+        sorted(PUBLIC - {"bench", "cluster", "metrics", "testing", "__version__"})
+    )
     return re.sub(rf"(?<!`)`({names})`(?!`)", r"[`\1`][towerjax.\1]", text)
 
 

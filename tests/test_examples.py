@@ -276,6 +276,18 @@ def check_third(notebook):
     assert sizes == ["1,1,545", "3,1,545"]  # k = 2 is added before, k = 3 is not
 
 
+def check_sweep(notebook):
+    """Every trial has figures; the second sweep reads what the first one wrote."""
+    check_outputs(notebook, [[]], figures=2)
+    text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
+    rows = re.findall(
+        r"^(mlp B=256 T=\d D=\d.*?) +(\S+) \(\S+ to \S+\) +(\S+) \(", text, re.M
+    )
+    assert len({name for name, _, _ in rows}) == 19
+    assert all(0 < float(ms) and 0 < float(over) for _, ms, over in rows)
+    assert "the same results, read: True\nfailed: 0\n" in text
+
+
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
     check_outputs(notebook, [["120/120"], ["59/120"], ["120/120"]], figures=1)
@@ -303,6 +315,7 @@ CHECKS = {
     "01_one_tower_many_devices": check_first,
     "02_merge_calls_and_tower_local_state": check_second,
     "03_same_bits": check_third,
+    "04_benchmark_sweep": check_sweep,
     "05_language_model": check_language_model,
 }
 

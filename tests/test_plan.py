@@ -101,11 +101,12 @@ def test_pairs_in_a_convolution_counted_one_by_one():
         (1, 3), (1, 2), (-1, 0, 2), (0, 3), (1, 2), (1, 2)
     ):
         length, found = 5, 0
-        ones = np.ones((1, 1, length), np.float32)
-        padded = jax.lax.pad(ones[0, 0], np.float32(0), [(low, high, base - 1)])
+        spread = np.zeros((length - 1) * base + 1)
+        spread[::base] = 1
+        padded = np.pad(spread[max(-low, 0) :], (max(low, 0), high))
         start = 0
         while start + (size - 1) * dilation < len(padded):
-            found += sum(padded[start + i * dilation] for i in range(size))
+            found += int(padded[start : start + size * dilation : dilation].sum())
             start += stride
         window = Window(size, stride, low, high, base, dilation)
         assert window.pairs(length) == found, window
@@ -153,6 +154,12 @@ def test_temporaries_live_until_their_last_use():
     # a and b and the last product, each of 400 bytes.
     jaxpr = jax.make_jaxpr(f)(jnp.ones(10, jnp.float32)).jaxpr
     assert temporary_bytes(jaxpr) == 1200
+
+    def spread(x):  # what is broadcast is made where it is read
+        return (jnp.broadcast_to(x[None], (1000, 10)).sum(0) ** 2).sum()
+
+    jaxpr = jax.make_jaxpr(spread)(jnp.ones(10, jnp.float32)).jaxpr
+    assert temporary_bytes(jaxpr) <= 80
 
     def chain(x):  # of which each is dead when the one after the next is made
         for _ in range(5):
@@ -265,7 +272,11 @@ def test_what_does_not_fit_says_so():
     assert "(too much)" in str(planned)
     # Two bfloat16 matrices, two moments of each, a count, the batch, its rows, a step.
     state = 3 * 2 * 2048 * 2048 * 2 + 4
-    assert planned.rows[0].arguments == state + 8 * 2048 * 2 + 4 + 4
+    (row,) = planned.rows
+    assert row.arguments == state + 8 * 2048 * 2 + 4 + 4
+    # Arguments are read; the next state, step and loss are written.
+    moved = row.arguments + state + 4 + 4
+    assert row.update_s == pytest.approx(moved / (3350e9 * 0.8))
 
 
 # The model.

@@ -5,6 +5,7 @@ import html.parser
 import io
 import pathlib
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 import towerjax as tj
 from towerjax.report.communication import collectives_of, ring_bytes
 from towerjax.report.compiled_flops import flops_of
+from towerjax.report.dispatch import timed
 from towerjax.report.formulas import Flops
 from towerjax.report.hlo import Shape, parse
 from towerjax.report.memory import memory_of
@@ -278,6 +280,22 @@ def test_times_are_of_calls_that_happened(of_eight):
     assert of_eight.compile_s > 0
 
 
+def test_a_call_is_done_when_its_results_are_there():
+    class Late:
+        def block_until_ready(self):
+            time.sleep(0.02)
+
+    calls = []
+
+    def call(number):
+        calls.append(number)
+        return number + 1, Late()
+
+    timing = timed(call, 0, calls=3)
+    assert calls == [0, 1, 2, 3]  # the first of which does not count
+    assert timing.calls == 3 and timing.dispatch_s < 0.02 <= timing.step_s
+
+
 def test_an_evaluation_has_a_report():
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
@@ -405,3 +423,33 @@ def test_flops_of_a_strided_convolution_are_those_of_both_its_gradients():
         found = flops_of(parse(g.lower(x, k).compile().as_text()))
         assert found.matmul == 2 * by_hand
     assert Flops(1, 2, ("a",)) + Flops(3, 4, ("a", "b")) == Flops(4, 6, ("a", "b"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["MIRRORED", "ROUND_ROBIN"])
+def test_a_replicated_model_has_a_report(where):
+    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            return tj.Weighted.mean((features @ p["w"]) ** 2, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = tj.replicate_model_fn(
+        model_fn,
+        tj.LossReduction.SUM_BY_NONZERO_WEIGHTS,
+        tj.Mirrored(devices(2)),
+        variable_placement=tj.VariablePlacement[where],
+    )
+    values = {"w": np.ones((IN, 2), np.float32)}
+    state = model.init(tj.TrainState.create(values, optimizer))
+    data = {"features": batch(6)["x"], "labels": None}
+    step = model.train_step(donate=where == "MIRRORED")
+    found = step.report(state, data, timed_calls=1)
+    assert found.flops.matmul == 2 * 2 * 3 * IN * 2  # forward, and one gradient
+    assert found.memory.by_kind["parameters"] == 4 * IN * 2
+    (weights,) = [b for b in found.memory.buffers if b.name == "params['w']"]
+    assert weights.aliased == (where == "MIRRORED")
+    step(state, data)  # the report has taken nothing of it

@@ -1,5 +1,6 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
+from towerjax import bench as bench
 from towerjax import cluster as cluster
 from towerjax import metrics as metrics
 from towerjax import testing as testing

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from towerjax.bench.command import add_bench
 from towerjax.cluster.command import add_launch
 from towerjax.doctor.command import add_doctor
 from towerjax.loop.command import add_train
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_doctor,
         add_plan,
         add_report,
+        add_bench,
         add_audit,
         add_launch,
     ):

@@ -236,7 +236,7 @@ class CompiledStep:
         batch, keeps = self.place_batch(batch), not self.options.donate
         program, timing = self.program(state, batch), None
         if timed_calls:
-            carry, clock = split_state(state if keeps else self.place(state))
+            carry, clock = split_state(self.place(state))
 
             def call(carry: Any) -> Any:
                 out = program.call(carry, clock, *batch.args)

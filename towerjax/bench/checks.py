@@ -4,12 +4,13 @@ Run: ``python -m towerjax.bench.checks [--small]``
 """
 
 import argparse
-import time
 
 import jax
 import numpy as np
 
-from towerjax.bench.overhead import MODELS, Contender, Model, with_towerjax
+from towerjax.bench.baseline import by_towerjax
+from towerjax.bench.overhead import MODELS, Model
+from towerjax.bench.protocol import in_turns
 from towerjax.checking import Check
 from towerjax.strategies import Mirrored
 
@@ -28,24 +29,12 @@ def step_times(model: Model, num_devices: int, *, rounds: int) -> np.ndarray:
       ``[rounds, 4]``: means of a round, for each of `EVERY`.
     """
     names = tuple(f"{jax.default_backend()}:{i}" for i in range(num_devices))
-    contenders = [
-        with_towerjax(model, Mirrored(devices=names), every and Check(every))
-        for every in EVERY
-    ]
-    table = np.empty((rounds + 1, len(EVERY)))
-    for turn in range(rounds + 1):
-        order = range(len(EVERY))
-        for i in reversed(order) if turn % 2 else order:
-            table[turn, i] = _round_ms(contenders[i])
-    return table[1:]
-
-
-def _round_ms(contender: Contender, steps: int = 100) -> float:
-    start = time.perf_counter()
-    for _ in range(steps):
-        contender.state, loss = contender.call(contender.state, contender.batch)
-        jax.block_until_ready((contender.params(contender.state), loss))
-    return (time.perf_counter() - start) * 1e3 / steps
+    strategy, work = Mirrored(devices=names), model.work()
+    checks = [every and Check(every) for every in EVERY]
+    contenders = [by_towerjax(work, strategy, check=check) for check in checks]
+    in_turns(contenders, rounds=1, calls=100)  # warm
+    # Nothing is trimmed: of 100 calls the checked one is an extreme.
+    return in_turns(contenders, rounds=rounds, calls=100)[:, :, 0] * 1e3
 
 
 def main() -> None:

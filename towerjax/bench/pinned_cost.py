@@ -15,7 +15,9 @@ import re
 import jax
 import numpy as np
 
-from towerjax.bench.overhead import MODELS, Model, timed_in_turns, with_towerjax
+from towerjax.bench.baseline import by_towerjax
+from towerjax.bench.overhead import MODELS, Model
+from towerjax.bench.protocol import in_turns
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.strategies import Mirrored
 
@@ -86,9 +88,10 @@ def measure(
     )
     in_turn = dataclasses.replace(pinned, cross_tower_ops=AllReduce())
     ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
-    contenders = [with_towerjax(model, strategy) for strategy in ways]
+    contenders = [by_towerjax(model.work(), strategy) for strategy in ways]
     sent = [bytes_sent(one.program, num_devices) for one in contenders[:2]]
-    seconds = timed_in_turns(contenders, rounds=rounds, steps=steps)[:, :, 0]
+    in_turns(contenders, rounds=1, calls=steps)  # warm
+    seconds = in_turns(contenders, rounds=rounds, calls=steps, trim=0.1)[:, :, 0]
 
     def quartiles(other: int) -> tuple[float, ...]:
         ratios = seconds[:, 0] / seconds[:, other]

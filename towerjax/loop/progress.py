@@ -159,10 +159,22 @@ def choose_display(progress: bool | None) -> Display:
         return Nothing()
     if progress is None and jax.process_index() > 0:
         return Nothing()  # one process of a job speaks for all
+    return display_here(bar=bool(progress))
+
+
+def display_here(*, bar: bool) -> Display:
+    """A bar where there is a screen, else lines; asks for no device.
+
+    Args:
+      bar: A bar in any case?
+
+    Returns:
+      A `Display`.
+    """
     if in_notebook():
         return NotebookBar()
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)
-    return TerminalBar() if progress or is_terminal() else Lines()
+    return TerminalBar() if bar or is_terminal() else Lines()
 
 
 class Progress:
@@ -261,9 +273,25 @@ def describe_step(
         parts.append(f"loss {format_value(metrics['loss'])}")
     parts.append(f"{rate:.1f} steps/s")
     if steps is not None and rate > 0 and number < start + steps:
-        left_s = int((start + steps - number) / rate)
-        parts.append(f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left")
+        parts.append(f"{format_seconds((start + steps - number) / rate)} left")
     return "  ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    Args:
+      seconds: At least 0.
+
+    Returns:
+      The text.
+
+    Example:
+      >>> format_seconds(3725.9)
+      '1:02:05'
+    """
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def format_value(value: Any) -> str:

@@ -206,7 +206,7 @@ _KNOWN = (
     ),
     Hardware(
         name="TPU v5e",
-        peak=(("bfloat16", 197e12), ("float32", 197e12), ("int8", 394e12)),
+        peak=(("bfloat16", 197e12), ("float32", 197e12), ("int8", 393e12)),
         memory_bytes=16e9,
         memory_bandwidth=819e9,
         devices_per_node=256,
@@ -214,13 +214,9 @@ _KNOWN = (
         network=Link(bandwidth=3.125e9, latency_s=20e-6),
         sources=(
             (
-                "peaks, memory, links of 1,600 Gb/s, pod of 256 chips",
+                "peaks, memory, links of 1,600 Gb/s one way, pod of 256 chips, which"
+                " share a network of 6.4 Tb/s",
                 "https://cloud.google.com/tpu/docs/v5e",
-            ),
-            (
-                "network between pods",
-                "Austin et al., How to Scale Your Model, 2025,"
-                " https://jax-ml.github.io/scaling-book/tpus/",
             ),
             ("float32", "one bfloat16 pass, which is JAX's default precision on TPUs"),
             _ASSUMED,

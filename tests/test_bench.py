@@ -1,0 +1,519 @@
+"""What a sweep measures, and what is said of it; sweeps are in test_bench_sweep.
+
+The losses of every contender are compared with SGD of momentum in NumPy float64.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import towerjax as tj
+from towerjax.bench import Grid, Model, Result, TimingProtocol, Trial, compare
+from towerjax.bench.baseline import (
+    CHAIN,
+    LEARNING_RATE,
+    MOMENTUM,
+    bare_reduction,
+)
+from towerjax.bench.compare import Verdict, differences
+from towerjax.bench.grid import ops_of, read_toml
+from towerjax.bench.machine import PEER_PACKAGES, versions, why_not
+from towerjax.bench.models import MODELS, find_model, mlp
+from towerjax.bench.protocol import (
+    Interval,
+    calls_in,
+    in_turns,
+    interval_of_median,
+    trimmed_mean,
+)
+from towerjax.bench.report import markdown
+from towerjax.bench.results import ResultFile, read_results
+from towerjax.bench.table import efficiency, over_hand, rows_of
+from towerjax.bench.trials import figures, run_trial, strategy_of, work_of
+from towerjax.bench.worker import run_and_note
+
+QUICK = TimingProtocol(rounds=6, seconds_per_round=0.001, warmup_calls=1, seed=3)
+
+# Protocol.
+
+
+def test_the_interval_is_the_textbooks():
+    """Ranks of the 95 % interval, from tables of the sign test."""
+    ranks = {6: 1, 8: 1, 9: 2, 11: 2, 12: 3, 15: 4, 20: 6, 25: 8, 30: 10, 50: 18}
+    for count, rank in ranks.items():
+        values = np.random.default_rng(count).permutation(np.arange(1.0, count + 1))
+        found = interval_of_median(values)
+        assert found == Interval((count + 1) / 2, rank, count + 1 - rank), count
+
+
+def test_too_few_rounds_are_refused():
+    with pytest.raises(ValueError, match=r"5 rounds give no 95% .* at least 6 do"):
+        TimingProtocol(rounds=5)
+    assert TimingProtocol(rounds=5, confidence=0.9).rounds == 5
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"rounds": 6.0}, "rounds=6.0 must be a whole number"),
+        ({"warmup_calls": 0}, "warmup_calls=0 must be a whole number >= 1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"trim": 0.5}, r"trim=0.5 must be in \[0, 0.5\)"),
+        ({"seconds_per_round": "1"}, "seconds_per_round='1'"),
+        ({"confidence": 1.0}, "confidence=1.0"),
+    ],
+)
+def test_a_wrong_protocol_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        TimingProtocol(**options)
+
+
+class Fake:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def run(self):
+        self.log.append(self.name)
+
+
+def test_contenders_have_their_turns():
+    log = []
+    table = in_turns([Fake("a", log), Fake("b", log)], rounds=3, calls=2)
+    assert "".join(log) == "aabb" + "bbaa" + "aabb"
+    assert table.shape == (3, 2, 2) and (table[..., 0] >= table[..., 1]).all()
+
+
+def test_a_call_is_awaited():
+    class Slow:
+        def __init__(self):
+            self.fn = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: x @ x, x))
+            self.x = jnp.eye(256)
+            self.fn(self.x).block_until_ready()
+
+        def run(self):
+            return self.fn(self.x)
+
+    table = in_turns([Slow()], rounds=1, calls=5)
+    assert (table[0, 0, 0] > 2 * table[0, 0, 1]).all()
+
+
+def test_extremes_are_dropped():
+    times = np.array([[5.0, 1.0], [1000.0, 2.0], [6.0, 0.0], [1.0, 999.0], [7.0, 3.0]])
+    assert trimmed_mean(times, 0.2).tolist() == [6.0, 2.0]
+    assert trimmed_mean(times, 0.1).tolist() == times.mean(axis=0).tolist()
+
+
+def test_calls_of_a_round_fill_its_time():
+    log = []
+    assert calls_in(0.0, [Fake("a", log)], 4) == 1 and len(log) == 4
+    assert calls_in(1e9, [Fake("a", log)], 1) == 1000
+
+
+# Grids.
+
+
+def test_every_combination_is_a_trial_once():
+    grid = Grid(
+        ["mlp"],
+        towers=[1, 2, 4],
+        devices=[1, 4],
+        batches_per_tower=[8],
+        strategies=["mirrored", "one_device"],
+        cross_tower_ops=["AllReduce()", "PinnedTree()"],
+        peers=["jit"],
+    )
+    assert [trial.describe() for trial in grid.trials()] == [
+        "mlp B=8 T=1 D=1",
+        "mlp B=8 T=1 D=1 one_device",
+        "mlp B=16 T=2 D=1",
+        "mlp B=16 T=2 D=1 PinnedTree()",
+        "mlp B=32 T=4 D=1",
+        "mlp B=32 T=4 D=1 PinnedTree()",
+        "mlp B=8 T=1 D=1 jit",
+        "mlp B=16 T=1 D=1 jit",
+        "mlp B=32 T=1 D=1 jit",
+        "mlp B=32 T=4 D=4",
+        "mlp B=32 T=4 D=4 PinnedTree()",
+        "mlp B=32 T=4 D=4 jit",
+    ]
+
+
+def test_no_devices_are_one_a_tower():
+    trials = Grid(("mlp", "cnn"), towers=(2, 3), batches=(6, 12)).trials()
+    assert len(trials) == 8
+    assert {(t.towers, t.devices) for t in trials} == {(2, 2), (3, 3)}
+    assert {t.batch for t in trials} == {6, 12}
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({}, r"needs batches=\[...\] or batches_per_tower"),
+        ({"batches": 8}, r"batches=8 must be a list, \[8\]"),
+        ({"models": "mlp", "batches": [8]}, r"models='mlp' must be a list"),
+        ({"batches": [8], "towers": [0]}, "towers=0 must be a whole number >= 1"),
+        ({"batches": [8], "towers": [3], "devices": [2]}, r"No trial is left.*\[3\]"),
+        ({"batches": [8], "strategies": ["mirored"]}, "strategy='mirored' is none of"),
+        ({"batches": [8], "peers": ["ddp"]}, "by='ddp' is none of towerjax, jit"),
+        ({"batches": [8], "dtypes": ["f32"]}, "dtype='f32' is none of"),
+        ({"batches": [8.5]}, "batch=8.5 must be a whole number"),
+        (
+            {"batches": [8], "towers": [2], "cross_tower_ops": ["Packd()"]},
+            r"cross_tower_ops='Packd\(\)' is not one of AllReduce, PinnedTree",
+        ),
+    ],
+)
+def test_a_wrong_grid_is_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        Grid(**{"models": ["mlp"], **options})
+
+
+def test_ops_are_as_one_writes_them():
+    assert ops_of("Packed(num_packs=3)") == tj.Packed(num_packs=3)
+    assert ops_of("ReduceToOneDevice()") == tj.ReduceToOneDevice()
+    for text in ("Packed(3)", "Packed", "__import__('os')", "Packed(num_packs=0)", "("):
+        with pytest.raises(ValueError, match="is not one of"):
+            ops_of(text)
+
+
+TOML = """
+models = ["mlp"]
+towers = [1, 2]
+batches_per_tower = [4]
+cross_tower_ops = ["Packed(num_packs=2)"]
+[protocol]
+rounds = 7
+"""
+
+
+def test_a_grid_comes_from_a_file(tmp_path):
+    path = tmp_path / "grid.toml"
+    path.write_text(TOML)
+    grid, timing = read_toml(path)
+    ops = ("Packed(num_packs=2)",)
+    assert grid == Grid(
+        ("mlp",), towers=(1, 2), batches_per_tower=(4,), cross_tower_ops=ops
+    )
+    assert timing == TimingProtocol(rounds=7)
+
+
+@pytest.mark.parametrize(
+    "old, new, text",
+    [
+        ("towers", "tower", r"grid.toml: There is no key tower. Did you mean towers\?"),
+        ("rounds", "round", r"no key protocol.round. Did you mean protocol.rounds\?"),
+        ("[protocol]", "[timing]", "There is no key timing. Keys: models, towers"),
+        ('models = ["mlp"]', "", "There is no models"),
+        ("[1, 2]", "[1, 2", "grid.toml: .*line"),
+        ("7", "2", "grid.toml: 2 rounds give no 95% interval"),
+        ("[protocol]\nrounds = 7", "protocol = 1", "protocol must be a table"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, old, new, text):
+    path = tmp_path / "grid.toml"
+    path.write_text(TOML.replace(old, new, 1))
+    with pytest.raises(ValueError, match=text):
+        read_toml(path)
+
+
+# Models.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_a_loss_for_each_example(name):
+    for dtype in ("float32", "bfloat16"):
+        model = find_model(name, dtype)
+        params, batch = model.init(0), model.make_batch(1, 6)
+        losses = jax.eval_shape(model.losses, params, batch)
+        assert losses.shape == (6,) and losses.dtype == jnp.float32
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+        tj.testing.assert_same(model.make_batch(1, 6), batch)
+    if name == "resnet18":
+        # 11,173,962 of the original for ten classes, whose norms have as many.
+        assert sum(x.size for x in jax.tree.leaves(params)) == 11_173_962
+
+
+@pytest.mark.parametrize("name", ["cnn", "embedding", "transformer"])
+def test_an_examples_loss_is_its_own(name):
+    model = find_model(name, "float32")
+    params, batch = model.init(0), model.make_batch(1, 4)
+    losses = jax.jit(model.losses)
+    whole = losses(params, batch)
+    other = losses(params, jax.tree.map(lambda x: x[::-1], batch))
+    np.testing.assert_allclose(whole, other[::-1], rtol=1e-5)
+    assert len(set(np.asarray(whole).tolist())) == 4
+
+
+def test_no_such_model():
+    with pytest.raises(ValueError, match="model 'mpl' is none of mlp, cnn"):
+        find_model("mpl", "float32")
+    with pytest.raises(
+        ValueError, match=r"returned a Float32DType.*tj.bench.Model\(init"
+    ):
+        find_model("numpy:dtype", "float32")
+
+
+# Trials.
+
+
+def small(dtype):
+    """Two layers of 5; named by ``test_bench:small``."""
+    return mlp(dtype, layers=2, width=5)
+
+
+def by_split(dtype):
+    """A loss that depends on which rows are together."""
+    model = small(dtype)
+
+    def losses(params, batch):
+        own = model.losses(params, batch)
+        return own + 0.1 * jnp.max(own)
+
+    return Model(model.init, losses, model.make_batch)
+
+
+def expected_losses(seed, batch_size, steps):
+    """SGD with momentum on `small`, in NumPy float64."""
+    model = small(np.float32)
+    params = jax.tree.map(np.float64, model.init(seed))
+    batch = jax.tree.map(np.float64, model.make_batch(seed + 1, batch_size))
+    trace = jax.tree.map(np.zeros_like, params)
+    losses = []
+    for _ in range(steps):
+        activations = [batch["x"]]
+        for layer in params:
+            activations.append(np.tanh(activations[-1] @ layer["w"] + layer["b"]))
+        error = activations[-1] - batch["y"]
+        losses.append((error**2).mean())
+        back, grads = 2 * error / error.size, []
+        for layer, x, y in zip(
+            params[::-1], activations[-2::-1], activations[:0:-1], strict=True
+        ):
+            back = back * (1 - y**2)
+            grads.append({"w": x.T @ back, "b": back.sum(axis=0)})
+            back = back @ layer["w"].T
+        trace = jax.tree.map(lambda m, g: MOMENTUM * m + g, trace, grads[::-1])
+        params = jax.tree.map(lambda p, m: p - LEARNING_RATE * m, params, trace)
+    return losses
+
+
+TRIALS = [
+    Trial("test_bench:small", 12, towers=2, devices=2, micro_batches=3),
+    Trial("test_bench:small", 12, towers=4, devices=2, strategy="mirrored_scan"),
+    Trial("test_bench:small", 12, towers=2, devices=2, steps_per_call=2),
+    Trial("test_bench:small", 12, by="pmap", towers=2, devices=2),
+    Trial("test_bench:small", 12, strategy="mirrored_pmap", towers=4, devices=2),
+    Trial("test_bench:small", 12, by="jit", towers=3, devices=3),
+    Trial("test_bench:small", 12, strategy="one_device"),
+]
+
+
+@pytest.mark.few_fast(3)
+@pytest.mark.parametrize("trial", TRIALS, ids=Trial.describe)
+def test_a_trial_trains_what_it_says(trial):
+    record = run_trial(trial, QUICK)
+    losses = record["losses"]
+    expected = expected_losses(QUICK.seed, trial.batch, len(losses))
+    assert len(losses) >= 3 and losses[2] < losses[0]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert len(record["rounds_s"]) == 6 and record["calls"] >= 1
+    with_sending = trial.by == "towerjax" and trial.devices > 1
+    assert ("communication" in record) == with_sending
+    for name in ("step_s", "return_s", "hand_s", "over_hand"):
+        assert 0 < record[name]["low"] <= record[name]["median"]
+        assert record[name]["median"] <= record[name]["high"]
+    assert record["return_s"]["median"] <= record["step_s"]["median"]
+    json.dumps(record, allow_nan=False)
+
+
+def test_what_is_not_the_same_is_not_compared():
+    trial = Trial("test_bench:by_split", 8, towers=2, devices=2)
+    with pytest.raises(ValueError, match="not the same computation within 0.0001"):
+        # By hand the two halves of the batch have maxima of their own; jit has one.
+        run_trial(dataclasses.replace(trial, by="jit"), QUICK)
+
+
+def test_a_trial_that_cannot_be_says_why():
+    with pytest.raises(ValueError, match="needs 9 devices; there are 8 of 'cpu'"):
+        run_trial(Trial("mlp", 9, towers=9, devices=9), QUICK)
+    with pytest.raises(ValueError, match="10 examples .* Use a multiple of 8"):
+        run_trial(Trial("mlp", 10, towers=4, micro_batches=2), QUICK)
+
+
+@pytest.mark.parametrize("ops", ["AllReduce()", "PinnedTree()"])
+def test_the_bare_reduction_sends_what_a_step_does(ops):
+    trial = Trial("test_bench:small", 8, towers=4, devices=2, cross_tower_ops=ops)
+    work = work_of(trial, 0)
+    contender = bare_reduction(work, strategy_of(trial))
+    kind = {"AllReduce()": " all-reduce(", "PinnedTree()": " all-to-all("}[ops]
+    lines = contender.call.as_text().splitlines()
+    assert sum(kind in line for line in lines) == CHAIN
+    total, _ = contender.run()[0]
+    # Each time four equal towers are added and divided by four; an op that takes the
+    # towers' sum gets two devices' values.
+    factor = 1.0 if ops == "PinnedTree()" else 0.5**CHAIN
+    np.testing.assert_allclose(total[0]["w"], factor * work.params[0]["w"], rtol=1e-6)
+
+
+def test_figures_are_of_steps_and_of_the_same_round():
+    table = np.zeros((6, 3, 2))
+    table[:, 0, 0] = [2, 4, 6, 8, 10, 12]  # own, calls of two steps
+    table[:, 0, 1] = 1
+    table[:, 1, 0] = [1, 2, 3, 4, 5, 6]
+    table[:, 2, 0] = CHAIN * table[:, 0, 0] / 8
+    found = figures(table, ["own", "hand", "communication"], 2, QUICK)
+    assert found["step_s"] == {"median": 3.5, "low": 1.0, "high": 6.0}
+    assert found["hand_s"] == {"median": 1.75, "low": 0.5, "high": 3.0}
+    assert found["over_hand"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert found["communication"]["median"] == 0.25
+    assert found["return_s"]["median"] == 0.5
+    assert found["rounds_s"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_error_is_a_record():
+    def run(trial, timing):
+        raise KeyError("no key")
+
+    record = run_and_note(run, Trial("mlp", 8), QUICK)
+    assert record["status"] == "failed" and record["error"] == "KeyError: 'no key'"
+    assert record["trial"]["model"] == "mlp"
+
+
+def test_what_peers_are_missing():
+    assert why_not("towerjax", "resnet18", "bfloat16") is None
+    assert why_not("jit", "resnet18", "bfloat16") is None
+    for peer, packages in PEER_PACKAGES.items():
+        missing = [name for name in packages if name not in versions()]
+        why = why_not(peer, "resnet18", "float32")
+        end = f"{missing[0]} is not installed here" if missing else "in float32"
+        assert why.endswith(end)
+
+
+# Results.
+
+
+def result(trial, median=None, **figures):
+    if median is None:
+        return Result(trial, "failed", {"error": "ValueError: a | b\nc"})
+    step = {"median": median, "low": 0.9 * median, "high": 1.1 * median}
+    return Result(trial, "ok", {"step_s": step, **figures})
+
+
+def test_a_file_goes_on(tmp_path):
+    path, about = tmp_path / "new" / "r.jsonl", {"machine": {"cores": 2}}
+    first, second = Trial("mlp", 8), Trial("cnn", 8)
+    file = ResultFile(path, about)
+    file.add({"trial": dataclasses.asdict(first), "status": "ok"})
+    file.add({"trial": dataclasses.asdict(second), "status": "failed"})
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])  # a line torn by a kill
+    again = ResultFile(path, about)
+    assert path.read_bytes() == whole
+    assert again.done([first, second], retry_failed=False) == {first, second}
+    assert again.done([first, second], retry_failed=True) == {first}
+    again.add({"trial": dataclasses.asdict(second), "status": "ok"})
+    assert [r.status for r in read_results(path)] == ["ok", "ok"]
+    with pytest.raises(ValueError, match=r"machine \{'cores': 2\}, .* \{'cores': 4\}"):
+        ResultFile(path, {"machine": {"cores": 4}})
+    path.write_text('{"kind": "train", "step": 1}\n')
+    with pytest.raises(ValueError, match="Line 1 of .*r.jsonl' is no result"):
+        ResultFile(path, about)
+    assert path.read_text() == '{"kind": "train", "step": 1}\n'
+
+
+def test_a_verdict_only_where_intervals_part():
+    trials = [Trial("mlp", 8 * i) for i in range(1, 9)]
+    pairs = [
+        (result(trials[0], 1.0), result(trials[0], 1.21), Verdict.OPEN),
+        (result(trials[1], 1.0), result(trials[1], 1.23), Verdict.SLOWER),
+        (result(trials[2], 1.23), result(trials[2], 1.0), Verdict.FASTER),
+        (result(trials[3], 1.0), result(trials[3]), Verdict.NEWLY_FAILED),
+        (result(trials[4]), result(trials[4], 1.0), Verdict.NEWLY_OK),
+        (result(trials[5]), result(trials[5]), Verdict.STILL_NOT_OK),
+        (None, result(trials[6], 1.0), Verdict.ONLY_NEW),
+        (result(trials[7], 1.0), None, Verdict.ONLY_OLD),
+    ]
+    found = compare([p[0] for p in pairs if p[0]], [p[1] for p in pairs if p[1]])
+    assert [c.verdict for c in found] == [p[2] for p in pairs]
+    worse = (Verdict.SLOWER, Verdict.NEWLY_FAILED)
+    assert [c.is_worse for c in found] == [p[2] in worse for p in pairs]
+    assert found[1].ratio.median == pytest.approx(1.23)
+    assert found[1].ratio.low == pytest.approx(1.23 * 0.9 / 1.1)
+
+
+def test_differences_are_named():
+    old = Result(Trial("mlp", 8), "ok", {"machine": {"cores": 2}, "versions": {"a": 1}})
+    new = Result(Trial("mlp", 8), "ok", {"machine": {"cores": 4}, "versions": {"b": 1}})
+    assert differences([old], [new]) == [
+        "machine: cores 2, now 4",
+        "versions: a 1, now none",
+        "versions: b none, now 1",
+    ]
+    assert differences([old], [old]) == []
+
+
+# Reports.
+
+
+def test_efficiency_is_per_device_over_the_smallest():
+    one = result(Trial("mlp", 64), 1.0)
+    two = result(Trial("mlp", 64, towers=2, devices=2), 0.625)
+    packed = Trial("mlp", 64, towers=4, devices=4, cross_tower_ops="Packed()")
+    four = result(packed, 0.5)
+    weak = result(Trial("cnn", 8), 1.0), result(Trial("cnn", 32, "towerjax", towers=4))
+    weak_four = result(Trial("cnn", 32, towers=4, devices=4), 1.25)
+    other = result(Trial("mlp", 64, towers=2, devices=2, dtype="bfloat16"), 0.1)
+    results = [four, other, two, one, *weak, weak_four]
+    assert efficiency(two, results).median == pytest.approx(1 / 0.625 / 2)
+    assert efficiency(four, results).median == pytest.approx(1 / 0.5 / 4)
+    assert efficiency(four, results).low == pytest.approx(0.5 * 0.9 / 1.1)
+    assert efficiency(weak_four, results).median == pytest.approx(32 / 1.25 / 4 / 8)
+    for alone in (one, other, weak[1]):
+        assert efficiency(alone, results) is None
+
+
+def test_a_peer_is_over_the_hand_of_its_own_kind():
+    hand = {"median": 0.5, "low": 0.4, "high": 0.6}
+    more = result(Trial("mlp", 8, micro_batches=2), 1.0, hand_s={**hand, "median": 9})
+    ours = result(Trial("mlp", 8), 1.0, hand_s=hand, over_hand={**hand, "median": 2.5})
+    peer = result(Trial("mlp", 8, by="torch"), 2.0)
+    assert over_hand(ours, [ours]).median == 2.5
+    assert over_hand(peer, [more, ours]).median == 4.0
+    assert over_hand(peer, [more]) is None
+    cells = [row[4] for row in rows_of([more, ours, peer])]
+    assert cells[1] == "2.50 [0.40, 0.60]" and cells[2] == "*4.00 [3.00, 5.50]*"
+
+
+ABOUT = {
+    "machine": {"processor": "A chip", "cores": 2, "system": "Linux x86_64"},
+    "versions": {"python": "3.11.7", "jax": "0.10.2"},
+    "timing": dataclasses.asdict(QUICK),
+    "device": "cpu",
+    "load": 0.5,
+}
+
+
+def test_a_report_says_what_was_measured_and_how():
+    share = {"median": 0.25, "low": 0.2, "high": 0.3}
+    ours = result(Trial("mlp", 64), 0.002, **ABOUT)
+    four = result(
+        Trial("mlp", 64, towers=4, devices=4), 0.001, communication=share, **ABOUT
+    )
+    failed = result(Trial("mlp", 30, towers=4))
+    found = compare([result(ours.trial, 1.0)], [ours])
+    plots = [("step_time.png", "Step time")]
+    text = markdown([ours, four, failed], plots, "towerjax bench x", found, ["note"])
+    assert "| mlp B=64 T=1 D=1 | 2 [1.8, 2.2] | 32,000 | - | - | - |" in text
+    cells = "1 [0.9, 1.1] | 64,000 | 0.50 [0.41, 0.61] | - | 25.0% [20.0%, 30.0%] |"
+    assert cells in text
+    assert "| failed | ValueError: a \\| b c | mlp B=30 T=4 D=1 |" in text
+    assert "A chip, 2 cores" in text and "jax 0.10.2" in text
+    assert "6 rounds" in text and "parameters 3, batch 4" in text
+    assert "CPU devices share its 2 cores" in text
+    assert "```bash\ntowerjax bench x\n```" in text
+    assert "| 0.00 [0.00, 0.00] | faster |" in text and "* note" in text
+    assert "![Step time](step_time.png)" in text

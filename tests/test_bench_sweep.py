@@ -1,0 +1,234 @@
+"""Sweeps by workers: what fails, what is killed, what goes on; and the command."""
+
+import dataclasses
+import os
+import pathlib
+import re
+
+import pytest
+from test_bench import QUICK
+
+import towerjax as tj
+from towerjax.bench import (
+    Grid,
+    TimingProtocol,
+    Trial,
+    read_results,
+    sweep,
+    write_report,
+)
+from towerjax.bench import machine as machine_module
+from towerjax.bench.machine import describe_machine, versions
+from towerjax.bench.results import ResultFile
+from towerjax.bench.sweep import worker_environ
+from towerjax.cli import main
+
+FACTORIES = """
+import os, time
+from towerjax.bench.models import mlp
+
+def small(dtype):
+    print("said on the standard output")
+    return mlp(dtype, layers=2, width=5)
+
+def dying(dtype):
+    os.write(2, b"the last words")
+    os.abort()
+
+def endless(dtype):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with ``mine.py``; workers run in it, with a cache of its own."""
+    root = str(pathlib.Path(tj.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", root)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(FACTORIES)
+    return tmp_path
+
+
+def test_a_sweep_records_failures_compiles_once_and_goes_on(here, capfd):
+    grid = Grid(
+        ("mine:small",),
+        towers=(2,),
+        devices=(1,),
+        batches=(8, 9),
+        strategies=("mirrored_scan",),
+        cross_tower_ops=("AllReduce()", "Packed()"),
+    )
+    results = sweep(grid, here / "r.jsonl", QUICK)
+    status = {result.trial.batch: [] for result in results}
+    for result in results:
+        status[result.trial.batch].append(result.status)
+    assert status == {8: ["ok", "ok"], 9: ["failed", "failed"]}
+    assert "ValueError: A batch of 9 examples" in results[1].record["error"]
+    # On one device nothing travels: both ops are one program, which compiles once.
+    first, second = [result.record for result in results if result.status == "ok"]
+    assert (first["from_cache"], second["from_cache"]) == (False, True)
+    assert first["losses"] == second["losses"] and first["device"] == "cpu"
+    assert first["machine"] == describe_machine() and first["versions"] == versions()
+    printed = capfd.readouterr().out
+    second = r"trial 2/4  mine:small B=9 T=2 D=1 mirrored_scan  0:0\d:\d\d left"
+    assert re.search(second, printed)
+    assert "B=9 T=2 D=1 mirrored_scan: failed: ValueError" in printed
+    assert "said on" not in printed and "trial 4/4  done" in printed
+    # The same grid again: nothing runs, and the file stays as it is.
+    written = (here / "r.jsonl").read_bytes()
+    assert sweep(grid, here / "r.jsonl", QUICK, progress=False) == results
+    assert (here / "r.jsonl").read_bytes() == written
+    with pytest.raises(ValueError, match="r.jsonl' holds results with the timing"):
+        sweep(grid, here / "r.jsonl", TimingProtocol())
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_or_hangs_is_a_failure(here):
+    grid = Grid(("mine:dying", "mine:small", "mine:endless"), towers=(2,), batches=(8,))
+    results = sweep(grid, here / "r.jsonl", QUICK, trial_timeout_s=15, progress=False)
+    assert [result.status for result in results] == ["failed", "ok", "failed"]
+    died, _, late = [result.record.get("error") for result in results]
+    assert died.startswith("was ended by SIGABRT. Last it said: the last words")
+    assert late.startswith("took longer than 15 s and was ended")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+def test_peers_train_the_same_or_say_what_they_lack(here, model):
+    """Their first losses are compared where they are measured."""
+    peers = ("keras", "tensorflow", "torch")
+    grid = Grid((model,), towers=(2,), batches=(16,), peers=peers)
+    for result in sweep(grid, here / "r.jsonl", QUICK, progress=False):
+        if result.status == "not available":
+            assert re.fullmatch(r"\w+ is not installed here", result.record["error"])
+            continue
+        assert result.status == "ok", result.record
+        assert len(result.record["losses"]) == 3
+
+
+def test_a_peer_that_is_not_installed_is_not_asked(tmp_path, monkeypatch):
+    missing = {"torch": ("no-such-package",)}
+    monkeypatch.setattr(machine_module, "PEER_PACKAGES", missing)
+    trials = Grid(("mlp",), batches=(8,), peers=("torch",)).trials()
+    file = ResultFile(tmp_path / "r.jsonl", about())
+    file.add(record(trials[0], 1.0))
+    grid = Grid(("mlp",), batches=(8,), peers=("torch",))
+    ours, torch = sweep(grid, file.path, QUICK, progress=False)
+    assert ours.status == "ok" and torch.status == "not available"
+    assert torch.record["error"] == "no-such-package is not installed here"
+
+
+def test_what_a_worker_sees_of_the_environment():
+    trial = Trial("mlp", 8, towers=4, devices=4)
+    found = worker_environ({"XDG_CACHE_HOME": "c", "A": "1"}, trial)
+    assert found["JAX_NUM_CPU_DEVICES"] == "4" and found["A"] == "1"
+    folder = os.path.join("c", "towerjax", "bench")
+    assert found["JAX_COMPILATION_CACHE_DIR"] == folder
+    assert "JAX_PLATFORMS" not in found
+    kept = worker_environ({"JAX_COMPILATION_CACHE_DIR": "mine"}, trial)
+    assert kept["JAX_COMPILATION_CACHE_DIR"] == "mine"
+    by_torch = dataclasses.replace(trial, by="torch")
+    assert worker_environ({"JAX_PLATFORMS": "cuda"}, by_torch)["JAX_PLATFORMS"] == "cpu"
+
+
+# The command. All trials are done before, so that no worker starts.
+
+
+def about():
+    return {
+        "machine": describe_machine(),
+        "versions": versions(),
+        "timing": dataclasses.asdict(QUICK),
+    }
+
+
+def record(trial, seconds):
+    step = {"median": seconds, "low": 0.9 * seconds, "high": 1.1 * seconds}
+    figures = {"step_s": step, "over_hand": step, "hand_s": step}
+    fields = dataclasses.asdict(trial)
+    return {"trial": fields, "status": "ok", "device": "cpu", "load": 0.1, **figures}
+
+
+def results_of(path, grid, seconds):
+    file = ResultFile(path, about())
+    for trial in grid.trials():
+        file.add(record(trial, seconds * trial.towers))
+    return str(path)
+
+
+OPS = ("AllReduce()", "Packed(bytes_per_pack=64, max_group=2)")
+GRID = Grid(
+    ("mlp",), towers=(1, 2, 4), batches=(64,), peers=("jit",), cross_tower_ops=OPS
+)
+ARGUMENTS = [
+    "bench",
+    "--models=mlp",
+    f"--cross-tower-ops={OPS[0]};{OPS[1]}",
+    "--towers=1,2,4",
+    "--batches=64",
+    "--peers=jit",
+    "--rounds=6",
+    "--seconds-per-round=0.001",
+    "--warmup-calls=1",
+    "--seed=3",
+]
+
+
+def test_the_command_reports_and_compares(tmp_path, capsys):
+    new = results_of(tmp_path / "new.jsonl", GRID, 0.002)
+    old = results_of(tmp_path / "old.jsonl", GRID, 0.001)
+    folder = tmp_path / "report"
+    arguments = [*ARGUMENTS, "--out", new, "--report", str(folder)]
+    assert main(arguments) == 0
+    page = (folder / "report.md").read_text()
+    for name in re.findall(r"\]\((\w+\.png)\)", page):
+        assert 3_000 < (folder / name).stat().st_size < 60_000, name
+    names = {path.name for path in folder.iterdir()} - {"report.md"}
+    assert names == set(re.findall(r"\]\((\w+\.png)\)", page))
+    assert len(names) == 4  # nothing was said of what is sent
+    printed = capsys.readouterr().out
+    assert "8 of 8 trials were done before" in printed
+    assert "mlp B=64 T=4 D=4 jit" in printed and "8 [7.2, 8.8]" in printed
+    assert main([*ARGUMENTS, "--out", new, "--compare", old, "--quiet"]) == 1
+    assert capsys.readouterr().out.count("slower") == 8
+    assert main([*ARGUMENTS, "--out", old, "--compare", new, "--quiet"]) == 0
+
+
+def test_the_command_takes_a_file_and_what_differs(tmp_path, capsys):
+    grid = Grid(("mlp",), batches=(8, 16), dtypes=("bfloat16",))
+    out = results_of(tmp_path / "r.jsonl", grid, 0.001)
+    toml = tmp_path / "grid.toml"
+    timing = "\n".join(f"{k} = {v}" for k, v in dataclasses.asdict(QUICK).items())
+    toml.write_text(f'models = ["cnn"]\nbatches = [8, 16]\n[protocol]\n{timing}')
+    changes = ["--models=mlp", "--dtypes=bfloat16", "--out", out, "--quiet"]
+    assert main(["bench", str(toml), *changes]) == 0
+    assert "mlp B=16 T=1 D=1 bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--models=mlp"], "A grid needs batches"),
+        (["--batches=8"], "Say what to measure"),
+        (["--models=mlp", "--batches=8,x"], "--batches: 'x' is not a whole number"),
+        (["--models=mlp", "--batches=8", "--trim=x"], "--trim: 'x' is not a number"),
+        (["--models=mlp", "--batches=8", "--compare=no.jsonl"], "no.jsonl"),
+    ],
+)
+def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, text):
+    out = str(tmp_path / "r.jsonl")
+    code = main(["bench", *arguments, "--out", out])
+    assert code in (2, 126) and text in capsys.readouterr().err
+    assert not pathlib.Path(out).exists()
+
+
+def test_a_report_without_matplotlib_is_refused_before_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    out = tmp_path / "r.jsonl"
+    assert main([*ARGUMENTS, "--out", str(out), "--report", str(tmp_path / "x")]) == 2
+    assert not out.exists()
+    with pytest.raises(ValueError, match="Matplotlib is not installed"):
+        write_report(read_results(results_of(out, GRID, 0.001)), tmp_path / "x")
