@@ -33,14 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traceback", action="store_true", help="show where an error was raised"
     )
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
-    for add in (
+    every = (
         add_train,
-        add_doctor,
-        add_plan,
-        add_report,
-        add_bench,
-        add_audit,
         add_launch,
-    ):
+        add_audit,
+        add_report,
+        add_plan,
+        add_bench,
+        add_doctor,
+    )
+    for add in every:
         add(commands)
     return finished(parser.parse_args(arguments))

@@ -88,7 +88,7 @@ def _draw(
     label_of = _labels([trial for trial, _ in values])
     labels = list(dict.fromkeys(label_of(trial) for trial, _ in values))
     size = (max(5.0, 3.2 * len(models)), 3.0 + 0.12 * -(-len(labels) // 3))
-    picture = Figure(figsize=size, layout="constrained", dpi=80)
+    picture = Figure(figsize=size, layout="constrained", dpi=70)
     panels = picture.subplots(1, len(models), squeeze=False)[0]
     drawn: dict[str, Any] = {}
     for panel, model in zip(panels, models, strict=True):
