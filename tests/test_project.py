@@ -16,18 +16,20 @@ import towerjax as tj
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-PUBLIC = """AllReduce Best BestEvaluation Check ClassificationOutput CrossTowerOps
-DesyncError DistributedDataset EarlyStopping ExampleCount ExampleReport ExamplesError
-Exported Hardware Hierarchical History IndexedRows InputContext JsonLines Layout Link
-LossReduction Mirrored MirroredVar Mode ModelSpec MultiStepContext NonFiniteError
-OneDevice OpsChoice Packed PerTower PinnedTree Plan PlanRow PredictOutput
-ReduceToOneDevice Reduction RegressionOutput ReplicatedModel ReplicationError RunSummary
-StepReport TensorBoard Tower TowerLocal TowerOptimizer TowerOutput TrainState
-VariablePlacement Weighted __version__ batches bench build_eval_step build_predict_step
-build_train_step check_examples check_mirrored choose_cross_tower_ops cluster
-compute_weighted_loss evaluate evaluate_all export_model load_exported measure_hardware
-metrics plan predict read_local replicate_model_fn restored_values run saved_values
-sparse_value_and_grad testing train_and_evaluate update_with_rows""".split()
+PUBLIC = """AllReduce Best BestEvaluation Check CheckpointError CheckpointRecord
+Checkpointer ClassificationOutput CrossTowerOps DesyncError DistributedDataset
+EarlyStopping ExampleCount ExampleReport ExamplesError Exported Hardware Hierarchical
+History IndexedRows InputContext JsonLines Layout Link LossReduction Mirrored
+MirroredVar Mode ModelSpec MultiStepContext NonFiniteError OneDevice OpsChoice Packed
+PerTower PinnedTree Plan PlanRow PredictOutput ReduceToOneDevice Reduction
+RegressionOutput ReplicatedModel ReplicationError RunSummary StepReport TensorBoard
+Tower TowerLocal TowerOptimizer TowerOutput TrainState VariablePlacement Weighted
+__version__ batches bench build_eval_step build_predict_step build_train_step
+check_examples check_mirrored choose_cross_tower_ops cluster compute_weighted_loss
+evaluate evaluate_all export_model load_exported load_safetensors measure_hardware
+metrics plan predict read_local replicate_model_fn restored_values run save_safetensors
+saved_values sparse_value_and_grad testing train_and_evaluate
+update_with_rows""".split()
 
 # Each layer may import the ones before it, and its own names to the left of it.
 LAYERS = """
@@ -69,8 +71,13 @@ LAYERS = """
     estimator estimator.in_turn estimator.losses estimator.optimizer estimator.spec
     estimator.arguments estimator.rows estimator.pipeline estimator.whereabouts
     estimator.options estimator.steps estimator.replicate estimator.export
-    loop loop.interrupt loop.progress loop.steps loop.faults loop.stopping loop.history
-    loop.evaluate loop.keep loop.options loop.records loop.json_lines loop.tensorboard
+    loop loop.interrupt loop.progress loop.steps
+    checkpoint checkpoint.errors checkpoint.safetensors checkpoint.manifest
+    checkpoint.folder checkpoint.leaves
+    checkpoint.files checkpoint.record checkpoint.options checkpoint.saver
+    loop.faults loop.stopping loop.history
+    loop.evaluate loop.keep loop.options loop.saving loop.records loop.json_lines
+    loop.tensorboard
     loop.running loop.run loop.command
     estimator.data estimator.train estimator.evaluate estimator.predict
     testing.compare testing.oracle testing.findings testing.dealing testing.audited

@@ -5,6 +5,11 @@ from towerjax import cluster as cluster
 from towerjax import metrics as metrics
 from towerjax import testing as testing
 from towerjax.checking import Check as Check
+from towerjax.checkpoint.errors import CheckpointError as CheckpointError
+from towerjax.checkpoint.options import Checkpointer as Checkpointer
+from towerjax.checkpoint.record import CheckpointRecord as CheckpointRecord
+from towerjax.checkpoint.safetensors import load_safetensors as load_safetensors
+from towerjax.checkpoint.safetensors import save_safetensors as save_safetensors
 from towerjax.collectives import AllReduce as AllReduce
 from towerjax.collectives import CrossTowerOps as CrossTowerOps
 from towerjax.collectives import Hierarchical as Hierarchical

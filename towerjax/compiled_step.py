@@ -1,7 +1,7 @@
 """How is a compiled train step called? With a state and a batch, both checked."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -190,6 +190,19 @@ class CompiledStep:
           ValueError: A batch is malformed, does not divide, or is unlike the others.
         """
         return self._placer.place_several(batches, steps)
+
+    @property
+    def batch_rows(self) -> frozenset[int]:
+        """How many rows the batches so far had once they were padded."""
+        return frozenset(self._placer.full_sizes)
+
+    def expect_batch_rows(self, sizes: Iterable[int]) -> None:
+        """Pad smaller batches as if batches of these sizes had been placed before.
+
+        Args:
+          sizes: As ``batch_rows`` of the step in another process.
+        """
+        self._placer.expect(sizes)
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be.

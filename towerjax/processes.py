@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,6 +72,24 @@ def from_first_process(tree: PyTree) -> PyTree:
         return tree
     _check_devices()
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def asked_to_end(number: int) -> bool:
+    """Was one of several processes sent SIGTERM, and is this where all stop?
+
+    All call it after each step. JAX holds the signal back in such a job, and lets all
+    processes stop after the same step.
+
+    Args:
+      number: How many steps are done.
+
+    Returns:
+      True on all of them; False where JAX's preemption service is off.
+    """
+    is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
+    if jax.process_count() == 1 or not is_on:
+        return False
+    return bool(multihost_utils.reached_preemption_sync_point(number))
 
 
 class Stopped(Exception):
@@ -141,3 +160,33 @@ def _coordinator_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def first_process_says(make: Callable[[], Any]) -> Any:
+    """What process 0 finds out, on every process; its error too.
+
+    Args:
+      make: Called on process 0 alone; returns what JSON can hold.
+
+    Returns:
+      What it returned.
+
+    Raises:
+      ValueError: As ``make`` did; of its very type on process 0.
+    """
+    if jax.process_count() == 1:
+        return make()
+    failure, said = None, b""
+    if jax.process_index() == 0:
+        try:
+            said = json.dumps({"value": make()}).encode()
+        except ValueError as error:
+            failure, said = error, json.dumps({"error": str(error)}).encode()
+    size = int(from_first_process(np.array(len(said))))
+    own = np.frombuffer(said, np.uint8) if said else np.zeros(size, np.uint8)
+    heard = json.loads(from_first_process(own).tobytes())
+    if failure is not None:
+        raise failure
+    if "error" in heard:
+        raise ValueError(f"Process 0 says: {heard['error']}")
+    return heard["value"]

@@ -76,8 +76,9 @@ def initialize(
     the coordinator's port; on a loopback address, to this machine only.
 
     Note: after the start JAX holds SIGTERM back, so that a job can save before it is
-    preempted: such a process is ended by SIGKILL. ``sys.exit(1)`` is no exception: the
-    process waits at its end for the others, up to ``shutdown_timeout_s``. Raise.
+    preempted: `run` with a `Checkpointer` does, others are ended by SIGKILL.
+    ``sys.exit(1)`` is no exception: the process waits at its end for the others, up to
+    ``shutdown_timeout_s``. Raise.
 
     Args:
       coordinator: ``"host:port"`` at which process 0 shall listen.

@@ -106,6 +106,11 @@ class Passes:
             )
 
     @property
+    def comes_again(self) -> bool:
+        """A pass of another process begins with the same batches."""
+        return True
+
+    @property
     def prefetches(self) -> bool:
         """Has the data a thread of its own that places batches in advance?"""
         return bool(getattr(self.data, "prefetches", False))

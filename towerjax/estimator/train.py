@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from towerjax.checkpoint.options import Checkpointer
 from towerjax.estimator.data import Data, Passes
 from towerjax.loop.history import History
 from towerjax.loop.records import Writer
@@ -117,6 +118,7 @@ def train_and_evaluate(
     prefetch: int = 2,
     in_flight: int = 2,
     steps_per_call: int = 1,
+    checkpointer: Checkpointer | None = None,
     on_nonfinite: OnNonfinite = "raise",
     params: Any = None,
     config: Any = None,
@@ -148,6 +150,8 @@ def train_and_evaluate(
       prefetch: As in `run`.
       in_flight: As in `run`.
       steps_per_call: As in `run`.
+      checkpointer: As in `run`. The place in the data is counted off: a function that
+        gives it must give the same batches in another process.
       on_nonfinite: As in `build_train_step`: what a loss that is not finite does.
       params: Hyperparameters, where the model function asks for them.
       config: What else it asks for.
@@ -214,6 +218,7 @@ def train_and_evaluate(
         steps_per_call=steps_per_call,
         prefetch=prefetch,
         in_flight=in_flight,
+        checkpointer=checkpointer,
         progress=progress,
         hooks=(model_hooks, *hooks),
         writers=writers,

@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,7 @@ class Ledger(Iterator[PyTree]):
         self._taken: collections.deque[_Taken] = collections.deque()
         self._newest: _Taken | None = None
         self.cursor = self._iterator.get_state() if self._has_cursor else None
+        self.used = 0
 
     def __next__(self) -> PyTree:
         """The next batch."""
@@ -70,6 +71,38 @@ class Ledger(Iterator[PyTree]):
         if self._has_cursor:
             taken.cursor, taken.batch = self._iterator.get_state(), None
         return batch
+
+    @property
+    def has_cursor(self) -> bool:
+        """Does the source say where it is, and can it be told?"""
+        return self._has_cursor
+
+    @property
+    def can_be_counted(self) -> bool:
+        """Does the source surely begin with the same batches in another process?"""
+        return isinstance(self._source, Sequence) or bool(
+            getattr(self._source, "comes_again", False)
+        )
+
+    def go_to(self, used: int, cursor: Any = None) -> None:
+        """Go on after batches that another process used.
+
+        Args:
+          used: How many they were.
+          cursor: The source's own after them; None takes and drops so many.
+
+        Raises:
+          ValueError: There are not so many, or the source refuses the cursor.
+        """
+        if cursor is not None:
+            self._iterator.set_state(cursor)
+            self.cursor = self._iterator.get_state()
+        elif (there := sum(1 for _ in itertools.islice(self._iterator, used))) < used:
+            raise ValueError(
+                f"{used} batches were used before, but these are only {there}. Pass"
+                " the same batches, from the first one on."
+            )
+        self.used = used
 
     @property
     def prefetches(self) -> bool:
@@ -105,6 +138,7 @@ class Ledger(Iterator[PyTree]):
         """
         used = [self._taken.popleft() for _ in range(number)]
         self.cursor = used[-1].cursor
+        self.used += number
         return used
 
     def give_back(self, used: list[_Taken], cursor: Any) -> None:
@@ -116,6 +150,7 @@ class Ledger(Iterator[PyTree]):
         """
         self._taken.extendleft(reversed(used))
         self.cursor = cursor
+        self.used -= len(used)
 
     def rest(self) -> Iterator[PyTree]:
         """All batches that were not used, once nothing takes any more.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -119,11 +119,19 @@ class Placer:
         self._shares: int = shares
         self._remainder: Remainder = remainder
         # Of all batches so far, also of one that the step refused afterwards.
-        self._full_sizes: set[int] = set()
+        self.full_sizes: set[int] = set()
         self._capacities: list[dict[int, int]] = []
         self._counts: dict[bytes, jax.Array] = {}
         self._numbers: dict[int, jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Pad as if batches of these sizes had been placed before.
+
+        Args:
+          sizes: Rows, once padded; those that the shares do not divide are left out.
+        """
+        self.full_sizes.update(n for n in sizes if n % self._shares == 0)
 
     def place(self, batch: PyTree) -> PlacedBatch:
         """One batch for one step.
@@ -223,11 +231,11 @@ class Placer:
 
     def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
         rows = max((np.shape(x)[:1] for x in jax.tree.leaves(batch)), default=())
-        larger = (size for size in self._full_sizes if (size,) >= rows)
+        larger = (size for size in self.full_sizes if (size,) >= rows)
         batch, num_valid = fit_batch(
             batch, self._shares, self._remainder, full_size=min(larger, default=None)
         )
-        self._full_sizes.add(jax.tree.leaves(batch)[0].shape[0])
+        self.full_sizes.add(jax.tree.leaves(batch)[0].shape[0])
         return batch, num_valid
 
     def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""When may Ctrl-C strike? Not while a donated state has no successor yet."""
+"""When may a signal strike? Not while a donated state has no successor yet."""
 
 import contextlib
 import signal
@@ -7,47 +7,96 @@ from collections.abc import Iterator
 from typing import Any
 
 
+class Terminated(SystemExit):
+    """SIGTERM ended a run that saves itself."""
+
+
 class InterruptGuard:
-    """``with guard:`` lets SIGINT wait until the block is done.
+    """``with guard:`` lets signals wait until the block is done.
 
     A step takes over the buffers of the state it is given. An interrupt between the
     call and the assignment of its result would lose both states.
+
+    Args:
+      exit_code: SIGTERM, too, raises: a `Terminated` with this code. None leaves
+        SIGTERM as it is.
     """
 
-    def __init__(self) -> None:
-        self._previous: Any = None
-        self._inside = self._waiting = False
+    def __init__(self, exit_code: int | None = None) -> None:
+        self._exit_code = exit_code
+        self._previous: dict[int, Any] = {}
+        self._waiting: list[int] = []
+        self._inside = self._looking = 0
+        self._raised = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT for the length of a block, in the main thread only.
+        """Handle the signals for the length of a block, in the main thread only.
 
         Elsewhere Python delivers no signals, and there is nothing to do.
         """
-        previous = signal.getsignal(signal.SIGINT)
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or not callable(previous):
-            yield
-            return
-        self._previous = previous
-        signal.signal(signal.SIGINT, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = self._found()
+        for number in self._previous:
+            signal.signal(number, self._handle)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, previous in self._previous.items():
+                signal.signal(number, previous)
+            self._previous = {}
+            if signal.SIGTERM in self._waiting:  # an exception came before it
+                signal.raise_signal(signal.SIGTERM)
+
+    def _found(self) -> dict[int, Any]:
+        previous = signal.getsignal(signal.SIGINT)
+        found: dict[int, Any] = {signal.SIGINT: previous} if callable(previous) else {}
+        if self._exit_code is not None:
+            # None is a handler of another language, such as JAX's own.
+            found[signal.SIGTERM] = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        return found
 
     def _handle(self, number: int, frame: Any) -> None:
+        busy = self._inside or (self._looking and number == signal.SIGTERM)
         # A second Ctrl-C is from someone who does not want to wait.
-        if self._inside and not self._waiting:
-            self._waiting = True
+        first = number not in self._waiting
+        if busy and (first or number == signal.SIGTERM):
+            self._waiting += [number] if first else []
         else:
-            self._previous(number, frame)
+            self._strike(number, frame)
+
+    def _strike(self, number: int, frame: Any = None) -> None:
+        if number != signal.SIGTERM:
+            self._previous[number](number, frame)
+        elif not self._raised:  # a second one would end what saves after the first
+            self._raised = True
+            raise Terminated(self._exit_code)
+
+    def check(self) -> None:
+        """Raise what was raised before and lost: in a destructor nobody hears it."""
+        if self._raised:
+            raise Terminated(self._exit_code)
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """Let SIGTERM wait, and Ctrl-C not: results are looked at, hooks called."""
+        self._looking += 1
+        try:
+            yield
+        finally:
+            self._looking -= 1
+        self._release()
 
     def __enter__(self) -> None:
-        self._inside = True
+        self._inside += 1
 
     def __exit__(self, *_: Any) -> None:
-        self._inside = False
-        if self._waiting:
-            self._waiting = False
-            self._previous(signal.SIGINT, None)
+        self._inside -= 1
+        self._release()
+
+    def _release(self) -> None:
+        for number in list(self._waiting):
+            if self._inside or (self._looking and number == signal.SIGTERM):
+                continue
+            self._waiting.remove(number)
+            self._strike(number)

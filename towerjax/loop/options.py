@@ -11,7 +11,7 @@ from towerjax.loop.stopping import Best, EarlyStopping
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """How the loop goes; see `run`."""
+    """How the loop goes; see `run`. A resumed run may be at its end (``may_end``)."""
 
     steps: int | None
     eval_every: int | None
@@ -19,12 +19,14 @@ class LoopOptions:
     prefetch: int
     in_flight: int
     keep_every: int | None = None
+    may_end: bool = False
 
     def __post_init__(self) -> None:
         """Check the options."""
         for name in ("steps", "eval_every", "keep_every"):
+            lowest = 0 if name == "steps" and self.may_end else 1
             if getattr(self, name) is not None:
-                feed.check_whole(name, getattr(self, name), 1)
+                feed.check_whole(name, getattr(self, name), lowest)
         feed.check_whole("steps_per_call", self.steps_per_call, 1)
         feed.check_whole("prefetch", self.prefetch, 0)
         feed.check_whole("in_flight", self.in_flight, 1)

@@ -8,6 +8,7 @@ from collections.abc import (
     Sized,
 )
 
+from towerjax.checkpoint.options import Checkpointer
 from towerjax.input.ledger import Ledger
 from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import Batches
@@ -16,6 +17,7 @@ from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.records import Writer, check_writers, opened
 from towerjax.loop.running import Hook, Loop
+from towerjax.loop.saving import Saving
 from towerjax.loop.steps import EvaluationStep, LoopStep
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.placement import Placement
@@ -39,6 +41,7 @@ def run(
     prefetch: int = 2,
     in_flight: int = 2,
     keep_every: int | None = None,
+    checkpointer: Checkpointer | None = None,
     progress: bool | None = None,
     hooks: Sequence[Hook] = (),
     writers: Sequence[Writer] = (),
@@ -72,6 +75,10 @@ def run(
       keep_every: Copy the state on the devices every so many steps, so that it can be
         made anew where a step fails that has taken it over; see
         ``docs/all_or_nothing.md``.
+      checkpointer: Saves the run, and lets it go on from the newest checkpoint:
+        ``steps`` counts from the state that is passed, and what is left is done. At
+        SIGTERM the run is saved and ends with ``SystemExit(checkpointer.exit_code)``;
+        see ``docs/checkpoints.md``.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True is always a bar, False is silence.
       hooks: Each called as ``hook(step number, metrics)`` with host values, for every
@@ -88,6 +95,8 @@ def run(
       NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
         finite. That step changed nothing; steps then in flight are done. Says which
         tower and leaf, if the step can ``locate``: its batch is run once more.
+      CheckpointError: Checkpoints cannot be written, or the newest is damaged or of
+        another model: before the first step.
       DesyncError: The step has a check, and devices' copies of the state differed.
 
     Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
@@ -118,20 +127,57 @@ def run(
             "batches is one batch, but run goes through an iterable of them. Pass"
             " [batch], or tj.batches(data, batch_size)."
         )
-    start = int(state.step)
-    _require_same_length(placement, batches, options, evaluation, start)
-    display = choose_display(progress)
+    _check_checkpointer(checkpointer, evaluation)
+    _require_same_length(placement, batches, options, evaluation, int(state.step))
     ledger = Ledger(batches, copies=steps_per_call > 1)
-    shown = Progress(display, start, steps)
-    loop = Loop(step, state, options, evaluation, shown, tuple(hooks), ledger)
-    try:
-        with contextlib.closing(shown), loop.guard.installed():
-            loop.writers = opened(writers, start, placement)
-            loop.run()
-        return loop.state, loop.history()
-    except BaseException as error:
-        loop.hand_over(error)
-        raise
+    with contextlib.ExitStack() as stack:
+        saving, exit_code = None, None
+        if checkpointer is not None:
+            saving = Saving(checkpointer, step, state, ledger)
+            stack.callback(saving.close)
+            state, options = saving.resume(state, options)
+            if placement.num_processes == 1:
+                exit_code = checkpointer.exit_code
+        start = int(state.step)
+        shown = Progress(choose_display(progress), start, options.steps)
+        parts = options, evaluation, shown, tuple(hooks), ledger, exit_code
+        loop = Loop(step, state, *parts)
+        with loop.guard.installed():
+            try:
+                with contextlib.closing(shown):
+                    loop.writers = opened(writers, start, placement)
+                    loop.go_on(saving)
+                    loop.run()
+                return loop.state, loop.history()
+            except BaseException as error:
+                failure = loop.stop(error)
+                loop.hand_over(failure or error)
+                if failure is not None:
+                    raise failure from error
+                raise
+
+
+def _check_checkpointer(
+    checkpointer: Checkpointer | None, evaluation: Evaluation
+) -> None:
+    if checkpointer is None:
+        return
+    if not isinstance(checkpointer, Checkpointer):
+        raise ValueError(
+            f"checkpointer={checkpointer!r} must be None or a tj.Checkpointer(folder)."
+        )
+    if evaluation.best is not None:
+        raise ValueError(
+            f"best={evaluation.best} keeps a state in memory, which a resumed run has"
+            " no more. Let the checkpoints keep it:"
+            f" tj.Checkpointer(..., best={evaluation.best.metric!r}), and afterwards"
+            " checkpointer.restore(step, state, number=checkpointer.best_step)."
+        )
+    if checkpointer.best is not None and evaluation.step is None:
+        raise ValueError(
+            f"Checkpointer(best={checkpointer.best!r}) without anything to evaluate:"
+            " pass evaluate and eval_batches."
+        )
 
 
 def _require_same_length(

@@ -21,11 +21,12 @@ from towerjax.input.placer import PlacedBatch
 from towerjax.loop.evaluate import evaluate_all
 from towerjax.loop.faults import fault_of, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.interrupt import InterruptGuard, Terminated
 from towerjax.loop.keep import KeptState, is_whole
 from towerjax.loop.options import Evaluation, LoopOptions
 from towerjax.loop.progress import Progress
 from towerjax.loop.records import Record, Writers
+from towerjax.loop.saving import Saving
 from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Watch
 from towerjax.state import TrainState
@@ -55,9 +56,11 @@ class Loop:
         progress: Progress,
         hooks: tuple[Hook, ...],
         ledger: Ledger,
+        exit_code: int | None = None,
     ) -> None:
-        self.state, self.guard = state, InterruptGuard()
+        self.state, self.guard = state, InterruptGuard(exit_code)
         self.writers = Writers((), int(state.step))
+        self.saving: Saving | None = None
         self._step, self._options, self._evaluation = step, options, evaluation
         self._progress, self._hooks, self._ledger = progress, hooks, ledger
         self._kept = KeptState(step, options.keep_every, ledger)
@@ -70,6 +73,17 @@ class Loop:
         self._compiled: set[Any] = set()
         self._compile_s = self._evaluate_s = 0.0
         self._start_s = time.perf_counter()
+        self._fault: Exception | None = None
+
+    def go_on(self, saving: Saving | None) -> None:
+        """Save the run, and count on where the checkpoint it begins with stopped.
+
+        Args:
+          saving: What saves it, if anything does.
+        """
+        self.saving = saving
+        if saving is not None and saving.resumed is not None:
+            self._watch.recall(saving.resumed.stopping)
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them."""
@@ -79,15 +93,19 @@ class Loop:
                     break
                 before = self._dispatched
                 self._dispatch(placed)
+                self._check_asked_to_end()
                 every = self._evaluation.every or self._dispatched + 1
                 if self._dispatched // every > before // every:
                     self._evaluate()
+                if self.saving is not None and self.saving.is_due(self._dispatched):
+                    self._save()
         self._fetch(0)
         self._check_enough()
         self._ledger.settle()
         evaluations = self._log.evaluations
         if not evaluations or evaluations[-1][0] != self._log.number:
             self._evaluate()
+        self._save(last=True)
         self.writers.close()
         self.writers.check()
         with self.guard:
@@ -130,22 +148,64 @@ class Loop:
             taken = self._ledger.use(number if self._options.steps_per_call > 1 else 1)
             self._kept.add(placed, taken)
 
+    def _check_asked_to_end(self) -> None:
+        if self.saving is not None:
+            self.guard.check()
+            self.saving.check_asked_to_end(self._dispatched)
+
+    def _save(self, *, last: bool = False) -> None:
+        """Begin to save the state; of the last one wait for the end."""
+        if self.saving is None:
+            return
+        self._fetch(0)  # what is saved has been looked at, and is in the files
+        with self.guard:
+            self.saving.save(self.state, self._dispatched, self._watch.memory)
+            if last:
+                self.saving.wait()
+
+    def stop(self, error: BaseException) -> Exception | None:
+        """Save the state where the run was asked to end.
+
+        Args:
+          error: What ended the run.
+
+        Returns:
+          Another error, if there is one because of which it could not be saved.
+        """
+        asked = isinstance(error, Terminated | KeyboardInterrupt)
+        if self.saving is None or not asked or not self.saving.may_stop(error):
+            return None
+        try:
+            if self._fault is not None:
+                raise self._fault
+            self._save(last=True)
+        except Exception as failure:
+            failure.add_note(f"{error!r} had asked the run to end.")
+            return failure
+        error.add_note(f"It is saved: {self.saving.describe(self._dispatched)}")
+        return None
+
     def _fetch(self, allowed: int) -> None:
         """Wait for the oldest calls until so many are in flight; look at each step."""
         while len(self._in_flight) > allowed:
-            number, call = self._log.number, self._in_flight[0]
-            rows = self._record_oldest()
-            self.writers.check()
-            for index, row in enumerate(rows):
-                at = (call.placed, index)
-                if error := fault_of(self._step, call.guarded, number, *at):
-                    raise with_place(error, self._step, self.state, *at)
-                number += 1
-                for hook in self._hooks:
-                    hook(number, row)
-            self._progress.step(number, rows[-1], self._rate())
+            with self.guard.looking():
+                self._look_at_oldest()
 
-    def _record_oldest(self) -> list[dict[str, Any]]:
+    def _look_at_oldest(self) -> None:
+        number, call = self._log.number, self._in_flight[0]
+        rows, faults = self._record_oldest()
+        self.writers.check()
+        for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
+            if fault is not None:
+                at = (call.placed, index)
+                self._fault = with_place(fault, self._step, self.state, *at)
+                raise self._fault
+            number += 1
+            for hook in self._hooks:
+                hook(number, row)
+        self._progress.step(number, rows[-1], self._rate())
+
+    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
         call = self._in_flight[0]
         examples = call.placed.num_examples
         metrics, guarded = jax.device_get((call.metrics, in_brief(call.guarded)[0]))
@@ -155,12 +215,17 @@ class Loop:
         refused = [is_refused(guarded[i]) for i in indices]
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
+        faults = [
+            fault_of(self._step, call.guarded, first - 1 + i, call.placed, i)
+            for i in range(len(rows))
+        ]
         with self.guard:  # what is in the history is in the files, and once
             self._in_flight.popleft()
+            self._fault = next((x for x in faults if x is not None), None)
             for step in zip(rows, refused, examples, strict=True):
                 self._log.add(*step)
             self.writers.write(records)
-        return rows
+        return rows, faults
 
     def _evaluate(self) -> None:
         evaluate, batches = self._evaluation.step, self._evaluation.batches
@@ -181,6 +246,8 @@ class Loop:
             self.writers.write([Record("eval", number, time.time(), values)])
         self.writers.check()
         self._watch.see(number, values, self.state)
+        if self.saving is not None:
+            self.saving.saw(number, values)
         self._evaluate_s += time.perf_counter() - start_s
         watch = self._watch
         in_short = watch.describe(number, values)
@@ -188,7 +255,9 @@ class Loop:
 
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps
-        if done == 0:
+        if self.saving is not None and self.saving.resumed and not (done or steps):
+            return  # a training that had come to its end
+        if done == 0 and self._watch.stopped is None:
             raise ValueError(
                 "batches is empty. An iterator that was gone through before is; make"
                 " it anew."

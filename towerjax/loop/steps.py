@@ -1,7 +1,7 @@
 """What must a step be able to do, so that the loop can drive it?"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -117,6 +117,24 @@ class Locates(Protocol):
           batch: The step's batch, or several stacked.
           number: Which step it was.
           index: Of several batches, which one.
+        """
+        ...
+
+
+@runtime_checkable
+class PadsAlike(Protocol):
+    """A train step that pads smaller batches to the sizes of those before."""
+
+    @property
+    def batch_rows(self) -> frozenset[int]:
+        """How many rows the batches so far had once they were padded."""
+        ...
+
+    def expect_batch_rows(self, sizes: Iterable[int]) -> None:
+        """Pad smaller batches as if batches of these sizes had been placed before.
+
+        Args:
+          sizes: Numbers of rows.
         """
         ...
 

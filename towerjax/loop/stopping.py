@@ -26,7 +26,8 @@ class EarlyStopping:
     An evaluation is an improvement when its value is less than the best before it
     minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
     never is, nor is the infinity on the wrong side. After ``patience`` evaluations
-    in a row without one the run ends. A resumed run begins to count anew.
+    in a row without one the run ends. A resumed run begins to count anew,
+    unless a `Checkpointer` saved the count.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
@@ -155,6 +156,36 @@ class Watch:
         self._lowest: tuple[float, int | None] = (math.inf, None)
         self._without = 0
 
+    @property
+    def memory(self) -> dict[str, Any]:
+        """What early stopping has counted, as JSON can hold it; empty without it."""
+        option, (lowest, number) = self._early_stopping, self._lowest
+        if option is None:
+            return {}
+        lowest = lowest if math.isfinite(lowest) else None
+        return {
+            "metric": option.metric,
+            "mode": option.mode,
+            "lowest": lowest,
+            "lowest_after": number,
+            "without": self._without,
+        }
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on counting where another process stopped.
+
+        Args:
+          memory: As its ``memory``; of another metric it is not looked at.
+        """
+        option = self._early_stopping
+        asked = option and (option.metric, option.mode)
+        if not asked or asked != (memory.get("metric"), memory.get("mode")):
+            return
+        if memory["lowest"] is not None:
+            self._lowest = memory["lowest"], memory["lowest_after"]
+        self._without = memory["without"]
+        self._stop_if_enough()
+
     def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:
         """Look at an evaluation.
 
@@ -179,12 +210,15 @@ class Watch:
     ) -> None:
         # As a cost, of which less is better; a comparison with NaN is never true.
         cost = _sign(option) * _value(option, values)
-        lowest, lowest_number = self._lowest
-        if cost < lowest - option.min_delta:
+        if cost < self._lowest[0] - option.min_delta:
             self._lowest, self._without = (cost, number), 0
             return
         self._without += 1
-        if self._without < option.patience:
+        self._stop_if_enough()
+
+    def _stop_if_enough(self) -> None:
+        option, (lowest, lowest_number) = self._early_stopping, self._lowest
+        if option is None or self._without < option.patience:
             return
         text = f"{option.metric} did not improve in {self._without}"
         text += " evaluation" if self._without == 1 else " evaluations in a row"

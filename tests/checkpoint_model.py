@@ -1,0 +1,88 @@
+"""The training that the tests of checkpoints stop and go on with, in any process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+N, SIZE, STEPS = 40, 16, 8  # 40 = 2 * 16 + 8: a ragged end; each third step is ragged
+
+
+def loss_fn(params, batch, tower):
+    noise = jax.random.uniform(tower.rng, batch["y"].shape)
+    x = batch["x"] + params["half"].astype(jnp.float32)[None]
+    errors = x @ params["w"] - batch["y"] - 0.1 * noise
+    weight = tower.weight.sum()
+    local = {
+        "rows": tower.local["rows"] + weight.astype(jnp.int32),
+        "mean": 0.5 * tower.local["mean"] + errors.mean(),
+        "first": tower.local["first"] + tower.id,
+        "key": jax.random.split(tower.local["key"])[0],
+    }
+    if "own" in tower.local:
+        local["own"] = tower.local["own"] + 1.0 * tower.id
+    return tj.TowerOutput(tj.Weighted.mean(errors**2, tower.weight), local=local)
+
+
+def build(devices, towers=8, **options):
+    """The step on the first devices; None takes all of them."""
+    strategy = tj.Mirrored(
+        devices=devices and [f"cpu:{i}" for i in range(devices)],
+        towers=towers,
+        local="scan",
+        cross_tower_ops=tj.PinnedTree(),
+    )
+    options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
+    return tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+
+
+def params():
+    return {
+        "w": np.array([0.5, -1, 2], np.float32),
+        "half": jnp.array([1.0, 0.25, 3.0], jnp.bfloat16),
+        "none": np.zeros((0, 3), np.float32),
+    }
+
+
+def init(step, own=True):
+    sum_, mean, first = tj.Reduction.SUM, tj.Reduction.MEAN, "ONLY_FIRST_TOWER"
+    first = tj.Reduction[first]
+    local = {
+        "rows": tj.TowerLocal(np.int32(0), sum_),
+        "mean": tj.TowerLocal(np.float32(0), mean),
+        "first": tj.TowerLocal(np.int32(3), first),
+        "key": tj.TowerLocal(jax.random.key(9), first),
+    }
+    if own:
+        local["own"] = tj.TowerLocal(np.float32(0), tj.Reduction.NONE)
+    return step.init(params(), local=local, rng=jax.random.key(3))
+
+
+def data():
+    rng = np.random.default_rng(0)
+    return {
+        "x": rng.normal(size=(N, 3)).astype(np.float32),
+        "y": rng.normal(size=N).astype(np.float32),
+        "id": np.arange(N),
+    }
+
+
+def batches(**options):
+    return tj.batches(data(), SIZE, **{"epochs": None, "seed": 5, **options})
+
+
+def bits(state):
+    """Everything of a state on the host, keys as numbers."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    numbers = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
+    return jax.tree.map(np.array, numbers)
+
+
+def assert_same_bits(state, expected):
+    def same(x, y):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+    jax.tree.map(same, bits(state), expected)

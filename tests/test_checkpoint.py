@@ -1,0 +1,741 @@
+"""A training that is stopped anywhere and goes on gives the bits of one that is not."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import types
+
+import checkpoint_model as model
+import grain
+import jax
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.checkpoint import files as array_files
+from towerjax.checkpoint import folder
+from towerjax.checkpoint.saver import Saver
+
+TESTS = pathlib.Path(__file__).parent
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping_at(number, error=Stop):
+    def hook(at, _):
+        if at == number:
+            raise error
+
+    return hook
+
+
+def train(step, checkpointer, steps=model.STEPS, batches=None, state=None, **options):
+    return tj.run(
+        step,
+        model.init(step) if state is None else state,
+        model.batches() if batches is None else batches,
+        steps=steps,
+        checkpointer=checkpointer,
+        progress=False,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def step():
+    return model.build(2)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(step):
+    """The bits of a run that nothing happened to, and its losses."""
+    before = model.init(step)
+    first = model.bits(before)
+    state, history = train(step, None, state=before)
+    after = model.bits(state)
+    assert (first.params["w"] != after.params["w"]).all()
+    assert len({x.item() for x in after.local["own"].value}) == 8
+    return after, history.metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def three(step, tmp_path_factory):
+    """A folder with checkpoints of the steps 2, 3 and 4; no test changes it."""
+    path = tmp_path_factory.mktemp("three")
+    train(step, tj.Checkpointer(path, every=1), steps=4)
+    return path
+
+
+@pytest.fixture
+def copied(three, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(three, tmp_path / "copied")
+
+
+# The bits
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("at", [3, 5])  # after 2 comes the ragged batch
+def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
+    step, undisturbed, tmp_path, at
+):
+    saving = tj.Checkpointer(tmp_path, every=2)
+    with pytest.raises(Stop):
+        train(step, saving, hooks=[stopping_at(at)])
+    done = at // 2 * 2
+    assert saving.steps[-1] == done
+    other = model.build(4)
+    state, history = train(other, saving)
+    model.assert_same_bits(state, undisturbed[0])
+    assert history.metrics["loss"].tolist() == undisturbed[1][done:].tolist()
+    assert saving.steps == (4, 6, 8)
+
+
+def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
+    step, undisturbed, tmp_path
+):
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, steps=2)
+    assert saving.record(2).batch_rows == (16,)
+    other = model.build(1)  # max_programs=1
+    state, _ = train(other, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    for _ in range(2):
+        state, history = train(step, saving)
+    assert len(history.metrics) == 0 and saving.steps == (8,)
+    model.assert_same_bits(state, undisturbed[0])
+    ended = tj.Checkpointer(tmp_path / "ended")
+    for _ in range(2):
+        state, _ = train(step, ended, None, model.batches(epochs=2))  # 6 batches
+        assert int(state.step) == 6
+
+
+@pytest.mark.slow
+def test_several_steps_a_call(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path, every=4)
+    whole = {"batches": model.batches(drop_remainder=True), "steps_per_call": 2}
+    expected, _ = train(step, None, **whole)
+    with pytest.raises(Stop):
+        train(
+            step,
+            saving,
+            hooks=[stopping_at(6)],
+            batches=model.batches(drop_remainder=True),
+            steps_per_call=2,
+        )
+    assert saving.steps == (4,)
+    state, _ = train(
+        step, saving, batches=model.batches(drop_remainder=True), steps_per_call=2
+    )
+    model.assert_same_bits(state, model.bits(expected))
+
+
+def test_what_is_saved_is_from_before_the_next_step_takes_it_over(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path, every=1, keep=9)
+    kept = {}
+    state, batches = model.init(step), model.batches()
+    for number in range(1, 5):
+        state, _ = train(step, None, 1, batches, state)
+        kept[number] = model.bits(state)
+    train(step, saving, 4)
+    for number, expected in kept.items():
+        restored = saving.restore(step, model.init(step), number=number)
+        model.assert_same_bits(restored, expected)
+
+
+# Other towers
+
+
+def test_other_towers_deal_out_what_was_there(step, tmp_path):
+    state, _ = train(step, None, 3)
+    local = {name: x for name, x in state.local.items() if name != "own"}
+    state = dataclasses.replace(state, local=local)
+    saving = tj.Checkpointer(tmp_path)
+    saver = Saver(saving, step, state)
+    saver.save(state, 3, batches={"used": 3, "cursor": None})
+    saver.close()
+    old = model.bits(state)
+    three = model.build(3, towers=3)
+    new = model.bits(saving.restore(three, model.init(three, own=False)))
+    for part in ("params", "opt_state", "rng", "step", "seen"):
+        jax.tree.map(
+            np.testing.assert_array_equal, getattr(new, part), getattr(old, part)
+        )
+    rows = old.local["rows"].value.sum()
+    assert rows == 40 and len(set(old.local["rows"].value.tolist())) > 1
+    assert new.local["rows"].value.tolist() == [14, 13, 13]
+    mean = old.local["mean"].value.astype(np.float64).mean()
+    np.testing.assert_allclose(new.local["mean"].value, [mean] * 3, rtol=1e-6)
+    assert new.local["first"].value.tolist() == [old.local["first"].value[0]] * 3
+    first_key = old.local["key"].value[0]
+    np.testing.assert_array_equal(new.local["key"].value, [first_key] * 3)
+
+
+def test_a_variable_without_one_value_stays_on_as_many_towers(three):
+    four = model.build(4, towers=4)
+    with pytest.raises(tj.CheckpointError, match=r"\['own'\].*NONE, so the 8 towers"):
+        tj.Checkpointer(three).restore(four, model.init(four))
+
+
+# Another model, another folder
+
+
+def other_model(step, **changes):
+    local = {"rows": tj.TowerLocal(np.int32(0), tj.Reduction.SUM)}
+    return step.init({**model.params(), **changes}, local=local)
+
+
+def test_another_model_is_refused_before_training(three, monkeypatch):
+    step = model.build(2)
+    monkeypatch.setattr(type(step), "dispatch", None)
+    state = other_model(step, w=np.zeros(4, np.float32), new=np.ones(1, np.float32))
+    with pytest.raises(tj.CheckpointError) as error:
+        train(step, tj.Checkpointer(three), state=state)
+    text = str(error.value)
+    assert "step-4' is one of another model" in text
+    assert "it lacks state.opt_state[0].mu['new']" in text
+    assert "it has state.local['first'].value, which this does not" in text
+    state = model.init(step)
+    half = {**state.params, "half": state.params["half"].astype(np.float32)}
+    state = dataclasses.replace(state, params=half)
+    with pytest.raises(
+        tj.CheckpointError,
+        match=r"params\['half'\] is bfloat16\[3\] there and float32\[3\] here",
+    ):
+        train(step, tj.Checkpointer(three), state=state)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(step, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        with pytest.raises(tj.CheckpointError, match=r"cannot be written to.*\(E"):
+            train(step, tj.Checkpointer(path))
+    monkeypatch.setattr(
+        folder.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9)
+    )
+    with pytest.raises(tj.CheckpointError, match="MB are free. Make room"):
+        train(step, tj.Checkpointer(tmp_path / "full"))
+
+
+def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
+    step, tmp_path, monkeypatch, undisturbed
+):
+    saving = tj.Checkpointer(tmp_path, every=2)
+    wait, calls = array_files.ArrayFiles.wait, []
+
+    def full(self):
+        wait(self)
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(array_files.ArrayFiles, "wait", full)
+    with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
+        train(step, saving)
+    assert saving.steps == (2,) and not list(tmp_path.glob("*.saving"))
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+    assert int(e.value.state.step) in (6, 8)
+
+
+@pytest.fixture
+def no_large_files():
+    """Files may have no more bytes than it is called with, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# Orbax raises one of the errors, and drops those of the other files.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_system_that_refuses_to_write_is_told(step, tmp_path, no_large_files):
+    saving = tj.Checkpointer(tmp_path, every=4)
+
+    def hook(number, _):
+        if number == 2:
+            no_large_files(200)
+
+    with pytest.raises(tj.CheckpointError, match="of step 4 could not be written"):
+        train(step, saving, hooks=[hook])
+    assert saving.steps == () and not list(tmp_path.glob("*.saving"))
+    with pytest.raises(tj.CheckpointError, match="cannot be written to.*EFBIG"):
+        train(step, saving)
+
+
+def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
+    state, batches = model.init(step), model.batches()
+    state, _ = train(step, None, 6, batches, state)
+    saving = tj.Checkpointer(copied)
+    state, _ = train(step, saving, 2, batches, state)
+    assert saving.steps == (3, 4, 8)
+    model.assert_same_bits(state, undisturbed[0])
+    other = dataclasses.replace(model.init(step), step=state.step, opt_state=())
+    with pytest.raises(tj.CheckpointError, match="of another model"):
+        train(step, saving, 2, batches, other)
+
+
+def test_two_runs_do_not_share_a_folder(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    with folder.held(tmp_path):
+        with pytest.raises(tj.CheckpointError, match="Another run writes"):
+            train(step, saving, 1)
+    train(step, saving, 1)
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(step, three):
+    with pytest.raises(tj.CheckpointError, match="end at 2, but the newest"):
+        train(step, tj.Checkpointer(three), 2)
+
+
+# Damage
+
+
+def files_of(path):
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def test_every_file_that_is_damaged_is_named(step, copied):
+    saving, like = tj.Checkpointer(copied), model.init(step)
+    newest = copied / "step-4"
+    assert len(files_of(newest)) > 8
+    for path in files_of(newest):
+        content, name = path.read_bytes(), path.relative_to(newest).as_posix()
+        flipped = bytearray(content)
+        flipped[len(flipped) // 2] ^= 1
+        for bad in (content[:-1], bytes(flipped), None):
+            path.unlink() if bad is None else path.write_bytes(bad)
+            with pytest.raises(tj.CheckpointError, match="step-4") as error:
+                saving.restore(step, like)
+            assert name in str(error.value)
+            path.write_bytes(content)
+    (newest / "more").write_text("")
+    with pytest.raises(tj.CheckpointError, match="more does not belong there"):
+        train(step, saving)
+    (newest / "more").unlink()
+    saving.restore(step, like)
+
+
+def test_what_a_killed_process_left_does_not_count(step, copied):
+    (copied / "step-9.saving").mkdir()
+    (copied / "step-9.saving" / "record.json").write_text("{")
+    (copied / "step-1.deleting").mkdir()
+    saving = tj.Checkpointer(copied)
+    assert saving.steps == (2, 3, 4)
+    train(step, saving, 5)
+    assert saving.steps == (3, 4, 5)
+    assert not list(copied.glob("*.*ing"))
+
+
+def test_nothing_is_pickled(step, tmp_path, monkeypatch):
+    for name in ("load", "loads", "dump", "dumps", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, None)
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, 1)
+    saving.restore(step, model.init(step))
+    for path in files_of(tmp_path):
+        assert not path.read_bytes().startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04"))
+
+
+# The record
+
+
+def test_the_record_says_what_is_inside(step, three):
+    record = tj.Checkpointer(three).record(4)
+    assert record.towers == 8 and record.devices == ("cpu:0", "cpu:1")
+    assert record.strategy == repr(step.strategy)
+    assert record.versions["jax"] == jax.__version__
+    assert record.versions["towerjax"] == tj.__version__
+    state, _ = train(step, None, 4)
+    assert record.fingerprint == f"{state.seen.fingerprint:016x}"
+    assert record.batches["used"] == 4
+    assert record.batches["cursor"]["json"]["position"] == 4
+    leaves = {leaf.name: leaf for leaf in record.leaves}
+    assert leaves["state.local['rows'].value"].reduction == "SUM"
+    assert leaves["state.params['half']"].dtype == "bfloat16"
+    assert leaves["state.rng"].dtype == "key of threefry2x32"
+
+
+def test_a_later_format_is_refused(step, copied):
+    path = copied / "step-4" / "record.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(tj.CheckpointError, match="has format 2, .* reads format 1"):
+        train(step, tj.Checkpointer(copied))
+
+
+# Where the data goes on
+
+
+def test_batches_that_do_not_know_where_they_are(step, undisturbed, tmp_path):
+    def generator():
+        yield from model.batches()
+
+    with pytest.raises(tj.CheckpointError, match="cannot say where they are"):
+        train(step, tj.Checkpointer(tmp_path), batches=generator())
+    counted = tj.Checkpointer(tmp_path, batches="count")
+    train(step, counted, 3, generator())
+    state, _ = train(step, counted, batches=generator())
+    model.assert_same_bits(state, undisturbed[0])
+    anew = tj.Checkpointer(tmp_path / "anew", batches="anew")
+    train(step, anew, 3, generator())
+    source = model.batches().at(3)
+    state, _ = train(step, anew, batches=(b for b in source))
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_a_list_is_counted_off(step, undisturbed, tmp_path):
+    source = model.batches()
+    batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
+    train(step, saving, 3, batches)
+    with pytest.raises(ValueError, match="3 batches were used before, .* only 2"):
+        train(step, saving, None, batches[:2])
+    state, _ = train(step, saving, None, batches)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_a_cursor_of_bytes(step, tmp_path):
+    def loader():
+        source = grain.sources.RangeDataSource(0, model.N, 1)
+        sampler = grain.samplers.IndexSampler(
+            model.N, num_epochs=None, shuffle=True, seed=1
+        )
+        data = model.data()
+
+        class Look(grain.transforms.Map):
+            def map(self, index):
+                return {name: x[index] for name, x in data.items()}
+
+        operations = [Look(), grain.transforms.Batch(model.SIZE)]
+        return iter(
+            grain.DataLoader(data_source=source, sampler=sampler, operations=operations)
+        )
+
+    assert isinstance(loader().get_state(), bytes)
+    expected, _ = train(step, None, 5, loader())
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, 3, loader())
+    assert "base64" in saving.record(3).batches["cursor"]
+    state, _ = train(step, saving, 5, loader())
+    model.assert_same_bits(state, model.bits(expected))
+
+
+# Which ones stay
+
+
+def metrics_of(values):
+    """An evaluation step whose loss is the next one of the values."""
+    left = iter(values)
+
+    class Evaluate:
+        def place_batch(self, batch):
+            return batch
+
+        def __call__(self, state, batch):
+            return {"loss": tj.Weighted(np.float32(next(left)), np.float32(1))}
+
+    return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 1}
+
+
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize(
+    "mode, values, kept",
+    [
+        ("min", [5, 1, 3, 1, 4, 2], (2, 5, 6)),
+        ("max", [5, 9, 3, np.nan, 4, 2], (2, 5, 6)),
+        ("min", [5, 4, 3, 2, 1, 0], (5, 6)),
+    ],
+)
+def test_the_newest_and_the_best_stay(step, tmp_path, mode, values, kept):
+    saving = tj.Checkpointer(tmp_path, every=1, keep=2, best="loss", mode=mode)
+    train(step, saving, 6, **metrics_of(values))
+    assert saving.steps == kept
+    best = np.nanargmin(values) if mode == "min" else np.nanargmax(values)
+    assert saving.best_step == best + 1
+    assert saving.record(best + 1).evaluation == {"loss": values[best]}
+
+
+def test_the_best_is_saved_between_and_known_to_the_next_run(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
+    train(step, saving, 3, **metrics_of([3, 1, 2]))
+    assert saving.steps == (2, 3)
+    train(step, saving, 5, **metrics_of([1.5, 1.25]))
+    assert saving.steps == (2, 5) and saving.best_step == 2
+
+
+def test_early_stopping_counts_on(step, tmp_path):
+    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3)
+    train(step, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
+    options = {"early_stopping": early, **metrics_of([2, 2, 2, 2, 2])}
+    state, history = train(step, saving, 8, **options)
+    assert int(state.step) == 5  # the third without an improvement
+    assert "best 1.000 after step 2" in history.stopped
+    again, _ = train(step, saving, 8, **options)
+    assert int(again.step) == 5
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"directory": ""}, "must be a folder"),
+        ({"every": 0}, "every=0"),
+        ({"keep": 0}, "keep=0"),
+        ({"best": 3}, "best=3 must be the name"),
+        ({"mode": "less"}, "mode='less' is not one of"),
+        ({"batches": "skip"}, "batches='skip' is not one of"),
+        ({"exit_code": 0}, "exit_code=0"),
+    ],
+)
+def test_options_that_cannot_be(change, text):
+    with pytest.raises(ValueError, match=text):
+        tj.Checkpointer(**{"directory": "folder", **change})
+
+
+def test_options_that_do_not_fit_together(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path, best="loss")
+    with pytest.raises(ValueError, match="without anything to evaluate"):
+        train(step, saving)
+    with pytest.raises(ValueError, match="keeps a state in memory"):
+        train(step, saving, best=tj.Best("loss"), **metrics_of([1]))
+    with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
+        train(step, str(tmp_path))
+    with pytest.raises(ValueError, match="no such scalar, but \\['loss'\\]"):
+        train(step, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
+    with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
+        tj.Checkpointer(tmp_path / "empty").restore(step, model.init(step))
+    with pytest.raises(tj.CheckpointError, match="no checkpoint of step 7"):
+        saving.record(7)
+
+
+# Being asked to end
+
+
+def kill_at(number, sign=signal.SIGTERM):
+    def hook(at, _):
+        if at == number:
+            os.kill(os.getpid(), sign)
+
+    return hook
+
+
+def test_sigterm_saves_and_ends_with_its_code(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        train(step, saving, hooks=[kill_at(3), kill_at(4)])
+    assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
+    number = int(ended.value.state.step)
+    assert (
+        saving.steps == (number,) and "step " + str(number) in ended.value.__notes__[0]
+    )
+    assert 3 <= number < 8
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_ctrl_c_saves(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        train(step, saving, hooks=[kill_at(3, signal.SIGINT)])
+    assert len(saving.steps) == 1
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
+    saving, options = tj.Checkpointer(tmp_path, exit_code=3), metrics_of([1] * 9)
+
+    class Killing(type(options["evaluate"])):
+        def __call__(self, state, batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise AssertionError("not reached")
+
+    with pytest.raises(SystemExit) as ended:
+        train(step, saving, **{**options, "evaluate": Killing(), "eval_every": 3})
+    assert ended.value.code == 3 and saving.steps == (3,)
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_sigterm_while_it_compiles(step, undisturbed, tmp_path, monkeypatch):
+    saving, program = tj.Checkpointer(tmp_path), type(step).program
+
+    def compiled(self, state, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return program(self, state, batch)
+
+    monkeypatch.setattr(type(step), "program", compiled)
+    with pytest.raises(SystemExit) as ended:
+        train(step, saving)
+    assert ended.value.code == 75 and saving.steps == (0,)
+    monkeypatch.undo()
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    source = model.batches(drop_remainder=True)
+    bad = [next(source) for _ in range(3)]
+    bad[2] = {**bad[2], "x": bad[2]["x"] * np.nan}
+    with pytest.raises(tj.NonFiniteError):
+        train(step, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
+    assert saving.steps == ()
+
+
+@pytest.mark.slow
+def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    source = model.batches(drop_remainder=True)
+    bad = [next(source), next(source)]
+    bad[1] = {**bad[1], "x": bad[1]["x"] * np.nan}
+    interrupt = kill_at(1, signal.SIGINT)
+    with pytest.raises(tj.NonFiniteError):
+        train(step, saving, 2, bad, hooks=[interrupt], steps_per_call=2)
+    assert saving.steps == ()
+
+
+def test_an_error_saves_nothing(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises(Stop) as error:
+        train(step, saving, hooks=[stopping_at(3)])
+    assert saving.steps == () and int(error.value.state.step) >= 3
+
+
+# A model function
+
+
+@pytest.mark.slow
+def test_train_and_evaluate_goes_on(tmp_path):
+    optimizer = tj.TowerOptimizer(optax.adam(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            errors = features @ params["w"] - labels
+            return tj.Weighted.mean(errors**2, tower.weight)
+
+        if mode is tj.Mode.EVAL:
+            return tj.ModelSpec(mode, loss=loss_fn(variables.params))
+        loss, train_op = optimizer.minimize(loss_fn, variables)
+        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    data = model.data()
+    pairs = (data["x"], data["y"])
+
+    def go(checkpointer, epochs, placement=tj.VariablePlacement.MIRRORED, **options):
+        strategy = tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree())
+        made = tj.replicate_model_fn(
+            model_fn, devices=strategy, variable_placement=placement
+        )
+        start = tj.TrainState.create({"w": np.ones(3, np.float32)}, optimizer)
+        return tj.train_and_evaluate(
+            made,
+            lambda: tj.batches(pairs, model.SIZE, seed=1),
+            variables=start,
+            epochs=epochs,
+            checkpointer=checkpointer,
+            progress=False,
+            **options,
+        )[0]
+
+    expected = model.bits(go(None, 3))
+    saving = tj.Checkpointer(tmp_path, every=4)
+    with pytest.raises(Stop):
+        go(saving, 3, hooks=[stopping_at(5)])
+    assert saving.steps == (4,)
+    model.assert_same_bits(go(saving, 3), expected)
+    robin = tj.VariablePlacement.ROUND_ROBIN
+    one = tj.Checkpointer(tmp_path / "robin", every=4)
+    expected = model.bits(go(None, 3, robin))
+    with pytest.raises(Stop):
+        go(one, 3, robin, hooks=[stopping_at(5)])
+    model.assert_same_bits(go(one, 3, robin), expected)
+
+
+# In other processes
+
+
+def environment():
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
+
+
+def worker(processes, *argv):
+    """What such processes end with."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "towerjax", "launch", "--processes", str(processes)]
+        command += ["--devices-per-process", "2", "--", sys.executable]
+    command += [str(TESTS / "workers" / "checkpoint_run.py"), *map(str, argv)]
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign, code", [("SIGKILL", -9), ("SIGTERM", 75)])
+def test_a_process_that_is_ended_goes_on_in_another(
+    step, undisturbed, tmp_path, sign, code
+):
+    done = worker(1, tmp_path, model.STEPS, sign)
+    assert done.returncode == code, done.stdout + done.stderr
+    saving = tj.Checkpointer(tmp_path)
+    assert saving.steps[-1] in ((2, 4) if code == -9 else (5, 6, 7))
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_ends_both_after_the_same_step(step, tmp_path):
+    done = worker(2, tmp_path, 90, "SIGTERM")
+    assert done.returncode == 75, done.stdout + done.stderr
+    saving = tj.Checkpointer(tmp_path)
+    number = saving.steps[-1]
+    assert 5 <= number < 90
+    expected, _ = train(step, None, number)
+    restored = saving.restore(step, model.init(step))
+    model.assert_same_bits(restored, model.bits(expected))
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_one_stopped(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, 3)
+    done = worker(2, tmp_path, model.STEPS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert saving.steps == (4, 6, 8) and len(saving.record(8).devices) == 4
+    restored = saving.restore(step, model.init(step))
+    model.assert_same_bits(restored, undisturbed[0])
+    (tmp_path / "step-8" / "record.json").write_text("{")
+    refused = worker(2, tmp_path, model.STEPS)
+    assert refused.returncode == 1
+    assert "record.json is missing, cut or changed" in refused.stdout + refused.stderr
+
+
+@pytest.mark.slow
+def test_killed_at_fifty_moments_of_saving():
+    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "50"]
+    done = subprocess.run(worker, env=environment(), capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    found = json.loads(done.stdout)
+    assert found["kills"] == 50 and found["bad"] == []
+    # Some were killed before anything, some between, and some in the middle of it.
+    assert found["left"] >= 10 and found["newest"] >= 3

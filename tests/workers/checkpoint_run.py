@@ -1,0 +1,43 @@
+"""The training of the tests of checkpoints, on all devices of one or two processes.
+
+python tests/workers/checkpoint_run.py FOLDER STEPS [SIGKILL|SIGTERM]
+
+The last process sends itself the signal after the fifth step.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+import checkpoint_model as model  # noqa: E402
+
+import towerjax as tj  # noqa: E402
+
+tj.cluster.initialize()
+
+
+def hook(number, metrics):
+    is_last = jax.process_index() == jax.process_count() - 1
+    if number == 5 and len(sys.argv) > 3 and is_last:
+        os.kill(os.getpid(), signal.Signals[sys.argv[3]])
+    if number >= 5 and jax.process_count() > 1:
+        time.sleep(0.1)  # the processes agree on where to stop meanwhile
+
+
+step = model.build(None)
+saving = tj.Checkpointer(sys.argv[1], every=2)
+tj.run(
+    step,
+    model.init(step),
+    model.batches(),
+    steps=int(sys.argv[2]),
+    checkpointer=saving,
+    hooks=[hook],
+    progress=False,
+)

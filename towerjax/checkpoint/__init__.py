@@ -1,0 +1,1 @@
+"""How does a training outlive its process? Checkpoints that are whole, or not there."""

@@ -1,0 +1,184 @@
+"""How is a run saved, and where does it go on? What the loop asks of checkpoints."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from towerjax.checkpoint.errors import CheckpointError
+from towerjax.checkpoint.options import Checkpointer
+from towerjax.checkpoint.record import (
+    CheckpointRecord,
+    decoded_cursor,
+    encoded_cursor,
+)
+from towerjax.checkpoint.saver import Saver, left_of
+from towerjax.input.ledger import Ledger
+from towerjax.loop.interrupt import Terminated
+from towerjax.loop.options import LoopOptions
+from towerjax.loop.steps import LoopStep, PadsAlike
+from towerjax.processes import asked_to_end
+from towerjax.state import TrainState
+
+
+class Saving:
+    """The checkpoints of a run, and the one it began with.
+
+    Args:
+      options: Where, how often, how many.
+      step: What is trained.
+      state: What `run` was given.
+      ledger: The batches.
+
+    Raises:
+      CheckpointError: The directory cannot be written to; the batches do not know
+        where they are.
+    """
+
+    def __init__(
+        self, options: Checkpointer, step: LoopStep, state: TrainState, ledger: Ledger
+    ) -> None:
+        self._options, self._step, self._ledger = options, step, ledger
+        self._check_batches()
+        encoded_cursor(ledger.cursor)
+        self._saver = Saver(options, step, state)
+        self.resumed: CheckpointRecord | None = None
+        self._before = int(state.step)
+        self._is_best = False
+
+    def _check_batches(self) -> None:
+        ledger, way = self._ledger, self._options.batches
+        if way == "cursor" and not (ledger.has_cursor or ledger.can_be_counted):
+            raise CheckpointError(
+                "Checkpointer(batches='cursor'): these batches cannot say where they"
+                " are, so that a resumed run could go on there. Pass tj.batches(...),"
+                " an iterator with get_state and set_state, or a list; or say"
+                " batches='count' if they come in the same order each time, or 'anew'."
+            )
+
+    def resume(
+        self, state: TrainState, options: LoopOptions
+    ) -> tuple[TrainState, LoopOptions]:
+        """The state of the newest checkpoint, if it is beyond the one passed.
+
+        Args:
+          state: What `run` was given.
+          options: Its options.
+
+        Returns:
+          ``(state, options)`` to start with; the batches are moved.
+
+        Raises:
+          CheckpointError: The checkpoint is damaged, of another model, or beyond the
+            steps of this run.
+        """
+        start = int(state.step)
+        record = self._saver.newest_after(state)
+        if record is None:
+            return state, options
+        left = left_of(options.steps, start, record)
+        state = self._options.restore(self._step, state, number=record.step)
+        self._move(record)
+        if isinstance(self._step, PadsAlike):
+            self._step.expect_batch_rows(record.batch_rows)
+        self.resumed, self._before = record, record.step
+        return state, dataclasses.replace(options, steps=left, may_end=True)
+
+    def _move(self, record: CheckpointRecord) -> None:
+        used, cursor = record.batches["used"], record.batches["cursor"]
+        if self._options.batches == "anew":
+            return
+        told = self._options.batches == "cursor" and self._ledger.has_cursor
+        if told and cursor is None:
+            raise CheckpointError(
+                f"These batches can be told where to go on, but the checkpoint of step"
+                f" {record.step} was saved with others, which could not. Pass those; or"
+                f" say batches='count', to leave out the first {used}."
+            )
+        self._ledger.go_to(used, decoded_cursor(cursor) if told else None)
+
+    def is_due(self, number: int) -> bool:
+        """Is it time to save?
+
+        Args:
+          number: How many steps are done.
+
+        Returns:
+          Once for each multiple of ``every``, and for the best evaluation.
+        """
+        every, before = self._options.every or number + 1, self._before
+        self._before = number
+        return number // every > before // every or self._is_best
+
+    def saw(self, number: int, values: Mapping[str, Any]) -> None:
+        """Note an evaluation.
+
+        Args:
+          number: The number of the step before it.
+          values: Its metrics.
+        """
+        self._is_best = self._saver.saw(number, values)
+
+    def save(self, state: TrainState, number: int, stopping: Mapping[str, Any]) -> None:
+        """Begin to save, unless this step was saved; see `Saver`.
+
+        Args:
+          state: The state.
+          number: After how many steps.
+          stopping: What early stopping has counted.
+        """
+        step, ledger = self._step, self._ledger
+        cursor = ledger.cursor if ledger.has_cursor else None
+        place = {
+            "used": ledger.used,
+            "cursor": None if cursor is None else encoded_cursor(cursor),
+        }
+        rows = step.batch_rows if isinstance(step, PadsAlike) else ()
+        self._saver.save(
+            state, number, batches=place, batch_rows=tuple(rows), stopping=stopping
+        )
+        self._is_best = False
+
+    def check_asked_to_end(self, number: int) -> None:
+        """Raise on all of several processes if one of them was sent SIGTERM.
+
+        Args:
+          number: How many steps are done.
+
+        Raises:
+          Terminated: It was.
+        """
+        if self._step.strategy.placement.num_processes > 1 and asked_to_end(number):
+            raise Terminated(self._options.exit_code)
+
+    def may_stop(self, error: BaseException) -> bool:
+        """Are all processes after the same step?
+
+        Args:
+          error: What ended the run.
+
+        Returns:
+          Not at the Ctrl-C of one of several.
+        """
+        return isinstance(error, Terminated) or jax.process_count() == 1
+
+    def describe(self, number: int) -> str:
+        """The checkpoint in words.
+
+        Args:
+          number: After which step.
+
+        Returns:
+          Where it is, and how to go on.
+        """
+        where = str(self._options.path)
+        return f"step {number} in {where!r}. The same run again goes on from there."
+
+    def wait(self) -> None:
+        """Until the last checkpoint counts."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._saver.close()
