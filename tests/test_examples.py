@@ -276,15 +276,27 @@ def check_third(notebook):
     assert sizes == ["1,1,545", "3,1,545"]  # k = 2 is added before, k = 3 is not
 
 
+def check_sweep(notebook):
+    """Every trial has figures; the second sweep reads what the first one wrote."""
+    check_outputs(notebook, [[]], figures=2)
+    text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
+    rows = re.findall(
+        r"^(mlp B=256 T=\d D=\d.*?) +(\S+) \(\S+ to \S+\) +(\S+) \(", text, re.M
+    )
+    assert len({name for name, _, _ in rows}) == 19
+    assert all(0 < float(ms) and 0 < float(over) for _, ms, over in rows)
+    assert "the same results, read: True\nfailed: 0\n" in text
+
+
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
-    check_outputs(notebook, [["120/120"], ["59/120"], ["120/120"]], figures=1)
+    check_outputs(notebook, [["120/120"], ["61/120"], ["120/120"]], figures=1)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     text = "\n".join(printed(cell) for cell in code)
     assert "more than 30,000 windows to train on: True\n" in text
     single, pair = map(float, re.findall(r"^\w.* (\S+) bits per byte$", text, re.M))
     assert 4 < single < 5 and 3 < pair < 4
-    assert "interrupted after step 61\n" in text
+    assert "there are checkpoints after the steps 40 61\n" in text
     assert "every bit of the state is the same after step 120\n" in text
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
     assert whole == resumed and 2 < float(whole) < pair - 0.1
@@ -303,6 +315,7 @@ CHECKS = {
     "01_one_tower_many_devices": check_first,
     "02_merge_calls_and_tower_local_state": check_second,
     "03_same_bits": check_third,
+    "04_benchmark_sweep": check_sweep,
     "05_language_model": check_language_model,
 }
 

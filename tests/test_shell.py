@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import towerjax as tj
 from towerjax.cli import main
 from towerjax.cluster import Cluster, start
 from towerjax.shell import as_json, show
@@ -107,6 +108,19 @@ def test_train_is_plain_gradient_descent(shell, tmp_path):
     assert len((tmp_path / "runs/a.jsonl").read_text().splitlines()) == 5
 
 
+def test_train_goes_on_from_its_folder_on_other_devices(shell, tmp_path):
+    flags = "--checkpoint saved --log runs/a.jsonl --json --towers 4".split()
+    for number, devices, own in ((3, "4", ["--every", "2"]), (5, "2", [])):
+        own += ["--steps", str(number), "--devices", devices]
+        code, out, error = shell("train", "of_user:training", *flags, *own)
+        assert code == 0 and not error and json.loads(out)["step"] == number
+    lines = (tmp_path / "runs/a.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["metrics"]["loss"] for line in lines]
+    np.testing.assert_allclose(logged, by_hand(5, 0.1)[0], rtol=1e-5)
+    assert json.loads(out)["summary"]["steps"] == 2
+    assert {2, 3, 5} <= set(tj.Checkpointer("saved").steps)
+
+
 def test_train_gives_the_function_what_is_set(shell):
     given = "--set learning_rate=0.25 --set kind=other --devices cpu:3 --local scan"
     code, out, _ = shell("train", "of_user:training", *given.split())
@@ -135,7 +149,8 @@ def test_train_says_what_ended_it(shell):
         ("returned learning_rate, which tj.run does not", ["of_user:too_much"]),
         ("cannot be called with", ["of_user:training", "--set", "lr=3"]),
         ("not of the form name=value", ["of_user:training", "--set", "3"]),
-        ("name it", ["of_user:training", "--replace"]),
+        ("of --log; name it", ["of_user:training", "--replace"]),
+        ("of --checkpoint; name it", ["of_user:training", "--every", "3"]),
         ("but there are", ["of_user:training", "--devices", "0"]),
         ("not a device name", ["of_user:training", "--devices", "gpu"]),
         ("multiple of the 2", "of_user:training --devices 2 --towers 3".split()),
@@ -168,7 +183,7 @@ def test_every_command_has_help_with_an_example(shell):
     for name in set(names) - {"command", "-h,", "--version", "--traceback"}:
         code, out, _ = shell(name, "--help")
         assert code == 0 and f"example:\n  towerjax {name} " in f"{out} ", name
-    for name in ("train", "doctor", "launch", "audit"):
+    for name in "train doctor plan report bench audit launch".split():
         assert "exit code: 0 if" in " ".join(shell(name, "--help")[1].split())
     assert shell("--version")[1].startswith("towerjax 0.")
     assert shell()[0] == 2 and shell("fly")[0] == 2

@@ -22,8 +22,8 @@ from towerjax.bench.table import (
     rows_of,
     without_figures,
 )
+from towerjax.shell import NOT_SO, OK, add_command
 
-_WORSE = 1
 _OPS = "cross_tower_ops"
 
 _EXAMPLE = """\
@@ -46,8 +46,10 @@ grid.toml:
   rounds = 11
   seconds_per_round = 0.25
 
-What --out has is not run again. exit code: 0; 1 if a trial failed, or is slower than in
---compare; 2 for wrong arguments.
+What --out has is not run again.
+
+exit code: 0 if all trials ran, 1 if one failed or is slower than in --compare, 2 for
+wrong arguments.
 """
 
 
@@ -57,12 +59,14 @@ def add_bench(commands: Any) -> None:
     Args:
       commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "bench",
-        help="time a grid of models, towers, devices and options",
+        _bench,
+        summary="time a grid of models, towers, devices and options",
         description="Time a grid of trials in turns with hand-written JAX.",
         epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        as_json=False,  # results are lines of JSON in the file of --out
     )
     parser.add_argument("grid", nargs="?", metavar="grid.toml", help="what to measure")
     for kind, of_what in ((Grid, "the grid's"), (TimingProtocol, "the protocol's")):
@@ -79,7 +83,6 @@ def add_bench(commands: Any) -> None:
     add("--retry-failed", action="store_true", help="run again what failed before")
     add("--trial-timeout", type=float, default=1800.0, metavar="S", help="seconds")
     add("--quiet", action="store_true", help="no progress")
-    parser.set_defaults(run=_bench)
 
 
 def _flag(name: str) -> str:
@@ -109,7 +112,7 @@ def _bench(options: argparse.Namespace) -> int:
         )
         print(f"Written: {page}")
     failed = any(result.status == "failed" for result in results)
-    return _WORSE if failed or any(c.is_worse for c in compared) else 0
+    return NOT_SO if failed or any(c.is_worse for c in compared) else OK
 
 
 def _print(results: Any, compared: Any, notes: list[str]) -> None:

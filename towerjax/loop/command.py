@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from towerjax import cluster
+from towerjax.checkpoint.options import Checkpointer
 from towerjax.desync import DesyncError
 from towerjax.devices import canonical_device_name
 from towerjax.loop.history import History
@@ -26,6 +27,7 @@ _EXAMPLE = """\
 example:
   towerjax train train:training --towers 8 --devices 4 --steps 300
   towerjax train train:training --set learning_rate=0.1 --log runs/log.jsonl --json
+  towerjax train train:training --checkpoint runs/first --every 100
 
 train.py has a function that takes the strategy, and what --set gives it, and returns
 the arguments of tj.run by their names:
@@ -36,7 +38,8 @@ the arguments of tj.run by their names:
       return dict(step=step, state=step.init(params), batches=batches, steps=1000)
 
 exit code: 0 if all steps were done, 1 if the numbers ended the run (not finite, or
-copies that differ), 2 for wrong arguments, 130 for Ctrl-C.
+copies that differ), 2 for wrong arguments, 75 for SIGTERM and 130 for Ctrl-C, once
+the checkpoint is saved.
 """
 
 
@@ -56,6 +59,29 @@ def add_train(commands: Any) -> None:
         epilog=_EXAMPLE,
     )
     parser.add_argument("training", metavar="module:function")
+    _add_where(parser)
+    parser.add_argument("--steps", type=int, metavar="N", help="instead of its own")
+    parser.add_argument("--log", metavar="FILE", help="a JSON line for every step")
+    parser.add_argument(
+        "--replace", action="store_true", help="start FILE anew where there is one"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="save there, and go on from there"
+    )
+    parser.add_argument(
+        "--every", type=int, metavar="N", help="save after so many steps, too"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the function; VALUE as in Python, else text",
+    )
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Which towers, on which devices."""
     parser.add_argument("--towers", type=int, metavar="T", help="default: one a device")
     parser.add_argument(
         "--devices",
@@ -69,23 +95,13 @@ def add_train(commands: Any) -> None:
         default="vmap",
         help="a device's towers together or in turn (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="instead of its own")
-    parser.add_argument("--log", metavar="FILE", help="a JSON line for every step")
-    parser.add_argument(
-        "--replace", action="store_true", help="start FILE anew where there is one"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of the function; VALUE as in Python, else text",
-    )
 
 
 def _train(options: argparse.Namespace) -> int:
     if options.replace and options.log is None:
         raise ValueError("--replace is about the file of --log; name it.")
+    if options.every is not None and options.checkpoint is None:
+        raise ValueError("--every is about the folder of --checkpoint; name it.")
     given = dict(_setting(text) for text in options.set)
     _make_cpu_devices(options.devices)
     cluster.initialize()
@@ -102,6 +118,9 @@ def _train(options: argparse.Namespace) -> int:
         if options.log is not None:
             log = JsonLines(options.log, replace=options.replace)
             arguments["writers"] = [*arguments.get("writers", ()), log]
+        if options.checkpoint is not None:
+            saving = Checkpointer(options.checkpoint, every=options.every)
+            arguments["checkpointer"] = saving
         if options.json:
             arguments["progress"] = False
         try:

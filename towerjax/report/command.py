@@ -14,6 +14,7 @@ from towerjax.report.plan import plan
 from towerjax.report.plan_report import Plan
 from towerjax.report.step_report import StepReport
 from towerjax.report.tables import as_html
+from towerjax.shell import OK, add_command
 from towerjax.types import Reduction
 
 _REPORT = """\
@@ -21,11 +22,15 @@ example:
   towerjax report train:make_step --timed-calls 10
 
 where make_step() returns (step, state, batch).
+
+exit code: 0 if all went well, 2 for wrong arguments.
 """
 _PLAN = """\
 example:
   towerjax plan train:loss_fn --params train:make_params --batch train:make_batch \\
       --towers 1,8,64 --hardware H200
+
+exit code: 0 if all went well, 2 for wrong arguments.
 """
 
 
@@ -35,12 +40,15 @@ def add_report(commands: Any) -> None:
     Args:
       commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = _command(
+    parser = add_command(
         commands,
         "report",
-        "what did the compiler make of a step?",
-        "Compile a step, and say what it sends, computes, holds and waits for.",
-        _REPORT,
+        _report,
+        summary="what did the compiler make of a step?",
+        description="Compile a step, and say what it sends, computes, holds and waits"
+        " for.",
+        epilog=_REPORT,
+        as_json=False,
     )
     parser.add_argument("make_step", metavar="module:function")
     parser.add_argument(
@@ -51,7 +59,6 @@ def add_report(commands: Any) -> None:
         help="time so many calls (default: none)",
     )
     _add_outputs(parser)
-    parser.set_defaults(run=_report)
 
 
 def add_plan(commands: Any) -> None:
@@ -60,12 +67,14 @@ def add_plan(commands: Any) -> None:
     Args:
       commands: What ``ArgumentParser.add_subparsers`` returned.
     """
-    parser = _command(
+    parser = add_command(
         commands,
         "plan",
-        "how would a step do on other machines?",
-        "Trace a step, and say what it would need and take on more towers.",
-        _PLAN,
+        _plan,
+        summary="how would a step do on other machines?",
+        description="Trace a step, and say what it would need and take on more towers.",
+        epilog=_PLAN,
+        as_json=False,
     )
     parser.add_argument("loss_fn", metavar="module:function")
     for name, what in (("params", "parameters"), ("batch", "one tower's batch")):
@@ -78,7 +87,6 @@ def add_plan(commands: Any) -> None:
         )
     _add_model(parser)
     _add_outputs(parser)
-    parser.set_defaults(run=_plan)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -110,18 +118,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, metavar="A")
     parser.add_argument(
         "--loss-reduction", choices=("sum", "mean"), help="what a bare scalar means"
-    )
-
-
-def _command(
-    commands: Any, name: str, short: str, description: str, epilog: str
-) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name,
-        help=short,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
@@ -175,6 +171,6 @@ def _shown(found: StepReport | Plan, options: argparse.Namespace) -> int:
     if options.html is not None:
         page = f"<!doctype html><meta charset=utf-8>{as_html(found.tables())}\n"
         pathlib.Path(options.html).write_text(page, encoding="utf-8")
-        return 0
+        return OK
     sys.stdout.write((found.to_json() if options.json else str(found)) + "\n")
-    return 0
+    return OK
