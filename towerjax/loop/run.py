@@ -109,7 +109,7 @@ def run(
       >>> def loss_fn(params, batch, tower):
       ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
-      >>> data = feed.batches(np.full(64, 2.0, np.float32), 8, epochs=None)
+      >>> data = tj.batches(np.full(64, 2.0, np.float32), 8, epochs=None)
       >>> state = step.init(jnp.float32(0))
       >>> state, history = run(step, state, data, steps=3, progress=False)
       >>> float(state.params), history.metrics["loss"].tolist()
@@ -150,6 +150,7 @@ def run(
                     loop.run()
                 return loop.state, loop.history()
             except BaseException as error:
+                loop.guard.finish()
                 failure = loop.stop(error)
                 loop.hand_over(failure or error)
                 if failure is not None:
