@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 
 import checkpoint_model as model
@@ -599,6 +600,35 @@ def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
     with pytest.raises(tj.NonFiniteError):
         train(step, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
     assert saving.steps == ()
+
+
+def test_sigterm_while_it_waits_for_data(step, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path, batches="count")
+
+    def slow():
+        for number, batch in enumerate(model.batches()):
+            if number == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.5)
+            yield batch
+
+    with pytest.raises(SystemExit):
+        train(step, saving, batches=slow())
+    assert 2 <= saving.steps[-1] <= 4
+    state, _ = train(step, saving)
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_sigterm_before_an_error_is_obeyed_after_it(step, tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    try:
+        with pytest.raises(Stop):
+            hooks = [kill_at(3), stopping_at(3)]
+            train(step, tj.Checkpointer(tmp_path), hooks=hooks)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
 
 
 @pytest.mark.slow

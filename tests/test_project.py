@@ -229,6 +229,6 @@ def test_the_program_of_the_readme_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     weights = re.search(
-        r"\[([\d.]+), ([\d.]+), ([\d.]+)\]", done.stdout.splitlines()[-1]
+        r"\[([\d.]+) *, ([\d.]+) *, ([\d.]+) *\]", done.stdout.splitlines()[-1]
     )
     assert [round(float(x), 2) for x in weights.groups()] == [1.0, 2.0, 3.0]

@@ -1,8 +1,10 @@
-"""What do a count of examples and a kept copy of the state cost a step?
+"""What do a count of examples, a kept copy of the state, and checkpoints cost?
 
 JAX_NUM_CPU_DEVICES=2 python -m towerjax.bench.safety
 """
 
+import functools
+import tempfile
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
+from towerjax.checkpoint.saver import Saver
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
@@ -90,8 +93,49 @@ def keep_seconds(devices: int) -> dict[str, float]:
     return best
 
 
+def save_seconds(devices: int) -> dict[str, float]:
+    """The least time of a step of a run, as often as it is saved.
+
+    Args:
+      devices: ``D``.
+
+    Returns:
+      Name -> seconds; ``"pause"`` is how long one save holds a run up, ``"then"`` how
+      long it takes after that until the checkpoint counts.
+    """
+    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
+    step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
+    best: dict[str, float] = {}
+
+    def timed(name: str, call: Any) -> None:
+        start_s = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start_s
+        best[name] = min(best.get(name, seconds), seconds)
+
+    for _ in range(6):  # the first compiles
+        for every in (None, 100, 25):
+            with tempfile.TemporaryDirectory() as folder:
+                saving = tj.Checkpointer(folder, every=every) if every else None
+                cut = tj.batches(_batch(64, 256), 64, epochs=200)
+                state = step.init(_params(8, 256))
+                state, history = tj.run(
+                    step, state, cut, checkpointer=saving, progress=False
+                )
+            name = f"every={every}"
+            seconds = 1 / history.summary.steps_per_second
+            best[name] = min(best.get(name, seconds), seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            saver = Saver(tj.Checkpointer(folder), step, state)
+            jax.block_until_ready(state)
+            begin = functools.partial(saver.save, state, 1, batches={})
+            timed("pause", begin)
+            timed("then", saver.close)
+    return best
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     for devices in (1, 2):
         for rows in (64, 1024):
             timed = count_seconds(devices, rows)
@@ -101,6 +145,10 @@ def main() -> None:
         timed = keep_seconds(devices)
         text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
         print(f"{devices} devices: {text}", flush=True)
+    for devices in (1, 2):
+        timed = save_seconds(devices)
+        text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
+        print(f"{devices} devices, saved: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Checkpointer:
       ...     saving = Checkpointer(folder, every=2, keep=2)
       ...     first, after = train(5), train(7)  # the second does two steps
       ...     saving.steps, float(after.params)
-      ((5, 7), 1.984375)
+      ((6, 7), 1.984375)
     """
 
     directory: str | os.PathLike[str]

@@ -27,7 +27,7 @@ class InterruptGuard:
         self._previous: dict[int, Any] = {}
         self._waiting: list[int] = []
         self._inside = self._looking = 0
-        self._raised = False
+        self._raised = self._over = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -57,7 +57,9 @@ class InterruptGuard:
         return found
 
     def _handle(self, number: int, frame: Any) -> None:
-        busy = self._inside or (self._looking and number == signal.SIGTERM)
+        if number == signal.SIGTERM and self._raised:
+            return  # a second one would end what saves after the first
+        busy = self._must_wait(number)
         # A second Ctrl-C is from someone who does not want to wait.
         first = number not in self._waiting
         if busy and (first or number == signal.SIGTERM):
@@ -65,10 +67,18 @@ class InterruptGuard:
         else:
             self._strike(number, frame)
 
+    def _must_wait(self, number: int) -> bool:
+        late = number == signal.SIGTERM and (self._looking or self._over)
+        return bool(self._inside or late)
+
+    def finish(self) -> None:
+        """The run has ended: SIGTERM waits until all is put away, and is as before."""
+        self._over = True
+
     def _strike(self, number: int, frame: Any = None) -> None:
         if number != signal.SIGTERM:
             self._previous[number](number, frame)
-        elif not self._raised:  # a second one would end what saves after the first
+        else:
             self._raised = True
             raise Terminated(self._exit_code)
 
@@ -96,7 +106,7 @@ class InterruptGuard:
 
     def _release(self) -> None:
         for number in list(self._waiting):
-            if self._inside or (self._looking and number == signal.SIGTERM):
+            if self._must_wait(number):
                 continue
             self._waiting.remove(number)
             self._strike(number)

@@ -109,7 +109,7 @@ def run(
       >>> def loss_fn(params, batch, tower):
       ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
-      >>> data = feed.batches(np.full(64, 2.0, np.float32), 8, epochs=None)
+      >>> data = tj.batches(np.full(64, 2.0, np.float32), 8, epochs=None)
       >>> state = step.init(jnp.float32(0))
       >>> state, history = run(step, state, data, steps=3, progress=False)
       >>> float(state.params), history.metrics["loss"].tolist()
@@ -122,11 +122,7 @@ def run(
     writers = check_writers(writers)
     placement = step.strategy.placement
     step.check_state(state)
-    if isinstance(batches, Mapping | PlacedBatch):
-        raise ValueError(
-            "batches is one batch, but run goes through an iterable of them. Pass"
-            " [batch], or tj.batches(data, batch_size)."
-        )
+    _check_iterable(batches)
     _check_checkpointer(checkpointer, evaluation)
     _require_same_length(placement, batches, options, evaluation, int(state.step))
     ledger = Ledger(batches, copies=steps_per_call > 1)
@@ -150,11 +146,20 @@ def run(
                     loop.run()
                 return loop.state, loop.history()
             except BaseException as error:
+                loop.guard.finish()
                 failure = loop.stop(error)
                 loop.hand_over(failure or error)
                 if failure is not None:
                     raise failure from error
                 raise
+
+
+def _check_iterable(batches: Any) -> None:
+    if isinstance(batches, Mapping | PlacedBatch):
+        raise ValueError(
+            "batches is one batch, but run goes through an iterable of them. Pass"
+            " [batch], or tj.batches(data, batch_size)."
+        )
 
 
 def _check_checkpointer(
