@@ -154,7 +154,7 @@ def run(
                 raise
 
 
-def _check_iterable(batches: Any) -> None:
+def _check_iterable(batches: object) -> None:
     if isinstance(batches, Mapping | PlacedBatch):
         raise ValueError(
             "batches is one batch, but run goes through an iterable of them. Pass"
