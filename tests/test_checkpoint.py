@@ -26,6 +26,7 @@ from towerjax.checkpoint import folder
 from towerjax.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
+LOOP = pathlib.Path(tj.loop.__file__).parent
 
 
 class Stop(Exception):
@@ -600,6 +601,58 @@ def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
     with pytest.raises(tj.NonFiniteError):
         train(step, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
     assert saving.steps == ()
+
+
+def signalled_at(event_number, sign, run):
+    """What ended a run that is sent a signal as the loop comes to its n-th line."""
+    count, ended = 0, None
+
+    def trace(frame, event, arg):
+        nonlocal count
+        if pathlib.Path(frame.f_code.co_filename).parent != LOOP:
+            return None
+        if event == "line":
+            count += 1
+            if count == event_number:
+                signal.raise_signal(sign)
+        return trace
+
+    def nobody(number, frame):
+        raise SystemExit("not the run's")
+
+    before, previous = signal.signal(signal.SIGTERM, nobody), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except (SystemExit, KeyboardInterrupt) as error:
+        ended = error
+    finally:
+        sys.settrace(previous)
+        signal.signal(signal.SIGTERM, before)
+    return count, ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
+    step, undisturbed, tmp_path, sign
+):
+    def run(path, hooks=()):
+        return train(step, tj.Checkpointer(path, every=3), hooks=hooks)
+
+    last, ended = signalled_at(0, sign, lambda: run(tmp_path / "whole"))
+    assert last > 300 and ended is None
+    inside = 0
+    for event_number in range(3, last, last // 14):
+        path = tmp_path / str(event_number)
+        _, ended = signalled_at(event_number, sign, lambda: run(path))  # noqa: B023
+        seen = []
+        state, _ = run(path, [lambda number, _: seen.append(number)])  # noqa: B023
+        model.assert_same_bits(state, undisturbed[0])
+        if hasattr(ended, "state"):  # not before the first step, nor after the last
+            done, inside = int(ended.state.step), inside + 1
+            assert seen == list(range(done + 1, 9)), event_number
+    assert inside >= 9
 
 
 def test_sigterm_while_it_waits_for_data(step, undisturbed, tmp_path):

@@ -138,20 +138,15 @@ def run(
         shown = Progress(choose_display(progress), start, options.steps)
         parts = options, evaluation, shown, tuple(hooks), ledger, exit_code
         loop = Loop(step, state, *parts)
-        with loop.guard.installed():
-            try:
-                with contextlib.closing(shown):
-                    loop.writers = opened(writers, start, placement)
-                    loop.go_on(saving)
-                    loop.run()
-                return loop.state, loop.history()
-            except BaseException as error:
-                loop.guard.finish()
-                failure = loop.stop(error)
-                loop.hand_over(failure or error)
-                if failure is not None:
-                    raise failure from error
-                raise
+        try:
+            with contextlib.closing(shown), loop.guard.installed():
+                loop.writers = opened(writers, start, placement)
+                loop.go_on(saving)
+                loop.run()
+            return loop.state, loop.history()
+        except BaseException as error:
+            loop.hand_over(error)
+            raise
 
 
 def _check_iterable(batches: object) -> None:

@@ -86,7 +86,16 @@ class Loop:
             self._watch.recall(saving.resumed.stopping)
 
     def run(self) -> None:
-        """All steps, and the evaluations between and after them."""
+        """All steps, and the evaluations between and after them; saved at its end."""
+        try:
+            self._run()
+        except BaseException as error:
+            self.guard.finish()
+            if (failure := self._stop(error)) is not None:
+                raise failure from error
+            raise
+
+    def _run(self) -> None:
         with contextlib.closing(self._placed()) as placed_batches:
             while self._watch.stopped is None:
                 if (placed := self._next(placed_batches)) is None:
@@ -163,15 +172,8 @@ class Loop:
             if last:
                 self.saving.wait()
 
-    def stop(self, error: BaseException) -> Exception | None:
-        """Save the state where the run was asked to end.
-
-        Args:
-          error: What ended the run.
-
-        Returns:
-          Another error, if there is one because of which it could not be saved.
-        """
+    def _stop(self, error: BaseException) -> Exception | None:
+        """Save the state where the run was asked to end; why not, if not."""
         asked = isinstance(error, Terminated | KeyboardInterrupt)
         if self.saving is None or not asked or not self.saving.may_stop(error):
             return None
