@@ -21,6 +21,7 @@ from towerjax.bench import machine as machine_module
 from towerjax.bench.machine import describe_machine, versions
 from towerjax.bench.results import ResultFile
 from towerjax.bench.sweep import worker_environ
+from towerjax.bench.table import Results, rows_of
 from towerjax.cli import main
 
 FACTORIES = """
@@ -175,6 +176,16 @@ ARGUMENTS = [
     "--warmup-calls=1",
     "--seed=3",
 ]
+
+
+def test_results_are_a_table_in_a_notebook(tmp_path):
+    grid = Grid(models=("mlp",), towers=(1, 2), batches=(8,))
+    results_of(tmp_path / "r.jsonl", grid, 0.5)
+    shown = Results(read_results(tmp_path / "r.jsonl"))
+    html = shown._repr_html_()
+    assert shown == read_results(tmp_path / "r.jsonl")
+    assert html.count("<tr>") == 3 and "2 trials" in html
+    assert all(cells[1] in html for cells in rows_of(shown))
 
 
 def test_the_command_reports_and_compares(tmp_path, capsys):

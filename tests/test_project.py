@@ -85,7 +85,7 @@ LAYERS = """
     bench.protocol bench.model bench.networks bench.models bench.grid bench.baseline
     bench.trials bench.machine bench.peers.same_work bench.peers.torch_ddp
     bench.peers.tensorflow_mirrored bench.peers.keras_parallel bench.peers
-    bench.worker bench.results bench.sweep bench.compare bench.table bench.plots
+    bench.worker bench.results bench.compare bench.table bench.sweep bench.plots
     bench.report bench bench.command bench.overhead bench.checks
     bench.safety bench.catalogue bench.same_bits bench.pinned_cost
     doctor doctor.machine doctor.advice doctor.self_test doctor.command

@@ -18,6 +18,7 @@ from towerjax.bench.grid import Grid, Trial
 from towerjax.bench.machine import PEER_PACKAGES, describe_machine, versions, why_not
 from towerjax.bench.protocol import TimingProtocol
 from towerjax.bench.results import Result, ResultFile
+from towerjax.bench.table import Results
 from towerjax.loop.progress import Display, Nothing, display_here, format_seconds
 
 _WORKER = (sys.executable, "-m", "towerjax.bench.worker")
@@ -33,7 +34,7 @@ def sweep(
     retry_failed: bool = False,
     trial_timeout_s: float = 1800.0,
     progress: bool | None = None,
-) -> list[Result]:
+) -> Results:
     """The results of all trials of a grid, from the file and from those still to run.
 
     Trials of the same number of devices run in one process, a worker that shows JAX
@@ -54,7 +55,7 @@ def sweep(
         nothing.
 
     Returns:
-      One for each trial, in the grid's order.
+      A list, one for each trial, in the grid's order; a table in a notebook.
 
     Raises:
       ValueError: The file holds something else, or was measured on another machine,
@@ -88,7 +89,7 @@ def sweep(
             news.ended(trial, file.add(record))
     finally:
         display.close()
-    return [file.found[trial] for trial in trials]
+    return Results(file.found[trial] for trial in trials)
 
 
 def _records(

@@ -8,6 +8,7 @@ from towerjax.bench.compare import Comparison
 from towerjax.bench.grid import Trial
 from towerjax.bench.protocol import Interval
 from towerjax.bench.results import Result
+from towerjax.html_form import table
 
 WITHOUT = ("status", "why", "trials")
 COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
@@ -83,6 +84,14 @@ def _one_step(trial: Trial) -> tuple[Any, ...]:
     """What the hand-written step of a trial depends on."""
     repeats = (trial.micro_batches, trial.steps_per_call)
     return (trial.model, trial.devices, trial.batch, trial.dtype, *repeats)
+
+
+class Results(list[Result]):
+    """The results of a sweep: a list, and a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        caption = f"{len(self)} trials"
+        return table(caption, COLUMNS, rows_of(self))
 
 
 def rows_of(results: Sequence[Result]) -> list[list[str]]:
