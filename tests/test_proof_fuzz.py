@@ -249,7 +249,7 @@ def check(counts):
     total = sum(counts.values())
     # Not vacuous: much of each kind. Not useless: it rarely misses what is the same.
     assert mirrored > 0.2 * total and differing > 0.2 * total
-    assert counts[False, True] < 0.1 * total
+    assert counts[False, True] < 0.15 * total
     return f"{mirrored} MIRRORED, {differing} not, {counts[False, True]} missed"
 
 

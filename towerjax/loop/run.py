@@ -126,27 +126,29 @@ def run(
     _check_checkpointer(checkpointer, evaluation)
     _require_same_length(placement, batches, options, evaluation, int(state.step))
     ledger = Ledger(batches, copies=steps_per_call > 1)
-    with contextlib.ExitStack() as stack:
-        saving, exit_code = None, None
-        if checkpointer is not None:
-            saving = Saving(checkpointer, step, state, ledger)
-            stack.callback(saving.close)
-            state, options = saving.resume(state, options)
-            if placement.num_processes == 1:
-                exit_code = checkpointer.exit_code
-        start = int(state.step)
-        shown = Progress(choose_display(progress), start, options.steps)
-        parts = options, evaluation, shown, tuple(hooks), ledger, exit_code
-        loop = Loop(step, state, *parts)
-        try:
+    loop = None
+    try:
+        with contextlib.ExitStack() as stack:
+            saving, exit_code = None, None
+            if checkpointer is not None:
+                saving = Saving(checkpointer, step, state, ledger)
+                stack.callback(saving.close)
+                state, options = saving.resume(state, options)
+                if placement.num_processes == 1:
+                    exit_code = checkpointer.exit_code
+            start = int(state.step)
+            shown = Progress(choose_display(progress), start, options.steps)
+            parts = options, evaluation, shown, tuple(hooks), ledger, exit_code
+            loop = Loop(step, state, *parts)
             with contextlib.closing(shown), loop.guard.installed():
                 loop.writers = opened(writers, start, placement)
                 loop.go_on(saving)
                 loop.run()
-            return loop.state, loop.history()
-        except BaseException as error:
+        return loop.state, loop.history()
+    except BaseException as error:
+        if loop is not None:
             loop.hand_over(error)
-            raise
+        raise
 
 
 def _check_iterable(batches: object) -> None:
