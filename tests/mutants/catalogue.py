@@ -952,8 +952,8 @@ TESTING = (
         "T09",
         "the command's exit status does not tell of a finding",
         "testing.command:_audit",
-        "return _DEPENDS",
-        "return 0",
+        "return NOT_SO",
+        "return OK",
         "test_audit.py::test_the_command_says_what_is_wrong",
     ),
 )
