@@ -20,7 +20,7 @@ from towerjax.bench.baseline import (
     bare_reduction,
 )
 from towerjax.bench.compare import Verdict, differences
-from towerjax.bench.grid import ops_of, read_toml
+from towerjax.bench.grid import read_toml
 from towerjax.bench.machine import PEER_PACKAGES, versions, why_not
 from towerjax.bench.models import MODELS, find_model, mlp
 from towerjax.bench.protocol import (
@@ -35,6 +35,7 @@ from towerjax.bench.results import ResultFile, read_results
 from towerjax.bench.table import efficiency, over_hand, rows_of
 from towerjax.bench.trials import figures, run_trial, strategy_of, work_of
 from towerjax.bench.worker import run_and_note
+from towerjax.collectives import ops_of
 
 QUICK = TimingProtocol(rounds=6, seconds_per_round=0.001, warmup_calls=1, seed=3)
 

@@ -22,7 +22,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.checkpoint import files as array_files
-from towerjax.checkpoint import folder
+from towerjax.checkpoint import folder, record
 from towerjax.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
@@ -408,6 +408,28 @@ def test_a_list_is_counted_off(step, undisturbed, tmp_path):
         train(step, saving, None, batches[:2])
     state, _ = train(step, saving, None, batches)
     model.assert_same_bits(state, undisturbed[0])
+
+
+def test_a_distributed_data_set_goes_on(step, undisturbed, tmp_path):
+    saving, other = tj.Checkpointer(tmp_path), model.build(4)
+    for trained, steps in ((step, 3), (other, model.STEPS)):
+        batches = trained.strategy.distribute_dataset(model.batches())
+        state, _ = train(trained, saving, steps, batches)
+    assert saving.record(3).batches["cursor"]["json"]["rows"] == 2
+    model.assert_same_bits(state, undisturbed[0])
+    with pytest.raises(ValueError, match="Pass the batches that it was taken from"):
+        train(step, tj.Checkpointer(tmp_path / "plain"), 2)
+        batches = step.strategy.distribute_dataset(model.batches())
+        train(step, tj.Checkpointer(tmp_path / "plain"), 3, batches)
+
+
+def test_bytes_among_a_cursors_fields():
+    fields = {"elements": b"\0a", "rows": 2}
+    for cursor in (fields, {"a": {"b": b"1"}, "c": None}, b"x"):
+        encoded = json.loads(json.dumps(record.encoded_cursor(cursor)))
+        assert record.decoded_cursor(encoded) == cursor
+    with pytest.raises(tj.CheckpointError, match="by a set"):
+        record.encoded_cursor({"a": {"b": {1}}})
 
 
 @pytest.mark.slow

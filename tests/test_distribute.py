@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 import subprocess
 import sys
 import threading
@@ -401,9 +402,35 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     vars(placement)["num_processes"] = 2
     options = distribute.InputOptions("batch", "error", 1, 0)
     dataset = distribute.DistributedDataset(placement, source, options)
-    ((part, counts, _),) = dataset._parts(1, threading.Event())
+    (part,) = dataset._parts(1, threading.Event(), None, 0)
     assert asked == [tj.InputContext(1, num_processes=2, num_towers=4)]
-    assert part.tolist() == [[1.0], [1.0]] and counts.tolist() == [1, 1, 1, 1]
+    assert part.tree.tolist() == [[1.0], [1.0]]
+    assert part.counts.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("split", ["batch", "elements"])
+def test_a_pass_says_where_it_is_and_goes_on_there(split):
+    def begun():
+        source = tj.batches(np.arange(23), 3, epochs=2, seed=1)
+        return iter(mirrored(2).distribute_dataset(source, split=split))
+
+    whole = list(begun())
+    expected = [examples_of(placed) for placed in whole]
+    for number in (0, 1, 3):
+        first, other = begun(), begun()
+        for _ in range(number):
+            next(first)
+        next(other)  # it may have been elsewhere
+        other.set_state(json.loads(json.dumps(first.get_state())))
+        rest = list(other)
+        assert [examples_of(placed) for placed in rest] == expected[number:]
+        rows = [placed.rows for placed in rest]
+        assert rows == [placed.rows for placed in whole[number:]]
+        first.close()
+    with pytest.raises(ValueError, match=r"'elements' and 'rows', but got \['posi"):
+        begun().set_state({"position": 3})
+    made_anew = mirrored(2).distribute_dataset(lambda: tj.batches(np.arange(23), 3))
+    assert not hasattr(iter(made_anew), "get_state")
 
 
 def test_one_process_does_everything_once():

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.mutant import Mutant, MutantError, apply
-from mutants.runner import Job, jobs_of, run_all
+from mutants.runner import ROOT, Job, jobs_of, run_all
 
 from towerjax import reduce
 from towerjax.collectives import packed, pinned_tree
@@ -133,3 +133,16 @@ def test_the_catalogue_has_the_registry_and_more():
     assert {test for job in plain for test in job.tests} == {
         test for mutant in MUTANTS for test in mutant.killed_by
     }
+
+
+def test_each_mutant_of_the_catalogue_can_be_made():
+    for mutant in MUTANTS:
+        with pytest.MonkeyPatch.context() as patch:
+            apply(mutant, patch, lambda: None)
+
+
+def test_each_test_that_the_catalogue_names_is_there():
+    tests = {test.partition("[")[0] for x in MUTANTS for test in x.killed_by}
+    for file, _, name in (test.partition("::") for test in tests):
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), (file, name)

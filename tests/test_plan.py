@@ -401,8 +401,13 @@ PROGRAM = """
 import numpy as np, optax, towerjax as tj
 def loss_fn(params, batch, tower):
     return tj.Weighted.mean((batch["x"] @ params["w<"]) ** 2, tower.weight)
+def with_local(params, batch, tower):
+    loss = loss_fn(params, batch, tower)
+    return tj.TowerOutput(loss, local=tower.local)
 def make_params():
     return {"w<": np.ones(3, np.float32)}
+def make_local():
+    return {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.SUM)}
 def make_batch():
     return {"x": np.ones((4, 3), np.float32)}
 def make_step():
@@ -452,6 +457,14 @@ def test_the_command_plan(shell):
     code, out, _ = shell(*call, "--towers", "2", *more, "--json")
     (row,) = json.loads(out)["rows"]
     assert (code, row["towers"], row["arguments"]) == (0, 2, 12 + 4 * 3 * 4 + 4 + 4)
+    pinned = ["--cross-tower-ops", "PinnedTree()"]
+    local = [f"program_of_plan:{name}" for name in ("with_local", "make_local")]
+    call_with_local = ["plan", local[0], "--local", local[1], *call[2:]]
+    found = shell(*call_with_local, "--towers", "2", *more, *pinned, "--json")
+    assert found[::2] == (0, "")
+    (other,) = json.loads(found[1])["rows"]
+    assert other["arguments"] == row["arguments"] + 12
+    assert other["bytes_sent"] != row["bytes_sent"]
     for towers, message in {"4": "toy has no network", "x": "must be whole"}.items():
         code, _, error = shell(*call, "--towers", towers, *more)
         assert code == 2 and message in error

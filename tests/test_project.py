@@ -50,10 +50,10 @@ LAYERS = """
     metrics.classes metrics.thresholds metrics.host metrics
     outputs gradient
     input input.sparse_rows input.cut input.feed input.sources input.placer
-    input.ledger input.distribute
+    input.passes input.ledger input.distribute
     collectives.packing collectives.base collectives.all_reduce collectives.pinned_tree
     collectives.packed collectives.one_device collectives.hierarchical
-    collectives.choose collectives metrics.over_towers
+    collectives.choose collectives.written collectives metrics.over_towers
     update tower_local state
     cross_tower cross_tower.destinations cross_tower.travel cross_tower.values
     cross_tower.batch cross_tower.regroup cross_tower.one_by_one cross_tower.constants
@@ -62,7 +62,7 @@ LAYERS = """
     cross_tower.multi_step cross_tower.job
     strategies
     in_flight program
-    report report.plain report.tables report.formulas report.hlo
+    report report.plain report.tables report.shown report.formulas report.hlo
     report.compiled_flops report.communication report.memory report.dispatch
     report.step_report
     pipeline compiled_step step inference

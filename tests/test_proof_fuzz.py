@@ -228,8 +228,11 @@ def data(seed):
     return w.astype(np.float32), x.astype(np.float32)
 
 
-def fuzz(seeds, num_data=3):
-    """How many outputs are (called the same, the same); fails where one lies."""
+def fuzz(seeds, num_data=10):
+    """How many outputs are (called the same, the same); fails where one lies.
+
+    On little data a branch is always the same one, and more outputs seem the same.
+    """
     jitted, found = several(seeds)
     assert found.hangs == ()
     same = [True] * len(found.outputs)
@@ -249,7 +252,7 @@ def check(counts):
     total = sum(counts.values())
     # Not vacuous: much of each kind. Not useless: it rarely misses what is the same.
     assert mirrored > 0.2 * total and differing > 0.2 * total
-    assert counts[False, True] < 0.15 * total
+    assert counts[False, True] < 0.1 * total
     return f"{mirrored} MIRRORED, {differing} not, {counts[False, True]} missed"
 
 

@@ -1,6 +1,5 @@
 """What is measured? A grid of options, and the trials that it makes."""
 
-import ast
 import dataclasses
 import difflib
 import itertools
@@ -11,19 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.bench.protocol import TimingProtocol
-from towerjax.collectives import (
-    AllReduce,
-    CrossTowerOps,
-    Hierarchical,
-    Packed,
-    PinnedTree,
-    ReduceToOneDevice,
-)
+from towerjax.collectives import ops_of
 
 STRATEGIES = ("mirrored", "mirrored_scan", "mirrored_pmap", "one_device")
 PEERS = ("jit", "pmap", "keras", "tensorflow", "torch")
 
-_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical)
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -262,36 +253,6 @@ def _check_keys(options: dict[str, Any], kind: Any, prefix: str) -> None:
             raise ValueError(
                 f"There is no key {prefix}{key}.{meant} Keys: {', '.join(names)}."
             )
-
-
-def ops_of(text: str) -> CrossTowerOps:
-    """The cross-tower op that a text writes.
-
-    Args:
-      text: Such as ``"Packed(num_packs=2)"``.
-
-    Returns:
-      The op.
-
-    Raises:
-      ValueError: It is not such a text.
-
-    Example:
-      >>> ops_of("Packed(num_packs=2)")
-      Packed(num_packs=2)
-    """
-    kinds = {kind.__name__: kind for kind in _OPS}
-    try:
-        call: Any = ast.parse(text, mode="eval").body
-        arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-        if call.args:
-            raise ValueError("Name each option.")
-        return kinds[call.func.id](**arguments)
-    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)}, its options"
-            f" named, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
-        ) from error
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -17,7 +17,7 @@ from towerjax.bench.baseline import (
     by_pmap,
     by_towerjax,
 )
-from towerjax.bench.grid import Trial, ops_of
+from towerjax.bench.grid import Trial
 from towerjax.bench.models import find_model
 from towerjax.bench.protocol import (
     TimingProtocol,
@@ -25,6 +25,7 @@ from towerjax.bench.protocol import (
     in_turns,
     interval_of_median,
 )
+from towerjax.collectives import ops_of
 from towerjax.strategies import Mirrored, OneDevice, Strategy
 
 NUM_LOSSES = 3

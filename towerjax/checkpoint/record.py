@@ -132,7 +132,8 @@ def encoded_cursor(cursor: Any) -> Any:
     """A cursor as JSON holds it.
 
     Args:
-      cursor: As ``get_state`` of the batches gave it: bytes, or of JSON's kinds.
+      cursor: As ``get_state`` of the batches gave it: bytes, of JSON's kinds, or a
+        dict of both.
 
     Returns:
       Of JSON's kinds.
@@ -146,6 +147,8 @@ def encoded_cursor(cursor: Any) -> Any:
         same = json.loads(json.dumps(cursor)) == cursor
     except (TypeError, ValueError):
         same = False
+    if not same and isinstance(cursor, dict) and all(type(k) is str for k in cursor):
+        return {"fields": {name: encoded_cursor(x) for name, x in cursor.items()}}
     if not same:
         raise CheckpointError(
             f"The batches say where they are by a {type(cursor).__name__}, which JSON"
@@ -166,4 +169,6 @@ def decoded_cursor(encoded: Any) -> Any:
     """
     if "base64" in encoded:
         return base64.b64decode(encoded["base64"])
+    if "fields" in encoded:
+        return {name: decoded_cursor(x) for name, x in encoded["fields"].items()}
     return encoded["json"]

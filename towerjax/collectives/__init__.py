@@ -17,3 +17,4 @@ from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevi
 from towerjax.collectives.packed import Packed as Packed
 from towerjax.collectives.packing import Sums as Sums
 from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree
+from towerjax.collectives.written import ops_of as ops_of

@@ -10,15 +10,22 @@ import dataclasses
 import itertools
 import threading
 import uuid
-from collections.abc import Generator, Iterator
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import jax
 import numpy as np
 
 from towerjax.input import feed
+from towerjax.input.passes import Pass, ResumablePass, Stream
 from towerjax.input.placer import PlacedBatch, Placer
-from towerjax.input.sources import InputContext, check_source, elements_of
+from towerjax.input.sources import (
+    InputContext,
+    as_arrays,
+    check_source,
+    is_function,
+    opened,
+)
 from towerjax.input.sparse_rows import refuse_sparse_rows
 from towerjax.placement import Placement, place_own_rows, place_rows
 from towerjax.processes import Exchange, from_first_process
@@ -193,6 +200,15 @@ def _refuse_unlike(elements: list[PyTree]) -> None:
             )
 
 
+class _Part(NamedTuple):
+    """What to place, ``[T]`` numbers of examples, is it bare, the place after it."""
+
+    tree: PyTree
+    counts: np.ndarray
+    bare: bool
+    after: dict[str, Any]
+
+
 class DistributedDataset:
     """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
 
@@ -223,15 +239,28 @@ class DistributedDataset:
         self._name = from_first_process(name) if self._asks_peers else name
         self._passes = 0
 
-    def __iter__(self) -> Generator[PlacedBatch, None, None]:
-        """The placed batches, some of them in advance."""
-        self._passes += 1
-        return self._pass(self._passes)
+    def __iter__(self) -> Pass:
+        """A pass through the batches, some of them in advance.
 
-    def _pass(self, number: int) -> Generator[PlacedBatch, None, None]:
+        It has ``get_state`` and ``set_state`` where the source's iterator has them, as
+        that of `batches`, and every process goes through the same.
+        """
+        self._passes += 1
+        number, elements = self._passes, None
+        if not is_function(self._source):
+            elements = opened(self._source, self._context)
+
+        def begin(rows: int) -> Stream:
+            return self._stream(number, elements, rows)
+
+        if hasattr(elements, "get_state") and hasattr(elements, "set_state"):
+            return ResumablePass(begin, elements)
+        return Pass(begin)
+
+    def _stream(self, number: int, elements: Any, rows: int) -> Stream:
         stopped = threading.Event()
         return feed.prefetch(
-            self._parts(number, stopped),
+            self._parts(number, stopped, elements, rows),
             self._place,
             depth=self._options.prefetch,
             on_stop=stopped.set,  # the thread may wait for a peer
@@ -258,12 +287,12 @@ class DistributedDataset:
             yield placed.per_tower()
 
     def _parts(
-        self, number: int, stopped: threading.Event
-    ) -> Iterator[tuple[PyTree, np.ndarray, bool]]:
-        """What to place, each tower's number of examples, and whether it is bare."""
-        elements = elements_of(self._source, self._context)
-        peers = self._peers(number, stopped)
-        most_rows, last = 0, None
+        self, number: int, stopped: threading.Event, source: Any, most_rows: int
+    ) -> Iterator[_Part]:
+        if source is None:
+            source = opened(self._source, self._context)
+        elements = map(as_arrays, source)
+        peers, last = self._peers(number, stopped), None
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
             if self._is_end(sizes_of_all, is_first=last is None):
@@ -276,7 +305,10 @@ class DistributedDataset:
             counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
             bare = rows == 1 and isinstance(taken, list)
             bare = bare and all(was_bare for _, was_bare in taken or ())
-            yield self._rounds.build(taken, rows), np.concatenate(counts), bare
+            tree = self._rounds.build(taken, rows)
+            place = getattr(source, "get_state", lambda: None)()
+            after = {"elements": place, "rows": most_rows}
+            yield _Part(tree, np.concatenate(counts), bare, after)
 
     def _peers(self, number: int, stopped: threading.Event) -> Exchange | None:
         if not self._asks_peers:
@@ -338,11 +370,13 @@ class DistributedDataset:
             return np.zeros(towers, np.int32)
         return self._rounds.counts(sizes, rows)
 
-    def _place(self, part: tuple[PyTree, np.ndarray, bool]) -> PlacedBatch:
-        tree, counts, bare = part
+    def _place(self, part: _Part) -> tuple[PlacedBatch, dict[str, Any]]:
         if self._asks_peers:
-            placed = self._placer.placed(place_own_rows(tree, self._placement), counts)
+            arrays = place_own_rows(part.tree, self._placement)
+            placed = self._placer.placed(arrays, part.counts)
         else:
-            arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
-            placed = self._placer.placed(arrays, counts, tree)
-        return dataclasses.replace(placed, bare=bare) if bare else placed
+            arrays = place_rows(part.tree, self._placement, Layout.PER_TOWER)
+            placed = self._placer.placed(arrays, part.counts, part.tree)
+        if part.bare:
+            placed = dataclasses.replace(placed, bare=True)
+        return placed, part.after

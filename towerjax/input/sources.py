@@ -75,7 +75,7 @@ def check_source(source: Any) -> bool:
             f" {type(source).__name__}. Cut the data into batches with"
             " tj.batches(data, batch_size), or pass [batch]."
         )
-    if isinstance(source, Iterable) or hasattr(source, "as_numpy_iterator"):
+    if not is_function(source):
         return False
     if not callable(source):
         raise ValueError(
@@ -100,22 +100,22 @@ def _required_arguments(fn: Callable[..., Any]) -> int:
     return sum(p.kind in positional and p.default is p.empty for p in parameters)
 
 
-def elements_of(source: Any, context: InputContext) -> Iterator[PyTree]:
-    """The source's elements as trees of NumPy or JAX arrays.
+def opened(source: Any, context: InputContext) -> Iterator[Any]:
+    """An iterator through the source.
 
     Args:
       source: As `check_source` takes it.
       context: For a function of one argument.
 
-    Yields:
-      One element after another.
+    Returns:
+      The source's own iterator.
 
     Raises:
       ValueError: A function returned something that cannot be gone through.
     """
-    if not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator"):
+    if is_function(source):
         made = source(context) if _required_arguments(source) else source()
-        if not isinstance(made, Iterable) and not hasattr(made, "as_numpy_iterator"):
+        if is_function(made):
             raise ValueError(
                 f"The function given to distribute_dataset returned"
                 f" {made!r}, which cannot be gone through. Return an iterable of"
@@ -123,9 +123,25 @@ def elements_of(source: Any, context: InputContext) -> Iterator[PyTree]:
             )
         source = made
     # tf.data offers its elements without their tensors.
-    source = getattr(source, "as_numpy_iterator", lambda: source)()
-    for element in source:
-        yield jax.tree.map(_as_array, element)
+    return iter(getattr(source, "as_numpy_iterator", lambda: source)())
+
+
+def is_function(source: Any) -> bool:
+    """Is it none that can be gone through itself?
+
+    Args:
+      source: As `check_source` takes it.
+    """
+    return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
+
+
+def as_arrays(element: PyTree) -> PyTree:
+    """The element as a tree of NumPy or JAX arrays.
+
+    Args:
+      element: Of a source.
+    """
+    return jax.tree.map(_as_array, element)
 
 
 def _as_array(leaf: Any) -> Any:

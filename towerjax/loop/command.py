@@ -12,6 +12,7 @@ import jax
 
 from towerjax import cluster
 from towerjax.checkpoint.options import Checkpointer
+from towerjax.collectives import ops_of
 from towerjax.desync import DesyncError
 from towerjax.devices import canonical_device_name
 from towerjax.loop.history import History
@@ -95,6 +96,13 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
         default="vmap",
         help="a device's towers together or in turn (default: %(default)s)",
     )
+    parser.add_argument(
+        "--cross-tower-ops",
+        default="AllReduce()",
+        metavar="OP",
+        help="how sums travel: 'PinnedTree()', with --local scan, has the same bits on"
+        " any number of devices (default: %(default)s)",
+    )
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -111,6 +119,7 @@ def _train(options: argparse.Namespace) -> int:
             devices=_devices(options.devices),
             towers=options.towers,
             local=options.local,
+            cross_tower_ops=ops_of(options.cross_tower_ops),
         )
         arguments = _described(options.training, make, strategy, given)
         if options.steps is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from towerjax.collectives import ops_of
 from towerjax.compiled_step import CompiledStep
 from towerjax.inference import InferenceStep
 from towerjax.named import here_importable, made, named, whole_numbers
@@ -117,6 +118,17 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--micro-batches", type=int, default=1, metavar="A")
     parser.add_argument(
+        "--cross-tower-ops",
+        default="AllReduce()",
+        metavar="OP",
+        help="how sums travel, such as 'Packed(num_packs=2)' (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--local",
+        metavar="module:name",
+        help="tower-local variables, or a function that makes them",
+    )
+    parser.add_argument(
         "--loss-reduction", choices=("sum", "mean"), help="what a bare scalar means"
     )
 
@@ -155,8 +167,10 @@ def _plan(options: argparse.Namespace) -> int:
             hardware=made(hardware) if ":" in hardware else hardware,
             optimizer=made(options.optimizer),
             scaling=options.scaling,
+            cross_tower_ops=ops_of(options.cross_tower_ops),
             micro_batches=options.micro_batches,
             loss_reduction=options.loss_reduction and Reduction(options.loss_reduction),
+            local=made(options.local),
         )
     return _shown(planned, options)
 

@@ -1,16 +1,12 @@
 """What does a plan say? One row for each number of towers, and the model's figures."""
 
 import dataclasses
-from typing import Any
 
 from towerjax.report.formulas import Flops
 from towerjax.report.hardware import Hardware, Link
-from towerjax.report.plain import as_json, from_json
+from towerjax.report.shown import Shown
 from towerjax.report.tables import (
     Table,
-    as_html,
-    as_rich,
-    as_text,
     in_bytes,
     in_flops,
     in_seconds,
@@ -69,7 +65,7 @@ class PlanRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """What a train step would need and take; see ``tj.plan``.
 
     Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.
@@ -84,34 +80,9 @@ class Plan:
     scaling: str
     rows: tuple[PlanRow, ...]
 
-    def to_json(self) -> str:
-        """One JSON object with all fields; `from_json` makes a plan of it again."""
-        return as_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Plan":
-        """The plan that ``to_json`` wrote.
-
-        Args:
-          text: One JSON object.
-
-        Raises:
-          ValueError: It is of something else.
-        """
-        return from_json(cls, text)
-
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
         return _of_rows(self), _of_hardware(self.hardware)
-
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.tables())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.tables())
 
 
 def _of_rows(plan: Plan) -> Table:

@@ -1,7 +1,6 @@
 """What did the compiler make of a step? What is sent, computed, held, waited for."""
 
 import dataclasses
-from typing import Any
 
 from towerjax.placement import Placement
 from towerjax.program import Program, Recipe
@@ -11,12 +10,9 @@ from towerjax.report.dispatch import Timing
 from towerjax.report.formulas import Flops
 from towerjax.report.hlo import parse
 from towerjax.report.memory import Buffer, Memory, memory_of
-from towerjax.report.plain import as_json, from_json
+from towerjax.report.shown import Shown
 from towerjax.report.tables import (
     Table,
-    as_html,
-    as_rich,
-    as_text,
     in_bytes,
     in_flops,
     in_seconds,
@@ -24,7 +20,7 @@ from towerjax.report.tables import (
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport:
+class StepReport(Shown):
     """What a compiled step does, on each device, in one call.
 
     Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.
@@ -64,22 +60,6 @@ class StepReport:
         """What each device sends in one call, round rings."""
         return sum(found.sent * found.trips for found in self.collectives)
 
-    def to_json(self) -> str:
-        """One JSON object with all fields; `from_json` makes a report of it again."""
-        return as_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> "StepReport":
-        """The report that ``to_json`` wrote.
-
-        Args:
-          text: One JSON object.
-
-        Raises:
-          ValueError: It is of something else.
-        """
-        return from_json(cls, text)
-
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
         return (
@@ -88,15 +68,6 @@ class StepReport:
             _of_memory(self.memory),
             _of_buffers(self.memory),
         )
-
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.tables())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.tables())
 
 
 def report_of(

@@ -1,0 +1,43 @@
+"""Which cross-tower op does a text name? As one writes it in Python."""
+
+import ast
+from typing import Any
+
+from towerjax.collectives.all_reduce import AllReduce
+from towerjax.collectives.base import CrossTowerOps
+from towerjax.collectives.hierarchical import Hierarchical
+from towerjax.collectives.one_device import ReduceToOneDevice
+from towerjax.collectives.packed import Packed
+from towerjax.collectives.pinned_tree import PinnedTree
+
+_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical)
+
+
+def ops_of(text: str) -> CrossTowerOps:
+    """The cross-tower op that a text writes.
+
+    Args:
+      text: Such as ``"Packed(num_packs=2)"``.
+
+    Returns:
+      The op.
+
+    Raises:
+      ValueError: It is not such a text.
+
+    Example:
+      >>> ops_of("Packed(num_packs=2)")
+      Packed(num_packs=2)
+    """
+    kinds = {kind.__name__: kind for kind in _OPS}
+    try:
+        call: Any = ast.parse(text, mode="eval").body
+        arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        if call.args:
+            raise ValueError("Name each option.")
+        return kinds[call.func.id](**arguments)
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)}, its options"
+            f" named, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
+        ) from error
