@@ -3,10 +3,13 @@
 import collections
 import importlib
 import re
+import signal
 
 import jax
 import pytest
 
+# A shell that starts the suite in the background has it ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

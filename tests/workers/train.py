@@ -112,7 +112,12 @@ def train(options):
         "steps": int(state.step),
         "examples": history.summary.examples,
         "counted": str(
-            tj.check_examples(state, data()["id"], weights=data()["weight"], epochs=3)
+            tj.check_examples(
+                state,
+                data()["id"],
+                weights=data()["weight"],
+                epochs=options["epochs"],
+            )
         ),
         "loss": history.metrics["loss"].tolist(),
         "mae": history.metrics["mae"].tolist(),
