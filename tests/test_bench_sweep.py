@@ -1,6 +1,7 @@
 """Sweeps by workers: what fails, what is killed, what goes on; and the command."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -206,6 +207,13 @@ def test_the_command_reports_and_compares(tmp_path, capsys):
     assert main([*ARGUMENTS, "--out", new, "--compare", old, "--quiet"]) == 1
     assert capsys.readouterr().out.count("slower") == 8
     assert main([*ARGUMENTS, "--out", old, "--compare", new, "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([*ARGUMENTS, "--out", new, "--compare", old, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"] is None and len(found["results"]) == 8
+    assert found["results"] == [r.record for r in read_results(new)]
+    assert [x["verdict"] for x in found["compared"]] == ["slower"] * 8
+    assert found["compared"][0]["trial"] == found["results"][0]["trial"]
 
 
 def test_the_command_takes_a_file_and_what_differs(tmp_path, capsys):

@@ -958,4 +958,142 @@ TESTING = (
     ),
 )
 
+_RESUMED = "test_checkpoint.py::test_a_stopped_run_goes_on_to_the_bit_on_other_devices"
+
+CHECKPOINTS = (
+    _m(
+        "C01",
+        "a checkpoint that was not finished counts",
+        "checkpoint.folder:saved_steps",
+        "_WHOLE.fullmatch(path.name)",
+        "_WHOLE.match(path.name)",
+        "test_checkpoint.py::test_what_a_killed_process_left_does_not_count",
+    ),
+    _m(
+        "C02",
+        "a file that was changed is loaded",
+        "checkpoint.manifest:check_manifest",
+        "_sum_of(folder / name)[1] != digest",
+        "_sum_of(folder / name)[0] != size",
+        "test_checkpoint.py::test_every_file_that_is_damaged_is_named",
+    ),
+    _m(
+        "C03",
+        "a resumed run begins its data anew",
+        "loop.saving:Saving._move",
+        'if self._options.batches == "anew":',
+        'if self._options.batches != "count":',
+        f"{_RESUMED}[3]",
+    ),
+    _m(
+        "C04",
+        "random keys are not restored",
+        "checkpoint.leaves:_like",
+        "return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))",
+        "return x",
+        f"{_RESUMED}[3]",
+    ),
+    _m(
+        "C05",
+        "each of other towers gets the whole SUM",
+        "checkpoint.leaves:_dealt_out",
+        "num_towers=placement.num_towers, placement",
+        "num_towers=1, placement",
+        "test_checkpoint.py::test_other_towers_deal_out_what_was_there",
+    ),
+    _m(
+        "C06",
+        "a resumed run does all of its steps again",
+        "checkpoint.saver:left_of",
+        "left = start + steps - record.step",
+        "left = steps",
+        f"{_RESUMED}[3]",
+    ),
+    _m(
+        "C07",
+        "how far a batch was padded is forgotten",
+        "loop.saving:Saving.resume",
+        "self._step.expect_batch_rows(record.batch_rows)",
+        "self._step.expect_batch_rows(())",
+        "test_checkpoint.py::"
+        "test_one_that_goes_on_at_the_ragged_batch_needs_one_program",
+    ),
+    _m(
+        "C08",
+        "the best checkpoint is removed with the old ones",
+        "checkpoint.saver:Saver._remove_old",
+        "if number != best:",
+        "if number != steps[-1]:",
+        "test_checkpoint.py::test_the_newest_and_the_best_stay[min-values0-kept0]",
+    ),
+    _m(
+        "C09",
+        "early stopping counts from 0 in a resumed run",
+        "loop.saving:Saving.save",
+        "stopping=stopping",
+        "stopping={}",
+        "test_checkpoint.py::test_early_stopping_counts_on",
+    ),
+    _m(
+        "C10",
+        "another model's checkpoint is restored as far as names agree",
+        "checkpoint.leaves:check_same_model",
+        "old[name].whole != leaf.whole",
+        "old[name].reduction != leaf.reduction",
+        "test_checkpoint.py::test_another_model_is_refused_before_training",
+    ),
+    _m(
+        "C11",
+        "a distributed data set goes on with smaller batches",
+        "input.passes:ResumablePass.set_state",
+        'self._begin(state["rows"])',
+        "self._begin(0)",
+        "test_distribute.py::test_a_pass_says_where_it_is_and_goes_on_there[batch]",
+    ),
+    _m(
+        "C12",
+        "the arrays of a safetensors file change places",
+        "checkpoint.safetensors:_write",
+        "for name in order:\n        file.write",
+        "for name in sorted(order):\n        file.write",
+        "test_safetensors.py::test_the_library_of_the_format_reads_it",
+    ),
+)
+
+FIGURES = (
+    _m(
+        "F01",
+        "a report counts donated buffers twice",
+        "report.memory:Memory.total",
+        "- self.aliased ",
+        "",
+        "test_report.py::test_memory_counts_what_is_taken_over_once",
+    ),
+    _m(
+        "F02",
+        "a ring sends one part too many",
+        "report.link_model:_ring",
+        "(members - 1) * (link",
+        "members * (link",
+        "test_plan.py::test_rings_by_hand",
+    ),
+    _m(
+        "F03",
+        "a benchmark times calls that are not done",
+        "bench.protocol:_timed",
+        "jax.block_until_ready(out)",
+        "pass",
+        "test_bench.py::test_a_call_is_awaited",
+    ),
+    _m(
+        "F04",
+        "the ends of a ratio's interval are those of equal luck",
+        "bench.protocol:Interval.over",
+        "self.low / other.high, self.high / other.low",
+        "self.low / other.low, self.high / other.high",
+        "test_project.py::test_examples_in_docstrings_run[towerjax.bench.protocol]",
+    ),
+)
+
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + TESTING
+MUTANTS += CHECKPOINTS + FIGURES

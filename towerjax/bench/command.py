@@ -22,7 +22,7 @@ from towerjax.bench.table import (
     rows_of,
     without_figures,
 )
-from towerjax.shell import NOT_SO, OK, add_command
+from towerjax.shell import NOT_SO, OK, add_command, show
 
 _OPS = "cross_tower_ops"
 
@@ -66,7 +66,6 @@ def add_bench(commands: Any) -> None:
         summary="time a grid of models, towers, devices and options",
         description="Time a grid of trials in turns with hand-written JAX.",
         epilog=_EXAMPLE,
-        as_json=False,  # results are lines of JSON in the file of --out
     )
     parser.add_argument("grid", nargs="?", metavar="grid.toml", help="what to measure")
     for kind, of_what in ((Grid, "the grid's"), (TimingProtocol, "the protocol's")):
@@ -100,19 +99,33 @@ def _bench(options: argparse.Namespace) -> int:
         timing,
         retry_failed=options.retry_failed,
         trial_timeout_s=options.trial_timeout,
-        progress=False if options.quiet else None,
+        progress=False if options.quiet or options.json else None,
     )
     compared = compare(old, results) if options.compare else []
-    notes = differences(old, results)
-    _print(results, compared, notes)
+    notes, page = differences(old, results), None
+    if not options.json:
+        _print(results, compared, notes)
     if options.report:
         command = shlex.join(["towerjax", *sys.argv[1:]])
         page = write_report(
             results, options.report, command=command, compared=compared, notes=notes
         )
-        print(f"Written: {page}")
+    if options.json or page:
+        show(options, f"Written: {page}", _fields(results, compared, notes, page))
     failed = any(result.status == "failed" for result in results)
     return NOT_SO if failed or any(c.is_worse for c in compared) else OK
+
+
+def _fields(results: Any, compared: Any, notes: list[str], page: Any) -> dict[str, Any]:
+    comparisons = [
+        {**dataclasses.asdict(one), "verdict": one.verdict.value} for one in compared
+    ]
+    return {
+        "results": [result.record for result in results],
+        "compared": comparisons,
+        "differences": notes,
+        "report": None if page is None else str(page),
+    }
 
 
 def _print(results: Any, compared: Any, notes: list[str]) -> None:
