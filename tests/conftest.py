@@ -14,6 +14,20 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture
+def compiled():
+    """The names of what is compiled for the devices, from here on."""
+    names = []
+
+    def listen(name, seconds, **kwargs):
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them."""

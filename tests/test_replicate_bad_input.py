@@ -51,20 +51,6 @@ def replicated(fn=model_fn, reduction=EXACT, towers=2, devices=None, **options):
     return tj.replicate_model_fn(fn, reduction, strategy, **options)
 
 
-@pytest.fixture
-def compiled():
-    """The names of what is compiled for the devices, from here on."""
-    names = []
-
-    def listen(name, seconds, **kwargs):
-        if name == "/jax/core/compile/backend_compile_duration":
-            names.append(kwargs.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def refused(names, text, model, variables, *call, error=ValueError):
     """Nothing is compiled and nothing is lost."""
     names.clear()

@@ -54,20 +54,6 @@ def predicting(fn, strategy, features, labels=None, *, mode=tj.Mode.PREDICT, **o
     return model({"w": np.float32(1)}, features, labels, mode)
 
 
-@pytest.fixture
-def compiles():
-    """The names of what is compiled for the devices, from here on."""
-    names = []
-
-    def listen(name, seconds, **kwargs):
-        if name == "/jax/core/compile/backend_compile_duration":
-            names.append(kwargs.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 # What comes back.
 
 
@@ -346,7 +332,7 @@ PAIRS = {  # equal ones, and another
 
 @pytest.mark.parametrize("which", ["params", "config"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_only_other_params_compile_another_program(name, which, compiles):
+def test_only_other_params_compile_another_program(name, which, compiled):
     make, other = PAIRS[name]
 
     def model_fn(variables, features, labels, mode, params, config):
@@ -355,9 +341,9 @@ def test_only_other_params_compile_another_program(name, which, compiles):
     model = tj.replicate_model_fn(model_fn, devices=towers(2))
 
     def programs(value):
-        compiles.clear()
+        compiled.clear()
         model(np.float32(1), rows(4), None, tj.Mode.PREDICT, **{which: value})
-        return compiles.count("jit(run)")
+        return compiled.count("jit(run)")
 
     assert programs(make()) == 1
     assert programs(make()) == 0
@@ -365,7 +351,7 @@ def test_only_other_params_compile_another_program(name, which, compiles):
     assert programs(make()) == programs(other) == 0
 
 
-def test_params_that_change_after_a_call_change_later_calls_only(compiles):
+def test_params_that_change_after_a_call_change_later_calls_only(compiled):
     def model_fn(variables, features, labels, mode, params):
         return tj.ModelSpec(mode, predictions={"x": features * params["factor"]})
 

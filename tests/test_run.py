@@ -1,6 +1,5 @@
 """The loop: the same numbers however it is cut, nothing lost, and what is shown."""
 
-import contextlib
 import io
 import itertools
 import os
@@ -95,42 +94,26 @@ def oracle(cut, skip=()):
     return np.array(losses), w
 
 
-@contextlib.contextmanager
-def compile_counter():
-    """A list with one entry for each program compiled in the block."""
-    durations = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield durations
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 # The same numbers, however the loop is cut
 
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize("steps_per_call", [1, 4, 7])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch):
+def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, compiled):
     # 10 steps of 16 examples, the last of 9: rows of weight 0 fill it up.
     cut = list(batches(make_data(153), 16))
     step = build_step()
     state = init(step)
-    with compile_counter() as compiled:
-        state, history = run(
-            step,
-            state,
-            cut,
-            steps_per_call=steps_per_call,
-            prefetch=prefetch,
-            progress=False,
-        )
+    compiled.clear()
+    state, history = run(
+        step,
+        state,
+        cut,
+        steps_per_call=steps_per_call,
+        prefetch=prefetch,
+        progress=False,
+    )
     assert len(compiled) == 1
     losses, w = oracle(cut)
     np.testing.assert_array_equal(history.steps, np.arange(1, 11))
@@ -171,11 +154,11 @@ def test_step_numbers_go_on_where_the_state_stopped(train_step):
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=80 * EPS)
 
 
-def test_a_second_run_compiles_nothing(train_step):
+def test_a_second_run_compiles_nothing(train_step, compiled):
     cut = list(batches(make_data(48), 16))
     state, _ = run(train_step, init(train_step), cut, progress=False)
-    with compile_counter() as compiled:
-        _, history = run(train_step, state, cut, progress=False)
+    compiled.clear()
+    _, history = run(train_step, state, cut, progress=False)
     assert compiled == []
     assert history.summary.compile_seconds < 0.05
 

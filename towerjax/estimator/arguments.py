@@ -160,6 +160,18 @@ def _missing_labels_explained(
         raise
 
 
+def where_given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None, to hand on.
+
+    Args:
+      **arguments: ``params`` and ``config``.
+
+    Returns:
+      Those that were given, by name.
+    """
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The keys of several values; see `static_key`.
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.train import TrainableModel, check_model
 from towerjax.loop.evaluate import evaluate_all
@@ -49,8 +50,7 @@ def evaluate(
       4.6667
     """
     check_model("evaluate", model, "eval_step")
-    given = {"params": params, "config": config}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = where_given(params=params, config=config)
     return evaluate_all(
         model.eval_step(**given),
         variables,

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
+from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.train import check_model, check_variables
 from towerjax.input import feed
@@ -98,8 +99,7 @@ def predict(
     feed.check_whole("in_flight", in_flight, 1)
     passes = Passes("data", data, with_labels=False)
     depth = 0 if passes.prefetches else prefetch
-    given = {"params": params, "config": config}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = where_given(params=params, config=config)
     outputs = _outputs(model.predict_step(**given), variables, passes, depth, in_flight)
     return _examples(outputs) if per_example else outputs
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from towerjax.checkpoint.options import Checkpointer
+from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.loop.history import History
 from towerjax.loop.records import Writer
@@ -196,8 +197,7 @@ def train_and_evaluate(
     asked = {"eval_every": eval_every, "early_stopping": early_stopping, "best": best}
     eval_passes = _eval_passes(eval_data, asked)
     passes = _train_passes(train_data, steps, epochs)
-    given = {"params": params, "config": config}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = where_given(params=params, config=config)
     refusal: dict[str, Any] = {"on_nonfinite": on_nonfinite}
     step = model.train_step(**given, **(refusal if on_nonfinite != "raise" else {}))
 
