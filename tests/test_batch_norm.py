@@ -114,16 +114,11 @@ GRID = [
     ("linen", 4, 2, {}),  # vmap in shard_map
     ("nnx", 8, 4, {}),  # 11 rows on 8 towers: one has half, two have none
     pytest.param("linen", 1, 1, {}, marks=SLOW),
-    pytest.param("linen", 2, 1, {}, marks=SLOW),  # vmap alone
     pytest.param("linen", 3, 3, {"executor": "pmap"}, marks=SLOW),
     pytest.param("nnx", 1, 1, {}, marks=SLOW),
-    pytest.param("nnx", 2, 2, {}, marks=SLOW),
-    pytest.param("linen", 3, 1, {}, marks=SLOW),
+    pytest.param("linen", 3, 1, {}, marks=SLOW),  # vmap alone
     pytest.param("nnx", 3, 3, {}, marks=SLOW),
-    pytest.param("linen", 4, 1, {}, marks=SLOW),
-    pytest.param("nnx", 4, 4, {}, marks=SLOW),
     pytest.param("nnx", 4, 2, {"executor": "pmap"}, marks=SLOW),
-    pytest.param("linen", 8, 1, {}, marks=SLOW),
     pytest.param("linen", 8, 8, {}, marks=SLOW),
     pytest.param("linen", 8, 8, {"executor": "pmap"}, marks=SLOW),
 ]
@@ -316,6 +311,7 @@ CALLS = [
 SIXTEEN_BITS = [pytest.param(x, marks=SLOW) for x in (jnp.bfloat16, jnp.float16)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, *SIXTEEN_BITS])
 @pytest.mark.parametrize("options", CALLS, ids=str)
@@ -351,6 +347,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     np.testing.assert_allclose(*map(np.float32, evaluated), **tolerance)
 
 
+@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=SLOW)])
 @pytest.mark.parametrize("options", [c for c in CALLS if "dtype" not in c], ids=str)

@@ -57,6 +57,7 @@ def summed(ops, values, towers, devices, executor="shard_map"):
     return jit_on_devices(fn, placement, layouts, out, donate=False)(values)
 
 
+@pytest.mark.pairwise
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize("ops", OPS, ids=repr)
 @pytest.mark.parametrize(

@@ -84,8 +84,7 @@ def assert_is_the_sum(actual, values):
         assert (error <= allowed).all()
 
 
-GRIDS = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (4, 4), (5, 1), (5, 5)]
-GRIDS += [(8, 1), (8, 2), (8, 4), (8, 8), (7, 7), (6, 6)]
+GRIDS = [(1, 1), (2, 1), (3, 3), (4, 2), (5, 5), (8, 2), (8, 8), (7, 7)]
 FEW = [(1, 1), (3, 3), (4, 2), (8, 8), (6, 3)]  # in the fast part too
 PMAP = ((6, 3), "pmap")
 
@@ -501,6 +500,7 @@ def test_where_jax_traces_values_are_added_where_they_are():
     assert ops.asked == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.Packed(), tj.PinnedTree()])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.slow

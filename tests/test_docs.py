@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +46,8 @@ def programs():
 def python(folder, program, *launcher):
     """What a program prints, as ``train.py`` in a folder of its own."""
     (folder / "train.py").write_text(program)
+    if not launcher:
+        return forked.printed(folder / "train.py")
     environ = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     environ["PYTHONPATH"] = str(ROOT)

@@ -130,6 +130,7 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", ["int64", "int32", "bool", "float32", "uint8"])
 @LAYOUTS
 @pytest.mark.slow

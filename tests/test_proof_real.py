@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(B, 6, D)).astype(np.float32)
 BATCH = {"x": X, "y": X.sum(axis=(1, 2)), "n": np.arange(B, dtype=np.int32) % 5}
 W = {"w": np.eye(D, dtype=np.float32), "v": np.linspace(0.5, 1, D, dtype=np.float32)}
 
-PROGRAMS = {}  # name -> (params, loss_fn)
+PROGRAMS = {}  # name -> a function that makes (params, loss_fn)
 
 
 def mean(losses, tower):
@@ -33,12 +33,12 @@ def of_rows(fn, params=W):
     def loss_fn(params, batch, tower):
         return mean(fn(params, batch["x"]) ** 2, tower)
 
-    PROGRAMS[fn.__name__] = (params, loss_fn)
+    PROGRAMS[fn.__name__] = lambda: (params, loss_fn)
     return fn
 
 
 def program(fn):
-    PROGRAMS[fn.__name__] = (W, fn)
+    PROGRAMS[fn.__name__] = lambda: (W, fn)
     return fn
 
 
@@ -393,18 +393,22 @@ def merged(p, batch, tower):
 def linen(name, model, train=None, collections=()):
     """A linen model; only its parameters are trained, its statistics stay."""
     kwargs = {} if train is None else {"train": train}
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = jax.tree.map(np.asarray, model.init(keys, X[:2], **kwargs))
 
-    def loss_fn(params, batch, tower):
-        rngs = {"dropout": tower.rng}
-        given = {**variables, "params": params}
-        out = model.apply(
-            given, batch["x"], rngs=rngs, mutable=list(collections), **kwargs
-        )
-        return mean(out[0] ** 2, tower)
+    def make():
+        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        variables = jax.tree.map(np.asarray, model.init(keys, X[:2], **kwargs))
 
-    PROGRAMS[name] = (variables["params"], loss_fn)
+        def loss_fn(params, batch, tower):
+            rngs = {"dropout": tower.rng}
+            given = {**variables, "params": params}
+            out = model.apply(
+                given, batch["x"], rngs=rngs, mutable=list(collections), **kwargs
+            )
+            return mean(out[0] ** 2, tower)
+
+        return variables["params"], loss_fn
+
+    PROGRAMS[name] = make
 
 
 class Deep(nn.Module):
@@ -428,14 +432,18 @@ linen("linen_spectral", nn.WeightNorm(nn.Dense(4)))
 
 def stateful(name, make):
     """An nnx model; its other variables are copied, and their changes dropped."""
-    graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
-    rest = jax.tree.map(lambda x: x, rest)
 
-    def loss_fn(params, batch, tower):
-        model = nnx.merge(graph, params, rest, copy=True)
-        return mean(model(batch["x"]) ** 2, tower)
+    def split():
+        graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
+        rest = jax.tree.map(lambda x: x, rest)
 
-    PROGRAMS[name] = (params, loss_fn)
+        def loss_fn(params, batch, tower):
+            model = nnx.merge(graph, params, rest, copy=True)
+            return mean(model(batch["x"]) ** 2, tower)
+
+        return params, loss_fn
+
+    PROGRAMS[name] = split
 
 
 class Block(nnx.Module):
@@ -462,7 +470,7 @@ stateful(
 
 
 def step_of(name, towers, devices=None):
-    params, loss_fn = PROGRAMS[name]
+    params, loss_fn = PROGRAMS[name]()
     strategy = tj.Mirrored(devices, towers=towers)
     return params, tj.build_train_step(loss_fn, optax.adamw(0.01), strategy)
 

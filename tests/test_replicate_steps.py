@@ -111,6 +111,7 @@ def by_calls(model, batches=BATCHES, reduction=EXACT):
     return variables, losses, means
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("placement", MOST)
@@ -128,6 +129,7 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
     np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("policy", ["skip", "ignore"])
@@ -240,6 +242,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
     np.testing.assert_allclose(found["loss"], np.mean(totals), rtol=1e-5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import forked
 import pytest
 
 import towerjax as tj
@@ -18,8 +19,15 @@ MICRO = {"micro_batches": 2}
 
 def differing(case, *, devices=(1, 8), towers=8, steps=3, ops=None):
     """``D`` -> the leaves that differ; nothing when every bit is the same."""
-    ops = ops or tj.PinnedTree()
-    found = compare(case, towers=towers, devices=devices, steps=steps, ops=ops)
+    # Not here, where the compiler may have other flags than it has everywhere.
+    found = forked.called(
+        compare,
+        case,
+        towers=towers,
+        devices=devices,
+        steps=steps,
+        ops=ops or tj.PinnedTree(),
+    )
     for number, names in found.differing.items():
         same = found.digests[number] == found.digests[devices[0]]
         assert same == (names == [])
@@ -65,7 +73,7 @@ def test_50_steps_have_the_same_bits_on_every_number_of_devices(towers, devices,
     assert differing(case, towers=towers, devices=devices, steps=50) == {}
 
 
-ONCE = ["attention", "matrix 512", "muon", "mechanize", "model_fn, conv"]
+ONCE = ["attention", "muon", "model_fn, conv"]
 
 
 @pytest.mark.slow

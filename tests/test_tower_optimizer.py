@@ -271,8 +271,8 @@ def test_towers_update_once_of_the_one_gradient(count, devices, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize(("count", "devices"), [(1, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize("name", [*INNER][::2])
+@pytest.mark.parametrize(("count", "devices"), [(4, 2), (3, 1)])
 def test_all_layouts_update_once_of_the_one_gradient(count, devices, name):
     check_same_update(
         tj.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)

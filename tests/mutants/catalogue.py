@@ -158,7 +158,7 @@ REGISTRY = (
         "batch_norm.normalize:_weights",
         "rows = tower.weight\n",
         "rows = tower.weight * 0 + 1\n",
-        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how4]",
+        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how3]",
     ),
     _m(
         "B15",
@@ -167,7 +167,7 @@ REGISTRY = (
         "squares = weight * (x - _spread(mean, x, axes)) ** 2",
         "own = _ratio((weight * x).sum(over), count)\n"
         "    squares = weight * (x - _spread(own, x, axes)) ** 2",
-        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how4]",
+        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how3]",
     ),
     _m(
         "B16",
@@ -996,9 +996,9 @@ CHECKPOINTS = (
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "checkpoint.leaves:_dealt_out",
-        "num_towers=placement.num_towers, placement",
-        "num_towers=1, placement",
+        "cross_tower.saving:_restored_leaf",
+        "shares(like, new, strategy.num_towers)",
+        "jnp.broadcast_to(new, (strategy.num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there",
     ),
     _m(
