@@ -6,18 +6,14 @@ import itertools
 import re
 import signal
 
+import compiler_flags
 import jax
 import pytest
 
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
-if jax.__version_info__[:2] == (0, 10):
-    # Its compiler takes a third less time so. What programs of their own, and tests
-    # of bits, run is compiled as everywhere: the flag is read once, by this process.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false", " ")
-        jax.jit(lambda: 0)()
+compiler_flags.use()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

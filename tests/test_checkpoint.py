@@ -14,6 +14,7 @@ import time
 import types
 
 import checkpoint_model as model
+import compiler_flags
 import grain
 import jax
 import numpy as np
@@ -780,6 +781,8 @@ def test_train_and_evaluate_goes_on(tmp_path):
 
 def environment():
     own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    # Its bits go on in this process.
+    own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compiler_flags.FLAGS}"
     return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
 
 

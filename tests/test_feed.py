@@ -1,6 +1,7 @@
 """The input: cut into batches, placed in advance, in order, and nothing lost."""
 
 import contextlib
+import gc
 import itertools
 import threading
 import time
@@ -26,6 +27,7 @@ def train_step():
 
 
 def feeder_threads():
+    gc.collect()  # other tests may have left iterators
     return [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
 
 

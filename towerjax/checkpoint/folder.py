@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import time
 from collections.abc import Iterator
 
 from towerjax.checkpoint.errors import CheckpointError
@@ -82,6 +83,19 @@ def commit(directory: pathlib.Path, number: int) -> None:
     """
     making(directory, number).rename(folder_of(directory, number))
     flush_folder(directory)
+
+
+def discard(path: pathlib.Path, *, patience_s: float = 2.0) -> None:
+    """Delete what could not be written, while other threads may still write into it.
+
+    Args:
+      path: The folder; what is left of it does not count.
+      patience_s: How long to try.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while path.exists() and time.monotonic() < deadline_s:
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.01)
 
 
 def remove(directory: pathlib.Path, number: int) -> None:

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -186,7 +185,7 @@ class Saver:
             self._saved = None
             path = folder.making(self.options.path, number)
             if self._is_first:
-                shutil.rmtree(path, ignore_errors=True)
+                folder.discard(path)
             why = str(error)  # TensorStore's has its whole configuration
             why = why if len(why) <= 400 else why[:400] + " ..."
             raise CheckpointError(

@@ -181,10 +181,10 @@ def prefetch(
         yield from map(place, iterable)
         return
     feeder = _Feeder(iterable, place, depth, on_stop)
-    # A thread that still runs while Python ends can abort the process.
-    atexit.register(feeder.stop)
-    feeder.thread.start()
     try:
+        # A thread that still runs while Python ends can abort the process.
+        atexit.register(feeder.stop)
+        feeder.thread.start()
         while True:
             placed, failure, ended = feeder.next()
             if failure is not None:
@@ -242,11 +242,14 @@ class _Feeder:
         """End the thread; a loader that hangs cannot be interrupted, so say it."""
         if self._stopped.is_set():
             return
-        self._stopped.set()
-        atexit.unregister(self.stop)
-        self._on_stop()
-        self._room.release()
-        self.thread.join(patience_s)
+        try:
+            atexit.unregister(self.stop)
+            self._on_stop()
+        finally:  # Ctrl-C could strike before
+            self._stopped.set()
+            self._room.release()
+        if self.thread.ident is not None:
+            self.thread.join(patience_s)
         if self.thread.is_alive():
             warnings.warn(
                 f"The input is still busy with one batch {patience_s:g} s after the"
