@@ -74,8 +74,8 @@ class TimingProtocol:
             f" the fastest and the slowest {self.trim:.0%} are dropped and the others'"
             " mean taken. Figures are medians over all rounds; in brackets, the"
             f" {self.confidence:.0%} interval of the median by order statistics."
-            " Ratios are of the same round. Seeds: parameters"
-            f" {self.seed}, batch {self.seed + 1}."
+            " Ratios are of the same round. Workers keep the memory that they freed."
+            f" Seeds: parameters {self.seed}, batch {self.seed + 1}."
         )
 
 

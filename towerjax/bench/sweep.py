@@ -202,8 +202,17 @@ class _Worker:
         return f"ended with exit code {code}" if code else None
 
 
+# glibc gives large blocks back at once, or not, as it happens; what a step then pays
+# for fresh pages can be more than the step, and is not of the contender.
+_KEEPS_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most it takes
+}
+
+
 def worker_environ(environ: dict[str, str], trial: Trial) -> dict[str, str]:
-    """The environment of a worker: its CPU devices, and the compilation cache.
+    """The environment of a worker: CPU devices, compilation cache, memory that is kept.
 
     Args:
       environ: This process's.
@@ -218,6 +227,7 @@ def worker_environ(environ: dict[str, str], trial: Trial) -> dict[str, str]:
     others = {"JAX_PLATFORMS": "cpu"} if trial.by in ("tensorflow", "torch") else {}
     return {
         "JAX_COMPILATION_CACHE_DIR": folder,
+        **_KEEPS_MEMORY,
         **environ,
         **others,
         "JAX_NUM_CPU_DEVICES": str(trial.devices),
