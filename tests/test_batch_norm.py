@@ -371,6 +371,7 @@ def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients_are_those_of_the_whole_batch():
     """A penalty on the gradient by the input, with an empty tower, in float64."""
 
@@ -488,6 +489,7 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), *found)
 
 
+@pytest.mark.slow
 def test_under_remat_the_tower_is_a_static_argument():
     class Block(linen.Module):
         @linen.compact

@@ -54,6 +54,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_sweep_records_failures_compiles_once_and_goes_on(here, capfd):
     grid = Grid(
         ("mine:small",),

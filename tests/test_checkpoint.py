@@ -105,6 +105,7 @@ def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
     assert saving.steps == (4, 6, 8)
 
 
+@pytest.mark.slow
 def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
     step, undisturbed, tmp_path
 ):

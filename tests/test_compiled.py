@@ -112,6 +112,7 @@ def test_one_device_has_no_collective(towers, local, ops):
     assert lines_with(program.call.as_text(), *COLLECTIVES) == []
 
 
+@pytest.mark.slow
 def test_the_proof_lists_the_one_reduction():
     step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(towers=4096))
     shapes = {"x": jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)}

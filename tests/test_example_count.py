@@ -147,7 +147,7 @@ STRATEGIES = {
 }
 
 
-SLOW = ("3 towers on 1", "4 towers on 2", "packed")  # each compiles one more program
+SLOW = ("3 towers on 1", "4 towers on 2", "packed", "scan")  # programs of their own
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ def train_step():
 
 
 def feeder_threads():
-    gc.collect()  # other tests may have left iterators
     return [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
 
 
@@ -36,6 +35,11 @@ def wait_until(condition, timeout_s=5.0):
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.002)
     assert condition()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_iterator_of_another_file():
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)
@@ -223,6 +227,7 @@ def test_a_feed_never_begun_starts_nothing():
     assert feeder_threads() == []
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs_is_told_of(monkeypatch):
     hanging, release = threading.Event(), threading.Event()
 

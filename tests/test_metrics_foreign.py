@@ -257,6 +257,7 @@ def test_nothing_of_nothing_is_what_the_library_says():
         assert np.isnan(tj.metrics.compute(jax.device_get(state)))
 
 
+@pytest.mark.slow
 def test_an_adapted_metric_gives_back_its_own_class():
     metric = jax.jit(metrax.AUCPR.from_model_output)(
         jnp.array([0.2, 0.7]), jnp.array([0, 1])

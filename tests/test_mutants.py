@@ -72,6 +72,7 @@ def verdicts(tmp_path_factory):
     return dict(zip([job.name for job in jobs], found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_becomes_of_a_mutant(verdicts, name):
     outcome = re.match("killed|survived|not live|broken", name)[0]
@@ -80,6 +81,7 @@ def test_what_becomes_of_a_mutant(verdicts, name):
     assert verdicts[name].detail
 
 
+@pytest.mark.slow
 def test_without_a_mutant_the_tests_pass(verdicts):
     assert verdicts["test_rest"].outcome == "passed"
     assert verdicts["test_wrong"].outcome == "failed"

@@ -123,6 +123,7 @@ def told():
     return [one["told"] for one in told_by(2, 2, str(WORKERS / "scenarios.py"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scenario, text",
     [
@@ -187,21 +188,25 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", EXPECTED)
 def test_every_process_sees_the_same_values(told, scenario):
     assert [one[scenario] for one in told] == [EXPECTED[scenario]] * 2
 
 
+@pytest.mark.slow
 def test_each_process_places_its_own_towers_elements(told):
     assert told[0]["elements_of_all"] == [[[0.0], [1.0]]]
     assert told[1]["elements_of_all"] == [[[2.0], [3.0]]]
 
 
+@pytest.mark.slow
 def test_a_process_may_work_by_itself_on_its_own_devices(told):
     # One step from 0 on 0..7, and from 1 on 1..8: gradients -7 each.
     assert [one["own_devices_alone"] for one in told] == [[False, 0.7], [False, 1.7]]
 
 
+@pytest.mark.slow
 def test_an_input_that_fails_on_one_process_is_told_to_all(told):
     assert told[1]["loader_fails"] == "mine: disk"
     assert told[0]["loader_fails"] == "The input of process 1 failed: OSError: disk"

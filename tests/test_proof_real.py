@@ -476,7 +476,7 @@ def step_of(name, towers, devices=None):
 
 
 FAST = """attention lstm_by_scan custom_vjp remat_with_policy linear_solve ctc
-interpreted_kernel weighted_totals shared_total_in_the_loss linen_deep nnx_block
+interpreted_kernel weighted_totals shared_total_in_the_loss linen_mlp nnx_block
 balanced_experts merged synchronised_statistics""".split()
 
 

@@ -617,6 +617,7 @@ def merged_state(evaluate, rows, ends):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices", marked([(4, 2)], [(1, 1), (3, 3), (8, 8), (16, 4)])
 )

@@ -395,6 +395,7 @@ def test_a_size_of_each_kind_equals_numpy(size):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "towers", "devices"),
     [("clip", 4, 2)]

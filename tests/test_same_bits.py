@@ -39,11 +39,13 @@ def test_a_run_has_the_same_bits_on_one_device_and_on_many():
     assert differing(Case("", "batch norm", "MultiSteps", options=MICRO)) == {}
 
 
+@pytest.mark.slow
 def test_the_tree_is_not_fused_into_the_update():
     options = {"on_nonfinite": "ignore"}
     assert differing(Case("", "linear", "momentum", options=options)) == {}
 
 
+@pytest.mark.slow
 def test_the_plain_all_reduce_does_not():
     # Eight devices would do: their all-reduce adds in the order of one device's scan.
     case = Case("", "linear", "adam", options=MICRO)
