@@ -224,6 +224,7 @@ def test_local_statistics_are_those_of_each_tower_and_send_nothing():
         np.testing.assert_allclose(got["var"], 0.9 + 0.1 * var, **CLOSE)
 
 
+@pytest.mark.slow
 def test_towers_that_never_meet_take_local_statistics():
     rows, strategy = batch(8), towers(4, 1, local="scan")
     with pytest.raises(ValueError, match="tower.reduce"):

@@ -238,6 +238,7 @@ def test_a_model_has_a_loss_for_each_example(name):
         assert sum(x.size for x in jax.tree.leaves(params)) == 11_173_962
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cnn", "embedding", "transformer"])
 def test_an_examples_loss_is_its_own(name):
     model = find_model(name, "float32")

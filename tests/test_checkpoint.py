@@ -412,6 +412,7 @@ def test_a_list_is_counted_off(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_distributed_data_set_goes_on(step, undisturbed, tmp_path):
     saving, other = tj.Checkpointer(tmp_path), model.build(4)
     for trained, steps in ((step, 3), (other, model.STEPS)):

@@ -292,6 +292,7 @@ def twins():
     return optax.GradientTransformation(lambda params: state, update_fn)
 
 
+@pytest.mark.slow
 def test_a_refused_step_leaves_each_leaf_as_it_was():
     step = tj.build_train_step(
         loss_fn, twins(), tj.Mirrored(devices(2)), on_nonfinite="skip"

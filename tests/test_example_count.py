@@ -220,6 +220,7 @@ def test_a_refused_step_has_not_seen_its_examples(steps_per_call):
     assert report.repeated == tuple((int(id), 1.0, 2) for id in IDS[:8])
 
 
+@pytest.mark.slow
 def test_an_ignored_nan_is_seen():
     step, state = build(on_nonfinite="ignore")
     data = {**make_data(), "y": np.full(N, np.nan, np.float32)}

@@ -200,6 +200,7 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
         assert max(lags) == in_flight - 1
 
 
+@pytest.mark.slow
 def test_loading_overlaps_with_the_steps():
     # The device sleeps in a callback, as if it were busy elsewhere.
     def slow_loss(params, batch, tower):
