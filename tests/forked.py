@@ -4,7 +4,6 @@ A server has imported what programs import, and started no JAX backend; it forks
 process for each.
 """
 
-import functools
 import multiprocessing
 import os
 import pickle
@@ -12,28 +11,26 @@ import runpy
 import sys
 import tempfile
 import warnings
-from multiprocessing import forkserver
 
-import pytest
+import jax
 
 PRELOAD = "numpy jax optax flax.linen flax.nnx towerjax".split()
 
 
-@functools.cache
-def server(devices):
-    """The context of the server, whose JAX has so many CPU devices."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, __name__])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_PLATFORMS", "cpu")
-        patch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
-        forkserver.ensure_running()
-    return context
+def context():
+    """That of the server, which another user of it may have started."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([*PRELOAD, __name__])
+    return found
 
 
 def in_child(output, run, *args):
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+    # For this process, whose JAX has begun nothing yet, and for what it starts.
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
     run(*args)
 
 
@@ -47,7 +44,7 @@ def program(path):
 def told(run, *args, timeout_s=120):
     """What it prints to call a function in a process of its own; fails as it does."""
     with tempfile.NamedTemporaryFile("r") as output:
-        process = server(8).Process(target=in_child, args=(output.name, run, *args))
+        process = context().Process(target=in_child, args=(output.name, run, *args))
         process.start()
         process.join(timeout_s)
         is_over = process.exitcode is not None
