@@ -7,18 +7,23 @@ from typing import Any
 import griffe
 
 ROOT = pathlib.Path(__file__).parent.parent
-PUBLIC = set(
-    re.findall(r" as (\w+)$", (ROOT / "towerjax/__init__.py").read_text(), re.M)
-)
+# Every name that a reference page shows, with where it is.
+PUBLIC = {
+    path.rpartition(".")[2]: path
+    for page in (ROOT / "docs/reference").glob("*.md")
+    for path in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+}
 
 
 def as_markdown(docstring: str) -> str:
     """A docstring with ``Examples:``, and with links where it says `Mirrored`."""
     text = re.sub(r"^( *)Example:$", r"\1Examples:", docstring, flags=re.MULTILINE)
-    names = "|".join(
-        sorted(PUBLIC - {"bench", "cluster", "metrics", "testing", "__version__"})
-    )
-    return re.sub(rf"(?<!`)`({names})`(?!`)", r"[`\1`][towerjax.\1]", text)
+    return re.sub(r"(?<!`)`(\w+)`(?!`)", _link, text)
+
+
+def _link(found: re.Match[str]) -> str:
+    name = found[1]
+    return f"[`{name}`][{PUBLIC[name]}]" if name in PUBLIC else found[0]
 
 
 class Docstrings(griffe.Extension):

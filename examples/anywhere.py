@@ -44,7 +44,7 @@ def main() -> None:
     state, history = tj.run(step, state, batches, progress=False)
 
     evaluate = tj.build_eval_step(count_hits, strategy)
-    accuracy = tj.evaluate_all(evaluate, state, lambda: tj.batches(data, 500))
+    accuracy = tj.evaluate(evaluate, state, lambda: tj.batches(data, 500))
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]
     digest = hashlib.sha256(b"".join(leaves)).hexdigest()
     if strategy.should_save_summary:  # one process speaks for all

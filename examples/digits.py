@@ -141,7 +141,7 @@ def draw(history: tj.History, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def table(summary: tj.RunSummary) -> Table:
+def table(summary: tj.loop.RunSummary) -> Table:
     headers = ("towers", "devices", "steps/s", "examples/s", "compile s")
     shown = Table(*headers, title="digits")
     shown.add_row(

@@ -69,11 +69,18 @@ def init_params() -> dict[str, jax.Array]:
 
 
 def build_model(
-    strategy: tj.Mirrored, optimizer: tj.TowerOptimizer, *, sparse: tuple[str, ...]
-) -> tj.ReplicatedModel:
+    strategy: tj.Mirrored,
+    optimizer: tj.estimator.TowerOptimizer,
+    *,
+    sparse: tuple[str, ...],
+) -> tj.estimator.ReplicatedModel:
     def model_fn(
-        variables: Any, features: Any, labels: Any, mode: tj.Mode, tower: tj.Tower
-    ) -> tj.ModelSpec:
+        variables: Any,
+        features: Any,
+        labels: Any,
+        mode: tj.estimator.Mode,
+        tower: tj.Tower,
+    ) -> tj.estimator.ModelSpec:
         def loss_fn(params: Any) -> Any:
             rows = params["table"][features].mean(axis=1)
             logits = rows @ params["w"] + params["b"][None]
@@ -82,15 +89,15 @@ def build_model(
             accuracy = tj.Weighted.mean(hits, tower.weight)
             return tj.Weighted.mean(losses, tower.weight), {"accuracy": accuracy}
 
-        if mode is tj.Mode.EVAL:
+        if mode is tj.estimator.Mode.EVAL:
             loss, metrics = loss_fn(variables.params)
-            return tj.ModelSpec(mode, loss=loss, eval_metrics=metrics)
+            return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics=metrics)
         (loss, _), train_op = optimizer.minimize(
             loss_fn, variables, has_aux=True, sparse=sparse
         )
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    return tj.replicate_model_fn(model_fn, devices=strategy, donate=True)
+    return tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=True)
 
 
 def collective_bytes(program: str) -> dict[str, int]:
@@ -122,9 +129,11 @@ def compare_bytes(programs: dict[str, str]) -> None:
 
 
 def accuracy_of(
-    model: tj.ReplicatedModel, state: tj.TrainState, split: dict[str, np.ndarray]
+    model: tj.estimator.ReplicatedModel,
+    state: tj.TrainState,
+    split: dict[str, np.ndarray],
 ) -> float:
-    spec = model(state, split["words"], split["label"], tj.Mode.EVAL)
+    spec = model(state, split["words"], split["label"], tj.estimator.Mode.EVAL)
     return float((spec.eval_metrics or {})["accuracy"].value)
 
 
@@ -146,7 +155,7 @@ def main() -> None:
     labels = test_split["label"]
     print(f"{len(train_split['label']):,} runs for training, {len(labels):,} to test")
     # Losses are means of 1,024, so gradients of rows are far below adagrad's defaults.
-    optimizer = tj.TowerOptimizer(
+    optimizer = tj.estimator.TowerOptimizer(
         optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
     )
     model = build_model(strategy, optimizer, sparse=("table",))
@@ -163,7 +172,9 @@ def main() -> None:
         losses, start = [], time.perf_counter()
         for batch in tj.batches(train_split, BATCH_SIZE, epochs=1, seed=epoch):
             if len(batch["label"]) == BATCH_SIZE:
-                spec = model(state, batch["words"], batch["label"], tj.Mode.TRAIN)
+                spec = model(
+                    state, batch["words"], batch["label"], tj.estimator.Mode.TRAIN
+                )
                 state = spec.train_op
                 losses.append(float(spec.loss.value))
         rate = len(losses) / (time.perf_counter() - start)

@@ -41,7 +41,7 @@ import numpy as np
 import towerjax as tj
 
 exported, rows, scores = sys.argv[1:]
-np.save(scores, tj.load_exported(exported)(np.load(rows))["scores"])
+np.save(scores, tj.estimator.load_exported(exported)(np.load(rows))["scores"])
 """
 
 
@@ -72,12 +72,17 @@ class ClassHits(tj.metrics.Additive):
 
 
 def model_fn(
-    variables: Any, features: Any, labels: Any, mode: tj.Mode, params: Any, tower: Any
-) -> tj.ModelSpec:
+    variables: Any,
+    features: Any,
+    labels: Any,
+    mode: tj.estimator.Mode,
+    params: Any,
+    tower: Any,
+) -> tj.estimator.ModelSpec:
     network = Network(params["dropout"])
 
     def logits_of(weights: Any) -> Any:
-        train, rngs = mode is tj.Mode.TRAIN, {"dropout": tower.rng}
+        train, rngs = mode is tj.estimator.Mode.TRAIN, {"dropout": tower.rng}
         return network.apply({"params": weights}, features, train=train, rngs=rngs)
 
     def loss_fn(weights: Any) -> tuple[tj.Weighted, jax.Array]:
@@ -85,26 +90,28 @@ def model_fn(
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return tj.Weighted.mean(losses, tower.weight), logits
 
-    if mode is tj.Mode.PREDICT:
+    if mode is tj.estimator.Mode.PREDICT:
         scores = nn.softmax(logits_of(variables.params))
-        return tj.ModelSpec(
+        return tj.estimator.ModelSpec(
             mode,
             predictions={"digit": scores.argmax(-1), "scores": scores},
-            export_outputs={"digits": tj.ClassificationOutput(scores)},
+            export_outputs={"digits": tj.estimator.ClassificationOutput(scores)},
         )
-    if mode is tj.Mode.EVAL:
+    if mode is tj.estimator.Mode.EVAL:
         loss, logits = loss_fn(variables.params)
-        return tj.ModelSpec(mode, loss=loss, eval_metrics=score(labels, logits, tower))
+        return tj.estimator.ModelSpec(
+            mode, loss=loss, eval_metrics=score(labels, logits, tower)
+        )
     optimizer = optimizer_of(params)
     (loss, logits), train_op = optimizer.minimize(loss_fn, variables, has_aux=True)
     accuracy = tj.metrics.accuracy(labels, logits.argmax(-1), tower.weight)
-    return tj.ModelSpec(
+    return tj.estimator.ModelSpec(
         mode, loss=loss, train_op=train_op, eval_metrics={"accuracy": accuracy}
     )
 
 
-def optimizer_of(params: Any) -> tj.TowerOptimizer:
-    return tj.TowerOptimizer(optax.adam(params["learning_rate"]))
+def optimizer_of(params: Any) -> tj.estimator.TowerOptimizer:
+    return tj.estimator.TowerOptimizer(optax.adam(params["learning_rate"]))
 
 
 def score(labels: jax.Array, logits: jax.Array, tower: tj.Tower) -> dict[str, Any]:
@@ -154,10 +161,10 @@ def writers() -> list[Any]:
 
 
 def train(
-    model: tj.ReplicatedModel, splits: Any, epochs: int
+    model: tj.estimator.ReplicatedModel, splits: Any, epochs: int
 ) -> tuple[tj.TrainState, tj.History]:
     steps_per_epoch = -(-SPLITS["train"] // BATCH_SIZE)  # the last batch has 90 rows
-    return tj.train_and_evaluate(
+    return tj.estimator.train_and_evaluate(
         model,
         tj.batches(splits["train"], BATCH_SIZE, epochs=epochs, seed=0),
         lambda: tj.batches(splits["validation"], BATCH_SIZE),
@@ -218,21 +225,23 @@ def main() -> None:
     strategy = choose_strategy(args.towers, args.devices)
     splits = load_splits()
     image, label = splits["test"]
-    model = tj.replicate_model_fn(model_fn, devices=strategy)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
     variables, history = train(model, splits, args.epochs)
     print(history.stopped or f"{args.epochs} epochs are over")
     test = {"features": image, "labels": label}
     evaluate = model.eval_step(params=HYPERPARAMETERS)
-    values = tj.evaluate_all(evaluate, variables, lambda: tj.batches(test, BATCH_SIZE))
+    values = tj.evaluate(evaluate, variables, lambda: tj.batches(test, BATCH_SIZE))
 
     batches = tj.batches(image, BATCH_SIZE)
-    outputs = list(tj.predict(model, variables, batches, params=HYPERPARAMETERS))
+    outputs = list(
+        tj.estimator.predict(model, variables, batches, params=HYPERPARAMETERS)
+    )
     digit = np.concatenate([output["digit"] for output in outputs])
     scores = np.concatenate([output["scores"] for output in outputs])
 
     exported = FOLDER / "exported"
     shutil.rmtree(exported, ignore_errors=True)
-    tj.export_model(model, variables, image, exported, params=HYPERPARAMETERS)
+    tj.estimator.export_model(model, variables, image, exported, params=HYPERPARAMETERS)
     served = scores_of_another_process(exported, image)
     confusions = np.zeros((10, 10), int)
     np.add.at(confusions, (label, digit), 1)

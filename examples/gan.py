@@ -76,11 +76,14 @@ def logits_of(net: Any, image: Any) -> Any:
     return discriminator.apply(net, image)
 
 
-def optimizers(steps: int) -> dict[str, tj.TowerOptimizer]:
+def optimizers(steps: int) -> dict[str, tj.estimator.TowerOptimizer]:
     """One for each network: their gradients and their moments are their own."""
     rate = optax.cosine_decay_schedule(2e-3, steps)
     adam = optax.adam(rate, b1=0.5, b2=0.99)
-    return {name: tj.TowerOptimizer(adam) for name in ("generator", "discriminator")}
+    return {
+        name: tj.estimator.TowerOptimizer(adam)
+        for name in ("generator", "discriminator")
+    }
 
 
 def init_variables(steps: int, seed: int) -> tj.TrainState:
@@ -115,13 +118,18 @@ def discriminator_losses(params: Any, image: jax.Array, drawn: jax.Array) -> jax
 
 
 def model_fn(
-    variables: Any, features: Any, labels: Any, mode: tj.Mode, params: Any, tower: Any
-) -> tj.ModelSpec:
+    variables: Any,
+    features: Any,
+    labels: Any,
+    mode: tj.estimator.Mode,
+    params: Any,
+    tower: Any,
+) -> tj.estimator.ModelSpec:
     """Trains on images; in ``Mode.PREDICT`` features are noise, which it draws."""
     nets = variables.params
-    if mode is tj.Mode.PREDICT:
+    if mode is tj.estimator.Mode.PREDICT:
         drawn = images_of(nets["generator"], features)
-        return tj.ModelSpec(mode, predictions={"image": drawn})
+        return tj.estimator.ModelSpec(mode, predictions={"image": drawn})
 
     noise = jax.random.normal(tower.rng, (2, features.shape[0], NOISE))
     drawn = images_of(nets["generator"], noise[0])
@@ -143,7 +151,7 @@ def model_fn(
         params={name: own.params for name, own in after.items()},
         opt_state={name: own.opt_state for name, own in after.items()},
     )
-    return tj.ModelSpec(
+    return tj.estimator.ModelSpec(
         mode,
         loss=losses["generator"],
         train_op=train_op,
@@ -231,7 +239,7 @@ def main() -> None:
     train_split, test_split = load_splits()
     critic, columns = Critic(train_split, test_split), {}
     hyperparameters = {"steps": args.steps}
-    model = tj.replicate_model_fn(model_fn, devices=strategy, donate=True)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=True)
     variables = model.init(init_variables(args.steps, args.seed))
     noise = np.random.default_rng(1).normal(size=(DRAWN, NOISE)).astype(np.float32)
 
@@ -241,7 +249,9 @@ def main() -> None:
     )
     for number in range(args.steps + 1):
         if number in stops:
-            spec = model(variables, noise, mode=tj.Mode.PREDICT, params=hyperparameters)
+            spec = model(
+                variables, noise, mode=tj.estimator.Mode.PREDICT, params=hyperparameters
+            )
             image = jax.device_get(spec.predictions)["image"]
             distance, shares = critic.measure(image)
             columns[f"step {number}\ndistance {distance:.2f}"] = image

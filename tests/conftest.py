@@ -1,6 +1,7 @@
 """Eight CPU devices, no implicit broadcasting, warnings are errors."""
 
 import collections
+import gc
 import importlib
 import itertools
 import re
@@ -74,6 +75,13 @@ def mark_slow(cases):
         for i, item in enumerate(cases):
             if i not in kept:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """What is imported stays: looking through it again and again takes a twentieth."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
+from layouts import names
 
-import towerjax as tj
-from towerjax.executors import jit_on_devices, over_devices
-from towerjax.placement import Placement
+from towerjax.mesh.placement import Placement
+from towerjax.towers.executors import jit_on_devices, over_devices
 from towerjax.types import Layout
 
 # The values that are drawn reach single precision's ends, and half precision's.
@@ -25,14 +25,6 @@ seeds = st.integers(0, 2**32 - 1)
 def few(number):
     """As many examples, the same ones in every run."""
     return settings(max_examples=number, deadline=None, derandomize=True, database=None)
-
-
-def names(count):
-    return tuple(f"cpu:{i}" for i in range(count))
-
-
-def mirrored(towers, devices, **options):
-    return tj.Mirrored(names(devices), towers=towers, **options)
 
 
 def on_devices(device_fn, towers, devices):

@@ -83,14 +83,15 @@ def mean_iou(rows, w):
     return np.mean(values) if values else 0.0
 
 
-def mean_per_class_accuracy(rows, w):
+def mean_per_class_accuracy(rows, w, divide_by_all=False):
+    """Of TensorFlow a class without examples is 0, and all classes are averaged."""
     values = [
         w[(rows["label"] == c) & (rows["class"] == c)].sum()
         / w[rows["label"] == c].sum()
         for c in range(NUM_CLASSES)
         if w[rows["label"] == c].sum()
     ]
-    return np.mean(values) if values else 0.0
+    return sum(values) / (NUM_CLASSES if divide_by_all else max(len(values), 1))
 
 
 def errors(rows):
@@ -129,4 +130,5 @@ VALUES = {
     "recalls": lambda r, w: rate_at_thresholds(r, w, [0.2, 0.5], True),
     "mean_iou": mean_iou,
     "mean_per_class_accuracy": mean_per_class_accuracy,
+    "mean_per_class_accuracy_tf": lambda r, w: mean_per_class_accuracy(r, w, True),
 }

@@ -23,8 +23,8 @@ from towerjax.proof.analysis import (
     Dependence,
     Hang,
     analyse,
-    body_of_shard_map,
 )
+from towerjax.proof.equation import open_jaxpr
 from towerjax.proof.grid import coordinate_of, without_coordinate
 from towerjax.proof.mirrored import ReplicationError, prove_mirrored
 
@@ -40,7 +40,8 @@ def trace(tower, num_towers=2, shape=None, axes=(AXIS,)):
     )
     w = jax.ShapeDtypeStruct((4,), jnp.float32)
     x = jax.ShapeDtypeStruct((2 * int(np.prod(shape)), 4), jnp.float32)
-    return body_of_shard_map(jax.make_jaxpr(sharded)(w, x))
+    (eqn,) = jax.make_jaxpr(sharded)(w, x).eqns
+    return open_jaxpr(eqn.params["jaxpr"])
 
 
 def study(tower, num_towers=2, **kwargs):
@@ -238,6 +239,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.few_fast(7)
 @pytest.mark.parametrize("num_towers", [1, 2, 4096])
 @pytest.mark.parametrize("tower, source, where", REFUSED)
 def test_dependent_output_is_refused(tower, source, where, num_towers):
@@ -502,6 +504,29 @@ def solved_with_equals(w, x):
     return lax.custom_linear_solve(lambda v: 2 * v, w, lambda _, b: b / 2)
 
 
+def reduced_operator(x):
+    return lambda v: v + lax.pmean(x.T @ (x @ v), AXIS)
+
+
+def solved_iteratively(w, x):
+    solvers = jax.scipy.sparse.linalg
+    operator = reduced_operator(x)
+    solve = [solvers.cg, solvers.gmres, solvers.bicgstab]
+    return [solve(operator, w)[0] for solve in solve]
+
+
+def gradient_of_a_solution(w, x):
+    solve = jax.scipy.sparse.linalg.cg
+    return jax.grad(lambda w: solve(reduced_operator(x), w)[0].sum())(w)
+
+
+def one_group_of_all(w, x):
+    size = lax.axis_size(AXIS)
+    groups = [list(reversed(range(size)))] if size > 1 else None
+    mean = lax.pmean(x, AXIS, axis_index_groups=groups)
+    return mean, lax.all_gather(x, AXIS, axis_index_groups=groups)
+
+
 LEGAL = [
     reduced_gradient,
     scan_with_sum_inside,
@@ -531,9 +556,13 @@ LEGAL = [
     mirrored_ref,
     printed,
     solved_with_equals,
+    solved_iteratively,
+    gradient_of_a_solution,
+    one_group_of_all,
 ]
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("num_towers", [1, 2, 4096])
 @pytest.mark.parametrize("tower", LEGAL)
 def test_legal_program_passes(tower, num_towers):
@@ -884,6 +913,38 @@ def test_a_coordinate_never_hides_a_dependence():
     assert 20 < mirrored < 380
 
 
+@pytest.mark.slow
+def test_a_reduced_operator_is_solved_alike_on_all_towers():
+    w, x = np.arange(1.0, 5.0), np.random.default_rng(0).normal(size=(3, 2, 4))
+    towers = jax.vmap(solved_iteratively, (None, 0), axis_name=AXIS)
+    mean = np.mean([rows.T @ rows for rows in x], axis=0)
+    for rows in towers(jnp.float32(w), jnp.float32(x)):
+        np.testing.assert_array_equal(rows[0], rows[1])
+        np.testing.assert_array_equal(rows[0], rows[2])
+        np.testing.assert_allclose(
+            rows[0], np.linalg.solve(np.eye(4) + mean, w), rtol=1e-3
+        )
+
+
+def test_a_solver_of_what_differs_is_refused():
+    def own_operator(w, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: v + x.T @ (x @ v), w)[0]
+
+    def own_steps(w, x):
+        return psum(jax.scipy.sparse.linalg.cg(reduced_operator(x), x[0])[0])
+
+    assert study(own_operator).outputs[0].source == "batch['x']"
+    [hang] = study(own_steps).hangs
+    assert (hang.primitive, hang.control) == ("psum", "while")
+
+
+def test_a_sum_of_equals_over_one_group_of_all_is_too_much():
+    def tower(w, x):
+        return lax.psum(w, AXIS, axis_index_groups=[[0, 1, 2]])
+
+    assert study(tower, num_towers=3).repeats
+
+
 def test_sum_over_unequal_groups_of_equal_values_is_refused():
     def tower(w, x):
         return lax.psum(w, AXIS, axis_index_groups=[[0], [1, 2]])
@@ -917,7 +978,7 @@ def test_mirrored_variable_and_metric_of_unequal_groups_are_refused():
         return lax.psum(value, tower.axis_names, axis_index_groups=groups)
 
     def tower_fn(tower, v):
-        return tj.MirroredVar(summed(v.value, tower), name="v")
+        return tj.towers.MirroredVar(summed(v.value, tower), name="v")
 
     with pytest.raises(ReplicationError, match="variable 'v'"):
         strategy.call_for_each_tower(tower_fn, strategy.create_var("v", 1.0))
@@ -954,19 +1015,6 @@ def test_collectives_of_every_branch_are_recorded():
 
 
 # The small functions, and wrong arguments.
-
-
-def test_body_is_found_through_jit():
-    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(
-        psum, mesh=mesh, in_specs=P(AXIS), out_specs=P(), check_vma=False
-    )
-    body = body_of_shard_map(jax.make_jaxpr(jax.jit(jax.jit(sharded)))(jnp.ones(4)))
-    assert [eqn.primitive.name for eqn in body.eqns] == ["psum"]
-    assert body.invars[0].aval.shape == (2,)
-    for function, count in [(jnp.sin, 0), (lambda x: (sharded(x), sharded(x)), 2)]:
-        with pytest.raises(ValueError, match=f"has {count} shard_map equations"):
-            body_of_shard_map(jax.make_jaxpr(function)(jnp.ones(4)))
 
 
 def test_arguments_that_do_not_fit_the_jaxpr():

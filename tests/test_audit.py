@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.cli import main
-from towerjax.testing import SplitError, assert_replicates
-from towerjax.testing.dealing import splits_of
-from towerjax.testing.findings import CAUSES
+from towerjax.tools.cli import main
+from towerjax.tools.testing import SplitError, assert_replicates
+from towerjax.tools.testing.dealing import splits_of
+from towerjax.tools.testing.findings import CAUSES
 
 SUM, MEAN, FIRST = (
     tj.Reduction.SUM,
@@ -434,6 +434,7 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
+@pytest.mark.slow
 def test_a_value_that_is_right_on_the_first_tower_alone_is_found():
     def loss_fn(w, batch, tower):
         loss = tj.Weighted.mean(w * batch, tower.weight)
@@ -446,6 +447,7 @@ def test_a_value_that_is_right_on_the_first_tower_alone_is_found():
     assert plain.difference == 0
 
 
+@pytest.mark.slow
 def test_padding_that_counts_is_found_where_the_towers_divide_the_batch():
     def careless(w, batch, tower):
         return tj.Weighted.mean(w * batch)
@@ -460,7 +462,7 @@ def test_bad_arguments_are_refused():
     for wrong, options in {
         "needs 4 or more": {"batch": short},
         "do not divide": {"padding": False},
-        "whole numbers >= 1": {"towers": (0,)},
+        "whole number >= 1": {"towers": (0,)},
         "'ignore'": {"rng": "off"},
         "must be >= 0": {"rtol": -1.0},
         "Reduction.SUM or": {"loss_reduction": FIRST},

@@ -1,6 +1,7 @@
 """Each mistake gets one clear error before compilation, and loses nothing."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.step.checking import Verdicts
 
 TWO = ("cpu:0", "cpu:1")
 
@@ -54,7 +56,7 @@ BATCHES = {
 }
 
 
-@pytest.mark.few_fast(6)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", BATCHES)
 def test_malformed_batches_are_refused(name, compiled):
     batch, text = BATCHES[name]
@@ -92,6 +94,7 @@ def test_a_batch_that_changes_is_refused_saying_what(name, compiled):
     state, _ = step(state, good())
 
 
+@pytest.mark.slow
 def test_several_kinds_of_batch_compile_once_each_when_asked():
     step = build(max_programs=2)
     state = step.init(start())
@@ -101,6 +104,7 @@ def test_several_kinds_of_batch_compile_once_each_when_asked():
         step(state, good(8))
 
 
+@pytest.mark.slow
 def test_padding_that_nothing_masks_is_refused(compiled):
     def careless(params, batch, tower):
         return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)
@@ -117,6 +121,7 @@ def test_padding_that_nothing_masks_is_refused(compiled):
         evaluate(state, good(5))
 
 
+@pytest.mark.slow
 def test_padding_that_only_a_metric_masks_is_refused(compiled):
     def careless(params, batch, tower):
         losses = (batch["x"] @ params["w"]) ** 2
@@ -127,7 +132,7 @@ def test_padding_that_only_a_metric_masks_is_refused(compiled):
         step = build(careless, tj.Mirrored(TWO[: min(towers, 2)], towers=towers))
         step = build(careless, step.strategy, remainder="pad")
         state, _ = step(step.init(start()), good(8))
-        refused(step, state, good(5), r"loss\.sum does not depend", compiled)
+        refused(step, state, good(5), r"loss\.sum, grads.* does not depend", compiled)
     evaluate = tj.build_eval_step(
         lambda p, b, tower: {
             "right": tj.Weighted.mean(b["x"], tower.weight),
@@ -149,6 +154,7 @@ def test_drop_leaves_the_rows_over_out():
         step(state, good(1))
 
 
+@pytest.mark.slow
 def test_a_state_from_elsewhere_is_refused(compiled):
     local = {"n": tj.TowerLocal(np.zeros(()), tj.Reduction.SUM)}
     there = build(strategy=tj.Mirrored(("cpu:2", "cpu:3")))
@@ -226,6 +232,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_are_none_are_refused(name, compiled):
     fn, text = LOSSES[name]
@@ -283,6 +290,7 @@ def hanging(params, batch, tower):
     return tj.Weighted(loss, 4.0)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [1, 2, 8])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_forgotten_reduction_is_refused_naming_leaf_and_line(
@@ -408,8 +416,34 @@ def test_options_that_there_are_not_are_refused(name):
         build(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["micro_batches", "max_programs"])
+def test_a_bool_is_no_number_and_one_of_numpy_is(name):
+    with pytest.raises(ValueError, match=f"{name}=True must be a whole number >= 1"):
+        build(**{name: True})
+    with pytest.raises(ValueError, match=f"{name}=10*0 must .* <= 2147483647"):
+        build(**{name: 10**30})
+    step = build(**{name: np.int64(2)})
+    assert int(step(step.init(start()), good())[0].step) == 1
+
+
+def test_arguments_in_each_others_place_are_told():
+    sgd, strategy = optax.sgd(0.1), tj.Mirrored(TWO)
+    text = (
+        r"build_train_step: optimizer is a Mirrored, strategy is a Gradient\w+, as if"
+        r" arguments were swapped. Write build_train_step\(loss_fn, optimizer, strat"
+    )
+    with pytest.raises(ValueError, match=text):
+        tj.build_train_step(loss_fn, strategy, sgd)
+    with pytest.raises(ValueError, match=r"strategy is a str. Write .*tj.Mirrored\(\)"):
+        tj.build_train_step(loss_fn, sgd, "cpu:0")
+    for builder in (tj.build_eval_step, tj.build_predict_step):
+        with pytest.raises(ValueError, match="_fn is a Mirrored, strategy is a func"):
+            builder(strategy, loss_fn)
+
+
 PARAMS = {
-    "integer": ({"w": np.ones(2), "n": np.ones(2, int)}, r"params\['n'\] is int"),
+    "integer": ({"n": np.ones(2, int)}, r"params\['n'\] is int"),
+    "complex": ({"w": np.ones(2), "n": np.ones(2, complex)}, r"\['n'\] is complex"),
     "nothing": ({}, "params holds no arrays"),
 }
 
@@ -466,6 +500,57 @@ def test_a_short_loop_is_settled():
     np.testing.assert_array_equal(state.params["w"], start()["w"])
 
 
+def test_a_refused_step_that_has_run_is_told_by_the_next_call():
+    poisoned = good(4)
+    poisoned["x"][3, 0] = np.nan
+    step = build()
+    state = step.init(start())
+    for batch in (good(), good(), poisoned):
+        state, metrics = step(state, batch)
+    jax.block_until_ready(metrics)
+    kept = np.asarray(state.params["w"])
+    with pytest.raises(tj.NonFiniteError, match="of step 2 "):
+        step(state, good())
+    np.testing.assert_array_equal(state.params["w"], kept)  # and not donated
+    state, _ = step(state, good())
+    assert int(state.step) == 4
+
+
+class Loss:
+    """One that arrives when it is told to, and counts who waits for it."""
+
+    def __init__(self, value):
+        self.value, self.has_arrived, self.waits = value, False, 0
+
+    def is_ready(self):
+        return self.has_arrived
+
+    def __array__(self, dtype=None, copy=None):
+        self.waits += not self.has_arrived
+        return np.asarray(self.value, dtype)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
+    verdicts = Verdicts(SimpleNamespace(num_processes=processes), refusals=True)
+    losses = [Loss(1.0) for _ in range(15)]
+    for i, loss in enumerate(losses):
+        verdicts.add(i, loss)
+        verdicts.check()
+    assert not any(loss.waits for loss in losses)
+    losses[0].has_arrived = losses[1].has_arrived = True
+    losses[1].value = np.nan
+    if processes == 1:
+        with pytest.raises(tj.NonFiniteError, match="of step 1 "):
+            verdicts.check()
+        return
+    verdicts.check()  # the other process may not see it yet
+    verdicts.add(15, Loss(1.0))
+    with pytest.raises(tj.NonFiniteError, match="of step 1 "):
+        verdicts.check()
+
+
+@pytest.mark.slow
 def test_no_examples_change_nothing_whatever_the_losses_are():
     def fn(params, batch, tower):
         losses = (batch["x"] @ params["w"]) ** 2
@@ -482,11 +567,77 @@ def test_no_examples_change_nothing_whatever_the_losses_are():
     np.testing.assert_array_equal(state.params["w"], start()["w"])
 
 
-def test_keys_whose_draws_depend_on_the_devices_are_refused():
-    key = jax.random.key(0, impl="rbg")
-    with pytest.raises(ValueError, match="rbg.*threefry"):
-        build(strategy=tj.Mirrored(TWO, towers=4)).init(start(), rng=key)
-    build(strategy=tj.Mirrored(TWO)).init(start(), rng=key)
+def _draws(kind):
+    """Losses with keys of a kind, and whether the draws depend on the devices."""
+
+    def own(tower):
+        return jax.random.fold_in(jax.random.key(3, impl=kind), tower.id)
+
+    def after_some(tower):
+        """As many draws of one key as the tower's number says."""
+        start = (jax.random.key(3, impl=kind), 0.0, 0)
+
+        def draw(carry):
+            key, _, n = carry
+            return jax.random.fold_in(key, n), jax.random.normal(key), n + 1
+
+        return jax.lax.while_loop(lambda c: c[2] < tower.id + 1, draw, start)[1]
+
+    def of_rows(rows):
+        keys = jax.random.split(jax.random.key(3, impl=kind), rows)
+        return jax.vmap(jax.random.normal)(keys)
+
+    return {
+        "own": (lambda t, n: jax.random.normal(own(t), n), True),
+        "of the step": (lambda t, n: jax.random.uniform(t.rng, n), True),
+        "dropout": (lambda t, n: jax.random.bernoulli(own(t), 0.5, n), True),
+        "in a loop": (lambda t, n: after_some(t) * np.ones(n), True),
+        "shared": (lambda t, n: jax.random.normal(jax.random.key(3, impl=kind), n), 0),
+        "by rows": (lambda t, n: of_rows(n[0]), False),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _draws("rbg"))
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_draws_that_depend_on_the_devices_are_refused(kind, name):
+    draw, depends = _draws(kind)[name]
+
+    def loss_fn(params, batch, tower):
+        noise = draw(tower, batch["x"].shape[:1])
+        return tj.Weighted.mean(batch["x"] @ params["w"] * noise)
+
+    losses, key = [], jax.random.key(0, impl=kind)
+    for strategy in (
+        tj.Mirrored([f"cpu:{i}" for i in range(4)]),
+        tj.Mirrored(TWO, towers=4, local="scan"),
+        tj.Mirrored(TWO, towers=4),
+        tj.Mirrored(TWO[:1], towers=4),
+    ):
+        step = build(loss_fn, strategy=strategy)
+        state = step.init(start(), rng=key)
+        if depends and strategy.placement.shares_devices:
+            with pytest.raises(tj.ReplicationError, match="of rbg .*test_bad_input.py"):
+                step(state, good(8))
+        else:
+            losses.append(step(state, good(8))[1]["loss"])
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_draws_of_a_call_are_looked_at_too():
+    strategy = tj.Mirrored(TWO, towers=4)
+    keys = tj.PerTower(jax.random.split(jax.random.key(0, impl="rbg"), 4))
+    with pytest.raises(tj.ReplicationError, match="local='scan', or one tower a dev"):
+        strategy.call_for_each_tower(lambda t, k: jax.random.normal(k), keys)
+
+
+def test_what_is_no_array_among_params_is_told_of():
+    params = {**start(), "f": jnp.tanh, "g": start, "name": "relu"}
+    text = r"params\['f'\] is a PjitFunction: .*eqx.partition.*params\['g'\] is a func"
+    for call in (build().init, lambda params: build().check(params, good())):
+        with pytest.raises(ValueError, match=text + r".*params\['name'\] is a str"):
+            call(params)
 
 
 def test_complex_params_are_refused():
@@ -518,6 +669,7 @@ def test_evaluating_a_state_from_elsewhere_says_where_it_is():
         evaluate(there, good())
 
 
+@pytest.mark.slow
 def test_a_reduction_hides_neither_the_rows_nor_the_mask(compiled):
     def reduced(weight_of):
         def fn(params, batch, tower):
@@ -533,7 +685,7 @@ def test_a_reduction_hides_neither_the_rows_nor_the_mask(compiled):
     expected = ((good(5)["x"] @ start()["w"]) ** 2).mean()
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
     careless = build(reduced(lambda tower: None), remainder="pad")
-    text = r"loss\.sum does not depend"
+    text = r"loss\.sum, grads.* does not depend"
     refused(careless, careless.init(start()), good(5), text, compiled)
 
 
@@ -582,3 +734,142 @@ def test_integers_that_would_wrap_round_are_refused_by_name(value):
         assert predict(np.float32(0), {"id": ids}).tolist() == ids.tolist()
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def deleted(x):
+    x = jnp.asarray(x)
+    x.delete()
+    return x
+
+
+# What NumPy has and devices have not: how to make it of ones, and what is said.
+UNHELD = {
+    "timedelta": (lambda x: x.astype("m8[s]"), "dtype timedelta64.*np.timedelta64"),
+    "datetime": (lambda x: x.astype("M8[D]"), "dtype datetime64.*a first date"),
+    "records": (lambda x: x.view([("a", "f4")]), "take it apart, {name: x"),
+    "void": (lambda x: x.view("V4"), r"dtype \|V4: view it as numbers"),
+    "text": (lambda x: x.astype("U3"), "dtype <U3: give each text a number"),
+    "bytes": (lambda x: x.astype("S3"), r"dtype \|S3: give each text a number"),
+    "objects": (lambda x: x.astype(object), r"dtype object.*np\.stack"),
+    "longdouble": (lambda x: x.astype("g"), r"x\.astype\(np\.float32\)"),
+    "clongdouble": (lambda x: x.astype("G"), r"x\.astype\(np\.complex64\)"),
+    "int4": (lambda x: x.astype(jnp.int4), r"int4: cast it, x\.astype\(np\.int8\)"),
+    "uint2": (lambda x: x.astype(jnp.uint2), r"x\.astype\(np\.uint8\)"),
+    "int4 of JAX": (lambda x: jnp.asarray(x, jnp.int4), r"x\.astype\(np\.int8\)"),
+    "float4": (lambda x: x.astype(jnp.float4_e2m1fn), r"astype\(jnp\.bfloat16\)"),
+    "masked": (np.ma.masked_array, r"masked array: pass x\.filled\(0\)"),
+    "deleted": (deleted, r"a deleted array.*jnp\.copy\(x\)"),
+}
+
+
+@pytest.mark.parametrize("name", UNHELD)
+def test_what_no_device_holds_is_refused_by_name(name, compiled):
+    made, text = UNHELD[name]
+    bad = {"x": good()["x"], "k": made(np.ones(4, np.float32))}
+    bad_params = {**start(), "k": made(np.ones(3, np.float32))}
+    step, strategy = build(), tj.Mirrored(TWO)
+    state = step.init(start())
+    predict = tj.build_predict_step(lambda p, b, tower: b["x"], strategy)
+    model = tj.estimator.replicate_model_fn(lambda v, features, labels, mode: None)
+    of_batch, of_params = r"batch\['k'\] is .*", r"params\['k'\] is .*"
+    calls = {
+        of_batch: [
+            lambda: step(state, bad),
+            lambda: step.check(start(), bad),
+            lambda: predict(start(), bad),
+            lambda: tj.batches(bad, 2),
+            lambda: list(strategy.distribute_dataset([bad, bad])),
+            lambda: list(strategy.distribute_dataset([bad, bad], split="elements")),
+        ],
+        r"batch\['features'\]\['k'\] is .*": [
+            lambda: model(start(), bad, None, tj.estimator.Mode.PREDICT)
+        ],
+        r"variables\['k'\] is .*": [
+            lambda: model.init(bad_params),
+            lambda: model(bad_params, good(), None, tj.estimator.Mode.PREDICT),
+        ][: 1 if name == "deleted" else 2],
+        of_params: [
+            lambda: step.init(bad_params),
+            lambda: step.check(bad_params, good()),
+            lambda: predict(bad_params, good()),
+        ],
+        r"local\['k'\] is .*": [
+            lambda: step.init(
+                start(), local={"k": tj.TowerLocal(bad["k"], tj.Reduction.SUM)}
+            )
+        ],
+    }
+    compiled.clear()
+    for name, several in calls.items():
+        for call in several:
+            with pytest.raises(ValueError, match=f"(?s){name}{text}"):
+                call()
+    assert not any("step" in one or "on_device" in one for one in compiled), compiled
+
+
+@pytest.mark.slow
+def test_another_byte_order_is_converted():
+    def of(order):
+        x, w = good(5)["x"].astype(order + "f4"), start()["w"].astype(order + "f8")
+        rows = {"x": x, "id": (np.arange(5) * 70001 - 3).astype(order + "i8")}
+        step = build(remainder="pad")
+        step.check({"w": w}, rows)
+        state = step.init({"w": w}, local=None)
+        state, metrics = step(state, rows)
+        predict = tj.build_predict_step(
+            lambda p, b, tower: (b["x"] @ p["w"], b["id"], b["x"]), step.strategy
+        )
+        out = predict({"w": w}, rows)
+        placed = [
+            x.arrays
+            for split in ("batch", "elements")
+            for x in step.strategy.distribute_dataset(
+                [rows, rows], split=split, remainder="pad"
+            )
+        ]
+        return jax.device_get((state.params, metrics, out, placed))
+
+    big, native = of(">"), of("<")
+    jax.tree.map(np.testing.assert_array_equal, big, native)
+    np.testing.assert_array_equal(big[2][1], np.arange(5) * 70001 - 3)
+    np.testing.assert_array_equal(big[2][2], good(5)["x"])
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("local, parts", [("vmap", 1), ("scan", 2)])
+def test_rows_without_elements_are_rows(local, parts):
+    def fn(params, batch, tower):
+        losses = (batch["x"] @ params["w"] + batch["none"].sum(-1)) ** 2
+        return tj.Weighted.mean(losses, tower.weight)
+
+    strategy = tj.Mirrored(TWO, towers=4, local=local)
+    step = build(fn, strategy, micro_batches=parts)
+    rows = {"none": np.zeros((8, 0), np.float32), **good(8)}
+    state, metrics = step(step.init(start()), rows)
+    x, w = rows["x"].astype(float), start()["w"].astype(float)
+    np.testing.assert_allclose(metrics["loss"], ((x @ w) ** 2).mean(), rtol=1e-6)
+    moved = w - 0.01 * (2 * (x @ w)[:, None] * x).mean(0)
+    np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
+    predict = tj.build_predict_step(lambda p, b, tower: b, strategy)
+    out = predict(start(), rows)
+    assert out["none"].shape == (8, 0)
+    np.testing.assert_array_equal(out["x"], rows["x"])
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+def test_check_refuses_the_params_that_init_refuses(dtype):
+    params = {**start(), "k": np.ones(3, dtype)}
+    text = rf"is floating.*params\['k'\] is {dtype}\."
+    shape = jax.eval_shape(lambda: params)
+    for call in (
+        lambda: build().init(params),
+        lambda: build().check(params, good()),
+        lambda: build().check(shape, good()),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    for empty in ({}, {"w": None}):
+        with pytest.raises(ValueError, match="params holds no arrays"):
+            build().check(empty, good())
+    with pytest.raises(ValueError, match=r"params\['k'\] is a shape alone"):
+        build().init({"k": jax.ShapeDtypeStruct((3,), np.float32)})

@@ -10,21 +10,18 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from layouts import mirrored as towers
 
 import towerjax as tj
-from towerjax.batch_norm.linen import TowerBatchNorm as LinenNorm
-from towerjax.batch_norm.nnx import TowerBatchNorm as NnxNorm
-from towerjax.batch_norm.normalize import Moments, normalize
-from towerjax.batch_norm.options import BatchNormOptions
+from towerjax.layers.batch_norm.linen import TowerBatchNorm as LinenNorm
+from towerjax.layers.batch_norm.nnx import TowerBatchNorm as NnxNorm
+from towerjax.layers.batch_norm.normalize import Moments, normalize
+from towerjax.layers.batch_norm.options import BatchNormOptions
 
 IN, OUT, RATE = 4, 3, 0.5
 CLOSE = dict(rtol=3e-6, atol=3e-6)
 OPTIONS = dict(momentum=oracle.MOMENTUM, epsilon=oracle.EPSILON)
 SLOW = pytest.mark.slow
-
-
-def towers(count, devices, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
 
 
 def batch(size, seed=0):
@@ -124,7 +121,7 @@ GRID = [
 ]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, T, D, how", GRID)
 def test_training_is_that_of_the_whole_batch(kind, T, D, how):
     batches = [batch(11, seed) for seed in range(3)]
@@ -138,6 +135,7 @@ def test_training_is_that_of_the_whole_batch(kind, T, D, how):
         np.testing.assert_allclose(state.local.value["var"][tower], var, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [5, 2, 1])  # 8 towers' rows, one program
 def test_towers_without_examples_change_nothing(rows):
     batches = [batch(rows, seed) for seed in range(2)]
@@ -152,6 +150,7 @@ def test_towers_without_examples_change_nothing(rows):
     np.testing.assert_allclose(state.local.value["mean"][3], mean, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D",
     [(3, 3), pytest.param(2, 2, marks=SLOW), pytest.param(4, 1, marks=SLOW)],
@@ -175,6 +174,7 @@ def test_the_gradient_by_the_input_is_the_oracles(T, D):
     np.testing.assert_allclose(-state.params["shift"], expected, **CLOSE)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_normalised_each_over_all_towers():
     rows = batch(16)
     _, state = trained("linen", towers(2, 2), [rows], micro_batches=2)
@@ -201,6 +201,7 @@ def mirrored_metric_step(strategy, statistics):
     return tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
 
 
+@pytest.mark.slow
 def test_synchronised_statistics_are_proved_the_same_on_all_towers():
     strategy = towers(4096, 1)
     rows = jax.eval_shape(lambda: batch(8192))
@@ -212,6 +213,7 @@ def test_synchronised_statistics_are_proved_the_same_on_all_towers():
         mirrored_metric_step(strategy, "local").check(start(), rows)
 
 
+@pytest.mark.slow
 def test_local_statistics_are_those_of_each_tower_and_send_nothing():
     rows = batch(11)
     _, state = trained("nnx", towers(4, 2), [rows], statistics="local")
@@ -234,6 +236,7 @@ def test_towers_that_never_meet_take_local_statistics():
     np.testing.assert_allclose(losses, together, **CLOSE)
 
 
+@pytest.mark.slow
 def test_an_empty_tower_keeps_its_local_statistics():
     losses, state = trained("linen", towers(4, 2), [batch(5)], statistics="local")
     assert np.isfinite(losses).all()
@@ -259,12 +262,13 @@ def test_frozen_statistics_normalise_and_stay(kind):
 # In replicate_model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D",
     [(4, 2), pytest.param(1, 1, marks=SLOW), pytest.param(8, 8, marks=SLOW)],
 )
 def test_a_replicated_model_carries_mirrored_statistics(T, D):
-    optimizer = tj.TowerOptimizer(optax.sgd(RATE))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
 
     def model_fn(variables, features, labels, mode, tower):
         def loss_fn(params):
@@ -279,15 +283,15 @@ def test_a_replicated_model_carries_mirrored_statistics(T, D):
             loss_fn, variables["state"], has_aux=True
         )
         after = {"state": state, "stats": stats}
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = tj.replicate_model_fn(model_fn, devices=towers(T, D))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(T, D))
     state = tj.TrainState.create(start(), optimizer)
     variables = {"state": state, "stats": stats_of()}
     batches = [batch(11, seed) for seed in range(2)]
     for rows in batches:
         features = {"x": rows["x"], "weight": rows["weight"]}
-        spec = model(variables, features, rows["c"], tj.Mode.TRAIN)
+        spec = model(variables, features, rows["c"], tj.estimator.Mode.TRAIN)
         variables = spec.train_op
     _, params, (mean, var) = oracle.train(start(), batches, RATE)
     for name, value in params.items():
@@ -313,7 +317,7 @@ SIXTEEN_BITS = [pytest.param(x, marks=SLOW) for x in (jnp.bfloat16, jnp.float16)
 
 
 @pytest.mark.pairwise
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, *SIXTEEN_BITS])
 @pytest.mark.parametrize("options", CALLS, ids=str)
 def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
@@ -349,7 +353,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
 
 
 @pytest.mark.pairwise
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=SLOW)])
 @pytest.mark.parametrize("options", [c for c in CALLS if "dtype" not in c], ids=str)
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
@@ -419,6 +423,7 @@ def test_gradients_of_gradients_are_those_of_the_whole_batch():
             np.testing.assert_allclose(found, grad, rtol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_layer_of_nnx_has_the_attributes_of_flaxs_which_may_be_set():
     ours, theirs = NnxNorm(2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
     refused = {"axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype"}
@@ -433,6 +438,7 @@ def test_a_layer_of_nnx_has_the_attributes_of_flaxs_which_may_be_set():
         ours(x, None)
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy_and_axes_of_numpy_are_taken():
     x = np.arange(12.0).reshape(4, 3)  # float64, which JAX makes float32
     expected = (x - x.mean(1)[:, None]) / np.sqrt(x.var(1) + 1e-5)[:, None]
@@ -444,6 +450,7 @@ def test_arrays_of_numpy_and_axes_of_numpy_are_taken():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_view_of_nnx_sets_use_running_average():
     norm = NnxNorm(2, rngs=nnx.Rngs(0))
     view = nnx.view(norm, use_running_average=True)
@@ -486,7 +493,7 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
             state, metrics = step(state, batch(11, seed))
         evaluate = tj.build_eval_step(metric_fn, strategy)
         loss = evaluate(state, batch(11))["loss"].value
-        found.append((metrics["loss"], loss, tj.read_local(state.local)))
+        found.append((metrics["loss"], loss, tj.towers.read_local(state.local)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), *found)
 
 
@@ -523,6 +530,7 @@ def test_under_remat_the_tower_is_a_static_argument():
 # Masks, dtypes, nothing that counts
 
 
+@pytest.mark.slow
 def test_a_mask_of_positions_counts_positions():
     rng = np.random.default_rng(3)
     h = rng.normal(size=(4, 6, OUT)) + np.arange(6)[:, None]
@@ -549,6 +557,7 @@ def test_a_mask_of_positions_counts_positions():
     np.testing.assert_allclose(stats["mean"], flax["batch_stats"]["mean"], **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "concurrently", [True, pytest.param(False, marks=SLOW)], ids=str
 )
@@ -564,7 +573,7 @@ def test_outside_a_step_the_mask_is_the_weight(concurrently):
         tower_fn, *values, run_concurrently=concurrently
     )
     # One after another, what towers compute of what they share is their own.
-    for row in [mean] if concurrently else mean.values:
+    for row in getattr(mean, "values", [mean]):
         np.testing.assert_allclose(row, expected, **CLOSE)
     with pytest.raises(ValueError, match="tower.weight outside a step"):
         towers(4, 2).call_for_each_tower(
@@ -572,6 +581,7 @@ def test_outside_a_step_the_mask_is_the_weight(concurrently):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", ["synchronised", "local"])
 def test_where_nothing_counts_statistics_stay_and_gradients_are_zero(statistics):
     rows = batch(8)
@@ -594,6 +604,7 @@ def test_where_nothing_counts_statistics_stay_and_gradients_are_zero(statistics)
     np.testing.assert_allclose(gradient, np.full((8, IN), 1.0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_count_may_be_nan():
     x = jnp.array([[1.0], [3.0], [jnp.nan]])
     mask, running = jnp.array([1, 1, 0]), Moments(jnp.zeros(1), jnp.ones(1))
@@ -605,6 +616,7 @@ def test_a_row_that_does_not_count_may_be_nan():
     np.testing.assert_allclose(after.var, [1.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mean_far_from_zero_loses_no_digits_of_the_variance():
     x = np.float32(3e4) + np.random.default_rng(0).normal(size=(4096, 2))
     x = x.astype(np.float32)
@@ -614,6 +626,7 @@ def test_a_mean_far_from_zero_loses_no_digits_of_the_variance():
     np.testing.assert_allclose(after.var, x.astype(np.float64).var(0), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sixteen_bit_inputs_have_float32_statistics(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, OUT)) + 100, dtype)
@@ -652,6 +665,7 @@ def test_what_cannot_be_honoured_is_refused(kind, options, text):
             NnxNorm(OUT, rngs=nnx.Rngs(0), **options)
 
 
+@pytest.mark.slow
 def test_more_that_is_refused():
     x = jnp.ones((4, OUT))
     linen_norm = LinenNorm(use_running_average=False)

@@ -12,30 +12,30 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.bench import Grid, Model, Result, TimingProtocol, Trial, compare
-from towerjax.bench.baseline import (
+from towerjax.collectives.written import ops_of
+from towerjax.tools.bench import Grid, Model, Result, TimingProtocol, Trial, compare
+from towerjax.tools.bench.baseline import (
     CHAIN,
     LEARNING_RATE,
     MOMENTUM,
     bare_reduction,
 )
-from towerjax.bench.compare import Verdict, differences
-from towerjax.bench.grid import read_toml
-from towerjax.bench.machine import PEER_PACKAGES, versions, why_not
-from towerjax.bench.models import MODELS, find_model, mlp
-from towerjax.bench.protocol import (
+from towerjax.tools.bench.compare import Verdict, differences
+from towerjax.tools.bench.grid import read_toml
+from towerjax.tools.bench.machine import PEER_PACKAGES, versions, why_not
+from towerjax.tools.bench.models import MODELS, find_model, mlp
+from towerjax.tools.bench.protocol import (
     Interval,
     calls_in,
     in_turns,
     interval_of_median,
     trimmed_mean,
 )
-from towerjax.bench.report import markdown
-from towerjax.bench.results import ResultFile, read_results
-from towerjax.bench.table import efficiency, over_hand, rows_of
-from towerjax.bench.trials import figures, run_trial, strategy_of, work_of
-from towerjax.bench.worker import run_and_note
-from towerjax.collectives import ops_of
+from towerjax.tools.bench.report import markdown
+from towerjax.tools.bench.results import ResultFile, read_results
+from towerjax.tools.bench.table import efficiency, over_hand, rows_of
+from towerjax.tools.bench.trials import figures, run_trial, strategy_of, work_of
+from towerjax.tools.bench.worker import run_and_note
 
 QUICK = TimingProtocol(rounds=6, seconds_per_round=0.001, warmup_calls=1, seed=3)
 
@@ -86,6 +86,12 @@ def test_contenders_have_their_turns():
     table = in_turns([Fake("a", log), Fake("b", log)], rounds=3, calls=2)
     assert "".join(log) == "aabb" + "bbaa" + "aabb"
     assert table.shape == (3, 2, 2) and (table[..., 0] >= table[..., 1]).all()
+
+
+@pytest.mark.slow
+def test_a_ratio_of_intervals_has_the_ends_that_can_be():
+    found = Interval(6.0, 4.0, 8.0).over(Interval(2.0, 1.0, 4.0))
+    assert found == Interval(3.0, 1.0, 8.0)
 
 
 def test_a_call_is_awaited():
@@ -158,9 +164,15 @@ def test_no_devices_are_one_a_tower():
         ({"models": "mlp", "batches": [8]}, r"models='mlp' must be a list"),
         ({"batches": [8], "towers": [0]}, "towers=0 must be a whole number >= 1"),
         ({"batches": [8], "towers": [3], "devices": [2]}, r"No trial is left.*\[3\]"),
-        ({"batches": [8], "strategies": ["mirored"]}, "strategy='mirored' is none of"),
-        ({"batches": [8], "peers": ["ddp"]}, "by='ddp' is none of towerjax, jit"),
-        ({"batches": [8], "dtypes": ["f32"]}, "dtype='f32' is none of"),
+        (
+            {"batches": [8], "strategies": ["mirored"]},
+            "strategy='mirored' must be one of",
+        ),
+        (
+            {"batches": [8], "peers": ["ddp"]},
+            "by='ddp' must be one of 'towerjax', 'jit'",
+        ),
+        ({"batches": [8], "dtypes": ["f32"]}, "dtype='f32' must be one of"),
         ({"batches": [8.5]}, "batch=8.5 must be a whole number"),
         (
             {"batches": [8], "towers": [2], "cross_tower_ops": ["Packd()"]},
@@ -174,11 +186,15 @@ def test_a_wrong_grid_is_refused(options, text):
 
 
 def test_ops_are_as_one_writes_them():
-    assert ops_of("Packed(num_packs=3)") == tj.Packed(num_packs=3)
-    assert ops_of("ReduceToOneDevice()") == tj.ReduceToOneDevice()
+    assert ops_of("Packed(num_packs=3)") == tj.collectives.Packed(num_packs=3)
+    assert ops_of("ReduceToOneDevice()") == tj.collectives.ReduceToOneDevice()
     for text in ("Packed(3)", "Packed", "__import__('os')", "Packed(num_packs=0)", "("):
         with pytest.raises(ValueError, match="is not one of"):
             ops_of(text)
+    with pytest.raises(
+        ValueError, match=r"PinnedTree is no call; write PinnedTree\(\)"
+    ):
+        ops_of("PinnedTree")
 
 
 TOML = """
@@ -224,6 +240,7 @@ def test_a_wrong_file_is_refused(tmp_path, old, new, text):
 # Models.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_has_a_loss_for_each_example(name):
     for dtype in ("float32", "bfloat16"):
@@ -254,7 +271,7 @@ def test_no_such_model():
     with pytest.raises(ValueError, match="model 'mpl' is none of mlp, cnn"):
         find_model("mpl", "float32")
     with pytest.raises(
-        ValueError, match=r"returned a Float32DType.*tj.bench.Model\(init"
+        ValueError, match=r"returned a Float32DType.*tj.tools.bench.Model\(init"
     ):
         find_model("numpy:dtype", "float32")
 
@@ -314,7 +331,7 @@ TRIALS = [
 ]
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", TRIALS, ids=Trial.describe)
 def test_a_trial_trains_what_it_says(trial):
     record = run_trial(trial, QUICK)
@@ -332,6 +349,7 @@ def test_a_trial_trains_what_it_says(trial):
     json.dumps(record, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_what_is_not_the_same_is_not_compared():
     trial = Trial("test_bench:by_split", 8, towers=2, devices=2)
     with pytest.raises(ValueError, match="not the same computation within 0.0001"):
@@ -346,6 +364,7 @@ def test_a_trial_that_cannot_be_says_why():
         run_trial(Trial("mlp", 10, towers=4, micro_batches=2), QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["AllReduce()", "PinnedTree()"])
 def test_the_bare_reduction_sends_what_a_step_does(ops):
     trial = Trial("test_bench:small", 8, towers=4, devices=2, cross_tower_ops=ops)

@@ -10,7 +10,7 @@ import pytest
 from test_bench import QUICK
 
 import towerjax as tj
-from towerjax.bench import (
+from towerjax.tools.bench import (
     Grid,
     TimingProtocol,
     Trial,
@@ -18,16 +18,16 @@ from towerjax.bench import (
     sweep,
     write_report,
 )
-from towerjax.bench import machine as machine_module
-from towerjax.bench.machine import describe_machine, versions
-from towerjax.bench.results import ResultFile
-from towerjax.bench.sweep import worker_environ
-from towerjax.bench.table import Results, rows_of
-from towerjax.cli import main
+from towerjax.tools.bench import machine as machine_module
+from towerjax.tools.bench.machine import describe_machine, versions
+from towerjax.tools.bench.results import ResultFile
+from towerjax.tools.bench.sweep import worker_environ
+from towerjax.tools.bench.table import Results, rows_of
+from towerjax.tools.cli import main
 
 FACTORIES = """
 import os, time
-from towerjax.bench.models import mlp
+from towerjax.tools.bench.models import mlp
 
 def small(dtype):
     print("said on the standard output")
@@ -192,6 +192,7 @@ def test_results_are_a_table_in_a_notebook(tmp_path):
     assert all(cells[1] in html for cells in rows_of(shown))
 
 
+@pytest.mark.slow
 def test_the_command_reports_and_compares(tmp_path, capsys):
     new = results_of(tmp_path / "new.jsonl", GRID, 0.002)
     old = results_of(tmp_path / "old.jsonl", GRID, 0.001)

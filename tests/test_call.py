@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -23,10 +24,6 @@ EXECUTORS = pytest.mark.parametrize(
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 EXACT = ROWS.astype(np.float64)
 C = np.array([2.0, -1.0, 0.5, 4.0])
-
-
-def mirrored(T, D=1, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def tower_fn(tower, x, w, c):
@@ -79,6 +76,7 @@ def test_called_inside_transformations(T, D, executor):
     close(scanned[1], values, atol=1e-6)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @LAYOUTS
 def test_gradients_of_towers_in_turn(T, D, local):
@@ -96,7 +94,7 @@ def test_gradients_of_towers_in_turn(T, D, local):
     np.testing.assert_allclose(gradient, expected, rtol=8 * EPS)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @LAYOUTS
 def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
     strategy, x = mirrored(T, D), tj.PerTower(ROWS[:T])
@@ -157,6 +155,7 @@ def test_pmap_refuses_what_it_would_get_wrong():
 # Compiled once.
 
 
+@pytest.mark.few_fast(1)
 @EXECUTORS
 def test_called_again_it_is_not_traced_again(T, D, executor):
     strategy, traces = mirrored(T, D, executor=executor), []
@@ -181,6 +180,7 @@ def test_called_again_it_is_not_traced_again(T, D, executor):
     assert traces[-1] == "b"
 
 
+@pytest.mark.slow
 def test_other_arguments_are_not_taken_for_those_before():
     strategy, seen = mirrored(2), []
 
@@ -262,6 +262,7 @@ def test_results_lie_on_the_strategys_devices():
 # Towers called by towers that have met.
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_towers_are_called_in_a_merge(T, D):
     def inner(tower, x, scale):
@@ -294,6 +295,7 @@ def test_towers_are_called_in_a_merge(T, D):
     close(gradients, [10 + t.sum() + 1] * T)
 
 
+@pytest.mark.slow
 def test_towers_are_called_in_a_merge_of_a_train_step():
     """`L_t = w (x_t + mean_j(j + 1) x_j)` summed: the gradient in closed form."""
     x = ROWS.astype(np.float64)
@@ -344,6 +346,7 @@ def test_reduce_with_an_axis_is_differentiable(reduction):
         np.testing.assert_allclose(gradient, 2 * total * scale, rtol=8 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_all_gather_of_vectors_is_differentiable(T, D):
     """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
@@ -410,7 +413,7 @@ class Factor:
     n: object
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("D", [1, 2])
 def test_an_object_that_changes_is_seen_as_it_is(D):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=2)
@@ -439,6 +442,7 @@ def test_an_object_that_changes_is_seen_as_it_is(D):
     assert [way() for way in ways] == [20.0] * 4
 
 
+@pytest.mark.slow
 def test_numbers_inside_of_constants_keep_their_types():
     strategy = tj.Mirrored(towers=2)
 

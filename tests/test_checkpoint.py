@@ -22,9 +22,9 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.checkpoint import files as array_files
-from towerjax.checkpoint import folder, record
-from towerjax.checkpoint.saver import Saver
+from towerjax.loop.checkpoint import files as array_files
+from towerjax.loop.checkpoint import folder, record
+from towerjax.loop.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
 LOOP = pathlib.Path(tj.loop.__file__).parent
@@ -88,7 +88,7 @@ def copied(three, tmp_path):
 # The bits
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 5])  # after 2 comes the ragged batch
 def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
     step, undisturbed, tmp_path, at
@@ -117,6 +117,7 @@ def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     for _ in range(2):
@@ -127,6 +128,20 @@ def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
     for _ in range(2):
         state, _ = train(step, ended, None, model.batches(epochs=2))  # 6 batches
         assert int(state.step) == 6
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_where_it_goes_on_and_a_finished_one_so(
+    step, copied, capsys
+):
+    for _ in range(2):
+        state, batches = model.init(step), model.batches()
+        tj.run(step, state, batches, steps=5, checkpointer=tj.Checkpointer(copied))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "goes on after step 4, from its checkpoint"
+    assert said[1].startswith("step 5/5  loss")
+    assert said[2] == "goes on after step 5, from its checkpoint"
+    assert said[3:] == ["nothing was left to do: finished after step 5"]
 
 
 @pytest.mark.slow
@@ -149,6 +164,7 @@ def test_several_steps_a_call(step, undisturbed, tmp_path):
     model.assert_same_bits(state, model.bits(expected))
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_from_before_the_next_step_takes_it_over(step, tmp_path):
     saving = tj.Checkpointer(tmp_path, every=1, keep=9)
     kept = {}
@@ -165,6 +181,7 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(step, tmp_path
 # Other towers
 
 
+@pytest.mark.slow
 def test_other_towers_deal_out_what_was_there(step, tmp_path):
     state, _ = train(step, None, 3)
     local = {name: x for name, x in state.local.items() if name != "own"}
@@ -237,6 +254,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(step, tmp_path, monkeypat
         train(step, tj.Checkpointer(tmp_path / "full"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     step, tmp_path, monkeypatch, undisturbed
 ):
@@ -282,6 +300,19 @@ def test_a_system_that_refuses_to_write_is_told(step, tmp_path, no_large_files):
         train(step, saving)
 
 
+def test_what_is_still_written_to_is_deleted(tmp_path, monkeypatch):
+    def first_in_vain(path, **options):
+        deletes.append(path)
+        if len(deletes) > 1:
+            rmtree(path, **options)
+
+    deletes, rmtree = [], shutil.rmtree
+    monkeypatch.setattr(folder.shutil, "rmtree", first_in_vain)
+    (tmp_path / "step-1.saving").mkdir()
+    folder.discard(tmp_path / "step-1.saving")
+    assert len(deletes) == 2 and list(tmp_path.iterdir()) == []
+
+
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
     state, batches = model.init(step), model.batches()
     state, _ = train(step, None, 6, batches, state)
@@ -314,6 +345,7 @@ def files_of(path):
     return sorted(p for p in path.rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 def test_every_file_that_is_damaged_is_named(step, copied):
     saving, like = tj.Checkpointer(copied), model.init(step)
     newest = copied / "step-4"
@@ -385,12 +417,18 @@ def test_a_later_format_is_refused(step, copied):
 # Where the data goes on
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_know_where_they_are(step, undisturbed, tmp_path):
     def generator():
         yield from model.batches()
 
-    with pytest.raises(tj.CheckpointError, match="cannot say where they are"):
-        train(step, tj.Checkpointer(tmp_path), batches=generator())
+    of_function = step.strategy.distribute_dataset(model.batches)
+    for batches in (generator(), of_function):
+        text = (
+            "cannot say where they are.* of a function never can. Say batches='count'"
+        )
+        with pytest.raises(tj.CheckpointError, match=text):
+            train(step, tj.Checkpointer(tmp_path), batches=batches)
     counted = tj.Checkpointer(tmp_path, batches="count")
     train(step, counted, 3, generator())
     state, _ = train(step, counted, batches=generator())
@@ -402,13 +440,15 @@ def test_batches_that_do_not_know_where_they_are(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_list_is_counted_off(step, undisturbed, tmp_path):
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
     train(step, saving, 3, batches)
     with pytest.raises(ValueError, match="3 batches were used before, .* only 2"):
         train(step, saving, None, batches[:2])
-    state, _ = train(step, saving, None, batches)
+    distributed = step.strategy.distribute_dataset(batches)
+    state, _ = train(step, saving, None, distributed)
     model.assert_same_bits(state, undisturbed[0])
 
 
@@ -479,7 +519,7 @@ def metrics_of(values):
     return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 1}
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, values, kept",
     [
@@ -497,6 +537,7 @@ def test_the_newest_and_the_best_stay(step, tmp_path, mode, values, kept):
     assert saving.record(best + 1).evaluation == {"loss": values[best]}
 
 
+@pytest.mark.slow
 def test_the_best_is_saved_between_and_known_to_the_next_run(step, tmp_path):
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
     train(step, saving, 3, **metrics_of([3, 1, 2]))
@@ -505,6 +546,7 @@ def test_the_best_is_saved_between_and_known_to_the_next_run(step, tmp_path):
     assert saving.steps == (2, 5) and saving.best_step == 2
 
 
+@pytest.mark.slow
 def test_early_stopping_counts_on(step, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3)
     train(step, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
@@ -526,8 +568,8 @@ def test_early_stopping_counts_on(step, tmp_path):
         ({"every": 0}, "every=0"),
         ({"keep": 0}, "keep=0"),
         ({"best": 3}, "best=3 must be the name"),
-        ({"mode": "less"}, "mode='less' is not one of"),
-        ({"batches": "skip"}, "batches='skip' is not one of"),
+        ({"mode": "less"}, "mode='less' must be one of"),
+        ({"batches": "skip"}, "batches='skip' must be one of"),
         ({"exit_code": 0}, "exit_code=0"),
     ],
 )
@@ -563,6 +605,7 @@ def kill_at(number, sign=signal.SIGTERM):
     return hook
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_ends_with_its_code(step, undisturbed, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
@@ -578,6 +621,7 @@ def test_sigterm_saves_and_ends_with_its_code(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves(step, undisturbed, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -587,6 +631,7 @@ def test_ctrl_c_saves(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
     saving, options = tj.Checkpointer(tmp_path, exit_code=3), metrics_of([1] * 9)
 
@@ -602,6 +647,7 @@ def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_compiles(step, undisturbed, tmp_path, monkeypatch):
     saving, program = tj.Checkpointer(tmp_path), type(step).program
 
@@ -618,6 +664,7 @@ def test_sigterm_while_it_compiles(step, undisturbed, tmp_path, monkeypatch):
     model.assert_same_bits(state, undisturbed[0])
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)
@@ -680,6 +727,7 @@ def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
     assert inside >= 9
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_waits_for_data(step, undisturbed, tmp_path):
     saving = tj.Checkpointer(tmp_path, batches="count")
 
@@ -733,28 +781,33 @@ def test_an_error_saves_nothing(step, tmp_path):
 
 @pytest.mark.slow
 def test_train_and_evaluate_goes_on(tmp_path):
-    optimizer = tj.TowerOptimizer(optax.adam(0.1))
+    optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
 
     def model_fn(variables, features, labels, mode, tower):
         def loss_fn(params):
             errors = features @ params["w"] - labels
             return tj.Weighted.mean(errors**2, tower.weight)
 
-        if mode is tj.Mode.EVAL:
-            return tj.ModelSpec(mode, loss=loss_fn(variables.params))
+        if mode is tj.estimator.Mode.EVAL:
+            return tj.estimator.ModelSpec(mode, loss=loss_fn(variables.params))
         loss, train_op = optimizer.minimize(loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
     data = model.data()
     pairs = (data["x"], data["y"])
 
-    def go(checkpointer, epochs, placement=tj.VariablePlacement.MIRRORED, **options):
+    def go(
+        checkpointer,
+        epochs,
+        placement=tj.estimator.VariablePlacement.MIRRORED,
+        **options,
+    ):
         strategy = tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree())
-        made = tj.replicate_model_fn(
+        made = tj.estimator.replicate_model_fn(
             model_fn, devices=strategy, variable_placement=placement
         )
         start = tj.TrainState.create({"w": np.ones(3, np.float32)}, optimizer)
-        return tj.train_and_evaluate(
+        return tj.estimator.train_and_evaluate(
             made,
             lambda: tj.batches(pairs, model.SIZE, seed=1),
             variables=start,
@@ -770,7 +823,7 @@ def test_train_and_evaluate_goes_on(tmp_path):
         go(saving, 3, hooks=[stopping_at(5)])
     assert saving.steps == (4,)
     model.assert_same_bits(go(saving, 3), expected)
-    robin = tj.VariablePlacement.ROUND_ROBIN
+    robin = tj.estimator.VariablePlacement.ROUND_ROBIN
     one = tj.Checkpointer(tmp_path / "robin", every=4)
     expected = model.bits(go(None, 3, robin))
     with pytest.raises(Stop):

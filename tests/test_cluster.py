@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from towerjax.cluster.find import NONE_NAMED, find_cluster, manager_name
-from towerjax.cluster.ports import free_port, is_free, is_loopback, someone_listens
-from towerjax.cluster.spec import (
+from towerjax.mesh.cluster.find import NONE_NAMED, find_cluster, manager_name
+from towerjax.mesh.cluster.ports import free_port, is_free, is_loopback, someone_listens
+from towerjax.mesh.cluster.spec import (
     Cluster,
     check_address,
     check_member,
@@ -134,12 +134,15 @@ def test_a_wrong_tf_config_says_why(text, says):
     "values, says",
     [
         (("a", 2, 0), "explicit arguments: coordinator='a' is not an address."),
-        (("a:1", 0, 0), "num_processes=0 must be an int >= 1."),
-        (("a:1", True, 0), "num_processes=True must be an int >= 1."),
-        (("a:1", "2", 0), "num_processes='2' must be an int >= 1."),
-        (("a:1", 2, 2), "process_id=2 must be an int from 0 to 1, since num_processes"),
-        (("a:1", 2, -1), "process_id=-1 must be an int from 0 to 1"),
-        (("a:1", 2, False), "process_id=False must be an int"),
+        (("a:1", 0, 0), "num_processes=0 must be a whole number >= 1."),
+        (("a:1", True, 0), "num_processes=True must be a whole number >= 1."),
+        (("a:1", "2", 0), "num_processes='2' must be a whole number >= 1."),
+        (
+            ("a:1", 2, 2),
+            "process_id=2 must be a whole number from 0 to 1, since num_processes",
+        ),
+        (("a:1", 2, -1), "process_id=-1 must be a whole number from 0 to 1"),
+        (("a:1", 2, False), "process_id=False must be a whole number"),
         (
             ("a:1", 2, None),
             "there is only coordinator='a:1', num_processes=2. Give pro",
@@ -214,7 +217,7 @@ def test_a_task_without_a_cluster_is_refused():
         ({"TOWERJAX_PROCESS_ID": ""}, "Give TOWERJAX_PROCESS_ID too, or none of them."),
         (
             {"TOWERJAX_PROCESS_ID": "4"},
-            "towerjax launch: process_id=4 must be an int f",
+            "towerjax launch: process_id=4 must be a whole number f",
         ),
         (
             {"TOWERJAX_NUM_PROCESSES": "two"},

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.collectives import Sums
-from towerjax.executors import jit_on_devices, over_devices
-from towerjax.placement import Placement
+from towerjax.collectives.packing import Sums
+from towerjax.mesh.placement import Placement
+from towerjax.towers.executors import jit_on_devices, over_devices
 from towerjax.types import Layout
 
 OPS = [
@@ -101,7 +101,9 @@ def test_finite_looks_at_the_first_leaves_alone(ops, devices, bad):
 
 
 def test_a_negative_threshold_is_refused():
-    with pytest.raises(ValueError, match="pack_below_bytes=-1 must be an int >= 0"):
+    with pytest.raises(
+        ValueError, match="pack_below_bytes=-1 must be a whole number >= 0"
+    ):
         tj.AllReduce(pack_below_bytes=-1)
 
 

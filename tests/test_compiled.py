@@ -1,24 +1,30 @@
 """What is compiled, and how often: traces, collectives, donated buffers."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import names as devices
 
 import towerjax as tj
 
-LAYERS, WIDTH = 25, 8  # 50 parameters
+LAYERS, WIDTH = 25, 8  # 50 parameters, where their number matters
 
 
-def params():
+def params(layers=3):
     rng = np.random.default_rng(0)
     return [
         {
             "w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5,
             "b": np.zeros(WIDTH, np.float32),
         }
-        for _ in range(LAYERS)
+        for _ in range(layers)
     ]
 
 
@@ -35,10 +41,6 @@ def loss_fn(params, batch, tower):
 def batch(rows=32):
     rng = np.random.default_rng(1)
     return {"x": rng.normal(size=(rows, WIDTH)).astype(np.float32)}
-
-
-def devices(count):
-    return tuple(f"cpu:{i}" for i in range(count))
 
 
 def lines_with(text, *operations):
@@ -67,11 +69,11 @@ def test_one_all_reduce_for_fifty_gradients(micro_batches, executor):
     step = tj.build_train_step(
         loss_fn, optax.adam(1e-3), strategy, micro_batches=micro_batches
     )
-    program = step.program(step.init(params()), batch())
+    program = step.program(step.init(params(LAYERS)), batch())
     found = lines_with(program.call.as_text(), *COLLECTIVES)
     assert len(found) == 1 and " all-reduce(" in found[0], found
-    # One flat buffer of all gradients, two sums and two weights, not 54 operands.
-    numbers = LAYERS * (WIDTH * WIDTH + WIDTH) + 4
+    # One flat buffer of all gradients, two sums and three weights, not 55 operands.
+    numbers = LAYERS * (WIDTH * WIDTH + WIDTH) + 5
     assert f"f32[{numbers}]" in found[0]
 
 
@@ -86,7 +88,7 @@ def test_large_leaves_travel_alone_in_the_same_all_reduce():
     text = step.program(step.init(wide), batch()).call.as_text()
     found = lines_with(text, *COLLECTIVES)
     assert len(found) == 1
-    assert "f32[200,200]" in found[0] and "f32[202]" in found[0]
+    assert "f32[200,200]" in found[0] and "f32[203]" in found[0]
 
 
 @pytest.mark.slow
@@ -99,6 +101,7 @@ def test_pinned_tree_moves_its_parts_once():
     assert len(lines_with(text, *COLLECTIVES)) == 2
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @pytest.mark.parametrize("towers", [1, 4])
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
@@ -116,12 +119,12 @@ def test_one_device_has_no_collective(towers, local, ops):
 def test_the_proof_lists_the_one_reduction():
     step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(towers=4096))
     shapes = {"x": jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)}
-    (collective,) = step.check(params(), shapes).analysis.collectives
+    (collective,) = step.check(params(LAYERS), shapes).analysis.collectives
     assert collective.primitive == "psum" and collective.trips == 1
-    assert collective.bytes == 4 * (LAYERS * (WIDTH * WIDTH + WIDTH) + 4)
+    assert collective.bytes == 4 * (LAYERS * (WIDTH * WIDTH + WIDTH) + 5)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_one_compile_and_no_trace_after_the_first_step(count, executor, compiled):
@@ -190,6 +193,7 @@ def test_without_donation_the_state_stays():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_init_copies_so_donation_spares_the_callers_arrays():
     mine = jax.tree.map(jnp.asarray, params())
     kept = jax.tree.map(np.array, mine)
@@ -306,3 +310,46 @@ def test_a_refused_step_leaves_each_leaf_as_it_was():
     state, _ = step(state, batch())
     kept = jax.tree.map(float, state.opt_state)
     assert kept == {"a": 1.0, "b": 1.0, "c": 5.0, "d": 3.0}
+
+
+INTERRUPTED = """
+import jax, jax.numpy as jnp, numpy as np, optax, towerjax as tj
+
+def loss_fn(params, batch, tower):
+    x = batch["x"]
+    for i in range(10):
+        x = jnp.tanh(x @ params["w"] + i) * jnp.sin(x)
+    return tj.Weighted.mean(x.sum(1), tower.weight)
+
+jax.stages.Lowered.compile = (
+    lambda self, *args, inner=jax.stages.Lowered.compile:
+    print("compiling", flush=True) or inner(self, *args)
+)
+step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+state = step.init({"w": np.ones((8, 8), np.float32)})
+batch = {"x": np.ones((4, 8), np.float32)}
+try:
+    step(state, batch)
+except KeyboardInterrupt:
+    state, _ = step(state, batch)
+    print("went on to", int(state.step), flush=True)
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.01, 0.2])
+def test_an_interrupt_during_compilation_waits_for_it(delay_s):
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "compiling\n"
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGINT, err
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "went on to 1" in out

@@ -13,7 +13,7 @@ from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
 from towerjax.collectives.packed import pack_sizes
-from towerjax.sparse import rows_of
+from towerjax.collectives.sparse_rows import rows_of
 
 WITHOUT_MEANING = {
     "min.optimizer_variables": "names of variables; parameters are a pytree",
@@ -147,13 +147,15 @@ def strategies_with_ops(strategy):
     """The strategy with our counterpart of each op that the original tests."""
     every = len(strategy.worker_devices)
     for ops in [
-        tj.ReduceToOneDevice(),
-        tj.ReduceToOneDevice(strategy.worker_devices[-1]),  # an intermediate device
+        tj.collectives.ReduceToOneDevice(),
+        tj.collectives.ReduceToOneDevice(
+            strategy.worker_devices[-1]
+        ),  # an intermediate device
         tj.AllReduce(),
-        tj.Packed(num_packs=1),
-        tj.Hierarchical(every // 2 if every % 2 == 0 else every),
-        tj.Packed(num_packs=8),
-        tj.Packed(bytes_per_pack=100, max_group=10),
+        tj.collectives.Packed(num_packs=1),
+        tj.collectives.Hierarchical(every // 2 if every % 2 == 0 else every),
+        tj.collectives.Packed(num_packs=8),
+        tj.collectives.Packed(bytes_per_pack=100, max_group=10),
     ]:
         yield dataclasses.replace(strategy, cross_tower_ops=ops)
 
@@ -210,9 +212,14 @@ def check_broadcast(case, strategy):
 @TABLE.checks("xops.choose.4", "xops.choose.self_links")
 def check_choose(case, strategy):
     links = case["input"]["links"]
-    choice = tj.choose_cross_tower_ops([f"gpu:{i}" for i in range(len(links))], links)
+    choice = tj.collectives.choose_cross_tower_ops(
+        [f"gpu:{i}" for i in range(len(links))], links
+    )
     # Packs, whose number the original chooses too, are a matter of the message.
-    of_algorithm = {"nccl": tj.AllReduce(), "hierarchical_copy": tj.Hierarchical(4)}
+    of_algorithm = {
+        "nccl": tj.AllReduce(),
+        "hierarchical_copy": tj.collectives.Hierarchical(4),
+    }
     assert choice.ops == of_algorithm[case["expected"]["alg"]]
 
 
@@ -220,7 +227,9 @@ def check_choose(case, strategy):
 def check_collective(case, strategy):
     devices = len(case["input"]["value1"])
     groups = devices if len(strategy.worker_devices) > 1 else None
-    one = dataclasses.replace(strategy, cross_tower_ops=tj.Hierarchical(groups))
+    one = dataclasses.replace(
+        strategy, cross_tower_ops=tj.collectives.Hierarchical(groups)
+    )
     for kind, number in itertools.product(("mean", "sum"), ("1", "2")):
         rows = case["input"]["value" + number] * 3  # each worker holds the same
         out = one.reduce(tj.Reduction[kind.upper()], tj.PerTower(np.float32(rows)))
@@ -231,7 +240,7 @@ def check_collective(case, strategy):
 def check_sparse_mean(case, strategy):
     given, expected = case["input"], case["expected"]
     towers = [
-        tj.IndexedRows(
+        tj.sparse.IndexedRows(
             np.float32(given[name]["values"]),
             np.array(given[name]["indices"]),
             given["shape"],
@@ -252,7 +261,9 @@ def check_sum_of_two(case, strategy):
         return
     rows = tj.PerTower((rows_of(a), rows_of(b)))
     out = strategy.reduce(tj.Reduction.SUM, rows)
-    assert isinstance(out, tj.IndexedRows) == case["expected"]["sparse_type_kept"]
+    assert (
+        isinstance(out, tj.sparse.IndexedRows) == case["expected"]["sparse_type_kept"]
+    )
     assert_equal(out.to_dense(), case, case["expected"]["dense"])
 
 
@@ -266,7 +277,7 @@ def check_pack_sizes(case, strategy):
 def check_pack_error(case, strategy):
     [text] = case["expected"]["message_has"]
     with pytest.raises(ValueError, match=text):
-        tj.Packed(**case["input"])
+        tj.collectives.Packed(**case["input"])
 
 
 # What came with version 2.
@@ -505,7 +516,7 @@ def check_batchnorm(case, strategy):
         reduction=None,
         local=tj.TowerLocal(np.zeros(8, np.float32), tj.Reduction.MEAN),
     )
-    means = [np.asarray(tj.read_local(state.local)) for state in states]
+    means = [np.asarray(tj.towers.read_local(state.local)) for state in states]
     feature0 = [mean[0] for mean in means]
     assert_equal(feature0, case, expected["feature0_per_step"])
     assert_equal(means[-1], case, expected["all_features_after_10"])
@@ -559,14 +570,14 @@ def check_local_assign(case, strategy):
 def check_local_read(case, strategy):
     expected = case["expected"]
     local = step_on_local(strategy, lambda tower, x: x + tower.id, expected)
-    values = tj.read_local(local)
+    values = tj.towers.read_local(local)
     assert {name: float(x) for name, x in values.items()} == expected
 
 
 # The file and this module.
 
 
-@pytest.mark.few_fast(8)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

@@ -78,7 +78,7 @@ def from_a_file(variables):
     """Plain arrays by name, written to a file and read again."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "saved.npz"
-        np.savez(file, **jax.tree.map(np.asarray, tj.saved_values(variables)))
+        np.savez(file, **jax.tree.map(np.asarray, tj.towers.saved_values(variables)))
         with np.load(file) as loaded:
             return dict(loaded)
 
@@ -92,7 +92,7 @@ def check_warm_start(case, strategy):
         for saver, starter in itertools.product((alone, strategy), repeat=2):
             saved = from_a_file({"v": saver.create_var("v", weights)})
             like = {"v": starter.create_var("v", np.zeros_like(weights))}
-            started = tj.restored_values(starter, like, saved)["v"]
+            started = tj.towers.restored_values(starter, like, saved)["v"]
             assert_equal(starter.read_var(started), case)
             copies = started.value.addressable_shards
             assert len(copies) == len(starter.worker_devices)
@@ -119,7 +119,7 @@ def check_init_from_checkpoint(case, strategy):
         v2 = strategy.create_var(
             "v2", np.ones((10, 10), np.float32), reduction=R.MEAN, tower_local=True
         )
-        restored = tj.restored_values(strategy, {"v1": v1, "v2": v2}, saved)
+        restored = tj.towers.restored_values(strategy, {"v1": v1, "v2": v2}, saved)
         ways = [tuple(restored.values())]
         ways += [(strategy.assign(v1, saved["v1"]), strategy.assign(v2, saved["v2"]))]
         ways += [
@@ -129,7 +129,9 @@ def check_init_from_checkpoint(case, strategy):
             for concurrently in (True, False)
         ]
         for new1, new2 in ways:
-            assert isinstance(new1, tj.MirroredVar) and isinstance(new2, tj.TowerLocal)
+            assert isinstance(new1, tj.towers.MirroredVar) and isinstance(
+                new2, tj.TowerLocal
+            )
             equal = np.array_equal(strategy.read_var(new1), first)
             assert equal == case["expected"]["equal"]
             for x in (strategy.read_var(new2), *new2.value):
@@ -139,6 +141,7 @@ def check_init_from_checkpoint(case, strategy):
 # The file and this module.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

@@ -101,6 +101,7 @@ def check_step_fn(case, strategy):
         assert (np.diff(np.abs(errors)) <= 0).all() and ctx.iterations == 2
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

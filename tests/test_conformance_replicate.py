@@ -23,8 +23,8 @@ TABLE = Table(
     WITHOUT_MEANING,
 )
 RATE = 1.0
-SUM = tj.LossReduction.SUM
-EXACT = tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+SUM = tj.estimator.LossReduction.SUM
+EXACT = tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS
 
 
 def towers_of(case):
@@ -48,17 +48,19 @@ def model_fn_of(optimizer):
 
         predictions = features * variables.params["c"]
         outputs = {"predictions": {"probabilities": predictions}}
-        if mode is tj.Mode.PREDICT:
-            return tj.ModelSpec(mode, **outputs)
+        if mode is tj.estimator.Mode.PREDICT:
+            return tj.estimator.ModelSpec(mode, **outputs)
         hits = tj.Weighted.mean(predictions == labels, None)
-        if mode is tj.Mode.EVAL:
+        if mode is tj.estimator.Mode.EVAL:
             # The original casts its labels, 0.01 and 0.02, to booleans; we refuse to.
             auc = tj.metrics.auc(labels != 0, predictions)
             metrics = {"accuracy": hits, "auc": auc}
             loss = loss_fn(variables.params)
-            return tj.ModelSpec(mode, loss=loss, eval_metrics=metrics, **outputs)
+            return tj.estimator.ModelSpec(
+                mode, loss=loss, eval_metrics=metrics, **outputs
+            )
         loss, train_op = minimize(optimizer, loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op, **outputs)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op, **outputs)
 
     return model_fn
 
@@ -82,7 +84,7 @@ def arrays(given, *names):
 
 
 def wrapped():
-    return tj.TowerOptimizer(optax.sgd(RATE))
+    return tj.estimator.TowerOptimizer(optax.sgd(RATE))
 
 
 @TABLE.checks("rmf.train.single", "rmf.train.single.plain_optimizer")
@@ -91,11 +93,13 @@ def check_one_device(case, strategy):
     if case["id"].endswith("plain_optimizer"):
         optimizer = optax.sgd(RATE)
     features, labels = arrays(case["input"], "features", "labels")
-    for reduction in tj.LossReduction:  # nothing is shared, so that none scales
-        if reduction is tj.LossReduction.NONE:
+    for (
+        reduction
+    ) in tj.estimator.LossReduction:  # nothing is shared, so that none scales
+        if reduction is tj.estimator.LossReduction.NONE:
             continue
         for compat in (None, "tf1"):
-            model = tj.replicate_model_fn(
+            model = tj.estimator.replicate_model_fn(
                 model_fn_of(optimizer), reduction, strategy, compat=compat
             )
             spec = model(start(optimizer, c=10.0), features, labels)
@@ -108,10 +112,12 @@ def check_one_device(case, strategy):
 def check_mean(case, strategy):
     optimizer = wrapped()
     features, labels = arrays(case["input"], "features", "labels")
-    kinds = [(tj.LossReduction.MEAN, None)]
-    kinds += [(r, "tf1") for r in tj.LossReduction if r.value not in ("sum", "none")]
+    kinds = [(tj.estimator.LossReduction.MEAN, None)]
+    kinds += [
+        (r, "tf1") for r in tj.estimator.LossReduction if r.value not in ("sum", "none")
+    ]
     for reduction, compat in kinds:
-        model = tj.replicate_model_fn(
+        model = tj.estimator.replicate_model_fn(
             model_fn_of(optimizer), reduction, strategy, compat=compat
         )
         # Another variable, without a gradient.
@@ -124,7 +130,7 @@ def check_mean(case, strategy):
 @TABLE.checks("rmf.train.two_steps")
 def check_two_steps(case, strategy):
     optimizer, losses, values = wrapped(), [], []
-    model = tj.replicate_model_fn(model_fn_of(optimizer), SUM, strategy)
+    model = tj.estimator.replicate_model_fn(model_fn_of(optimizer), SUM, strategy)
     variables = start(optimizer, c=10.0)
     for batch in case["input"]["batches"]:
         spec = model(variables, *arrays(batch, "features", "labels"))
@@ -151,7 +157,7 @@ def two_losses(optimizer, calls):
             )
             loss = loss + one
         after = dataclasses.replace(variables, params=params, opt_state=slots)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     return model_fn
 
@@ -166,7 +172,7 @@ def two_variables(optimizer):
 def check_two_losses(case, strategy):
     optimizer, expected = wrapped(), case["expected"]
     fn = two_losses(optimizer, lambda tower: "cd")
-    model = tj.replicate_model_fn(fn, SUM, strategy)
+    model = tj.estimator.replicate_model_fn(fn, SUM, strategy)
     features, labels = arrays(case["input"], "features", "labels")
     spec = model(two_variables(optimizer), features, labels)
     assert_equal(spec.loss, case, expected["loss_before_step"])
@@ -186,7 +192,7 @@ def check_unequal_calls(case, strategy):
 
     features, labels = arrays(case["input"], "features", "labels")
     fn = two_losses(optimizer, branch)
-    model = tj.replicate_model_fn(fn, SUM, strategy)
+    model = tj.estimator.replicate_model_fn(fn, SUM, strategy)
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         model(two_variables(optimizer), features, labels)
     assert "A tower function is traced once for all towers" in caught.value.__notes__[0]
@@ -201,7 +207,7 @@ def check_unequal_calls(case, strategy):
             variables,
         )
 
-    model = tj.replicate_model_fn(model_fn, SUM, strategy)
+    model = tj.estimator.replicate_model_fn(model_fn, SUM, strategy)
     with pytest.raises(ValueError, match="Only some towers reach") as caught:
         model(two_variables(optimizer), features, labels)
     assert isinstance(caught.value, tj.ReplicationError)
@@ -212,7 +218,7 @@ def check_unwrapped(case, strategy):
     [text] = case["expected"]["message_has"]
     optimizer = optax.sgd(RATE)
     features, labels = arrays(case["input"], "features", "labels")
-    model = tj.replicate_model_fn(model_fn_of(optimizer), SUM, strategy)
+    model = tj.estimator.replicate_model_fn(model_fn_of(optimizer), SUM, strategy)
     with pytest.raises(ValueError, match=text) as caught:
         model(start(optimizer, c=10.0), features, labels)
     assert re.search(r"train_op.*params.*'c'", str(caught.value), re.DOTALL)
@@ -221,8 +227,8 @@ def check_unwrapped(case, strategy):
 @TABLE.checks("rmf.error.reduction_none")
 def check_none(case, strategy):
     with pytest.raises(ValueError) as caught:
-        tj.replicate_model_fn(
-            model_fn_of(wrapped()), tj.LossReduction.NONE, strategy
+        tj.estimator.replicate_model_fn(
+            model_fn_of(wrapped()), tj.estimator.LossReduction.NONE, strategy
         )  # at wrapping, before any call
     for text in case["expected"]["message_has"]:
         assert text in str(caught.value)
@@ -233,8 +239,8 @@ def check_eval(case, strategy):
     optimizer = wrapped()
     features, labels = arrays(case["input"], "features", "labels")
     for one, kind in [(strategy, EXACT), (mirrored(2), SUM), (mirrored(2, True), SUM)]:
-        model = tj.replicate_model_fn(model_fn_of(optimizer), kind, one)
-        spec = model(start(optimizer, c=10.0), features, labels, tj.Mode.EVAL)
+        model = tj.estimator.replicate_model_fn(model_fn_of(optimizer), kind, one)
+        spec = model(start(optimizer, c=10.0), features, labels, tj.estimator.Mode.EVAL)
         assert_equal(spec.loss, case, case["expected"]["loss"])
         accuracy = spec.eval_metrics["accuracy"].value
         assert_equal(accuracy, case, case["expected"]["accuracy"])
@@ -247,8 +253,10 @@ def check_predict(case, strategy):
     optimizer = wrapped()
     [features] = arrays(case["input"], "features")
     for one in (strategy, mirrored(2), mirrored(2, True)):
-        model = tj.replicate_model_fn(model_fn_of(optimizer), devices=one)
-        spec = model(start(optimizer, c=10.0), features, None, tj.Mode.PREDICT)
+        model = tj.estimator.replicate_model_fn(model_fn_of(optimizer), devices=one)
+        spec = model(
+            start(optimizer, c=10.0), features, None, tj.estimator.Mode.PREDICT
+        )
         expected = case["expected"]["predictions"]
         assert spec.predictions.keys() == expected.keys()
         assert_equal(spec.predictions["probabilities"], case, expected["probabilities"])
@@ -260,15 +268,15 @@ def predicted(fn, strategy, features, **options):
     def model_fn(variables, features, labels, mode, tower):
         return fn(variables, features, mode, tower)
 
-    model = tj.replicate_model_fn(model_fn, devices=strategy, **options)
-    return model({"c": np.float64(0.25)}, features, None, tj.Mode.PREDICT)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, **options)
+    return model({"c": np.float64(0.25)}, features, None, tj.estimator.Mode.PREDICT)
 
 
 @TABLE.checks("rmf.predictspec")
 def check_predict_spec(case, strategy):
     def fn(variables, features, mode, tower):  # two rows for each example
         rows = jnp.repeat(features[:, 0], 2) + variables["c"]
-        return tj.ModelSpec(mode, predictions={"probabilities": rows})
+        return tj.estimator.ModelSpec(mode, predictions={"probabilities": rows})
 
     spec = predicted(fn, strategy, *arrays(case["input"], "features"))
     expected = case["expected"]["predictions"]["probabilities"]
@@ -284,7 +292,7 @@ def check_concat(case, strategy):
     rows = np.arange(3.0)
 
     def fn(variables, features, mode, tower):
-        return tj.ModelSpec(mode, predictions={key: features for key in keys})
+        return tj.estimator.ModelSpec(mode, predictions={key: features for key in keys})
 
     spec = predicted(fn, strategy, rows)
     assert list(spec.predictions) == keys and len(towers) == strategy.num_towers
@@ -301,8 +309,8 @@ def check_concat(case, strategy):
 def check_export_predict(case, strategy):
     def fn(variables, features, mode, tower):
         outputs = {"probabilities": features * 10.0}
-        exports = {"predict_outputs": tj.PredictOutput(outputs)}
-        return tj.ModelSpec(mode, predictions=outputs, export_outputs=exports)
+        exports = {"predict_outputs": tj.estimator.PredictOutput(outputs)}
+        return tj.estimator.ModelSpec(mode, predictions=outputs, export_outputs=exports)
 
     spec = predicted(fn, strategy, *arrays(case["input"], "features"))
     expected = case["expected"]["predict_outputs"]
@@ -315,12 +323,14 @@ def classes_of_tower(scores):
     """The tower's classes as a scalar for each tower: strings become their numbers."""
 
     def fn(variables, features, mode, tower):
-        output = tj.ClassificationOutput(
+        output = tj.estimator.ClassificationOutput(
             scores=features * 10.0 if scores else None, classes=jnp.atleast_1d(tower.id)
         )
         exports = {"classification": output}
         predictions = {"rows": features}
-        return tj.ModelSpec(mode, predictions=predictions, export_outputs=exports)
+        return tj.estimator.ModelSpec(
+            mode, predictions=predictions, export_outputs=exports
+        )
 
     return fn
 
@@ -360,9 +370,11 @@ def kept_on(devices, names, policy):
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in devices])
 
     def model_fn(variables, features, labels, mode, tower):
-        return tj.ModelSpec(mode, predictions={"x": features})
+        return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
-    model = tj.replicate_model_fn(model_fn, devices=strategy, variable_placement=policy)
+    model = tj.estimator.replicate_model_fn(
+        model_fn, devices=strategy, variable_placement=policy
+    )
     variables = model.init({name: np.float32(1) for name in names})
     return {name: [d.id for d in x.devices()] for name, x in variables.items()}
 
@@ -375,7 +387,7 @@ def numbers(names):
 def check_round_robin(case, strategy):
     expected = numbers(case["expected"]["variables_on"])
     names = [f"v{i}" for i in range(case["input"]["n_variables"])]
-    policy = tj.VariablePlacement.ROUND_ROBIN
+    policy = tj.estimator.VariablePlacement.ROUND_ROBIN
     assert list(kept_on(expected[:4], names, policy).values()) == [
         [i] for i in expected
     ]
@@ -385,7 +397,7 @@ def check_round_robin(case, strategy):
 def check_round_robin_variables(case, strategy):
     given, expected = case["input"], case["expected"]
     devices = numbers(given["devices"])
-    policy = tj.VariablePlacement.ROUND_ROBIN
+    policy = tj.estimator.VariablePlacement.ROUND_ROBIN
     found = kept_on(devices, given["variables"], policy)
     placement = expected["placement"]
     assert found == {name: numbers([placement[name]]) for name in placement}
@@ -398,7 +410,10 @@ def check_round_robin_variables(case, strategy):
 @TABLE.checks("rmf.placement.single_ps")
 def check_one_holder(case, strategy):
     # The one holder is the only GPU, or the host's memory; variables lie there alone.
-    names, policy = case["input"]["variables"], tj.VariablePlacement.ON_ONE_DEVICE
+    names, policy = (
+        case["input"]["variables"],
+        tj.estimator.VariablePlacement.ON_ONE_DEVICE,
+    )
     assert set(map(tuple, kept_on([1, 2], names, policy).values())) == {(0,)}
 
     @dataclasses.dataclass(frozen=True)
@@ -415,7 +430,7 @@ def check_one_holder(case, strategy):
 # The file and this module.
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     with jax.enable_x64(True):

@@ -5,7 +5,7 @@ import pytest
 from conformance_table import Table, assert_equal
 
 import towerjax as tj
-from towerjax.sparse import is_rows
+from towerjax.collectives.sparse_rows import is_rows
 
 TABLE = Table("rmf.sum", {})
 R = tj.Reduction
@@ -18,7 +18,7 @@ def towers_of(case):
 def rows_of(given, num_rows):
     values = np.array(given["values"], np.float32)
     indices = np.array(given["indices"], np.int32)
-    return tj.IndexedRows(values, indices, (num_rows, *values.shape[1:]))
+    return tj.sparse.IndexedRows(values, indices, (num_rows, *values.shape[1:]))
 
 
 @TABLE.checks("rmf.sum.scalars")
@@ -45,6 +45,7 @@ def check_sparse(case, strategy):
         assert_equal(np.zeros(np.shape(expected), np.float32) + out, case, expected)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

@@ -56,12 +56,14 @@ def refused(case, call, *, text=None, error=ValueError):
 @TABLE.checks("var.single_creation")
 def check_single_creation(case, strategy):
     def tower_fn(tower):
-        v = tj.MirroredVar(jnp.float32(1.0), name="foo")
+        v = tj.towers.MirroredVar(jnp.float32(1.0), name="foo")
         return tower.merge_call(lambda strategy, v: v, v)
 
     for concurrently in (True, False):
         v = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
-        assert isinstance(v, tj.MirroredVar) and v.name == case["expected"]["name"]
+        assert (
+            isinstance(v, tj.towers.MirroredVar) and v.name == case["expected"]["name"]
+        )
         assert components(strategy, v) == [1.0, 1.0]
 
 
@@ -70,7 +72,7 @@ def check_same_canonical(case, strategy):
     names = case["input"]["names"]
 
     def tower_fn(tower):
-        return [tj.MirroredVar(jnp.ones(()), name=name) for name in names]
+        return [tj.towers.MirroredVar(jnp.ones(()), name=name) for name in names]
 
     for concurrently in (True, False):
         out = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
@@ -81,7 +83,7 @@ def check_same_canonical(case, strategy):
 @TABLE.checks("var.name_mismatch_error")
 def check_name_mismatch(case, strategy):
     def tower_fn(tower):
-        return tj.MirroredVar(1.0, name="foo" if tower.id == 0 else "bar")
+        return tj.towers.MirroredVar(1.0, name="foo" if tower.id == 0 else "bar")
 
     refused(
         case,
@@ -304,16 +306,16 @@ def check_saved_local(case, strategy):
     given, expected = case["input"], case["expected"]
     reduction = R.SUM if ".sum." in case["id"] else R.MEAN
     v = local(strategy, reduction, given["components_at_save"])
-    saved = jax.tree.map(np.array, tj.saved_values({"v": v}))
+    saved = jax.tree.map(np.array, tj.towers.saved_values({"v": v}))
     if "saved" in expected:
         assert float(saved["v"]) == expected["saved"]
     if "after" in expected:
         like = {"v": np.float32(given["before_restore"])}
-        restored = tj.restored_values(tj.OneDevice("cpu:0"), like, saved)
+        restored = tj.towers.restored_values(tj.OneDevice("cpu:0"), like, saved)
         assert float(restored["v"]) == expected["after"]
         return
     like = {"v": local(strategy, reduction, given["before_restore"])}
-    restored = tj.restored_values(strategy, like, saved)["v"]
+    restored = tj.towers.restored_values(strategy, like, saved)["v"]
     assert components(strategy, restored) == expected["components_after"]
 
 
@@ -324,9 +326,9 @@ def check_saved_mirrored(case, strategy):
     value = np.float32(given.get("saved", given.get("components_at_save", [0])[0]))
     v = strategy.create_var("v", value)
     tree = {"v": v if "components_at_save" in given else value}
-    saved = jax.tree.map(np.array, tj.saved_values(tree))
+    saved = jax.tree.map(np.array, tj.towers.saved_values(tree))
     like = {"v": strategy.create_var("v", given["before_restore"][0])}
-    restored = tj.restored_values(strategy, like, saved)["v"]
+    restored = tj.towers.restored_values(strategy, like, saved)["v"]
     assert components(strategy, restored) == case["expected"]["components_after"]
 
 
@@ -443,7 +445,7 @@ def check_regroup_error(case, strategy):
 # The file and this module.
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)

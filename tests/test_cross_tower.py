@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -13,10 +14,6 @@ LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
 ROWS = np.array([1.5, -0.25, 3.0, 0.75])
 
 
-def mirrored(T, D=1, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
-
-
 def per_tower(T):
     return tj.PerTower(ROWS[:T].astype(np.float32))
 
@@ -24,6 +21,7 @@ def per_tower(T):
 # call_for_each_tower
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @LAYOUTS
@@ -70,6 +68,7 @@ def test_any_keyword_belongs_to_the_tower_function(name):
     assert mirrored(2).call_for_each_tower(tower_fn, **{name: 5}) == {name: 5}
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_what_is_the_same_by_proof_comes_back_bare(T, D):
     def tower_fn(tower, own, shared):
@@ -99,6 +98,7 @@ def test_what_is_the_same_by_proof_comes_back_bare(T, D):
     )
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_arrays_closed_over_are_the_same_on_all_towers(T, D):
     weights, key = jnp.float32([2, 3]), jax.random.key(3)
@@ -183,6 +183,7 @@ def test_worker_device_index_is_the_towers_id(T, D):
 # reduce
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_reduce_of_a_tree(T, D):
     rows = ROWS[:T].astype(np.float32)
@@ -308,6 +309,7 @@ def test_axis_adds_bfloat16_once():
     assert float(out) == float(jnp.bfloat16(259))  # 256 if added in bfloat16
 
 
+@pytest.mark.slow
 def test_the_mean_of_no_elements_is_zero():
     empty = tj.PerTower((np.zeros((0, 2), np.float32),) * 3)
     assert mirrored(3).reduce(R.MEAN, empty, axis=0).tolist() == [0, 0]
@@ -443,6 +445,7 @@ def test_read_var_refuses_none():
     assert len(strategy.unwrap(variable)) == 3
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
     strategy = mirrored(T, D)

@@ -9,15 +9,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from layouts import names as devices
 
 import towerjax as tj
-from towerjax.desync import Differing, fingerprint, outliers
+from towerjax.step.desync import Differing, fingerprint, outliers
 
 EVERY_STEP = tj.Check(every=1, nonfinite=False)
-
-
-def devices(count):
-    return tuple(f"cpu:{i}" for i in range(count))
 
 
 def loss_fn(params, batch, tower):
@@ -103,6 +100,7 @@ LEAVES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", SOME)
 def test_one_bit_on_one_device_is_named(executor):
     strategy = STRATEGIES[executor]()
@@ -111,7 +109,7 @@ def test_one_bit_on_one_device_is_named(executor):
     for leaf in LEAVES if executor == "shard_map" else LEAVES[:1]:
         state = corrupted(step.init(params()), {leaf: [2]})
         with pytest.raises(tj.DesyncError) as caught:
-            tj.check_mirrored(state)
+            tj.testing.check_mirrored(state)
         assert caught.value.differing == (Differing("cpu:2", (), leaf),)
         error = found_by(step, state)
         towers = tuple(range(2 * k, 3 * k))
@@ -120,11 +118,12 @@ def test_one_bit_on_one_device_is_named(executor):
         told = f"cpu:2 (tower{'s 4-5' if k == 2 else ' 2'}), {leaf}. "
         assert f"differed before step 0: {told}" in str(error)
     state = step.init(params())
-    tj.check_mirrored(state)
+    tj.testing.check_mirrored(state)
     step(state, batch())
     step.settle()
 
 
+@pytest.mark.slow
 def test_most_devices_are_right_and_of_halves_the_first():
     step = build(STRATEGIES["shard_map"]())
     changes = {"params/Dense_1/bias": [0], "params/Dense_0/kernel": [1, 3]}
@@ -140,6 +139,7 @@ def test_most_devices_are_right_and_of_halves_the_first():
     assert outliers(table).tolist() == wrong
 
 
+@pytest.mark.slow
 def test_a_step_number_that_differs_is_named_and_nothing_hangs():
     step = build(STRATEGIES["shard_map"](), tj.Check(every=4, nonfinite=False))
     for device in (0, 3):  # the one makes 1 of 0, which is not due
@@ -149,7 +149,7 @@ def test_a_step_number_that_differs_is_named_and_nothing_hangs():
         assert (one.device, one.leaf) == (f"cpu:{device}", "step")
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True])
 def test_only_every_so_many_steps_are_looked_at(several):
     step = build(STRATEGIES["shard_map"](), tj.Check(every=3, nonfinite=False))
@@ -167,6 +167,7 @@ def test_only_every_so_many_steps_are_looked_at(several):
     assert "before step 3: cpu:2" in str(found_by(step, state))
 
 
+@pytest.mark.slow
 def test_with_skip_a_desync_is_told_all_the_same():
     step = build(STRATEGIES["shard_map"](), on_nonfinite="skip")
     state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
@@ -210,6 +211,7 @@ def test_bits_of_every_type_make_the_fingerprint():
     assert fingerprint(jnp.zeros((0, 3))) == 0
 
 
+@pytest.mark.slow
 def test_each_bit_of_each_element_shows():
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     of = jax.jit(jax.vmap(fingerprint))
@@ -298,6 +300,7 @@ LAYOUTS = [(2, "vmap", 2)] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count, local, micro_batches", LAYOUTS)
 def test_the_tower_and_the_leaf_are_named(count, local, micro_batches):
     strategy = tj.Mirrored(devices(count), towers=8, local=local)
@@ -343,7 +346,7 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place():
     assert f"{told}; towers 0-7, loss/sum, step 0: " in str(caught.value)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_run_looks_for_the_place_of_a_refused_step(steps_per_call):
     step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
@@ -370,6 +373,7 @@ def bad_loss(params, batch, tower):
     return tj.Weighted.mean(params["c"] * batch["one"], tower.weight)
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_looked_for_keeps_the_error(monkeypatch):
     step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
     data = bad_batch()
@@ -423,18 +427,19 @@ def test_a_check_that_cannot_be_honoured_is_refused():
         build(tj.Mirrored(devices(2)), tj.Check(1), on_nonfinite="skip")
 
 
+@pytest.mark.slow
 def test_a_replicated_models_step_has_the_check_too():
-    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def model_fn(variables, features, labels, mode, tower):
         def of(w):
             return tj.Weighted.mean((features * w - labels) ** 2, tower.weight)
 
         loss, after = optimizer.minimize(of, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     strategy = tj.Mirrored(devices(4), local="scan")
-    model = tj.replicate_model_fn(model_fn, devices=strategy)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
     data = {"features": np.ones(8, np.float32), "labels": np.zeros(8, np.float32)}
     step = model.train_step(check=EVERY_STEP)
     state = model.init(tj.TrainState.create(np.float32(1), optimizer))

@@ -19,8 +19,8 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.cluster.ports import free_port
-from towerjax.step import TrainStep
+from towerjax.mesh.cluster.ports import free_port
+from towerjax.step.train import TrainStep
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -147,6 +147,7 @@ def cases():
     return {case["id"] for file in files for case in json.loads(file.read_text())}
 
 
+@pytest.mark.few_fast(5)
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_test_that_is_named_exists(page):
     for path, name, case in TEST.findall(TEXTS[page]):
@@ -180,13 +181,13 @@ def attributes(kind):
 
 OBJECTS = {
     "R": attributes(tj.Reduction),
-    "choice": attributes(tj.OpsChoice),
-    "context": attributes(tj.InputContext),
-    "ctx": set(dir(tj.MultiStepContext(None))),
+    "choice": attributes(tj.collectives.OpsChoice),
+    "context": attributes(tj.towers.InputContext),
+    "ctx": set(dir(tj.towers.MultiStepContext(None))),
     "history": attributes(tj.History),
-    "model": attributes(tj.ReplicatedModel) | {"strategy"},
-    "optimizer": attributes(tj.TowerOptimizer),
-    "spec": attributes(tj.ModelSpec),
+    "model": attributes(tj.estimator.ReplicatedModel) | {"strategy"},
+    "optimizer": attributes(tj.estimator.TowerOptimizer),
+    "spec": attributes(tj.estimator.ModelSpec),
     "state": attributes(tj.TrainState),
     "step": attributes(TrainStep),
     "strategy": attributes(tj.Mirrored),
@@ -214,9 +215,9 @@ def test_every_keyword_exists(page):
     )
     owners = {"tj": tj, "strategy": tj.Mirrored, "tower": tj.Tower}
     for said_of, name, arguments in calls:
-        owner = owners.get(said_of, tj.MultiStepContext)
+        owner = owners.get(said_of, tj.towers.MultiStepContext)
         if said_of == "optimizer":  # any of optax's, or ours with more
-            owner = tj.TowerOptimizer(optax.sgd(0.1))
+            owner = tj.estimator.TowerOptimizer(optax.sgd(0.1))
         called = functools.reduce(getattr, name.split("."), owner)
         parameters = inspect.signature(called).parameters
         for keyword in re.findall(r"(\w+)=(?!=)", arguments):
@@ -288,7 +289,7 @@ def test_precision_is_a_ratio_of_counts():
 
     evaluate = tj.build_eval_step(metric_fn, mirrored(4))
     batches = tj.batches({"predicted": predicted, "true": true}, 5)
-    precision = tj.evaluate_all(evaluate, np.float32(0), lambda: batches)["precision"]
+    precision = tj.evaluate(evaluate, np.float32(0), lambda: batches)["precision"]
     assert precision == (predicted & true).sum() / predicted.sum()
 
 
@@ -306,12 +307,13 @@ def test_towers_may_meet_in_a_branch_that_all_take():
 
 
 def test_a_tower_optimizer_may_be_made_by_a_function():
-    state = tj.TowerOptimizer(lambda: optax.adam(0.1)).init({"w": np.ones(3)})
+    state = tj.estimator.TowerOptimizer(lambda: optax.adam(0.1)).init({"w": np.ones(3)})
     expected = optax.adam(0.1).init({"w": np.ones(3)})
     assert jax.tree.structure(state.inner) == jax.tree.structure(expected)
     assert state.inner[0].mu["w"].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [2, 6])
 def test_recall_at_k_is_a_mean_of_rows(towers):
     rng = np.random.default_rng(0)
@@ -323,10 +325,16 @@ def test_recall_at_k_is_a_mean_of_rows(towers):
         found = jax.lax.top_k(features, 3)[1]
         hits = (found == labels[:, None]).any(axis=1)
         recall = tj.metrics.mean(hits, tower.weight)
-        return tj.ModelSpec(mode, loss=recall, eval_metrics={"recall": recall})
+        return tj.estimator.ModelSpec(
+            mode, loss=recall, eval_metrics={"recall": recall}
+        )
 
-    model = tj.replicate_model_fn(model_fn, devices=mirrored(2, towers=towers))
-    spec = model(np.float32(1), np.float32(scores), np.int32(labels), tj.Mode.EVAL)
+    model = tj.estimator.replicate_model_fn(
+        model_fn, devices=mirrored(2, towers=towers)
+    )
+    spec = model(
+        np.float32(1), np.float32(scores), np.int32(labels), tj.estimator.Mode.EVAL
+    )
     assert float(spec.eval_metrics["recall"].value) == pytest.approx(expected)
 
 
@@ -336,13 +344,13 @@ WEIGHTS = np.array([1, 0, 2, 1, 0, 3, 1], np.float32)
 WAYS = {
     "mean": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM_BY_NONZERO_WEIGHTS", 4.0),
     "nonzero": (
-        lambda x, w: tj.compute_weighted_loss(*x, valid=w),
+        lambda x, w: tj.estimator.compute_weighted_loss(*x, valid=w),
         "SUM_BY_NONZERO_WEIGHTS",
         36 / 5,
     ),
     "size": (
-        lambda x, w: tj.compute_weighted_loss(
-            *x, valid=w, reduction=tj.LossReduction.SUM_OVER_BATCH_SIZE
+        lambda x, w: tj.estimator.compute_weighted_loss(
+            *x, valid=w, reduction=tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE
         ),
         "SUM_OVER_BATCH_SIZE",
         36 / 7,
@@ -359,22 +367,23 @@ WAYS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_loss_of_a_padded_batch_is(way):
     loss_of, reduction, expected = WAYS[way]
 
     def model_fn(variables, features, labels, mode, tower):
         loss = loss_of((features, labels), tower.weight)
-        return tj.ModelSpec(mode, loss=loss)
+        return tj.estimator.ModelSpec(mode, loss=loss)
 
-    model = tj.replicate_model_fn(
-        model_fn, tj.LossReduction[reduction], mirrored(2, towers=4)
+    model = tj.estimator.replicate_model_fn(
+        model_fn, tj.estimator.LossReduction[reduction], mirrored(2, towers=4)
     )
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            model(np.float32(0), LOSSES, WEIGHTS, tj.Mode.EVAL)
+            model(np.float32(0), LOSSES, WEIGHTS, tj.estimator.Mode.EVAL)
         return
-    loss = model(np.float32(0), LOSSES, WEIGHTS, tj.Mode.EVAL).loss
+    loss = model(np.float32(0), LOSSES, WEIGHTS, tj.estimator.Mode.EVAL).loss
     value = loss.value if isinstance(loss, tj.Weighted) else loss
     assert float(value) == pytest.approx(expected, rel=1e-6)
 

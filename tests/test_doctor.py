@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from towerjax.cli import main
-from towerjax.cluster import Cluster, start
 from towerjax.collectives import AllReduce
-from towerjax.doctor import command, self_test
-from towerjax.doctor.advice import advice_on
-from towerjax.doctor.machine import DeviceInfo, this_machine
-from towerjax.doctor.self_test import differences, op_result, ops_for, tower_rows
+from towerjax.mesh.cluster import Cluster, start
+from towerjax.tools.cli import main
+from towerjax.tools.doctor import command, self_test
+from towerjax.tools.doctor.advice import advice_on
+from towerjax.tools.doctor.machine import DeviceInfo, this_machine
+from towerjax.tools.doctor.self_test import differences, op_result, ops_for, tower_rows
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -36,6 +36,7 @@ def doctor(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_all_devices_and_ops_are_right(doctor):
     code, out, error = doctor("--json")
     found = json.loads(out)
@@ -71,6 +72,7 @@ class Forgets:
         )
 
 
+@pytest.mark.slow
 def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
     names = tuple(f"cpu:{i}" for i in range(4))
     wrong = op_result(Forgets(tower=3), names, 400).wrong
@@ -84,6 +86,7 @@ def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
     assert "has 0 of tower 5's part, which is 6" in out and "8 wrong." in out
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_any_number_of_devices(devices):
     names = tuple(f"cpu:{i}" for i in range(devices))
@@ -106,6 +109,7 @@ def test_the_sums_are_exact_and_every_one_is_looked_at():
             assert len(differences("cpu:0", got, sums, 5)) == 1
 
 
+@pytest.mark.slow
 def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
     real = jax.device_put
 

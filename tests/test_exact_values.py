@@ -5,16 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
-from towerjax.reduce import reduced_dtype
+from towerjax.collectives.reduce import reduced_dtype
 
 R = tj.Reduction
 LAYOUTS = pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4)])
-
-
-def mirrored(T, D=1, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def bits(x):
@@ -43,7 +40,7 @@ def test_the_first_towers_value_comes_bit_for_bit(T, D, name):
     assert out.dtype == first.dtype and bits(out) == bits(first)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @LAYOUTS
 def test_the_first_towers_value_is_differentiable(T, D):
     strategy = mirrored(T, D)
@@ -60,7 +57,7 @@ def test_the_first_towers_value_is_differentiable(T, D):
     np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @LAYOUTS
 def test_the_first_towers_integers_have_no_derivative(T, D):
     strategy = mirrored(T, D)
@@ -96,9 +93,9 @@ def test_the_first_towers_integers_have_no_derivative(T, D):
             {},
             {"executor": "pmap"},
             {"cross_tower_ops": tj.PinnedTree()},
-            {"cross_tower_ops": tj.Packed(num_packs=3)},
-            {"cross_tower_ops": tj.ReduceToOneDevice()},
-            {"cross_tower_ops": tj.Hierarchical(group_size=2)},
+            {"cross_tower_ops": tj.collectives.Packed(num_packs=3)},
+            {"cross_tower_ops": tj.collectives.ReduceToOneDevice()},
+            {"cross_tower_ops": tj.collectives.Hierarchical(group_size=2)},
             {"local": "scan"},
         )
     ],
@@ -173,7 +170,7 @@ def test_gathered_and_reduced_python_numbers_are_strong(concurrently):
     assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, T, value",
     [("int8", 128, 7), ("int8", 200, 7), ("int8", 200, -7), ("int8", 200, 2500)]
@@ -183,10 +180,10 @@ def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
     strategy = mirrored(T)
     v = strategy.create_var("v", np.zeros((), dtype), reduction=R.SUM, tower_local=True)
     saved = np.asarray(value, reduced_dtype(R.SUM, jnp.dtype(dtype)))
-    outs = [strategy.assign(v, value), tj.restored_values(strategy, v, saved)]
+    outs = [strategy.assign(v, value), tj.towers.restored_values(strategy, v, saved)]
     if np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
         own = np.asarray(value, dtype)
-        outs += [strategy.assign(v, own), tj.restored_values(strategy, v, own)]
+        outs += [strategy.assign(v, own), tj.towers.restored_values(strategy, v, own)]
     for out in outs:
         assert out.value.dtype == dtype
         assert int(strategy.read_var(out)) == value
@@ -200,10 +197,10 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
     with pytest.raises(ValueError, match="'v': value gives a tower 250, which int8"):
         strategy.assign(v, 1000)
     with pytest.raises(ValueError, match="'v', gives a tower 250, which int8"):
-        tj.restored_values(strategy, v, np.int32(1000))
+        tj.towers.restored_values(strategy, v, np.int32(1000))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
 def test_what_a_sum_reads_as_may_be_assigned(dtype):
     strategy = mirrored(4)
@@ -212,6 +209,7 @@ def test_what_a_sum_reads_as_may_be_assigned(dtype):
     assert out.value.dtype == dtype and out.value.tolist() == [61, 61, 61, 60]
 
 
+@pytest.mark.slow
 def test_what_a_mean_of_integers_reads_as_may_be_assigned_if_it_is_whole():
     strategy = mirrored(4)
     v = strategy.create_var("v", np.int32(3), reduction=R.MEAN, tower_local=True)
@@ -229,6 +227,7 @@ def test_an_integer_out_of_bounds_is_refused_by_name():
         strategy.assign(strategy.create_var("v", np.int8(0)), 300)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize(
     "initial, reduction, reduced",

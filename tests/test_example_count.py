@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax import example_cells
-from towerjax.example_cells import as_addends, from_sums
-from towerjax.example_count import ExampleCount
-from towerjax.input import placer
+from towerjax.data import placer
+from towerjax.metrics import example_cells
+from towerjax.metrics.example_cells import as_addends, from_sums
+from towerjax.metrics.example_count import ExampleCount
 
 N = 37
 IDS = np.arange(N) * 7 - 20
@@ -122,7 +122,7 @@ def test_large_data_is_cut_and_adds_up(monkeypatch):
     same_cells(ExampleCount.of(range(1000)), whole)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 256, 257, 8192, 2**16])
 def test_sums_over_towers_are_exact_in_float32(towers):
     full = np.full((3, 32, 9), 0xFFFFFFFF, np.uint32)
@@ -143,13 +143,14 @@ STRATEGIES = {
     "3 towers on 1": tj.Mirrored(towers=3, devices=["cpu:0"]),
     "scan": tj.Mirrored(towers=4, devices=["cpu:0", "cpu:1"], local="scan"),
     "pmap": tj.Mirrored(devices=["cpu:0", "cpu:1"], executor="pmap"),
-    "packed": tj.Mirrored(cross_tower_ops=tj.Packed(num_packs=2)),
+    "packed": tj.Mirrored(cross_tower_ops=tj.collectives.Packed(num_packs=2)),
 }
 
 
 SLOW = ("3 towers on 1", "4 towers on 2", "packed", "scan")  # programs of their own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in STRATEGIES],
@@ -161,47 +162,54 @@ def test_each_example_counts_once(name):
     cut = tj.batches(data, 16, epochs=2, seed=1)  # two of 16 and one of 5, twice
     state, _ = tj.run(step, state, cut, steps_per_call=per_call, progress=False)
     same_cells(state.seen, ExampleCount.of(IDS) * 2)
-    assert tj.check_examples(state, IDS, epochs=2).seen == 2 * N
+    assert tj.metrics.check_examples(state, IDS, epochs=2).seen == 2 * N
     assert (np.asarray(state.params["w"]) != before).all()
-    with pytest.raises(tj.ExamplesError, match="After 1 epoch 74 examples") as caught:
-        tj.check_examples(state, IDS)
+    with pytest.raises(
+        tj.metrics.ExamplesError, match="After 1 epoch 74 examples"
+    ) as caught:
+        tj.metrics.check_examples(state, IDS)
     assert {times for *_, times in caught.value.report.repeated} <= {1}
 
 
+@pytest.mark.slow
 def test_weights_are_told_apart():
     step, state = build(example_ids=lambda b: (b["id"], b["weight"]))
     data = make_data()
     state, _ = tj.run(step, state, tj.batches(data, 8), progress=False)
-    tj.check_examples(state, IDS, weights=data["weight"])
+    tj.metrics.check_examples(state, IDS, weights=data["weight"])
     other = data["weight"].copy()
     other[3] = 7
-    with pytest.raises(tj.ExamplesError, match=r"example 1 seen with weight .*, not 7"):
-        tj.check_examples(state, IDS, weights=other)
+    with pytest.raises(
+        tj.metrics.ExamplesError, match=r"example 1 seen with weight .*, not 7"
+    ):
+        tj.metrics.check_examples(state, IDS, weights=other)
 
 
+@pytest.mark.slow
 def test_wide_ids_come_in_halves():
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, N)
     step, state = build()
     halves = ids.view(np.uint32).reshape(-1, 2)
     cut = tj.batches({**make_data(), "id": halves}, 16)
     state, _ = tj.run(step, state, cut, progress=False)
-    tj.check_examples(state, ids)
+    tj.metrics.check_examples(state, ids)
     same_cells(ExampleCount.of(halves), ExampleCount.of(ids))
-    with pytest.raises(tj.ExamplesError, match="Some ids need 64 bits"):
-        tj.check_examples(state, ids + 1)
+    with pytest.raises(tj.metrics.ExamplesError, match="Some ids need 64 bits"):
+        tj.metrics.check_examples(state, ids + 1)
 
 
 @pytest.mark.slow
 def test_rows_over_are_told_by_their_ids():
     step, state = build(tj.Mirrored(towers=4), remainder="drop", max_programs=2)
     state, _ = tj.run(step, state, tj.batches(make_data(), 15), progress=False)
-    with pytest.raises(tj.ExamplesError) as caught:
-        tj.check_examples(state, IDS)
+    with pytest.raises(tj.metrics.ExamplesError) as caught:
+        tj.metrics.check_examples(state, IDS)
     lost = [*range(12, 15), *range(27, 30), *range(34, 37)]
     assert [id for id, *_ in caught.value.report.dropped] == IDS[lost].tolist()
     assert caught.value.report.repeated == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_refused_step_has_not_seen_its_examples(steps_per_call):
     step, state = build(on_nonfinite="skip")
@@ -213,8 +221,8 @@ def test_a_refused_step_has_not_seen_its_examples(steps_per_call):
         step, state, cut, steps_per_call=steps_per_call, progress=False
     )
     assert history.skipped == (3,)
-    with pytest.raises(tj.ExamplesError) as caught:
-        tj.check_examples(state, IDS)
+    with pytest.raises(tj.metrics.ExamplesError) as caught:
+        tj.metrics.check_examples(state, IDS)
     report = caught.value.report
     assert [id for id, *_ in report.dropped] == IDS[16:24].tolist()
     assert report.repeated == tuple((int(id), 1.0, 2) for id in IDS[:8])
@@ -225,9 +233,10 @@ def test_an_ignored_nan_is_seen():
     step, state = build(on_nonfinite="ignore")
     data = {**make_data(), "y": np.full(N, np.nan, np.float32)}
     state, _ = tj.run(step, state, tj.batches(data, 16), progress=False)
-    tj.check_examples(state, IDS)
+    tj.metrics.check_examples(state, IDS)
 
 
+@pytest.mark.slow
 def test_a_row_lost_on_its_way_is_named(monkeypatch):
     count = placer.counts_of_towers
 
@@ -239,8 +248,10 @@ def test_a_row_lost_on_its_way_is_named(monkeypatch):
     monkeypatch.setattr(placer, "counts_of_towers", lossy)
     step, state = build()
     state, _ = tj.run(step, state, [next(tj.batches(make_data(), 32))], progress=False)
-    with pytest.raises(tj.ExamplesError, match=f"31 .* example {IDS[23]} dropped."):
-        tj.check_examples(state, IDS[:32])
+    with pytest.raises(
+        tj.metrics.ExamplesError, match=f"31 .* example {IDS[23]} dropped."
+    ):
+        tj.metrics.check_examples(state, IDS[:32])
 
 
 def collectives(step, state, batch):
@@ -248,7 +259,7 @@ def collectives(step, state, batch):
     return len(re.findall(r" (?:all-[a-z-]+|reduce-scatter)\(", text))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=str)
 def test_a_count_needs_no_collective_of_its_own(ops):
     strategy = tj.Mirrored(cross_tower_ops=ops)
@@ -294,6 +305,7 @@ def test_what_is_no_id_is_refused(example_ids, message):
         step(state, next(tj.batches(make_data(), 16)))
 
 
+@pytest.mark.slow
 def test_a_state_that_counts_and_a_step_that_does_not_are_refused():
     counting, state = build()
     silent, other = build(example_ids=None)
@@ -307,8 +319,8 @@ def test_a_state_that_counts_and_a_step_that_does_not_are_refused():
         state, _ = counting(counting.place(empty), batch)
         other, _ = silent(silent.place(dataclasses.replace(state, seen=None)), batch)
     with pytest.raises(ValueError, match="counts no examples"):
-        tj.check_examples(other, IDS)
-    with pytest.raises(ValueError, match="example_ids='id' must be a function"):
+        tj.metrics.check_examples(other, IDS)
+    with pytest.raises(ValueError, match="example_ids='id' is not a function"):
         build(example_ids="id")
     with pytest.raises(ValueError, match=r"2\*\*63"):
         ExampleCount.of(np.array([2**63], np.uint64))

@@ -1,7 +1,11 @@
 """A model written as programs and read again: the same outputs, and what is refused."""
 
 import dataclasses
+import functools
+import hashlib
+import json
 import re
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.loop.checkpoint.manifest import write_manifest
 
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 X = np.arange(15, dtype=np.float32).reshape(5, 3)
@@ -17,31 +22,34 @@ X = np.arange(15, dtype=np.float32).reshape(5, 3)
 def model_fn(variables, features, labels, mode):
     scores = features @ variables
     outputs = {
-        "classes": tj.ClassificationOutput(scores, classes=("cat", "dog")),
-        "first": tj.RegressionOutput(scores[:, 0]),
-        "all": tj.PredictOutput({"scores": scores, "rows": features}),
+        "classes": tj.estimator.ClassificationOutput(scores, classes=("cat", "dog")),
+        "first": tj.estimator.RegressionOutput(scores[:, 0]),
+        "all": tj.estimator.PredictOutput({"scores": scores, "rows": features}),
     }
-    return tj.ModelSpec(mode, predictions={"x": scores}, export_outputs=outputs)
+    return tj.estimator.ModelSpec(
+        mode, predictions={"x": scores}, export_outputs=outputs
+    )
 
 
 def only_predicts(variables, features, labels, mode):
-    return tj.ModelSpec(mode, predictions={"y": features["x"] @ variables})
+    return tj.estimator.ModelSpec(mode, predictions={"y": features["x"] @ variables})
 
 
 def replicated(fn=model_fn):
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4)
-    return tj.replicate_model_fn(fn, devices=strategy)
+    return tj.estimator.replicate_model_fn(fn, devices=strategy)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     target = tmp_path_factory.mktemp("exported") / "served"
-    tj.export_model(replicated(), WEIGHTS, X[:1], target, platforms=["cpu"])
+    tj.estimator.export_model(replicated(), WEIGHTS, X[:1], target, platforms=["cpu"])
     return target
 
 
+@pytest.mark.slow
 def test_what_is_exported_is_loaded(folder):
-    served, expected = tj.load_exported(folder), X @ WEIGHTS
+    served, expected = tj.estimator.load_exported(folder), X @ WEIGHTS
     assert set(served(X, "all")) == {"scores", "rows"}
     assert served.signatures["classes"]["classes"] == ["cat", "dog"]
     assert served(X, "classes")["scores"].tolist() == expected.tolist()
@@ -53,8 +61,8 @@ def test_what_is_exported_is_loaded(folder):
 def test_predictions_are_exported_where_nothing_else_is(tmp_path):
     options = {"platforms": ["cpu"]}
     model = replicated(only_predicts)
-    tj.export_model(model, WEIGHTS, {"x": X}, tmp_path / "served", **options)
-    served = tj.load_exported(tmp_path / "served")
+    tj.estimator.export_model(model, WEIGHTS, {"x": X}, tmp_path / "served", **options)
+    served = tj.estimator.load_exported(tmp_path / "served")
     assert served({"x": X[:3]})["y"].tolist() == (X[:3] @ WEIGHTS).tolist()
     with pytest.raises(
         ValueError, match=r"exported for features\['x'\] float32\[b, 3\]"
@@ -65,7 +73,7 @@ def test_predictions_are_exported_where_nothing_else_is(tmp_path):
 def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
     def scaled(variables, features, labels, mode, tower):
         x = features * tower.local["scale"] + tower.local["first"][None]
-        return tj.ModelSpec(mode, predictions={"y": x @ variables.params})
+        return tj.estimator.ModelSpec(mode, predictions={"y": x @ variables.params})
 
     scale, first = np.float32([1, 2, 3, 6]), np.arange(12.0).reshape(4, 3)
     state = tj.TrainState.create(WEIGHTS, optax.sgd(0.1), local={
@@ -79,8 +87,8 @@ def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
         "first": dataclasses.replace(state.local["first"], value=np.float32(first + 1)),
     }
     state = dataclasses.replace(state, local=local)
-    tj.export_model(model, state, X, tmp_path / "served", platforms=["cpu"])
-    served = tj.load_exported(tmp_path / "served")(X)["y"]
+    tj.estimator.export_model(model, state, X, tmp_path / "served", platforms=["cpu"])
+    served = tj.estimator.load_exported(tmp_path / "served")(X)["y"]
     expected = (X * 3.0 + (first[0] + 1)[None]) @ WEIGHTS.astype(np.float64)
     np.testing.assert_allclose(served, expected, rtol=1e-6)
 
@@ -103,14 +111,14 @@ def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
 )
 def test_features_of_another_kind_are_refused(folder, features, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.load_exported(folder)(features, "first")
+        tj.estimator.load_exported(folder)(features, "first")
 
 
 def test_a_signature_that_there_is_not_is_refused(folder):
     for name in (None, "second"):
         text = f"signature={name!r} is not one of ['all', 'classes', 'first']."
         with pytest.raises(ValueError, match=re.escape(text)):
-            tj.load_exported(folder)(X, name)
+            tj.estimator.load_exported(folder)(X, name)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,7 @@ def test_a_signature_that_there_is_not_is_refused(folder):
     [
         (
             {"model": model_fn},
-            "export_model: model is a function; write tj.export_mode",
+            "export_model: model is a function; write tj.estimator.export_mode",
         ),
         (
             {"features": [1.0, 2.0]},
@@ -133,11 +141,118 @@ def test_a_signature_that_there_is_not_is_refused(folder):
 def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path, changed, text):
     given = {"model": replicated(), "variables": WEIGHTS, "features": X}
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.export_model(directory=tmp_path / "served", **{**given, **changed})
+        tj.estimator.export_model(directory=tmp_path / "served", **{**given, **changed})
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_index_is_named(tmp_path):
     (tmp_path / "model.json").write_text("{")
     with pytest.raises(ValueError, match=r"model\.json' is damaged"):
-        tj.load_exported(tmp_path)
+        tj.estimator.load_exported(tmp_path)
+
+
+def embeds(variables, features, labels, mode):
+    rows = variables["table"][features["ids"]] * variables["scale"][None]
+    return tj.estimator.ModelSpec(mode, predictions={"y": rows})
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory):
+    target = tmp_path_factory.mktemp("exported") / "served"
+    variables = {"table": WEIGHTS, "scale": np.float32([2, 3])}
+    ids = {"ids": np.zeros(1, np.int32)}
+    tj.estimator.export_model(
+        replicated(embeds), variables, ids, target, platforms=["cpu"]
+    )
+    return target
+
+
+def test_a_table_is_looked_up_by_features(embedded):
+    ids = np.array([2, 0, 2], np.int32)
+    out = tj.estimator.load_exported(embedded)({"ids": ids})["y"]
+    assert out.tolist() == (WEIGHTS[ids] * [2, 3]).tolist()
+
+
+def test_one_changed_bit_of_any_file_is_refused_by_name(embedded, tmp_path):
+    """Every file, at its ends and in between: of a number it would be another one."""
+    names = {path.name for path in embedded.iterdir()}
+    assert names == {"model.json", "program_0.bin", "manifest.json"}
+    for name in sorted(names):
+        whole = (embedded / name).read_bytes()
+        for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 2):
+            target = tmp_path / f"{name}.{place}"
+            shutil.copytree(embedded, target)
+            changed = bytearray(whole)
+            changed[place] ^= 1
+            (target / name).write_bytes(bytes(changed))
+            with pytest.raises(ValueError, match=re.escape(name)):
+                tj.estimator.load_exported(target)
+
+
+def _without_program(folder):
+    (folder / "program_0.bin").unlink()
+
+
+def _cut_program(folder):
+    whole = (folder / "program_0.bin").read_bytes()
+    (folder / "program_0.bin").write_bytes(whole[:-1])
+
+
+def _added(folder):
+    (folder / "other.bin").write_bytes(b"")
+
+
+def _without_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+def _elsewhere(folder, name):
+    """A whole manifest for an index that names a file which is not in the folder."""
+    shutil.copy(folder / "program_0.bin", folder.parent / "outside.bin")
+    index = json.loads((folder / "model.json").read_text())
+    index["signatures"]["predictions"]["file"] = name.format(folder.parent)
+    (folder / "model.json").write_text(json.dumps(index))
+    write_manifest(folder)
+
+
+def _manifest_elsewhere(folder):
+    """The manifest's own names: none outside is read."""
+    table = json.loads((folder / "manifest.json").read_text())
+    files = table["files"] | {"../outside.bin": table["files"]["program_0.bin"]}
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    shutil.copy(folder / "program_0.bin", folder.parent / "outside.bin")
+    text = json.dumps({"files": files, "sha256": digest})
+    (folder / "manifest.json").write_text(text)
+
+
+DAMAGES = {
+    "missing": (_without_program, "program_0.bin is missing"),
+    "cut": (_cut_program, "program_0.bin has "),
+    "added": (_added, "other.bin does not belong there"),
+    "no manifest": (_without_manifest, "manifest.json is missing. Export the model an"),
+    "above": (
+        functools.partial(_elsewhere, name="../outside.bin"),
+        "names '../outside.bin', which is not a file of its folder",
+    ),
+    "absolute": (
+        functools.partial(_elsewhere, name="{}/outside.bin"),
+        "outside.bin', which is not a file of its folder",
+    ),
+    "manifest above": (_manifest_elsewhere, "../outside.bin is missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_was_not_written_is_refused(embedded, tmp_path, name):
+    damage, text = DAMAGES[name]
+    target = tmp_path / "served"
+    shutil.copytree(embedded, target)
+    damage(target)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        tj.estimator.load_exported(target)
+
+
+def test_sparse_features_are_refused(tmp_path):
+    features = tj.sparse.IndexedRows(np.ones((1, 3)), np.array([0]), (2, 3))
+    with pytest.raises(ValueError, match="features is a IndexedRows, whose entries"):
+        tj.estimator.export_model(replicated(), WEIGHTS, features, tmp_path / "served")

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.input.feed import batches, in_groups, prefetch
+from towerjax.data.feed import batches, in_groups, prefetch
 
 DEPTHS = [0, 1, 3]
 
@@ -51,6 +51,7 @@ def no_thread_is_left():
 # Cutting
 
 
+@pytest.mark.slow
 def test_batches_without_seed_keep_the_order_and_the_short_tail():
     data = {"x": np.arange(14).reshape(7, 2), "y": np.arange(7)}
     cut = list(batches(data, 3))
@@ -59,6 +60,7 @@ def test_batches_without_seed_keep_the_order_and_the_short_tail():
     np.testing.assert_array_equal(np.concatenate([b["y"] for b in cut]), data["y"])
 
 
+@pytest.mark.slow
 def test_a_seed_shuffles_each_epoch_anew_and_each_example_comes_once():
     data = {"x": np.arange(11) * 10, "y": np.arange(11)}
     cut = list(batches(data, 4, epochs=3, seed=5))
@@ -213,6 +215,29 @@ def test_stopping_early_ends_the_thread_at_once(depth):
     feed.close()
     assert feeder_threads() == []
     assert time.perf_counter() - start_s < 1.0
+
+
+def test_ctrl_c_while_it_stops_ends_the_thread_too():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    feed = prefetch(itertools.count(), lambda i: i, depth=1, on_stop=interrupted)
+    assert next(feed) == 0
+    with pytest.raises(KeyboardInterrupt):
+        feed.close()
+    wait_until(lambda: feeder_threads() == [])
+
+
+def test_ctrl_c_while_it_starts_ends_the_thread_too(monkeypatch):
+    def started(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", started)
+    with pytest.raises(KeyboardInterrupt):
+        next(prefetch(itertools.count(), lambda i: i, depth=1))
+    wait_until(lambda: feeder_threads() == [])
 
 
 def test_an_abandoned_feed_ends_its_thread():

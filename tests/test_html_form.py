@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.html_form import curve, leaf_table, table
+from towerjax.types.html_form import curve, leaf_table, table
 
 
 class Rows(html.parser.HTMLParser):
@@ -53,6 +53,7 @@ def made(strategy):
     return step, step.init({"w": np.ones((512, 1), np.float32)}, local=local)
 
 
+@pytest.mark.slow
 def test_a_state_says_where_each_leaf_lies():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1", "cpu:2"), towers=6)
     step, state = made(strategy)
@@ -89,7 +90,8 @@ def test_values_of_every_kind_have_a_form():
     assert rows[2][3:5] == ["32 B", "0 B"]
     strategy = tj.Mirrored(devices=("cpu:2", "cpu:3"))
     split = jax.device_put(
-        np.zeros((2, 4), np.float32), strategy.placement.sharding(tj.Layout.PER_TOWER)
+        np.zeros((2, 4), np.float32),
+        strategy.placement.sharding(tj.towers.Layout.PER_TOWER),
     )
     assert Rows(leaf_table("x", [("a", split, None)])).rows[1][5] == "sharded"
 
@@ -104,10 +106,11 @@ def test_a_strategy_says_which_device_has_which_towers():
     many = tj.Mirrored(devices=[f"tpu:{i}" for i in range(1000)])
     text = many._repr_html_()
     assert "… 960 more" in text and len(text) < 8_000
-    ill = tj.Mirrored(cross_tower_ops=tj.Hierarchical(group_size=3))
+    ill = tj.Mirrored(cross_tower_ops=tj.collectives.Hierarchical(group_size=3))
     assert "group_size=3" in Rows(ill._repr_html_()).rows[0][0]
 
 
+@pytest.mark.slow
 def test_a_history_shows_its_steps_and_curves():
     step, state = made(tj.Mirrored(devices=("cpu:0", "cpu:1")))
     batches = [np.ones((4, 512), np.float32)] * 30

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from towerjax.cluster.ports import free_port
-from towerjax.cluster.spec import Cluster
-from towerjax.cluster.start import _check_counts, _others, initialize
+from towerjax.mesh.cluster.ports import free_port
+from towerjax.mesh.cluster.spec import Cluster
+from towerjax.mesh.cluster.start import _check_counts, _others, initialize
 
 ROOT = pathlib.Path(__file__).parent.parent
 JOB = str(ROOT / "tests" / "workers" / "job.py")
@@ -240,6 +240,34 @@ def test_the_collective_timeout_comes_before_the_heartbeat():
     assert processes[0].returncode == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("heartbeat_s, collective_s", [(5, None), (40, 3)])
+def test_a_stopped_process_counts_as_lost(stopped, heartbeat_s, collective_s):
+    """SIGSTOP stands for all that keeps a process from running and not from being."""
+    arguments = {"heartbeat_timeout_s": heartbeat_s}
+    if collective_s is not None:
+        arguments["collective_timeout_s"] = collective_s
+    pairs = [(member, {}) for member in members(2, **arguments)]
+    with bare(pairs, "loop") as processes:
+        for process in processes:
+            until_it_sums(process)
+        there, other = processes[stopped], processes[1 - stopped]
+        there.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        _, err = other.communicate(timeout=WAIT_S)
+        assert time.monotonic() - began < 2 * (collective_s or heartbeat_s) + 5
+        there.send_signal(signal.SIGCONT)
+        there.communicate(timeout=WAIT_S)
+    assert there.returncode != 0  # gone on, it finds the job ended
+    if collective_s is not None:
+        assert "towerjax: process" in err and "Timed out waiting 3000ms" in err
+        assert other.returncode == 1
+    else:
+        assert "heartbeat" in err.lower()
+        assert other.returncode == -signal.SIGABRT
+
+
 @pytest.mark.parametrize(
     "there, line, end",
     [
@@ -334,7 +362,7 @@ def test_what_cannot_be_honoured_is_refused(arguments, variables, says):
 )
 @pytest.mark.parametrize("value", [0, 1.5, True, "7"])
 def test_a_timeout_is_an_int_of_seconds(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be an int of seconds"):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number"):
         initialize(**{name: value})
 
 

@@ -58,6 +58,7 @@ def test_example_of_the_original(D, executor):
     assert out.values.tolist() == [10, 11]
 
 
+@pytest.mark.few_fast(1)
 @every_layout
 def test_merge_fn_sees_all_towers_in_order(T, D):
     def merge_fn(strategy, v):
@@ -99,7 +100,8 @@ def test_pytrees_strings_and_none_go_through(T, D):
     assert set(map(str, seen)) == {str(("word", None, 7, ["word"]))}
 
 
-@pytest.mark.parametrize("container", [jnp.stack, tuple, list])
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("container", [jnp.stack, tuple])
 @few_layouts
 def test_per_tower_results_are_handed_out_row_by_row(T, D, container):
     def merge_fn(strategy, v):
@@ -241,6 +243,7 @@ def test_value_and_gradient_of_a_sum(f, T, D):
     np.testing.assert_allclose(all_towers(gradients, T), 2 * x * c.sum(), atol=atol)
 
 
+@pytest.mark.few_fast(1)
 @every_layout
 def test_value_and_gradient_of_one_towers_value(T, D):
     """`L_t = c_t x_p^2` for one tower p: only p has a gradient, of all losses."""
@@ -269,6 +272,7 @@ def test_values_that_are_closed_over_stay_the_towers_own(T, D):
     np.testing.assert_allclose(all_towers(out, T), 3 * x * x.sum(), rtol=8 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @every_layout
 def test_training_through_a_merge(T, D, executor):
@@ -304,6 +308,7 @@ MEETINGS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
 @pytest.mark.parametrize("what", MEETINGS)
 def test_meeting_is_refused_for_towers_in_turn(what, T, D):
@@ -361,7 +366,7 @@ ROWS = {
 }
 
 
-@pytest.mark.few_fast(6)
+@pytest.mark.few_fast(1)
 @few_layouts
 @pytest.mark.parametrize("dtype", ROWS)
 def test_mean_and_first(dtype, T, D):
@@ -387,6 +392,7 @@ def test_mean_and_first(dtype, T, D):
         )
 
 
+@pytest.mark.few_fast(2)
 @few_layouts
 @pytest.mark.parametrize("dtype", ROWS)
 def test_sum_is_that_of_the_towers_side_by_side(dtype, T, D):
@@ -404,6 +410,7 @@ def test_sum_is_that_of_the_towers_side_by_side(dtype, T, D):
         )
 
 
+@pytest.mark.few_fast(1)
 @few_layouts
 def test_other_towers_nan_does_not_leak_into_the_first(T, D):
     def tower_fn(tower, x):
@@ -447,6 +454,7 @@ def test_no_reduction_is_refused(reduction):
 # tower.all_gather and typed keys
 
 
+@pytest.mark.few_fast(1)
 @every_layout
 def test_all_gather_is_in_tower_order(T, D):
     def tower_fn(tower, x):
@@ -457,6 +465,7 @@ def test_all_gather_is_in_tower_order(T, D):
     assert out["even"].tolist() == [t % 2 == 0 for t in range(T)]
 
 
+@pytest.mark.few_fast(1)
 @few_layouts
 def test_typed_keys_meet(T, D):
     def tower_fn(tower):
@@ -491,7 +500,7 @@ def test_keys_do_not_add_up(reduction, T):
 # tower.axis_names
 
 
-def test_one_of_several_axis_names_is_refused():
+def test_any_of_the_axis_names_is_all_towers():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
     rows = tj.PerTower(np.arange(4.0, dtype=np.float32))
 
@@ -504,11 +513,10 @@ def test_one_of_several_axis_names_is_refused():
     assert float(strategy.call_for_each_tower(all_of_them, rows)) == 6
     one_each = tj.Mirrored(devices=[f"cpu:{i}" for i in range(4)])
     assert float(one_each.call_for_each_tower(one_of_them, rows)) == 6
-    with pytest.raises(ValueError, match=r"axis_names\[0\]: several towers share a"):
-        strategy.call_for_each_tower(one_of_them, rows)
+    assert float(strategy.call_for_each_tower(one_of_them, rows)) == 6
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("T, D", [(1, 1), (4, 1), (4, 2), (4, 4)])
 def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
     rng = np.random.default_rng(1)
@@ -565,6 +573,7 @@ def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
     )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("concurrently", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_all_gather_joins_along_a_dim(axis, concurrently):

@@ -63,7 +63,7 @@ def test_towers_and_batches_give_the_value_of_one_pass(way):
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS[way])
     evaluate = tj.build_eval_step(metric_fn, strategy)
     rows = random_rows(2, 21)
-    found = tj.evaluate_all(evaluate, np.float32(0), batches_of(rows, 8))
+    found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 8))
     check(found, rows, np.float64(rows["weight"]))
 
 
@@ -89,6 +89,7 @@ def test_train_metrics_are_values_of_the_global_batch(micro_batches):
     check(metrics, rows, np.float64(rows["weight"]))
 
 
+@pytest.mark.slow
 def test_sums_of_other_classes_are_seen_in_their_merge():
     value = jnp.arange(3.0)
     average = clu_metrics.Average.from_model_output(value)
@@ -122,6 +123,7 @@ for cls in (Difference, Swapped):
     )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", [Difference, Swapped])
 def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
     assert not is_additive(kind(jnp.float32(1), jnp.float32(2)))
@@ -139,6 +141,7 @@ def test_what_is_not_quite_a_sum_is_merged_one_by_one(kind):
     assert (found.a, found.b) == (state.a, state.b)
 
 
+@pytest.mark.slow
 def test_a_last_value_is_the_mean_over_towers_and_the_last_of_batches():
     """As `clu.metrics` defines it: parts of a batch are not batches."""
 
@@ -148,10 +151,11 @@ def test_a_last_value_is_the_mean_over_towers_and_the_last_of_batches():
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1"), towers=4))
     x = np.float32([1, 2, 3, 4, 5, 6, 9])
     assert float(evaluate(np.float32(0), x[:4])["last"].compute()) == 2.5
-    found = tj.evaluate_all(evaluate, np.float32(0), batches_of(x, 4))
+    found = tj.evaluate(evaluate, np.float32(0), batches_of(x, 4))
     assert found == {"last": pytest.approx(20 / 3)}
 
 
+@pytest.mark.slow
 def test_a_collection_becomes_its_metrics():
     kinds = clu_metrics.Collection.create(
         accuracy=clu_metrics.Accuracy, loss=clu_metrics.Average.from_output("loss")
@@ -175,7 +179,7 @@ def test_a_collection_becomes_its_metrics():
         "loss": rng.normal(size=7).astype(np.float32),
     }
     strategy = tj.Mirrored(("cpu:0", "cpu:1"))
-    found = tj.evaluate_all(
+    found = tj.evaluate(
         tj.build_eval_step(metric_fn, strategy), np.float32(0), batches_of(batch, 4)
     )
     hits = batch["logits"].argmax(-1) == batch["labels"]
@@ -198,7 +202,7 @@ def test_counts_that_are_python_numbers_are_added():
 
     x = np.float32([1, 2, 3, 6])
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
-    assert tj.evaluate_all(evaluate, np.float32(0), [x, x]) == {"x": 3.0}
+    assert tj.evaluate(evaluate, np.float32(0), [x, x]) == {"x": 3.0}
 
 
 def test_a_static_field_that_merging_changes_is_refused():
@@ -234,6 +238,7 @@ def test_metrics_that_collect_are_refused():
         evaluate(np.float32(0), np.ones(4, np.float32))
 
 
+@pytest.mark.slow
 def test_a_metric_without_mask_is_refused_where_rows_are_padded():
     def metric_fn(params, batch, tower):
         return {
@@ -249,6 +254,7 @@ def test_a_metric_without_mask_is_refused_where_rows_are_padded():
     evaluate(np.float32(0), random_rows(0, 4))  # nothing is padded
 
 
+@pytest.mark.slow
 def test_nothing_of_nothing_is_what_the_library_says():
     nothing = clu_metrics.Average.from_model_output(jnp.ones(4), mask=jnp.zeros(4))
     state = tj.metrics.from_clu(nothing)

@@ -4,16 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
 R = tj.Reduction
 LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2), (4, 4)])
 X = np.arange(1, 8, dtype=np.float32)  # 7 rows: 3 and 4 towers share them unevenly
-
-
-def mirrored(T, D=1, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def descend(ctx, w, x):
@@ -42,7 +39,7 @@ def feed(strategy, batches):
     return iter(strategy.distribute_dataset([X] * batches))
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @LAYOUTS
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_several_steps_are_the_steps_one_by_one(T, D, executor):
@@ -57,6 +54,7 @@ def test_several_steps_are_the_steps_one_by_one(T, D, executor):
     assert len({float(g) for g in outputs["grads"].values}) == T
 
 
+@pytest.mark.slow
 def test_the_last_call_takes_what_is_left_and_is_no_other_program():
     traces = []
 
@@ -76,6 +74,7 @@ def test_the_last_call_takes_what_is_left_and_is_no_other_program():
         strategy.run_steps_on_dataset(step, data, 3, w)
 
 
+@pytest.mark.slow
 def test_variables_are_carried():
     strategy = mirrored(3, 3)
     total = strategy.create_var("total", np.float32(0), reduction=R.SUM)
@@ -168,6 +167,7 @@ def test_iterations_are_a_number(iterations):
         strategy.run_steps_on_dataset(descend, feed(strategy, 1), iterations, 0.0)
 
 
+@pytest.mark.slow
 def test_many_calls_that_nobody_waits_for():
     strategy = mirrored(2, 2)
     data, w = feed(strategy, 60), jnp.float32(0)

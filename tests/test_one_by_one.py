@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -15,10 +16,6 @@ R = tj.Reduction
 EPS = np.finfo(np.float32).eps
 LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
-
-
-def mirrored(T, D=1, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def one_by_one(strategy, fn, *args, **kwargs):
@@ -157,13 +154,17 @@ def test_what_all_share_comes_back_bare(T, D):
 
     out = one_by_one(mirrored(T, D), tower_fn, per_tower(T), shared)
     bare = {name for name, x in out.items() if isinstance(x, jax.Array)}
-    assert bare == {"shared", "total", "gathered", "merged"}
+    assert bare == {"shared", "total", "gathered", "merged"} | (
+        {"computed"} if T > 1 else set()
+    )
     assert out["constants"] == ("word", 7, None, 2.5)
     assert out["own"].values.tolist() == ROWS[:T].tolist()
-    assert out["computed"].values.tolist() == [[2, 4]] * T
+    computed = np.asarray(jax.tree.leaves(out["computed"])[0])
+    assert computed.reshape(2).tolist() == [2, 4]  # by proof, as compiled
     np.testing.assert_allclose(out["merged"], ROWS[:T].sum(), rtol=4 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_shapes_and_constants_may_differ_from_tower_to_tower(T, D):
     def tower_fn(tower, x):
@@ -295,7 +296,9 @@ def test_variables_come_in_and_go_out_as_such(T, D):
         return tower.assign(weight, [tower.id, weight.value[1]]), count, weight
 
     weight2, count2, same = one_by_one(strategy, tower_fn, weight, count)
-    assert isinstance(weight2, tj.MirroredVar) and isinstance(count2, tj.TowerLocal)
+    assert isinstance(weight2, tj.towers.MirroredVar) and isinstance(
+        count2, tj.TowerLocal
+    )
     assert float(weight2.value[0]) == np.arange(T).mean()
     assert [float(x) for x in same.value] == [1, 2]
     assert count2.value["n"].tolist() == [5 + t for t in range(T)]
@@ -305,7 +308,7 @@ def test_variables_come_in_and_go_out_as_such(T, D):
 
 def test_a_mirrored_variable_that_differs_is_refused():
     def tower_fn(tower, v):
-        return {"v": tj.MirroredVar(v.value + tower.id, name="v")}
+        return {"v": tj.towers.MirroredVar(v.value + tower.id, name="v")}
 
     v = mirrored(2).create_var("v", 1)
     text = (
@@ -478,11 +481,18 @@ def test_axis_names_are_refused():
         one_by_one(mirrored(2), lambda tower: tower.axis_names)
 
 
-def test_a_meeting_inside_a_transformation_is_refused():
+@pytest.mark.parametrize(
+    "transform, where, instead",
+    [
+        (jax.jit, "jit, cond or scan", r"or run under jax.disable_jit\(\)"),
+        (jax.grad, "grad or vmap", "or meet outside of it"),
+    ],
+)
+def test_a_meeting_inside_a_transformation_is_refused(transform, where, instead):
     def tower_fn(tower):
-        return jax.jit(lambda x: meets(tower, x))(1.0)
+        return transform(lambda x: meets(tower, x))(1.0)
 
-    text = "merge_call at .*py:.* is inside jit, grad, vmap, cond or scan, where towers"
+    text = f"merge_call at .*py:.* is inside {where}, where towers.*{instead}"
     with pytest.raises(ValueError, match=text):
         one_by_one(mirrored(2), tower_fn)
 
@@ -545,3 +555,65 @@ def test_several_processes_are_refused():
 def test_run_concurrently_is_a_bool(value):
     with pytest.raises(ValueError, match=f"run_concurrently={value!r} must be True or"):
         mirrored(2).call_for_each_tower(lambda tower: 0, run_concurrently=value)
+
+
+CONCURRENTLY = pytest.mark.parametrize("concurrently", [True, False])
+
+
+def summed_in_a_tower(tower, x):
+    return tower.reduce(R.SUM, 2 * x)
+
+
+def summed_into_a_variable(tower, x):
+    return tower.assign_add(tj.towers.MirroredVar(x, R.SUM), jnp.float32(1)).value
+
+
+def counted(tower, x):
+    return tower.reduce(R.SUM, 1.0), 3 * tower.reduce(R.SUM, x / tower.num_towers)
+
+
+@pytest.mark.few_fast(1)
+@CONCURRENTLY
+def test_a_sum_of_what_all_towers_share_is_refused_whichever_way_they_run(concurrently):
+    strategy, x = mirrored(2, 2), np.float32(-2)
+
+    def call(fn):
+        return strategy.call_for_each_tower(fn, x, run_concurrently=concurrently)
+
+    for fn in (summed_in_a_tower, summed_into_a_variable):
+        with pytest.raises(tj.ReplicationError, match="T times too much"):
+            call(fn)
+    for fn in (lambda tower, x: 2 * x, lambda tower, x: jnp.float32(-4)):
+        assert float(call(fn)) == -4  # one value and no PerTower, by proof
+        with pytest.raises(ValueError, match="SUM of -4.0, which is the same on all 2"):
+            strategy.reduce(R.SUM, call(fn))
+    for given in (x, 1.0, np.float32(1)):
+        with pytest.raises(ValueError, match="cannot be reduced|the same on all 2"):
+            call(
+                lambda tower, _, x=given: tower.assign_add(
+                    tj.towers.MirroredVar(x, R.SUM), x
+                )
+            )
+        with pytest.raises(ValueError, match="SUM of .* the same on all 2 towers"):
+            call(lambda t, _, x=given: t.merge_call(lambda s: s.reduce(R.SUM, x)))
+    assert [*map(float, call(counted))] == [2, -6]
+
+
+@CONCURRENTLY
+def test_what_is_equal_by_chance_is_a_value_a_tower(concurrently):
+    strategy, rows = mirrored(2), tj.PerTower(np.float32([[1, 2], [3, 0]]))
+    out = strategy.call_for_each_tower(
+        lambda tower, x: (x.sum(), tower.reduce(R.SUM, x.sum())),
+        rows,
+        run_concurrently=concurrently,
+    )
+    assert out[0].values.tolist() == [3, 3] and float(out[1]) == 6
+    assert float(strategy.reduce(R.SUM, out[0])) == 6
+
+
+def test_what_cannot_be_compiled_is_equal_by_chance():
+    def tower_fn(tower, x):
+        return jnp.float32(7 if float(x) > 0 else 9)
+
+    out = one_by_one(mirrored(2), tower_fn, np.float32(2))
+    assert out.values.tolist() == [7, 7]

@@ -1,9 +1,12 @@
 """Towers' values that are trees: tuples of them, with rows of arrays among them."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -11,19 +14,15 @@ R = tj.Reduction
 LAYOUTS = pytest.mark.parametrize("T, D", [(2, 1), (4, 1), (4, 2), (4, 4)])
 
 
-def mirrored(T, D=1, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
-
-
 def tree_of(t):
     return {"a": np.float32([t, 2 * t]), "b": (np.int32(t), [np.ones((1, 2)) * t])}
 
 
 def rows_of(t):
-    return tj.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
+    return tj.sparse.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
 def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
@@ -44,7 +43,7 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
         assert out["b"][1][0].tolist() == [[n, n]]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
 def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D, concurrently):
@@ -93,6 +92,7 @@ def test_words_that_differ_are_refused_in_a_compiled_call():
         strategy.call_for_each_tower(lambda tower, x: 1, tj.PerTower(("a", "b")))
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_results_of_map_that_are_trees_are_joined_and_reduced(T, D):
     strategy = mirrored(T, D)
@@ -119,18 +119,18 @@ def test_results_of_map_that_are_trees_are_joined_and_reduced(T, D):
     ],
 )
 def test_rows_that_the_array_cannot_hold_are_refused(values, array, text):
-    rows = tj.IndexedRows(values, np.array([1]), (2,))
+    rows = tj.sparse.IndexedRows(values, np.array([1]), (2,))
     with pytest.raises(ValueError, match=text):
         rows.add_to(jnp.asarray(array))
     with pytest.raises(ValueError, match=text):
         jax.jit(lambda rows, array: rows.add_to(array))(rows, array)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_many_rows_of_16_bits_are_rounded_once(dtype):
     ones = jnp.ones(5000, dtype)
-    rows = tj.IndexedRows(ones, np.zeros(5000, np.int32), (2,))
+    rows = tj.sparse.IndexedRows(ones, np.zeros(5000, np.int32), (2,))
     assert rows.to_dense().dtype == dtype
     assert rows.to_dense()[0] == jnp.asarray(5000, dtype)
     assert jax.jit(lambda r: r.to_dense())(rows)[0] == jnp.asarray(5000, dtype)
@@ -140,11 +140,56 @@ def test_many_rows_of_16_bits_are_rounded_once(dtype):
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
 def test_indices_of_small_integers_reach_their_rows(dtype):
     for N in (100, 200, 70000):
-        rows = tj.IndexedRows(np.ones(2), np.array([1, 99], dtype), (N,))
+        rows = tj.sparse.IndexedRows(np.ones(2), np.array([1, 99], dtype), (N,))
         for out in (rows.to_dense(), jax.jit(lambda r: r.to_dense())(rows)):
             assert float(out.sum()) == 2.0 and float(out[99]) == 1.0
 
 
 def test_boolean_rows_are_refused():
     with pytest.raises(ValueError, match=r"IndexedRows.values are bool.*astype"):
-        tj.IndexedRows(np.ones(1, bool), np.array([0]), (2,))
+        tj.sparse.IndexedRows(np.ones(1, bool), np.array([0]), (2,))
+
+
+class Moments(NamedTuple):
+    count: Any
+    mean: Any
+
+
+@pytest.mark.parametrize("tree", [lambda a, b: [a, b], Moments])
+def test_a_list_and_a_named_tuple_are_trees_whatever_their_length(tree):
+    a, b = np.float32([1, 3]), np.float32([39, 3])
+    strategy, value = mirrored(2), tj.PerTower(tree(a, b))
+    out = strategy.reduce(R.SUM, value)
+    assert type(out) is type(value.values) and [*map(float, out)] == [4, 42]
+    assert strategy.unwrap(value) == [tree(1, 39), tree(3, 3)]
+    assert strategy.select_tower(value, 1) == tree(3, 3)
+    joined = strategy.gather(tj.PerTower(tree(a[:, None], b[:, None])), 0)
+    assert [x.tolist() for x in joined] == [[1, 3], [39, 3]]
+    for concurrently in (True, False):
+        own = strategy.call_for_each_tower(
+            lambda tower, x: 100 * x[0] + x[1], value, run_concurrently=concurrently
+        )
+        assert own.values.tolist() == [139, 303]
+
+
+def test_a_tuple_that_a_tower_local_variable_holds_is_a_tree():
+    strategy = mirrored(2)
+    variable = tj.TowerLocal((np.float32([1, 3]), np.float32([39, 3])), R.SUM)
+    assert [*map(float, strategy.reduce(R.SUM, variable))] == [4, 42]
+    assert [*map(float, strategy.read_var(variable))] == [4, 42]
+    assert strategy.unwrap(variable) == [(1, 39), (3, 3)]
+    place = strategy.colocate_vars_with(strategy.create_var("v", 1.0, tower_local=True))
+    assert [x.values.tolist() for x in place((2.0, 5.0))] == [[2, 2], [5, 5]]
+
+
+def test_a_list_of_the_towers_values_is_told_to_be_a_tuple():
+    with pytest.raises(ValueError, match="or pass a tuple of them"):
+        mirrored(2).unwrap(tj.PerTower([1.0, 2.0]))
+    for concurrently in (True, False):
+        with pytest.raises(ValueError, match=r"shape \(\), .* A tuple of them will do"):
+            mirrored(2).call_for_each_tower(
+                lambda tower: tower.merge_call(
+                    lambda strategy, x: tj.PerTower(strategy.unwrap(x)), tower.id
+                ),
+                run_concurrently=concurrently,
+            )

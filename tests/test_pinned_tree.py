@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.reduce import add_pairwise
+from towerjax.collectives.reduce import add_pairwise
 
 ROWS = 61  # ragged: 8 towers have 8 rows each, the last one 5
 

@@ -1,11 +1,17 @@
 """Has every primitive of JAX a rule in the analysis? A new one fails here."""
 
+import dataclasses
 import subprocess
 import sys
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import hijax
+from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from test_analysis import AXIS, psum, study
 
@@ -14,10 +20,10 @@ from towerjax.proof.equation import _FOREIGN, _FOREIGN_PREFIXES, REDUCTIONS
 
 # A function of its operands alone: the same on all towers where they are.
 PURE = """
-abs accum_grad_in_ref acos acosh add add_any add_dependency addupdate after_all
-and approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-bitcast bitcast_convert_type box_get box_set broadcast_in_dim broadcast_to cbrt ceil
-cholesky cholesky_update clamp clz complex concatenate conj conv conv_general_dilated
+abs accum_grad_in_ref acos acosh add add_any add_dependency addupdate after_all and
+approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast
+bitcast_convert_type box_get box_set broadcast_in_dim broadcast_to cbrt ceil cholesky
+cholesky_update clamp clz complex concatenate conj conv conv_general_dilated
 convert_element_type cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
 dce_sink digamma dim_as_value dimension_size div dot_general dot_product_attention_bwd
 dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
@@ -32,27 +38,27 @@ log_extend log_read logistic lt lt_to lu lu_pivots_to_permutation masked_cummax
 masked_cummin masked_cumsum masked_sort max max_contiguous min mul mulhi multiple_of ne
 neg new_box new_log new_ref nextafter not one_minus_square or ormqr pack pack_dtype
 pack_elementwise pad philox2x32 philox4x32 pin platform_index polygamma polynomial
-population_count pow program_order qr ragged_dot_general random_bits random_clone
-random_fold_in random_gamma random_seed random_split random_unwrap random_wrap real
-reciprocal reduce_and reduce_max reduce_min reduce_or reduce_precision reduce_prod
-reduce_sum reduce_window_max reduce_window_min reduce_window_sum reduce_xor
-regularized_incomplete_beta relayout rem remove_memory_space reshape reshard rev
-rng_bit_generator roll round rsqrt scaled_dot scaled_matmul scaled_matmul_wrapper
-scan_count schur select_and_gather_add select_and_scatter_add select_n shape_assertion
-shard_alike shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice
-sort split sqrt square squeeze stack stage stochastic_round stop_gradient sub svd swap
-symmetric_product tan tanh threefry2x32 threefry4x32 tie tile to_edtype top_k
-trace_value transpose triangular_solve tridiagonal tridiagonal_solve unique unpack
-unpack_dtype unpack_elementwise unpin unreachable unstack with_memory_space_constraint
-xla_metadata_value xor zeros_like zeta _copysign all_reduce_ffs
-all_reduce_population_count elementwise_inline_asm elementwise_inline_asm_p
+population_count pow program_order qr ragged_dot_general random_clone random_seed
+random_unwrap random_wrap real reciprocal reduce_and reduce_max reduce_min reduce_or
+reduce_precision reduce_prod reduce_sum reduce_window_max reduce_window_min
+reduce_window_sum reduce_xor regularized_incomplete_beta relayout rem
+remove_memory_space reshape reshard rev roll round rsqrt scaled_dot scaled_matmul
+scaled_matmul_wrapper scan_count schur select_and_gather_add select_and_scatter_add
+select_n shape_assertion shard_alike shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh slice sort split sqrt square squeeze stack stage
+stochastic_round stop_gradient sub svd swap symmetric_product tan tanh threefry2x32
+threefry4x32 tie tile to_edtype top_k trace_value transpose triangular_solve tridiagonal
+tridiagonal_solve unique unpack unpack_dtype unpack_elementwise unpin unreachable
+unstack with_memory_space_constraint xla_metadata_value xor zeros_like zeta _copysign
+all_reduce_ffs all_reduce_population_count elementwise_inline_asm
+elementwise_inline_asm_p
 """.split()
 
 # Holds jaxprs, which are walked: as a call where they fit, else all on all.
 INNER = """
 call call_hi_primitive call_hi_primitive_linearized checkpoint closed_call composite
 compute_on core_map custom_jvp_call custom_jvp_call_jaxpr custom_lin
-custom_linear_solve custom_partitioning custom_vjp_call custom_vmap_call emit_pipeline
+custom_partitioning custom_vjp_call custom_vmap_call emit_pipeline
 eval_jaxpr fusible jaxpr_call jit linear_call mpmd_map pallas_call parallel_loop
 pipeline_body reduce reduce_window remat2 remat_opt run_scoped run_state scatter
 scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter
@@ -130,6 +136,12 @@ def made_up(name, effects=frozenset()):
     return primitive
 
 
+# As in an installed library, of which no line is the user's.
+_LIBRARY = {"jax": jax, "AXIS": AXIS}
+_CODE = "def by_id(w, held): return w * jax.lax.axis_index(AXIS)"
+exec(compile(_CODE, "site-packages/library.py", "exec"), _LIBRARY)
+
+
 def source_of(tower):
     [dependence] = study(tower).outputs
     return dependence and dependence.source
@@ -188,6 +200,140 @@ def test_an_unknown_primitive_with_a_jaxpr_is_walked(hide):
     assert source_of(by_id) == "tower.id"
     parts = tower(lambda w: w[:1] * jax.lax.axis_index(AXIS))  # as in a kernel
     assert source_of(parts) == "tower.id"
+
+
+class Holder:
+    """Neither a pytree nor a tuple: what an object may hold a program in."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inside: Any
+
+
+HIDING = [Holder, Frozen, lambda x: Holder({"a": [x]}), lambda x: Frozen(Holder(x))]
+
+
+@pytest.mark.parametrize("hide", HIDING)
+def test_a_jaxpr_is_found_in_any_object(hide):
+    primitive = made_up("towerjax_test_holder")
+
+    def source(inner):
+        def fn(w, x):
+            return primitive.bind(w, held=hide(jax.make_jaxpr(inner)(w)))
+
+        return source_of(fn)
+
+    assert source(jnp.tanh) is None
+    assert source(lambda w: w * jax.lax.axis_index(AXIS)) == "tower.id"
+
+
+@pytest.mark.parametrize("hide", [lambda f: f, partial, *HIDING])
+def test_code_in_params_is_opened_or_distrusted(hide):
+    def source(code, impl=None):
+        primitive = made_up("towerjax_test_code")
+        if impl is not None:
+            primitive.def_impl(impl)
+        return source_of(lambda w, x: primitive.bind(w, held=hide(code)))
+
+    def by_id(w):
+        return w * jax.lax.axis_index(AXIS)
+
+    assert source(jnp.tanh) == "towerjax_test_code"
+    assert source(by_id, impl=lambda w, held: by_id(w)) == "tower.id"
+    assert source(jnp.tanh, impl=lambda w, held: psum(by_id(w))) is None
+    # It takes arrays only, so that it cannot be traced.
+    assert source(jnp.tanh, impl=lambda w, held: np.asarray(w)) == "towerjax_test_code"
+
+
+def test_code_that_calls_itself_is_distrusted():
+    primitive = made_up("towerjax_test_itself")
+    primitive.def_impl(lambda w, **params: jax.jit(primitive.bind)(w, **params))
+    assert source_of(lambda w, x: primitive.bind(w, held=jnp.tanh)) == primitive.name
+
+
+def test_code_that_some_towers_reach_might_hang():
+    primitive = made_up("towerjax_test_hang")
+
+    def hangs():
+        def body(v):
+            return primitive.bind(v, held=print)
+
+        def tower(w, x):
+            return psum(jax.lax.while_loop(lambda v: v.sum() > 0, body, x[0]))
+
+        return [(hang.primitive, hang.control) for hang in study(tower).hangs]
+
+    assert hangs() == [(primitive.name, "while")]
+    primitive.def_impl(lambda v, held: psum(v))
+    assert hangs() == [("psum", "while")]
+    primitive.def_impl(lambda v, held: jnp.tanh(v))
+    assert hangs() == []
+
+
+def test_a_line_of_opened_code_is_never_that_of_who_asks_for_the_proof():
+    primitive = made_up("towerjax_test_line")
+
+    def tower(w, x):
+        return primitive.bind(w, held=print)  # of the tower
+
+    primitive.def_impl(lambda w, held: w * jax.lax.axis_index(AXIS))
+    [dependence] = study(tower).outputs
+    assert dependence.line.endswith("(<lambda>)")
+    primitive.def_impl(_LIBRARY["by_id"])
+    [dependence] = study(tower).outputs
+    assert dependence.line.endswith("(tower)")
+
+
+# JAX 0.12 has it under another name.
+HiPrimitive: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+
+
+class TimesId(HiPrimitive):
+    """What its class says that it does is in no jaxpr."""
+
+    def __init__(self, aval, reduced):
+        self.in_avals, self.out_aval = (aval,), aval
+        self.params = {"reduced": reduced, "shown": jax.make_jaxpr(jnp.tanh)(aval)}
+        super().__init__()
+
+    def expand(self, w):
+        own = w * jax.lax.axis_index(AXIS)
+        return psum(own) if self.params["reduced"] else own
+
+
+@pytest.mark.parametrize("reduced, source", [(False, "tower.id"), (True, None)])
+def test_a_primitive_of_hijax_is_opened(reduced, source):
+    assert source_of(lambda w, x: TimesId(jax.typeof(w), reduced)(w)) == source
+
+
+@pytest.mark.parametrize("by_id, source", [(False, None), (True, "tower.id")])
+@pytest.mark.parametrize("out", [False, True])
+def test_the_index_maps_of_a_kernel_are_walked(by_id, source, out):
+    def own(i):
+        return (jax.lax.axis_index(AXIS) if by_id else i,)
+
+    def same(i):
+        return (i,)
+
+    def kernel(w_ref, out_ref):
+        out_ref[...] = w_ref[...]
+
+    def tower(w, x):
+        return pl.pallas_call(
+            kernel,
+            out_shape=w,
+            grid=(4,),
+            in_specs=[pl.BlockSpec((1,), same if out else own)],
+            out_specs=pl.BlockSpec((1,), own if out else same),
+        )(w)
+
+    assert source_of(tower) == source
 
 
 def test_a_foreign_call_in_the_program_is_refused():

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from towerjax.proof.analysis import analyse, body_of_shard_map
+from towerjax.proof.analysis import analyse
+from towerjax.proof.equation import open_jaxpr
 
 AXIS, T = "device", 4
 ROWS = [[0, 1], [2, 3]]
@@ -216,7 +217,8 @@ def several(seeds):
     )
     jitted = jax.jit(sharded)
     w, x = data(0)
-    body = body_of_shard_map(jax.make_jaxpr(sharded)(w, x))
+    (eqn,) = jax.make_jaxpr(sharded)(w, x).eqns
+    body = open_jaxpr(eqn.params["jaxpr"])
     closed_over = len(body.invars) - 2
     inputs = [None] * (closed_over + 1) + ["x"]
     return jitted, analyse(body, inputs, [AXIS], constants=closed_over)
@@ -256,6 +258,7 @@ def check(counts):
     return f"{mirrored} MIRRORED, {differing} not, {counts[False, True]} missed"
 
 
+@pytest.mark.slow
 def test_what_is_called_mirrored_has_the_same_bits():
     print(check(fuzz(range(16))))
 

@@ -1,10 +1,13 @@
 """Every transformation of optax, found by looking, trains on several towers."""
 
 import inspect
+import pathlib
+import re
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax import contrib
@@ -66,7 +69,7 @@ ARGUMENTS = {
     "stateless_with_tree_map": dict(f=lambda g, p: 0.1 * g),
     "with_extra_args_support": dict(tx=SGD),
 }
-# Each takes the gradients of single examples.
+# Each takes the gradients of single examples, and is refused.
 OF_EXAMPLES = {"differentially_private_aggregate", "dpsgd"}
 # What some ask for and a step has not got; sam takes not even the loss.
 SEARCHES = {"lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch"}
@@ -114,10 +117,7 @@ def with_what_it_asks_for(name, optimizer):
     def update(updates, state, params, *, value, **extra):
         known = dict(value=value, grad=updates, value_fn=half, obj_fn=half)
         asked = {x: known[x] for x in ASKED.get(name, ("value",))} | extra
-        if name in OF_EXAMPLES:
-            updates = jax.tree.map(lambda g: g[None], updates)
-        updates, state = inner.update(updates, state, params, **asked)
-        return updates, state
+        return inner.update(updates, state, params, **asked)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -148,7 +148,7 @@ def test_the_catalogue_is_as_long_as_it_was():
 @pytest.mark.parametrize("name", FACTORIES)
 def test_every_transformation_of_optax_is_let_pass(name):
     step = step_of(name, 4)
-    if step is None:
+    if step is None or name in OF_EXAMPLES:
         return
     params = {"w": PARAMS["w"]} if name == "scale_by_muon" else PARAMS  # matrices
     with jax.numpy_rank_promotion("allow"):
@@ -157,9 +157,242 @@ def test_every_transformation_of_optax_is_let_pass(name):
     assert proof.analysis.repeats == () and proof.analysis.hangs == ()
 
 
+# What no step has, and what the refusal says to write.
+REFUSED = {
+    "lbfgs": r"value_fn.*linesearch=None",
+    "scale_by_backtracking_linesearch": r"value_fn.*another optimizer",
+    "scale_by_zoom_linesearch": r"value_fn.*another optimizer",
+    "sophia": "obj_fn.*hessian_diagonal_fn",
+    "differentially_private_aggregate": "of each example.*step of your own",
+    "dpsgd": "of each example.*step of your own",
+    "lookahead": "LookaheadParams.init_synced",
+}
+ROWS = np.random.default_rng(0)
+DISTINCT = {
+    "x": ROWS.normal(size=(8, 2)).astype(np.float32),
+    "y": ROWS.normal(size=(8, 3)).astype(np.float32),
+}
+STEPS = 3
+# It divides by what an SVD leaves of a gradient.
+RTOL = {"scale_by_galore": 1e-4}
+
+
+def mean_loss(params):
+    errors = DISTINCT["x"] @ params["w"] + params.get("b", jnp.zeros(3))[None]
+    return jnp.mean(jnp.sum((errors - DISTINCT["y"]) ** 2, axis=1))
+
+
+def by_plain_optax(name, optimizer, params):
+    """Three steps by hand; only sam does not take the loss."""
+    optimizer = optax.with_extra_args_support(optimizer)
+    state = optimizer.init(params)
+    for _ in range(STEPS):
+        value, grads = jax.value_and_grad(mean_loss)(params)
+        extra = {} if name == "sam" else {"value": value}
+        updates, state = optimizer.update(grads, state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def by_step(optimizer, params, num_towers, loss=loss_fn):
+    step = tj.build_train_step(loss, optimizer, tj.Mirrored(towers=num_towers))
+    state = step.init(params)
+    for _ in range(STEPS):
+        state, _ = step(state, DISTINCT)
+    return state.params
+
+
+def check_equals_plain_optax(name):
+    params = {"w": PARAMS["w"]} if name == "scale_by_muon" else PARAMS
+    with jax.numpy_rank_promotion("allow"):
+        if name in REFUSED:
+            optimizer = made(name) if name != "lookahead" else lookahead()
+            step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=4))
+            with pytest.raises(ValueError, match=REFUSED[name]):
+                step.init(params)
+            with pytest.raises(ValueError, match=REFUSED[name]):
+                step.check(params, DISTINCT)
+            return
+        expected = by_plain_optax(name, made(name), params)
+        for num_towers in (1, 4):
+            got = by_step(made(name), params, num_towers)
+            for key in params:
+                np.testing.assert_allclose(
+                    got[key], expected[key], RTOL.get(name, 2e-5)
+                )
+
+
+def lookahead():
+    return optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORIES)
+def test_every_transformation_of_optax_equals_plain_optax_or_is_refused(name):
+    check_equals_plain_optax(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sam", *REFUSED])
+def test_what_takes_less_or_more_equals_plain_optax_or_is_refused(name):
+    check_equals_plain_optax(name)
+
+
+WRAPPED = {
+    "chain": lambda inner: optax.chain(optax.clip(1.0), inner),
+    "masked": lambda inner: optax.masked(inner, MASK),
+    "partition": lambda inner: optax.partition({True: inner, False: SGD}, MASK),
+    "inject": lambda inner: optax.inject_hyperparams(
+        lambda rate: optax.chain(inner, optax.scale(rate))
+    )(rate=0.5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("name", ["sam", "reduce_on_plateau", "dpsgd"])
+def test_what_is_inside_others_gets_what_it_takes(wrapper, name):
+    def optimizer():
+        inner = made(name)
+        if name == "reduce_on_plateau":
+            inner = optax.chain(SGD, inner)
+        return WRAPPED[wrapper](inner)
+
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[name]):
+            by_step(optimizer(), PARAMS, 2)
+        return
+    expected = by_plain_optax(name, optimizer(), PARAMS)
+    got = by_step(optimizer(), PARAMS, 2)
+    for key in PARAMS:
+        np.testing.assert_allclose(got[key], expected[key], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_multi_steps_hand_the_loss_on():
+    def optimizer():
+        plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+        return optax.MultiSteps(optax.chain(SGD, plateau), 2)
+
+    plain = optax.GradientTransformationExtraArgs(optimizer().init, optimizer().update)
+    expected = by_plain_optax("multi_steps", plain, PARAMS)
+    got = by_step(optimizer(), PARAMS, 2)
+    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_lookahead_trains_as_its_refusal_says():
+    pair = lookahead()
+    optimizer = optax.GradientTransformation(
+        pair.init, lambda grads, state, params: pair.update(grads.fast, state, params)
+    )
+    got = by_step(
+        optimizer,
+        optax.LookaheadParams.init_synced(PARAMS),
+        4,
+        lambda params, batch, tower: loss_fn(params.fast, batch, tower),
+    )
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    state = pair.init(params)
+    for _ in range(STEPS):
+        grads = jax.grad(mean_loss)(params.fast)
+        updates, state = pair.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for part in ("fast", "slow"):
+        expected = getattr(params, part)["w"]
+        np.testing.assert_allclose(getattr(got, part)["w"], expected, rtol=1e-6)
+
+
+# The table in docs/optimizers.md
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optimizers.md"
+HEAD = "| optimizer | what it is given | what to write |\n|---|---|---|\n"
+AROUND = "[around `step.fn`](how_to/populations.md#l-bfgs-with-its-line-search)"
+PRIVATE = (
+    "[clip in the tower](how_to/gradients.md#privacy-each-examples-gradient-clipped)"
+)
+INSTEAD = {
+    "lbfgs": f"`optax.lbfgs(learning_rate, linesearch=None)`, or as it is {AROUND}",
+    "scale_by_backtracking_linesearch": AROUND,
+    "scale_by_zoom_linesearch": AROUND,
+    "sophia": "a `hessian_diagonal_fn` that does not differentiate the loss",
+    "differentially_private_aggregate": PRIVATE,
+    "dpsgd": PRIVATE,
+    "lookahead": "pairs of parameters; the refusal says the four lines",
+}
+NEEDS = {
+    "lookahead": "the gradient of pairs",
+    "sophia": "the loss function",
+    **dict.fromkeys(SEARCHES, "the loss function"),
+    **dict.fromkeys(OF_EXAMPLES, "each example's gradient"),
+}
+MORE = {
+    "muon": "as it stands; what is no matrix gets Adam",
+    "sam": "as it stands, each `sync_period` steps one of SAM; of one batch, and for "
+    "`opaque_mode=True`, [two passes](how_to/your_own_step.md#several-passes-sam)",
+    "scale_by_muon": "as it stands, for matrices",
+}
+
+
+def is_refused(name, params):
+    optimizer = made(name) if name != "lookahead" else lookahead()
+    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=4))
+    try:
+        step.init(params)
+    except ValueError as error:
+        assert re.search(REFUSED[name], str(error))
+        return True
+    return False
+
+
+def takes_the_loss(name, params):
+    """Does its update ask for ``value``?"""
+    optimizer = made(name)
+    try:
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
+    except TypeError as error:
+        assert "'value'" in str(error), error
+        return True
+    return False
+
+
+def row_of(name):
+    params = {"w": PARAMS["w"]} if name == "scale_by_muon" else PARAMS
+    module = "contrib." if hasattr(contrib, name) else ""
+    with jax.numpy_rank_promotion("allow"):
+        if is_refused(name, params):
+            return (f"`optax.{module}{name}`", f"refused: {NEEDS[name]}", INSTEAD[name])
+        loss = ", loss" if takes_the_loss(name, params) else ""
+    return f"`optax.{module}{name}`", f"gradient{loss}", MORE.get(name, "as it stands")
+
+
+def table():
+    names = sorted(FACTORIES, key=lambda name: (hasattr(contrib, name), name))
+    return HEAD + "".join(f"| {' | '.join(row_of(name))} |\n" for name in names)
+
+
+@pytest.mark.slow
+def test_the_table_of_optimizers_is_what_is_found():
+    assert PAGE.read_text().partition(HEAD)[2] == table().removeprefix(HEAD)
+
+
+def test_updates_of_another_shape_are_refused():
+    optimizer = optax.stateless(
+        lambda grads, params: jax.tree.map(lambda g: g.sum(0), grads)
+    )
+    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=2))
+    with pytest.raises(ValueError, match=r"params\['w'\] is \[2, 3\] and .* \[3\]"):
+        step.check({"w": PARAMS["w"]}, DISTINCT)
+
+
 FAST = "adam lamb lars adafactor lbfgs muon schedule_free sam apply_if_finite".split()
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", FAST)
 def test_some_transformations_of_optax_are_let_pass(name):
     assert step_of(name, 4).check(PARAMS, BATCH).analysis.repeats == ()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(PAGE.read_text().partition(HEAD)[0] + table())

@@ -491,6 +491,7 @@ def test_there_are_forty_programs():
     assert len(PROGRAMS) >= 60 and set(FAST) <= set(PROGRAMS)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", FAST)
 def test_a_real_program_passes(name):
     assert_passes(name)

@@ -1,6 +1,7 @@
 """Train steps that must be refused before they run: leaf, line and reason are named."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -152,7 +153,7 @@ DIFFERING = {
     by_tower_id: "tower.id",
     by_tower_key: "tower.id",
     by_tower_weight: "tower.weight",
-    by_local: "state['local']['n'].value",
+    by_local: "state.local['n'].value",
     cond_on_batch: "batch['y']",
     while_until_batch: "batch['y']",
     scan_over_rows: "batch['y']",
@@ -308,6 +309,7 @@ def marked(function, text="# here"):
     return f"test_proof_refused.py:{number}"
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("loss_fn", DIFFERING, ids=lambda f: f.__name__)
 def test_what_differs_is_refused(loss_fn):
     text = refusal(loss_fn)
@@ -317,6 +319,7 @@ def test_what_differs_is_refused(loss_fn):
     assert marked(loss_fn) in line
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("loss_fn", REPEATED, ids=lambda f: f.__name__)
 def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
     text = refusal(loss_fn)
@@ -358,16 +361,13 @@ def test_a_scalar_loss_that_towers_share_is_no_sum(reduction):
     assert marked(loss_fn) in text
 
 
-def test_a_gradient_that_an_optimizer_adds_up_again_is_refused():
-    names = tj.Mirrored(towers=8).placement.abstract_axes.names
-
+def test_an_optimizer_that_communicates_is_refused():
     def add_up(updates, params=None):
-        return jax.tree.map(lambda g: lax.psum(g, names), updates)  # here
+        return jax.tree.map(lambda g: lax.psum(g, "towerjax_tower"), updates)
 
     optimizer = optax.chain(optax.stateless(add_up), optax.sgd(0.1))
     text = refusal(output, optimizer=optimizer)
-    assert "  - state['params']['b'], state['params']['w']: the sum over" in text
-    assert marked(add_up) in text
+    assert "The update communicates" in text and "towerjax_tower" in text
 
 
 def test_every_kind_of_step_refuses_a_sum_of_what_is_the_same():
@@ -390,3 +390,42 @@ def test_every_kind_of_step_refuses_a_sum_of_what_is_the_same():
             lambda tower, w: tower.reduce(R.SUM, w), jnp.ones(3)
         )
     assert len(DIFFERING) + len(REPEATED) + len(HANGING) >= 25
+
+
+def schedule_of_each(params, batch, tower):
+    rate = optax.cosine_decay_schedule(0.1, 100)(tower.step)
+    return output(params, batch, tower, {"m": lax.psum(rate, tower.axis_names)})  # here
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("T", [2, 3, 4, 5, 10, 16, 100, 4096])
+def test_numbers_that_happen_to_be_those_of_towers_count_none(T):
+    step = tj.build_train_step(
+        schedule_of_each, optax.sgd(0.1), tj.Mirrored(["cpu:0"], towers=T)
+    )
+    batch = {"x": np.ones((T, 3), np.float32), "y": np.ones(T, np.float32)}
+    with pytest.raises(tj.ReplicationError, match=re.escape(marked(schedule_of_each))):
+        step.check(PARAMS, batch)
+
+    def shared(params, batch, tower):
+        axis, b = tower.axis_names, params["b"]
+        metrics = {
+            "T": lax.psum(b, axis) / tower.num_towers,
+            "ones": lax.psum(b, axis) / lax.psum(1, axis),
+            "inverse": lax.psum(b, axis) * (1 / tower.num_towers),
+            "mean": 0.5 * lax.pmean(b, axis),
+        }
+        return output(params, batch, tower, metrics)
+
+    strategy = tj.Mirrored(["cpu:0"], towers=T)
+    tj.build_train_step(shared, optax.sgd(0.1), strategy).check(PARAMS, batch)
+
+
+def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers():
+    def loss_fn(params, batch, tower):
+        assert tower.num_towers == 8, "made for 8"
+        mean = lax.psum(params["b"], tower.axis_names) / tower.num_towers
+        return output(params, batch, tower, {"m": mean})
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=8))
+    step.check(PARAMS, BATCH)

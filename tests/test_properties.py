@@ -15,7 +15,6 @@ from drawn import (
     array,
     assert_same_bits,
     few,
-    mirrored,
     on_devices,
     seeds,
     towers_values,
@@ -23,15 +22,16 @@ from drawn import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import mirrored
 
 import towerjax as tj
-from towerjax.collectives import sum_rows_over_towers
+from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.packed import pack_sizes
 from towerjax.collectives.packing import Packing
-from towerjax.cross_tower.regroup import regroup, select_tower
-from towerjax.input.placer import Placer
+from towerjax.data.placer import Placer
+from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
 from towerjax.metrics.host import on_host, value_on_host
-from towerjax.shard import counts_of_towers, fit_batch, row_weights
+from towerjax.towers.cross_tower.regroup import regroup, select_tower
 
 R, m = tj.Reduction, tj.metrics
 SLOW = pytest.mark.slow
@@ -57,6 +57,7 @@ def batch_of(seed, size):
     return {"number": number, "rest": [leaves[0], (leaves[1], {"deep": leaves[2]})]}
 
 
+@pytest.mark.slow
 @few(150)
 @given(
     seeds,
@@ -90,6 +91,7 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
     np.testing.assert_array_equal(counts, valid.sum(1))
 
 
+@pytest.mark.slow
 @few(40)
 @given(
     st.integers(1, 9),
@@ -211,10 +213,10 @@ OPS = {
     "all_reduce": tj.AllReduce(),
     "unpacked": tj.AllReduce(pack_below_bytes=0),
     "pinned": tj.PinnedTree(),
-    "packs": tj.Packed(num_packs=3),
-    "runs": tj.Packed(bytes_per_pack=40, max_group=2),
-    "one_device": tj.ReduceToOneDevice("cpu:1"),
-    "in_two": tj.Hierarchical(2),
+    "packs": tj.collectives.Packed(num_packs=3),
+    "runs": tj.collectives.Packed(bytes_per_pack=40, max_group=2),
+    "one_device": tj.collectives.ReduceToOneDevice("cpu:1"),
+    "in_two": tj.collectives.Hierarchical(2),
 }
 GRIDS = [(2, 2), (4, 2), (6, 2), (4, 4), (8, 4), (8, 8)]
 FAST_OPS = [("pinned", 6, 2)]
@@ -280,6 +282,7 @@ def side_by_side(x, towers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices, executor",
     marked(
@@ -308,6 +311,7 @@ def test_towers_that_meet_have_each_others_values(
 leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equal"])
 
 
+@pytest.mark.slow
 @few(40)
 @given(trees(leaf_kinds), st.sampled_from([2, 3, 1]), seeds)
 def test_what_is_regrouped_is_selected_again(tree, towers, seed):
@@ -355,6 +359,7 @@ kinds_of_leaves = st.lists(
 )
 
 
+@pytest.mark.slow
 @few(150)
 @given(
     kinds_of_leaves,
@@ -440,7 +445,7 @@ def pinned_sums(towers, devices):
 ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices",
     marked(
@@ -510,11 +515,12 @@ STEPS = [
     (5, 1, 2, ()),
     (8, 8, 3, ()),
     (8, 2, 2, PINNED),
-    (6, 3, 1, (("cross_tower_ops", tj.Hierarchical(3)),)),
+    (6, 3, 1, (("cross_tower_ops", tj.collectives.Hierarchical(3)),)),
     (4, 2, 2, (("executor", "pmap"),)),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices, parts, options", marked([(4, 2, 2, ())], STEPS)
 )

@@ -68,7 +68,7 @@ def test_an_axis_is_one_dim(axis):
 
 @pytest.mark.parametrize("below", ["x", None, True, 1.5, -1])
 def test_a_limit_of_bytes_is_an_int(below):
-    with refuses("AllReduce.pack_below_bytes=.* must be an int >= 0"):
+    with refuses("AllReduce.pack_below_bytes=.* must be a whole number >= 0"):
         tj.AllReduce(below)
 
 
@@ -88,7 +88,7 @@ def test_a_limit_of_bytes_is_an_int(below):
 )
 def test_odd_devices_and_links(devices, links, text):
     with refuses(text):
-        tj.choose_cross_tower_ops(devices, links)
+        tj.collectives.choose_cross_tower_ops(devices, links)
 
 
 @pytest.mark.parametrize(

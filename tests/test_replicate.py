@@ -72,7 +72,7 @@ def logits_of(params, x):
 
 def loss_of(reduction, params, features, labels, tower):
     losses = (jnp.tanh(logits_of(params, features["x"]) - labels) ** 2).sum(-1) / 2
-    return tj.compute_weighted_loss(
+    return tj.estimator.compute_weighted_loss(
         losses, features["weight"], reduction=reduction, valid=tower.weight
     )
 
@@ -102,7 +102,7 @@ def outputs_of(params, mean, features, labels, tower):
 def state_model_fn(name, reduction):
     """Variables are a TrainState, updated by minimize where nothing stands before."""
     inner, _, before = OPTIMIZERS[name]
-    optimizer = tj.TowerOptimizer(inner)
+    optimizer = tj.estimator.TowerOptimizer(inner)
     if before is not None:
         optimizer = optax.chain(before, optimizer)
 
@@ -112,17 +112,19 @@ def state_model_fn(name, reduction):
             loss_of, reduction, features=features, labels=labels, tower=tower
         )
         outputs = outputs_of(variables.params, mean, features, labels, tower)
-        if mode is tj.Mode.PREDICT:
-            return tj.ModelSpec(mode, **outputs)
-        if mode is tj.Mode.EVAL:
-            return tj.ModelSpec(mode, loss=loss_fn(variables.params), **outputs)
+        if mode is tj.estimator.Mode.PREDICT:
+            return tj.estimator.ModelSpec(mode, **outputs)
+        if mode is tj.estimator.Mode.EVAL:
+            return tj.estimator.ModelSpec(
+                mode, loss=loss_fn(variables.params), **outputs
+            )
         if before is None:
             loss, after = optimizer.minimize(loss_fn, variables)
         else:
             loss, after = updated(optimizer, loss_fn, variables)
         local = variables.local["mean"]
         local = {"mean": replaced(local, next_mean(mean, features, tower))}
-        return tj.ModelSpec(
+        return tj.estimator.ModelSpec(
             mode, loss=loss, train_op=replaced_local(after, local), **outputs
         )
 
@@ -164,7 +166,7 @@ def plain_model_fn(name, reduction):
     """Variables are a dict, with a step counter of their own."""
     inner, _, before = OPTIMIZERS[name]
     assert before is None
-    optimizer = tj.TowerOptimizer(inner)
+    optimizer = tj.estimator.TowerOptimizer(inner)
 
     def model_fn(variables, features, labels, mode, tower):
         weights, mean = variables["params"], variables["mean"].value
@@ -172,10 +174,10 @@ def plain_model_fn(name, reduction):
             loss_of, reduction, features=features, labels=labels, tower=tower
         )
         outputs = outputs_of(weights, mean, features, labels, tower)
-        if mode is tj.Mode.PREDICT:
-            return tj.ModelSpec(mode, **outputs)
-        if mode is tj.Mode.EVAL:
-            return tj.ModelSpec(mode, loss=loss_fn(weights), **outputs)
+        if mode is tj.estimator.Mode.PREDICT:
+            return tj.estimator.ModelSpec(mode, **outputs)
+        if mode is tj.estimator.Mode.EVAL:
+            return tj.estimator.ModelSpec(mode, loss=loss_fn(weights), **outputs)
         loss, grads = optimizer.compute_gradients(loss_fn, weights)
         after, slots = optimizer.apply_gradients(
             grads, variables["slots"], weights, loss=loss
@@ -186,7 +188,7 @@ def plain_model_fn(name, reduction):
             "slots": slots,
             "step": variables["step"] + 1,
         }
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op, **outputs)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op, **outputs)
 
     start = {
         "mean": tj.TowerLocal(np.zeros(FEATURES, np.float32), MEAN, "mean"),
@@ -266,9 +268,9 @@ def check(
     executor, towers, devices, reduction, compat, name, *, sizes=(FULL,) * 3,
     remainder="error", model_fn=state_model_fn, ops=None,
 ):  # fmt: skip
-    kind = tj.LossReduction[reduction]
+    kind = tj.estimator.LossReduction[reduction]
     fn, start = model_fn(name, kind)
-    model = tj.replicate_model_fn(
+    model = tj.estimator.replicate_model_fn(
         fn, kind, strategy_of(executor, towers, devices, ops),
         remainder=remainder, compat=compat, max_programs=2,
     )  # fmt: skip
@@ -281,7 +283,7 @@ def check(
     variables, known = model.init(start), []  # sizes that batches were padded to
     for number, size in enumerate(sizes):
         features, labels = data(size, seed=number)
-        spec = model(variables, features, labels, tj.Mode.TRAIN)
+        spec = model(variables, features, labels, tj.estimator.Mode.TRAIN)
         variables = spec.train_op
         if remainder == "drop":
             size -= size % towers
@@ -304,8 +306,8 @@ def check(
         check_variables(variables, expected, what)
     size = sizes[1]
     features, labels = data(size, seed=9)
-    spec = model(variables, features, labels, tj.Mode.EVAL)
-    predicted = model(variables, features, None, tj.Mode.PREDICT)
+    spec = model(variables, features, labels, tj.estimator.Mode.EVAL)
+    predicted = model(variables, features, None, tj.estimator.Mode.PREDICT)
     if remainder == "drop":
         size -= size % towers
         features = {k: x[:size] for k, x in features.items()}
@@ -323,7 +325,7 @@ def check(
     assert predicted.loss is None and predicted.eval_metrics is None
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("reduction", "compat"), KINDS)
 @pytest.mark.parametrize(
     ("executor", "towers", "devices", "name"),
@@ -414,12 +416,13 @@ def test_plain_pytrees_are_variables_too(name, towers, devices):
 OPS = [
     tj.AllReduce(),
     tj.PinnedTree(),
-    tj.Packed(num_packs=2),
-    tj.Hierarchical(2),
-    tj.ReduceToOneDevice(),
+    tj.collectives.Packed(num_packs=2),
+    tj.collectives.Hierarchical(2),
+    tj.collectives.ReduceToOneDevice(),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops",
     [OPS[1], *(pytest.param(x, marks=pytest.mark.slow) for x in OPS if x != OPS[1])],

@@ -13,10 +13,10 @@ import pytest
 import towerjax as tj
 
 TWO = ("cpu:0", "cpu:1")
-SUM, MEAN = tj.LossReduction.SUM, tj.LossReduction.MEAN
-EXACT = tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
-OPTIMIZER = tj.TowerOptimizer(optax.sgd(0.1))
-TRAIN, EVAL, PREDICT = tj.Mode
+SUM, MEAN = tj.estimator.LossReduction.SUM, tj.estimator.LossReduction.MEAN
+EXACT = tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS
+OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+TRAIN, EVAL, PREDICT = tj.estimator.Mode
 HERE = r"test_replicate_bad_input\.py"
 
 
@@ -28,11 +28,11 @@ def model_fn(variables, features, labels, mode, tower):
     loss_fn = functools.partial(squares, features=features, labels=labels, tower=tower)
     predictions = {"x": features}
     if mode is PREDICT:
-        return tj.ModelSpec(mode, predictions)
+        return tj.estimator.ModelSpec(mode, predictions)
     if mode is EVAL:
-        return tj.ModelSpec(mode, predictions, loss_fn(variables.params))
+        return tj.estimator.ModelSpec(mode, predictions, loss_fn(variables.params))
     loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
-    return tj.ModelSpec(mode, predictions, loss, train_op)
+    return tj.estimator.ModelSpec(mode, predictions, loss, train_op)
 
 
 def start(optimizer=OPTIMIZER, **more):
@@ -48,7 +48,7 @@ def rows(count, *width):
 def replicated(fn=model_fn, reduction=EXACT, towers=2, devices=None, **options):
     names = TWO[: devices or min(towers, 2)]
     strategy = tj.Mirrored(names, towers=towers)
-    return tj.replicate_model_fn(fn, reduction, strategy, **options)
+    return tj.estimator.replicate_model_fn(fn, reduction, strategy, **options)
 
 
 def refused(names, text, model, variables, *call, error=ValueError):
@@ -72,18 +72,21 @@ def test_what_is_compiled_is_seen(compiled):
 
 OPTIONS = {
     "none": (
-        dict(loss_reduction=tj.LossReduction.NONE),
+        dict(loss_reduction=tj.estimator.LossReduction.NONE),
         r"(?s)Tower losses need to be reduced in some way, yet none reduction is"
-        r" specified\. Write tj\.LossReduction\.SUM_BY_NONZERO_WEIGHTS",
+        r" specified\. Write tj\.estimator\.LossReduction\.SUM_BY_NONZERO_WEIGHTS",
     ),
-    "text": (dict(loss_reduction="sum"), r"loss_reduction='sum' is not a tj\.LossRed"),
+    "text": (
+        dict(loss_reduction="sum"),
+        r"loss_reduction='sum' is not a tj\.estimator\.LossRed",
+    ),
     "of towers": (
         dict(loss_reduction=tj.Reduction.SUM),
-        r"loss_reduction=Reduction\.SUM is not a tj\.LossReduction",
+        r"loss_reduction=Reduction\.SUM is not a tj\.estimator\.LossReduction",
     ),
     "variable_placement": (
         dict(variable_placement="mirrored"),
-        r"variable_placement='mirrored'.*tj\.VariablePlacement\.MIRRORED",
+        r"variable_placement='mirrored'.*tj\.estimator\.VariablePlacement\.MIRRORED",
     ),
     "remainder": (dict(remainder="fill"), "remainder='fill'.*'pad'"),
     "compat": (dict(compat="tf2"), "compat='tf2' must be None or 'tf1'"),
@@ -105,11 +108,11 @@ OPTIONS = {
 def test_options_that_there_are_not_are_refused(name):
     options, text = OPTIONS[name]
     with pytest.raises(ValueError, match=text):
-        tj.replicate_model_fn(model_fn, **options)
+        tj.estimator.replicate_model_fn(model_fn, **options)
 
 
 def test_devices_that_are_absent_are_refused_when_variables_are_placed():
-    model = tj.replicate_model_fn(model_fn, devices=["cpu:0", "cpu:77"])
+    model = tj.estimator.replicate_model_fn(model_fn, devices=["cpu:0", "cpu:77"])
     for call in (model.init, lambda state: model(state, rows(4, 3), rows(4))):
         with pytest.raises(ValueError, match="'cpu:77' is not on this machine"):
             call(start())
@@ -117,7 +120,7 @@ def test_devices_that_are_absent_are_refused_when_variables_are_placed():
 
 SIGNATURES = {
     "no function": (3, r"model_fn=3 is not a function"),
-    "a spec": (tj.ModelSpec(PREDICT, {"x": 1}), r"is not a function"),
+    "a spec": (tj.estimator.ModelSpec(PREDICT, {"x": 1}), r"is not a function"),
     "no labels": (
         lambda variables, features, mode: None,
         r"does not take labels\. A model function is def model_fn\(variables",
@@ -138,12 +141,12 @@ SIGNATURES = {
 def test_functions_that_are_called_otherwise_are_refused(name):
     fn, text = SIGNATURES[name]
     with pytest.raises(ValueError, match=text):
-        tj.replicate_model_fn(fn)
+        tj.estimator.replicate_model_fn(fn)
 
 
 def test_unknown_parameters_with_a_default_are_the_functions_own():
     def fn(variables, features, labels, mode, scale=2.0):
-        return tj.ModelSpec(mode, predictions={"x": features * scale})
+        return tj.estimator.ModelSpec(mode, predictions={"x": features * scale})
 
     spec = replicated(fn)(np.float32(1), rows(2), None, PREDICT)
     np.testing.assert_array_equal(spec.predictions["x"], 2 * rows(2))
@@ -156,19 +159,22 @@ def test_unknown_parameters_with_a_default_are_the_functions_own():
         (lambda: OPTIMIZER, "TowerOptimizer got a TowerOptimizer.*twice"),
         (3, r"TowerOptimizer got 3; give it an optax transformation"),
         (lambda: None, r"TowerOptimizer got None; give it an optax transformation"),
-        (optax.MultiSteps(optax.sgd(1), 2), r"TowerOptimizer got <optax.*MultiSteps"),
+        (optax.MultiSteps(optax.sgd(1), 2), "TowerOptimizer got an optax.MultiSteps"),
     ],
 )
 def test_what_is_no_optimizer_is_not_wrapped(optimizer, text):
     with pytest.raises(ValueError, match=text):
-        tj.TowerOptimizer(optimizer)
+        tj.estimator.TowerOptimizer(optimizer)
 
 
 # What a model is called with.
 
 X, Y = rows(4, 3), rows(4)
 CALLS = {
-    "mode": ((X, Y, "train"), r"mode='train' is not a mode; write tj\.Mode\.TRAIN"),
+    "mode": (
+        (X, Y, "train"),
+        r"mode='train' is not a mode; write tj\.estimator\.Mode\.TRAIN",
+    ),
     "labels shorter": (
         (X, Y[:2], TRAIN),
         r"batch\['features'\]: 4, batch\['labels'\]: 2",
@@ -196,6 +202,7 @@ CALLS = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_malformed_calls_are_refused(name, towers, compiled):
@@ -211,10 +218,11 @@ def test_malformed_calls_are_refused(name, towers, compiled):
 def test_a_batch_that_does_not_divide_is_refused_when_asked(compiled):
     model = replicated(remainder="error")
     text = r"batch\['features'\] has 5 examples, which 2 towers.*remainder"
-    for mode in tj.Mode:
+    for mode in tj.estimator.Mode:
         refused(compiled, text, model, start(), rows(5, 3), rows(5), mode)
 
 
+@pytest.mark.slow
 def test_a_batch_that_changes_is_refused_saying_what(compiled):
     model = replicated(max_programs=1)
     variables = model(start(), X, Y).train_op
@@ -225,8 +233,10 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     refused(compiled, text, model, variables, X, None)
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
     several = replicated()
-    for size in (4, 6, 8):
-        several(variables, rows(size, 3), rows(size), EVAL)
+    several(variables, X, Y, EVAL)
+    with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew"):
+        several(variables, rows(6, 3), rows(6), EVAL)
+    several(variables, rows(8, 3), rows(8), EVAL)
 
 
 VALUES = {
@@ -246,7 +256,7 @@ def test_values_that_a_program_cannot_be_compiled_for(name, which, compiled):
     make, text = VALUES[name]
 
     def fn(variables, features, labels, mode, params, config):
-        return tj.ModelSpec(mode, predictions={"x": features})
+        return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
     model = replicated(fn)
     call = (make(), None) if which == "params" else (None, make())
@@ -267,7 +277,7 @@ def test_arrays_in_objects_are_refused_too(compiled):
         table: np.ndarray
 
     def fn(variables, features, labels, mode, params):
-        return tj.ModelSpec(mode, predictions={"x": features})
+        return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
     model = replicated(fn)
     for params in (Simple(), Frozen(np.ones(3)), Open(np.ones(3))):
@@ -277,7 +287,7 @@ def test_arrays_in_objects_are_refused_too(compiled):
 LOCAL = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN, "n")}
 
 
-@pytest.mark.parametrize("mode", tj.Mode)
+@pytest.mark.parametrize("mode", tj.estimator.Mode)
 def test_tower_local_variables_need_one_copy_a_tower(mode, compiled):
     model = replicated()
     text = r"variables.*has shape \(3,\)\. Make the variables with model\.init"
@@ -297,7 +307,9 @@ def of_loss(loss):
     """A function with that loss."""
 
     def fn(variables, features, labels, mode, tower):
-        return tj.ModelSpec(mode, loss=loss(features, tower), train_op=variables)
+        return tj.estimator.ModelSpec(
+            mode, loss=loss(features, tower), train_op=variables
+        )
 
     return fn
 
@@ -306,60 +318,66 @@ RETURNS = {
     "nothing": (lambda mode, v, x: None, "returned a NoneType in Mode"),
     "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
     "another mode": (
-        lambda mode, v, x: tj.ModelSpec(PREDICT, {"x": x}),
+        lambda mode, v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
         r"called in Mode\.(TRAIN|EVAL) and returned a ModelSpec of Mode\.PREDICT",
     ),
-    "a mode by name": (lambda mode, v, x: tj.ModelSpec("train"), "mode='train' is not"),
+    "a mode by name": (
+        lambda mode, v, x: tj.estimator.ModelSpec("train"),
+        "mode='train' is not",
+    ),
     "no loss": (
-        lambda mode, v, x: tj.ModelSpec(mode, train_op=v),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, train_op=v),
         r"of Mode\.\w+ needs loss\. In TRAIN give",
     ),
     "predictions an array": (
-        lambda mode, v, x: tj.ModelSpec(mode, x, 1.0, v),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, x, 1.0, v),
         r"predictions is a .*, which has no names; return a dict",
     ),
     "predictions a list": (
-        lambda mode, v, x: tj.ModelSpec(mode, [x], 1.0, v),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, [x], 1.0, v),
         r"predictions is a list, which has no names",
     ),
     "predictions by number": (
-        lambda mode, v, x: tj.ModelSpec(mode, {0: x}, 1.0, v),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, {0: x}, 1.0, v),
         r"predictions has the names \[0\]; names are strings",
     ),
     "metrics a list": (
-        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, [x]),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, [x]),
         r"eval_metrics is a list, which has no names",
     ),
     "exports an output": (
-        lambda mode, v, x: tj.ModelSpec(
-            mode, None, 1.0, v, export_outputs=tj.PredictOutput(x)
+        lambda mode, v, x: tj.estimator.ModelSpec(
+            mode, None, 1.0, v, export_outputs=tj.estimator.PredictOutput(x)
         ),
         r"export_outputs is a PredictOutput, which has no names",
     ),
     "export of another class": (
-        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, export_outputs={"a": x}),
-        r"export_outputs\['a'\] is a .*; write tj\.PredictOutput, tj\.Regression",
+        lambda mode, v, x: tj.estimator.ModelSpec(
+            mode, None, 1.0, v, export_outputs={"a": x}
+        ),
+        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput,"
+        r" tj\.estimator\.Regression",
     ),
     "classification of nothing": (
-        lambda mode, v, x: tj.ClassificationOutput(),
+        lambda mode, v, x: tj.estimator.ClassificationOutput(),
         r"ClassificationOutput needs scores, classes or both",
     ),
     "hooks a function": (
-        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, hooks=print),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=print),
         r"hooks=.* must be a tuple of functions",
     ),
     "hooks no functions": (
-        lambda mode, v, x: tj.ModelSpec(mode, None, 1.0, v, hooks=(1,)),
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=(1,)),
         r"hooks=\(1,\) must be a tuple of functions",
     ),
     "metric named loss": (
-        lambda mode, v, x: tj.ModelSpec(
+        lambda mode, v, x: tj.estimator.ModelSpec(
             mode, None, tj.Weighted(1.0, 1.0), v, {"loss": tj.Weighted(1.0, 1.0)}
         ),
         r"eval_metrics\['loss'\] is the name of the loss",
     ),
     "rows": (
-        lambda mode, v, x: tj.ModelSpec(
+        lambda mode, v, x: tj.estimator.ModelSpec(
             mode, {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}, 1.0, v
         ),
         r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape"
@@ -367,14 +385,19 @@ RETURNS = {
         r" predictions\['sum'\] has shape \(\)",
     ),
     "rows of exports": (
-        lambda mode, v, x: tj.ModelSpec(
-            mode, None, 1.0, v, export_outputs={"a": tj.RegressionOutput(x[0])}
+        lambda mode, v, x: tj.estimator.ModelSpec(
+            mode,
+            None,
+            1.0,
+            v,
+            export_outputs={"a": tj.estimator.RegressionOutput(x[0])},
         ),
         r"export_outputs\['a'\]\.value has shape \(3,\)",
     ),
 }
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", RETURNS)
 def test_specs_that_are_none_are_refused(name, mode, compiled):
@@ -390,7 +413,7 @@ def test_specs_that_are_none_are_refused(name, mode, compiled):
 
 def test_what_a_mode_needs_is_named(compiled):
     def fn(variables, features, labels, mode):
-        return tj.ModelSpec(mode)
+        return tj.estimator.ModelSpec(mode)
 
     for mode, names in [(TRAIN, "loss and train_op"), (EVAL, "loss"),
                         (PREDICT, "predictions")]:  # fmt: skip
@@ -406,7 +429,7 @@ LOSSES = {
         r" is exact.*compute_weighted_loss.*compat='tf1'",
     ),
     "bare, of the batch's size": (
-        tj.LossReduction.SUM_OVER_BATCH_SIZE,
+        tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE,
         lambda x, t: x.sum(),
         r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE is exact",
     ),
@@ -444,6 +467,7 @@ ANYWHERE = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", [*LOSSES, *ANYWHERE])
 def test_losses_that_are_none_are_refused(name, mode, compiled):
@@ -460,7 +484,7 @@ def of_train_op(change):
             squares, features=features, labels=labels, tower=tower
         )
         loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=change(train_op))
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=change(train_op))
 
     return fn
 
@@ -502,6 +526,7 @@ def test_a_train_op_of_another_type_is_refused_by_name(name, towers, compiled):
     refused(compiled, text, model, start(), X, Y)
 
 
+@pytest.mark.slow
 def test_towers_that_share_nothing_name_the_leaf_and_the_line(compiled):
     optimizer = optax.sgd(0.1)
 
@@ -513,7 +538,7 @@ def test_towers_that_share_nothing_name_the_leaf_and_the_line(compiled):
         params = optax.apply_updates(variables.params, updates)
         after = dataclasses.replace(variables, params=params, opt_state=opt_state)
         loss = squares(params, features, labels, tower)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     for towers, devices in [(2, 1), (2, 2), (4, 2)]:
         model = replicated(bare, towers=towers, devices=devices)
@@ -530,10 +555,10 @@ def test_towers_that_share_nothing_name_the_leaf_and_the_line(compiled):
 
 
 OTHERS = {
-    "adam": tj.TowerOptimizer(optax.adam(0.1)),
-    "momentum": tj.TowerOptimizer(optax.sgd(0.1, momentum=0.9)),
+    "adam": tj.estimator.TowerOptimizer(optax.adam(0.1)),
+    "momentum": tj.estimator.TowerOptimizer(optax.sgd(0.1, momentum=0.9)),
     "not wrapped": optax.adam(0.1),
-    "chain": optax.chain(optax.clip(1.0), tj.TowerOptimizer(optax.adam(0.1))),
+    "chain": optax.chain(optax.clip(1.0), tj.estimator.TowerOptimizer(optax.adam(0.1))),
 }
 
 
@@ -555,7 +580,7 @@ def test_an_update_without_its_loss_is_refused(compiled):
         params = optax.apply_updates(variables.params, updates)
         after = dataclasses.replace(variables, params=params, opt_state=opt_state)
         loss = squares(params, features, labels, tower)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     text = r"update was not told the loss.*optimizer\.update\(grads, .*loss=loss\)"
     refused(compiled, text, replicated(fn), start(), X, Y)
@@ -578,7 +603,7 @@ def test_an_update_on_some_towers_is_refused(devices, compiled):
             lambda v: v,
             variables,
         )
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
     model = replicated(fn, devices=devices)
     error = refused(
@@ -608,7 +633,7 @@ def test_other_losses_than_the_towers_own_are_one(mode, compiled):
         loss = tj.Weighted(jnp.float32(tower.id), tower.weight.sum())
         after = dataclasses.replace(variables, step=variables.step)
         after = with_params(after, b=variables.params["b"] + tower.id)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     model = replicated(fn)
     if mode is EVAL:
@@ -630,7 +655,7 @@ CARELESS = {
 }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", CARELESS)
 @pytest.mark.parametrize("towers", [2, 4])
 def test_padding_that_nothing_masks_is_refused(name, towers, compiled):
@@ -646,14 +671,14 @@ def test_padding_that_nothing_masks_is_refused(name, towers, compiled):
         loss = loss_of(masked("loss"), variables.params)
         metric = tj.Weighted.mean(features, masked("metric"))
         if mode is EVAL:
-            return tj.ModelSpec(mode, loss=loss, eval_metrics={"m": metric})
+            return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics={"m": metric})
         weight = masked("train_op")
         _, train_op = OPTIMIZER.minimize(functools.partial(loss_of, weight), variables)
         mean = tj.Weighted.mean(features[:, 0], masked("local")).value
         [local] = variables.local.values()
         local = {"n": dataclasses.replace(local, value=mean + local.value)}
         train_op = dataclasses.replace(train_op, local=local)
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
     model = replicated(fn, towers=towers, devices=2)
     local = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN)}
@@ -676,13 +701,14 @@ METRICS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled):
     def fn(variables, features, labels, mode, tower):
         metrics = {"fine": tj.Weighted(1.0, 1.0), "m": METRICS[name](features, tower)}
         loss = tj.Weighted.mean(features, tower.weight)
-        return tj.ModelSpec(mode, None, loss, variables, metrics)
+        return tj.estimator.ModelSpec(mode, None, loss, variables, metrics)
 
     for towers in (1, 2):
         text = r"eval_metrics\['m'\] is (.*tj\.Weighted|the class.* Return an object)"
@@ -691,7 +717,7 @@ def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled)
 
 def in_turn(fn, devices):
     strategy = tj.Mirrored(TWO[:devices], towers=2, local="scan")
-    return tj.replicate_model_fn(fn, EXACT, strategy)
+    return tj.estimator.replicate_model_fn(fn, EXACT, strategy)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -706,7 +732,7 @@ def test_towers_in_turn_share_their_updates_too(devices, compiled):
         params = jax.tree.map(lambda p, g: p - 0.1 * g, variables.params, grads)
         after = dataclasses.replace(variables, params=params)
         loss = squares(params, features, labels, tower)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     error = refused(
         compiled, "Please wrap optimizers", in_turn(bare, devices), start(optimizer),
@@ -715,7 +741,7 @@ def test_towers_in_turn_share_their_updates_too(devices, compiled):
     assert "params['w']" in str(error) and "params['b']" not in str(error)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
     def fn(variables, features, labels, mode, tower):
@@ -723,7 +749,9 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
             return squares(params, features, labels, tower)
 
         after = jax.jit(lambda v: OPTIMIZER.minimize(loss_fn, v)[1])(variables)
-        return tj.ModelSpec(mode, loss=loss_fn(variables.params), train_op=after)
+        return tj.estimator.ModelSpec(
+            mode, loss=loss_fn(variables.params), train_op=after
+        )
 
     text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
     refused(compiled, text, in_turn(fn, devices), start(), X, Y)
@@ -734,6 +762,7 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
     )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -741,23 +770,23 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
         ("model.json", b"[]", "model.json' is damaged"),
         ("model.json", b'{"format": 1}', "model.json' is damaged"),
         ("model.json", b'{"format": 2}', "is of format 2"),
-        ("program_0.bin", b"", "program_0.bin' is missing or damaged"),
-        ("program_0.bin", b"no program", "program_0.bin' is missing or damaged"),
-        ("program_0.bin", None, "program_0.bin' is missing or damaged"),
+        ("program_0.bin", b"", "program_0.bin has 0 bytes instead of"),
+        ("program_0.bin", b"no program", "program_0.bin has 10 bytes"),
+        ("program_0.bin", None, "program_0.bin is missing"),
     ],
 )
 def test_a_damaged_export_is_refused_by_name(tmp_path, name, content, says):
     pytest.importorskip("flatbuffers")
 
     def doubled(variables, features, labels, mode):
-        return tj.ModelSpec(mode, predictions={"y": 2 * features})
+        return tj.estimator.ModelSpec(mode, predictions={"y": 2 * features})
 
-    model = tj.replicate_model_fn(doubled, devices=tj.OneDevice())
+    model = tj.estimator.replicate_model_fn(doubled, devices=tj.OneDevice())
     x, folder = np.ones(3, np.float32), tmp_path / "model"
-    tj.export_model(model, np.float32(0), x, folder, platforms=["cpu"])
-    assert tj.load_exported(folder)(x)["y"].tolist() == [2, 2, 2]
+    tj.estimator.export_model(model, np.float32(0), x, folder, platforms=["cpu"])
+    assert tj.estimator.load_exported(folder)(x)["y"].tolist() == [2, 2, 2]
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=says):
-        tj.load_exported(folder)
+        tj.estimator.load_exported(folder)

@@ -8,24 +8,24 @@ import jax
 import numpy as np
 import optax
 import pytest
+from layouts import mirrored as towers
 
 import towerjax as tj
 
-SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
-ADAM = tj.TowerOptimizer(optax.adam(0.05))
+SUM, EXACT = (
+    tj.estimator.LossReduction.SUM,
+    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
+)
+ADAM = tj.estimator.TowerOptimizer(optax.adam(0.05))
 LAYOUTS = [(2, 2)] + [
     pytest.param(*layout, marks=pytest.mark.slow) for layout in [(1, 1), (4, 2), (3, 1)]
 ]
-PLACEMENTS = list(tj.VariablePlacement)
+PLACEMENTS = list(tj.estimator.VariablePlacement)
 MOST = [  # all of them where tests may be slow
     pytest.param(x, marks=[] if x is PLACEMENTS[1] else pytest.mark.slow, id=repr(x))
     for x in PLACEMENTS
 ]
 WIDTH = 7  # a size that nothing else here has
-
-
-def towers(count, devices, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
 
 
 def rows(count, *width, seed=0):
@@ -46,8 +46,8 @@ def model_fn(variables, features, labels, mode, tower, params=None):
     weight = tower.weight * features["weight"]
     logits = features["x"] @ variables.params["w"] + variables.params["b"]
     predictions = {"logits": logits}
-    if mode is tj.Mode.PREDICT:
-        return tj.ModelSpec(mode, predictions)
+    if mode is tj.estimator.Mode.PREDICT:
+        return tj.estimator.ModelSpec(mode, predictions)
 
     def loss_fn(p):
         errors = (features["x"] @ p["w"] + p["b"] - labels) ** 2
@@ -56,15 +56,15 @@ def model_fn(variables, features, labels, mode, tower, params=None):
         return tj.Weighted.mean(errors, weight)
 
     metrics = {"mean": tj.Weighted.mean(logits, weight)}
-    if mode is tj.Mode.EVAL:
+    if mode is tj.estimator.Mode.EVAL:
         loss = loss_fn(variables.params)
-        return tj.ModelSpec(mode, predictions, loss, eval_metrics=metrics)
+        return tj.estimator.ModelSpec(mode, predictions, loss, eval_metrics=metrics)
     loss, after = ADAM.minimize(loss_fn, variables)
     count = dataclasses.replace(
         variables.local["count"], value=tower.local["count"] + weight.sum()
     )
     after = dataclasses.replace(after, local={"count": count})
-    return tj.ModelSpec(mode, predictions, loss, after, metrics, hooks=[hook])
+    return tj.estimator.ModelSpec(mode, predictions, loss, after, metrics, hooks=[hook])
 
 
 def start(optimizer=ADAM, **more):
@@ -75,7 +75,7 @@ def start(optimizer=ADAM, **more):
 
 def replicated(count, devices, reduction=EXACT, fn=model_fn, local="vmap", **options):
     strategy = towers(count, devices, local=local)
-    return tj.replicate_model_fn(fn, reduction, strategy, **options)
+    return tj.estimator.replicate_model_fn(fn, reduction, strategy, **options)
 
 
 def numbers(state):
@@ -130,14 +130,14 @@ def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_c
 
 
 @pytest.mark.pairwise
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 @pytest.mark.parametrize("policy", ["skip", "ignore"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_key_that_model_fn_splits_is_another_one_each_step(
     count, devices, policy, steps_per_call
 ):
-    sgd = tj.TowerOptimizer(optax.sgd(0.1))
+    sgd = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def split_fn(variables, features, labels, mode, tower):
         key, own = jax.random.split(variables.rng)
@@ -147,7 +147,7 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step(
             return tj.Weighted.mean(features["x"] @ (p["w"] * noise), tower.weight)
 
         loss, after = sgd.minimize(loss_fn, variables)
-        return tj.ModelSpec(
+        return tj.estimator.ModelSpec(
             mode, loss=loss, train_op=dataclasses.replace(after, rng=key)
         )
 
@@ -168,11 +168,11 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step(
     assert state.rng == key
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("mode", tj.Mode)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", tj.estimator.Mode)
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1), (4, 2)])
 def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
-    sgd = tj.TowerOptimizer(optax.sgd(0.1))
+    sgd = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def always_minimizes(variables, features, labels, mode, tower):
         def loss_fn(p):
@@ -180,17 +180,18 @@ def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
 
         loss, after = sgd.minimize(loss_fn, variables)
         predictions = {"after": features @ after.params["w"]}
-        return tj.ModelSpec(mode, predictions, loss, after)
+        return tj.estimator.ModelSpec(mode, predictions, loss, after)
 
     x, w = rows(7, WIDTH), rows(WIDTH, seed=3)
     model = replicated(count, devices, fn=always_minimizes, local="scan")
     spec = model(model.init(start(sgd)), x, None, mode)
     after = w - 0.1 * 2 * (x * (x @ w)[:, None]).mean(axis=0)
     np.testing.assert_allclose(spec.predictions["after"], x @ after, rtol=1e-4)
-    if mode is not tj.Mode.PREDICT:
+    if mode is not tj.estimator.Mode.PREDICT:
         np.testing.assert_allclose(spec.loss.value, ((x @ w) ** 2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_step_at_a_time_and_its_hooks():
     model = replicated(2, 2)
     step, state = model.train_step(), model.init(start())
@@ -203,6 +204,7 @@ def test_one_step_at_a_time_and_its_hooks():
     assert step.hooks == (hook,)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize("size", [8, 5])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
@@ -210,7 +212,7 @@ def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, pla
     model = replicated(count, devices, variable_placement=placement)
     state = model.init(start())
     batches = [batch(8, 0), batch(size, 1), batch(2, 2)]
-    found = tj.evaluate_all(model.eval_step(), state, batches)
+    found = tj.evaluate(model.eval_step(), state, batches)
     features = {
         k: np.concatenate([b["features"][k] for b in batches]).astype(float)
         for k in ("x", "weight")
@@ -228,12 +230,11 @@ def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, pla
     np.testing.assert_allclose(np.concatenate(got), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_is_averaged_over_batches():
     model = replicated(2, 2, SUM)
     batches = [batch(8, 0), batch(4, 1)]
-    found = tj.evaluate_all(
-        model.eval_step(params="scalar"), model.init(start()), batches
-    )
+    found = tj.evaluate(model.eval_step(params="scalar"), model.init(start()), batches)
     w = np.asarray(start().params["w"], float)
     totals = [
         (b["features"]["weight"] * (b["features"]["x"] @ w + 0.5 - b["labels"]) ** 2)
@@ -243,7 +244,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
 
 
 @pytest.mark.pairwise
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
@@ -273,7 +274,7 @@ def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, place
     assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_batch_without_examples_changes_nothing(count, devices, policy):
@@ -319,10 +320,10 @@ def test_variables_lie_where_they_are_told(kind, devices):
         for number in range(3):
             mirrored = dataclasses.replace(variables, local=None)
             held = where(mirrored)
-            if placement is tj.VariablePlacement.MIRRORED:
+            if placement is tj.estimator.VariablePlacement.MIRRORED:
                 assert held == [everywhere] * len(held)
                 assert total_bytes(variables.params) == devices * each
-            elif placement is tj.VariablePlacement.ON_ONE_DEVICE:
+            elif placement is tj.estimator.VariablePlacement.ON_ONE_DEVICE:
                 assert held == [[0]] * len(held)
                 assert total_bytes(variables.params) == each
             else:
@@ -349,19 +350,19 @@ def test_what_is_not_kept_is_freed(placement):
         wide = [x for x in jax.live_arrays() if x.shape == (1237,)]
         return sum(len(x.addressable_shards) for x in wide)
 
-    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def fn(variables, features, labels, mode, tower):
         def loss_fn(w):
             return tj.Weighted.mean(w.sum() * features, tower.weight)
 
         loss, after = optimizer.minimize(loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     assert held() == 0
     model = replicated(4, 4, fn=fn, variable_placement=placement)
     variables = model.init(tj.TrainState.create(np.ones(1237, np.float32), optimizer))
-    copies = 4 if placement is tj.VariablePlacement.MIRRORED else 1
+    copies = 4 if placement is tj.estimator.VariablePlacement.MIRRORED else 1
     assert held() == copies
     for _ in range(2):
         variables = model(variables, rows(8)).train_op
@@ -384,12 +385,12 @@ def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
 
     one, two, far = Device("gpu", 0), Device("gpu", 1), Device("gpu", 2, 1)
     cpu = jax.local_devices(backend="cpu")[:1]
-    policy = tj.VariablePlacement.ON_ONE_DEVICE
+    policy = tj.estimator.VariablePlacement.ON_ONE_DEVICE
     assert variable_devices(Placed(one), policy) == [one]
     assert variable_devices(Placed(one, two), policy) == cpu
     assert variable_devices(Placed(one, far), policy) == [one]
     assert variable_devices(Placed(Device("cpu", 3)), policy) == cpu
-    policy = tj.VariablePlacement.ROUND_ROBIN
+    policy = tj.estimator.VariablePlacement.ROUND_ROBIN
     assert variable_devices(Placed(one, two, far), policy) == [one, two]
 
 
@@ -408,8 +409,8 @@ def collectives(model, mode, **more):
     return re.findall(rf" ({names})(?:-start)?\(", text), text
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("mode", tj.Mode)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", tj.estimator.Mode)
 def test_one_tower_sends_and_splits_nothing(mode):
     found, text = collectives(replicated(1, 1), mode)
     assert found == []
@@ -418,7 +419,7 @@ def test_one_tower_sends_and_splits_nothing(mode):
     assert plain[0] == []  # several towers of one device share its memory
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ops", "expected"),
     [
@@ -432,9 +433,9 @@ def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
     ops, expected, towers_each
 ):
     strategy = tj.Mirrored(towers=8 * towers_each, cross_tower_ops=ops)
-    model = tj.replicate_model_fn(model_fn, devices=strategy)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
     # The gradients with the loss, and the metric; XLA joins the two all-reduces.
-    found, text = collectives(model, tj.Mode.TRAIN)
+    found, text = collectives(model, tj.estimator.Mode.TRAIN)
     if expected == ["all-reduce"]:
         assert found == expected
         [shapes] = re.findall(r"= (.*) all-reduce\(", text)
@@ -443,10 +444,11 @@ def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
     else:
         assert sorted(found) == sorted(2 * expected)
     # The loss and the metric; and the tower-local variable's aggregate is not read.
-    assert sorted(collectives(model, tj.Mode.EVAL)[0]) == sorted(expected)
-    assert collectives(model, tj.Mode.PREDICT)[0] == []
+    assert sorted(collectives(model, tj.estimator.Mode.EVAL)[0]) == sorted(expected)
+    assert collectives(model, tj.estimator.Mode.PREDICT)[0] == []
 
 
+@pytest.mark.slow
 def test_a_step_reads_only_what_it_wants():
     traces = []
 
@@ -460,19 +462,19 @@ def test_a_step_reads_only_what_it_wants():
         state, _ = step(state, batch(8, number))
         evaluate(state, batch(8, number))
     # One a program; the devices' own trace is the one that is proved.
-    assert traces == [tj.Mode.TRAIN, tj.Mode.EVAL]
+    assert traces == [tj.estimator.Mode.TRAIN, tj.estimator.Mode.EVAL]
 
 
 def test_the_steps_refuse_what_the_model_does_not_ask_for():
     def fn(variables, features, labels, mode):
-        return tj.ModelSpec(mode, loss=features.sum())
+        return tj.estimator.ModelSpec(mode, loss=features.sum())
 
     model = replicated(1, 1, fn=fn)
     for make in (model.train_step, model.eval_step, model.predict_step):
         with pytest.raises(ValueError, match="model_fn has no parameter 'params'"):
             step = make(params={"rate": 1})
             step(np.float32(1), {"features": rows(4)})
-    with pytest.raises(ValueError, match="on_nonfinite='warn' is not one of"):
+    with pytest.raises(ValueError, match="on_nonfinite='warn' must be one of"):
         model.train_step(on_nonfinite="warn")
 
 
@@ -485,11 +487,12 @@ def test_a_state_that_is_none_is_refused():
             tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
         state = model.init(start())
         step(state, batch(8))
-        if placement is tj.VariablePlacement.MIRRORED:
+        if placement is tj.estimator.VariablePlacement.MIRRORED:
             with pytest.raises(ValueError, match="donated to an earlier"):
                 step(state, batch(8))
 
 
+@pytest.mark.slow
 def test_params_reach_the_steps():
     seen = []
 
@@ -506,9 +509,9 @@ def test_params_reach_the_steps():
     given["params"]["rate"].append(2)  # too late
     step(state, one)
     assert [mode for mode, _, _ in seen] == [
-        tj.Mode.EVAL,
-        tj.Mode.PREDICT,
-        tj.Mode.TRAIN,
+        tj.estimator.Mode.EVAL,
+        tj.estimator.Mode.PREDICT,
+        tj.estimator.Mode.TRAIN,
     ]
     assert all(
         rest == ({"rate": [1]}, "c")

@@ -1,5 +1,6 @@
 """The loop: the same numbers however it is cut, nothing lost, and what is shown."""
 
+import dataclasses
 import io
 import itertools
 import os
@@ -18,11 +19,12 @@ import pytest
 from rich.console import Console
 
 import towerjax as tj
-from towerjax.input.feed import batches
+from towerjax.data.feed import batches
 from towerjax.loop import progress as shown
-from towerjax.loop.evaluate import evaluate_all
-from towerjax.loop.interrupt import InterruptGuard
+from towerjax.loop.evaluate import evaluate
 from towerjax.loop.run import run
+from towerjax.loop.running import Loop
+from towerjax.mesh.interrupt import InterruptGuard
 
 EPS = np.finfo(np.float32).eps
 LEARNING_RATE = 0.05
@@ -97,7 +99,7 @@ def oracle(cut, skip=()):
 # The same numbers, however the loop is cut
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 4, 7])
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, compiled):
@@ -127,6 +129,7 @@ def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, co
     assert int(state.step) == 10
 
 
+@pytest.mark.slow
 def test_steps_end_a_run_of_endless_data_and_take_no_more(train_step):
     source = batches(make_data(32), 16, epochs=None)
     taken = []
@@ -163,6 +166,7 @@ def test_a_second_run_compiles_nothing(train_step, compiled):
     assert history.summary.compile_seconds < 0.05
 
 
+@pytest.mark.slow
 def test_the_caller_keeps_a_state_that_is_not_donated():
     step = build_step(donate=False)
     state = init(step)
@@ -270,16 +274,44 @@ def exact_metrics(data, w):
     return (weight * squares).sum() / weight.sum(), x.mean(axis=0)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("batch_size", [37, 16, 10])
 def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     data = eval_data(37)
     w = np.array([0.5, -1.0, 2.0], np.float32)
     step = tj.build_eval_step(metric_fn, tj.Mirrored(), max_programs=2)
-    values = evaluate_all(step, {"w": w}, batches(data, batch_size))
+    values = evaluate(step, {"w": w}, batches(data, batch_size))
     mse, column = exact_metrics(data, w)
     assert isinstance(values["mse"], float)
     np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
     np.testing.assert_allclose(values["column"], column, atol=37 * EPS)
+
+
+@pytest.mark.slow
+def test_evaluation_of_several_sizes_compiles_each_and_warns_once():
+    data, w = eval_data(70), np.array([0.5, -1.0, 2.0], np.float32)
+    step = tj.build_eval_step(metric_fn, tj.Mirrored())
+    cuts = [0, 8, 24, 32, 48, 70]
+    sizes = [{k: x[i:j] for k, x in data.items()} for i, j in itertools.pairwise(cuts)]
+    with pytest.warns(
+        UserWarning, match="(?s)has changed.*compiles anew.*max_programs"
+    ) as warned:
+        values = evaluate(step, {"w": w}, sizes)
+    assert len(warned) == 1
+    mse, column = exact_metrics(data, w)
+    np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
+    np.testing.assert_allclose(values["column"], column, atol=70 * EPS)
+
+
+def test_what_is_no_evaluation_is_refused_before_the_first_step(train_step):
+    state, data = init(train_step), list(batches(eval_data(16), 16))
+    for given in (lambda state, batch: {"loss": 0.0}, metric_fn, train_step.strategy):
+        text = r"evaluate=.* has no place_batch.*tj.build_eval_step\(metric_fn"
+        with pytest.raises(ValueError, match=text):
+            run(train_step, state, data, evaluate=given, eval_batches=data)
+        with pytest.raises(ValueError, match=text):
+            evaluate(given, state, data)
+    assert int(state.step) == 0
 
 
 def test_batches_are_added_in_float64():
@@ -289,7 +321,7 @@ def test_batches_are_added_in_float64():
 
     step = tj.build_eval_step(count, tj.Mirrored())
     data = [np.full(8, 2.0**21, np.float32)] + [np.full(8, 0.125, np.float32)] * 4
-    values = evaluate_all(step, jnp.float32(0), data)
+    values = evaluate(step, jnp.float32(0), data)
     assert values == {"ones": (2.0**24 + 4) / 5}
 
 
@@ -300,7 +332,7 @@ def test_the_last_batch_speaks_for_metrics_that_cannot_be_merged():
 
     step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
     data = [np.float32([1, 3]), np.float32([5, 7])]
-    values = evaluate_all(step, jnp.float32(0), data)
+    values = evaluate(step, jnp.float32(0), data)
     assert values == {"mean": 4.0, "highest": 6.0}
 
 
@@ -309,10 +341,10 @@ def test_a_weight_of_zero_gives_zero():
         return {"mean": tj.Weighted.mean(batch, 0 * tower.weight)}
 
     step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
-    assert evaluate_all(step, jnp.float32(0), [np.ones(2)]) == {"mean": 0.0}
+    assert evaluate(step, jnp.float32(0), [np.ones(2)]) == {"mean": 0.0}
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("eval_every", "steps_per_call", "expected"),
     [
@@ -343,6 +375,7 @@ def test_evaluations_come_when_asked_and_at_the_end(
         np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
 
 
+@pytest.mark.slow
 def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(train_step, eval_step):
     # From step 3 with calls of 2: 5 reaches the 4, 7 passes none, 9 the 8.
     cut = list(batches(make_data(144), 16))
@@ -360,6 +393,7 @@ def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(train_step, eval_
     assert [number for number, _ in history.evaluations] == [5, 9]
 
 
+@pytest.mark.slow
 def test_rates_leave_out_compiling_and_evaluating(train_step, eval_step):
     def slow():
         time.sleep(0.3)
@@ -397,6 +431,8 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"steps_per_call": 0}, "steps_per_call=0 must"),
         ({"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
         ({"in_flight": 0}, "in_flight=0 must"),
+        ({"steps_per_call": 10**30}, "0 must be a whole number <= 65536"),
+        ({"steps_per_call": True}, "steps_per_call=True must be a whole number >= 1"),
         ({"evaluate": eval_step}, "only evaluate was given"),
         ({"eval_batches": data}, "only eval_batches was given"),
         ({"eval_every": 2}, "without anything to evaluate"),
@@ -414,6 +450,17 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
             "eval_every=3 must be a multiple of steps_per_call=2",
         ),
         ({"progress": "bar"}, "progress='bar' must be None"),
+        ({"eval_params": lambda s: s}, "without anything to evaluate"),
+        (
+            {"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
+            "eval_params='ema' is not a function; write def eval_params(state)",
+        ),
+        ({"hooks": print}, "must be a list: write hooks=[...]"),
+        ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
+        (
+            {"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
+            "WithState.every=3 must be a multiple of steps_per_call=2",
+        ),
     ]
     for arguments, message in table:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -429,7 +476,7 @@ def test_a_state_of_another_step_is_refused(train_step):
 
 def test_a_function_that_gives_no_batches_is_told_of(eval_step):
     with pytest.raises(ValueError, match="no batches to evaluate"):
-        evaluate_all(eval_step, {"w": np.zeros(3, np.float32)}, [])
+        evaluate(eval_step, {"w": np.zeros(3, np.float32)}, [])
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -449,7 +496,7 @@ def test_batches_that_a_function_makes_are_closed_and_others_are_not(
     for source in (made, mine):
         with pytest.raises(ValueError, match="batch") as caught:
             w = {"w": np.ones(3, np.float32)}
-            evaluate_all(eval_step, w, source, prefetch=prefetch)
+            evaluate(eval_step, w, source, prefetch=prefetch)
         assert caught.value is not None  # its traceback holds the frames
     assert closed == [1]
     mine.close()
@@ -459,7 +506,7 @@ def test_batches_that_a_function_makes_are_closed_and_others_are_not(
 def test_a_prediction_is_no_evaluation():
     predict = tj.build_predict_step(lambda p, batch, tower: batch, tj.Mirrored())
     with pytest.raises(ValueError, match="Pass a step of tj.build_eval_step"):
-        evaluate_all(predict, jnp.float32(0), [np.ones(8, np.float32)])
+        evaluate(predict, jnp.float32(0), [np.ones(8, np.float32)])
 
 
 # Nothing is lost
@@ -474,6 +521,7 @@ def loader_that_fails(cut, error):
     raise error
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 @pytest.mark.parametrize("error", [LoaderError("gone"), KeyboardInterrupt()])
@@ -536,6 +584,102 @@ def test_hooks_are_called_in_order_for_every_step(train_step):
     assert isinstance(seen[0][2], np.float32)
 
 
+@pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
+def test_a_hook_sees_the_state_before_the_next_step_takes_it(
+    train_step, steps_per_call, every
+):
+    cut, seen, plain = list(batches(make_data(160), 16)), [], []
+
+    def hook(number, state, metrics):
+        assert plain[-1] == number == int(state.step)
+        seen.append((number, np.array(state.params["w"]), metrics["loss"], state))
+
+    state, history = run(
+        train_step,
+        init(train_step),
+        cut,
+        steps_per_call=steps_per_call,
+        progress=False,
+        hooks=[
+            lambda number, metrics: plain.append(number),
+            tj.loop.WithState(hook, every=every),
+        ],
+    )
+    assert plain == list(range(1, 11))
+    assert [number for number, *_ in seen] == list(range(every, 11, every))
+    for number, w, loss, its_state in seen:
+        losses, expected = oracle(cut[:number])
+        np.testing.assert_allclose(w, expected, rtol=160 * EPS)
+        np.testing.assert_allclose(loss, losses[-1], rtol=160 * EPS)
+        # Not kept alive: the next step has taken it over.
+        assert its_state.params["w"].is_deleted()
+    assert not state.params["w"].is_deleted()
+
+
+def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypatch):
+    waits, dispatched = [], []
+    look, dispatch = Loop._look_at_oldest, type(train_step).dispatch
+    monkeypatch.setattr(
+        Loop,
+        "_look_at_oldest",
+        lambda loop: (waits.append(len(dispatched)), look(loop)),
+    )
+    monkeypatch.setattr(
+        type(train_step),
+        "dispatch",
+        lambda *a, **k: (dispatched.append(1), dispatch(*a, **k))[1],
+    )
+    hooks = [tj.loop.WithState(lambda number, state, metrics: None, every=4)]
+    cut = list(batches(make_data(128), 16))
+    run(train_step, init(train_step), cut, hooks=hooks, in_flight=9, progress=False)
+    assert waits == [4] * 4 + [8] * 4
+
+
+def test_an_exception_in_a_hook_with_state_loses_nothing(train_step):
+    cut = list(batches(make_data(160), 16))
+
+    def hook(number, state, metrics):
+        raise LookupError("enough")
+
+    hooks = [tj.loop.WithState(hook, every=4)]
+    with pytest.raises(LookupError, match="enough") as caught:
+        run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+    state, history = caught.value.state, caught.value.history
+    assert int(state.step) == 4 and history.steps.tolist() == [1, 2, 3, 4]
+    state, _ = run(train_step, state, caught.value.batches, progress=False)
+    np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=160 * EPS)
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
+    train_step, eval_step, as_state
+):
+    cut, data = list(batches(make_data(112), 16)), eval_data(20)
+
+    def halved(state):
+        params = jax.tree.map(lambda x: x / 2, state.params)
+        return dataclasses.replace(state, params=params) if as_state else params
+
+    state, history = run(
+        train_step,
+        init(train_step),
+        cut,
+        evaluate=eval_step,
+        eval_batches=lambda: batches(data, 16),
+        eval_every=3,
+        eval_params=halved,
+        best=tj.Best("mse"),
+        progress=False,
+    )
+    assert [number for number, _ in history.evaluations] == [3, 6, 7]
+    for number, values in history.evaluations:
+        mse, _ = exact_metrics(data, oracle(cut[:number])[1] / 2)
+        np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
+    best = history.best
+    expected = oracle(cut[: best.step])[1]
+    np.testing.assert_allclose(best.state.params["w"], expected, rtol=7 * 16 * EPS)
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
     train_step, steps_per_call
@@ -564,7 +708,7 @@ def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
     np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_step_that_is_not_finite_is_named_and_changes_nothing(steps_per_call):
     step, seen = build_step(), []
@@ -587,7 +731,7 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(steps_per_call):
     np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_skipped_steps_are_counted(steps_per_call):
     step = build_step(on_nonfinite="skip")
@@ -632,6 +776,7 @@ def test_a_malformed_batch_leaves_the_state_usable(train_step):
     assert int(caught.value.state.step) == 2
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_kind_leaves_the_state_usable():
     step = build_step(remainder="error")
     cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
@@ -716,6 +861,7 @@ def test_a_run_that_stops_leaves_no_thread(train_step):
     assert "towerjax-prefetch" not in names
 
 
+@pytest.mark.slow
 def test_a_metric_whose_shape_changes_is_kept():
     def loss(params, batch, tower):
         mean = tj.Weighted.mean(params * batch, tower.weight)
@@ -810,7 +956,7 @@ def test_ipython_is_not_imported(monkeypatch):
 
 
 def test_what_is_shown_is_thinned_out():
-    class Counting(shown.Nothing):
+    class Counting(shown.Display):
         seconds_between = 0.1
         texts: list[str] = []
 

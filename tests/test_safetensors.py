@@ -1,6 +1,7 @@
 """Files of parameters, read and written by the library that defines the format."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +39,14 @@ def names_of(tree):
 
 def test_what_is_saved_is_loaded_to_the_bit(tmp_path):
     path = tmp_path / "x.safetensors"
-    tj.save_safetensors(params(), path)
-    jax.tree.map(assert_same, tj.load_safetensors(path, params()), params())
+    tj.loop.save_safetensors(params(), path)
+    jax.tree.map(assert_same, tj.loop.load_safetensors(path, params()), params())
     assert [x.name for x in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_the_library_of_the_format_reads_it(tmp_path):
     path = tmp_path / "x.safetensors"
-    tj.save_safetensors(params(), path, metadata={"from": "towerjax"})
+    tj.loop.save_safetensors(params(), path, metadata={"from": "towerjax"})
     expected = names_of(params())
     read = dict(safetensors.deserialize(path.read_bytes()))
     assert set(read) == set(expected)
@@ -61,52 +62,67 @@ def test_what_the_library_of_the_format_writes_is_read(tmp_path):
     path, w = tmp_path / "x.safetensors", np.arange(6, dtype=np.float32).reshape(2, 3)
     v = np.ones(3, jnp.bfloat16)
     safetensors.numpy.save_file({"layer/w": w, "v": v}, path, metadata={"a": "b"})
-    tree = tj.load_safetensors(path)
+    tree = tj.loop.load_safetensors(path)
     assert_same(tree["layer"]["w"], w)
     assert_same(tree["v"], v)
 
 
+@pytest.mark.slow
 def test_a_state_starts_from_a_file(tmp_path):
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params["w"] * batch, tower.weight)
 
     step = tj.build_train_step(loss_fn, optax.sgd(1.0), tj.Mirrored(towers=2))
     state, _ = step(step.init({"w": np.float32(3)}), np.ones(4, np.float32))
-    tj.save_safetensors(state.params, tmp_path / "x")
-    again = step.init(tj.load_safetensors(tmp_path / "x", state.params))
+    tj.loop.save_safetensors(state.params, tmp_path / "x")
+    again = step.init(tj.loop.load_safetensors(tmp_path / "x", state.params))
     assert float(again.params["w"]) == 2.0
+
+
+def other_dtype(content):
+    """The file with a dtype of the format that JAX does not have."""
+    content = content.replace(b'"F32","shape":[2,3]', b'"F8_E8M0","shape":[2,12]')
+    return content.replace(b"}}     ", b"}}")
 
 
 @pytest.mark.parametrize(
     "change, text",
     [
-        (lambda b: b[:-1], "arrays are cut"),
-        (lambda b: b + b"0", "arrays are cut, or more is there"),
-        (lambda b: b[:5], "its head is cut"),
-        (lambda b: b[:20], "its head is cut"),
+        (lambda b: b[:-1], "file not fully covered"),
+        (lambda b: b + b"0", "file not fully covered"),
+        (lambda b: b[:5], "header too small"),
+        (lambda b: b[:20], "invalid header length"),
         (lambda b: b.replace(b"F32", b"F99"), "F99"),
-        (lambda b: b.replace(b"[2,3]", b"[2,2]"), "the place of w is wrong"),
-        (lambda b: b.replace(b"[0,24]", b"[1,25]"), "the place of w is wrong"),
+        (other_dtype, "'F8_E8M0'"),
+        (lambda b: b.replace(b"[2,3]", b"[2,2]"), "invalid shape"),
+        (lambda b: b.replace(b"[0,24]", b"[1,25]"), "invalid offset for tensor `w`"),
         (lambda b: b.replace(b"{", b"["), "no whole safetensors"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, text):
     path = tmp_path / "x.safetensors"
-    tj.save_safetensors({"w": np.ones((2, 3), np.float32)}, path)
+    tj.loop.save_safetensors({"w": np.ones((2, 3), np.float32)}, path)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(tj.CheckpointError, match=text) as error:
-        tj.load_safetensors(path)
+        tj.loop.load_safetensors(path)
     assert "x.safetensors" in str(error.value)
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(tj.CheckpointError, match=r"'towerjax\[safetensors\]'"):
+        tj.loop.save_safetensors({"w": np.ones(2)}, tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_does_not_fit_is_named(tmp_path):
     path = tmp_path / "x.safetensors"
     tree = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32), "c": np.ones(1)}
-    tj.save_safetensors(tree, path)
+    tj.loop.save_safetensors(tree, path)
     like = {**tree, "a": np.ones(3, np.float32), "b": np.ones(2, jnp.bfloat16)}
     like["d"] = like.pop("c")
     with pytest.raises(tj.CheckpointError) as error:
-        tj.load_safetensors(path, like)
+        tj.loop.load_safetensors(path, like)
     assert (
         "a is float32[2], expected float32[3]; b is float32[2], expected bfloat16[2];"
         " c has no place; d is missing" in str(error.value)
@@ -124,20 +140,20 @@ def test_what_does_not_fit_is_named(tmp_path):
 )
 def test_what_cannot_be_saved_is_named(tmp_path, tree, text):
     with pytest.raises(tj.CheckpointError, match=text):
-        tj.save_safetensors(tree, tmp_path / "x")
+        tj.loop.save_safetensors(tree, tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
 def test_names_that_are_arrays_and_folders_need_a_tree(tmp_path):
     tree = {"a": np.ones(1), "a/b": np.ones(2)}
-    tj.save_safetensors(tree, tmp_path / "x")
+    tj.loop.save_safetensors(tree, tmp_path / "x")
     with pytest.raises(tj.CheckpointError, match="a part of another name"):
-        tj.load_safetensors(tmp_path / "x")
-    jax.tree.map(assert_same, tj.load_safetensors(tmp_path / "x", tree), tree)
+        tj.loop.load_safetensors(tmp_path / "x")
+    jax.tree.map(assert_same, tj.loop.load_safetensors(tmp_path / "x", tree), tree)
 
 
 def test_a_list_of_numbers_at_the_head_is_plain_json(tmp_path):
-    tj.save_safetensors(np.ones(2, np.float32), tmp_path / "x")
+    tj.loop.save_safetensors(np.ones(2, np.float32), tmp_path / "x")
     content = (tmp_path / "x").read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -9,8 +10,8 @@ import forked
 import pytest
 
 import towerjax as tj
-from towerjax.bench.pinned_cost import bytes_sent
-from towerjax.bench.same_bits import Case, cases, compare
+from benchmarks.pinned_cost import bytes_sent
+from benchmarks.same_bits import Case, cases, compare
 
 CASES = cases()
 # Every batch is ragged, and every mlp has dropout.
@@ -34,6 +35,7 @@ def differing(case, *, devices=(1, 8), towers=8, steps=3, ops=None):
     return {number: names for number, names in found.differing.items() if names}
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_bits_on_one_device_and_on_many():
     # Both divide by what they use once, which XLA rewrites on one device alone.
     assert differing(Case("", "batch norm", "MultiSteps", options=MICRO)) == {}
@@ -88,8 +90,9 @@ def test_what_once_differed_has_the_same_bits(name):
 def test_the_command_on_16_devices_and_its_control():
     def told(ops, *devices):
         flags = f"--only linear --towers 16 --steps 50 --json --ops {ops} --devices"
-        argv = [sys.executable, "-m", "towerjax.bench.same_bits", *flags.split()]
+        argv = [sys.executable, "-m", "benchmarks.same_bits", *flags.split()]
         env = {x: y for x, y in os.environ.items() if x != "XLA_FLAGS"}
+        env["PYTHONPATH"] = str(pathlib.Path(__file__).parent.parent)
         done = subprocess.run(
             [*argv, *devices], env=env, capture_output=True, text=True, timeout=120
         )

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.cli import main
-from towerjax.cluster import Cluster, start
-from towerjax.shell import as_json, show
+from towerjax.mesh.cluster import Cluster, start
+from towerjax.tools.cli import main
+from towerjax.tools.shell import as_json, show
 
 ROOT = pathlib.Path(__file__).parent.parent
 MODULE = """
@@ -89,6 +89,7 @@ def by_hand(steps, learning_rate):
     return losses, w
 
 
+@pytest.mark.slow
 def test_train_is_plain_gradient_descent(shell, tmp_path):
     flags = "--towers 4 --devices 2 --steps 5 --log runs/a.jsonl --json".split()
     code, out, error = shell("train", "of_user:training", *flags)
@@ -108,6 +109,7 @@ def test_train_is_plain_gradient_descent(shell, tmp_path):
     assert len((tmp_path / "runs/a.jsonl").read_text().splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_train_goes_on_from_its_folder_on_other_devices(shell, tmp_path):
     flags = "--checkpoint saved --log runs/a.jsonl --json --towers 4".split()
     for number, devices, own in ((3, "4", ["--every", "2"]), (5, "2", [])):
@@ -130,16 +132,20 @@ def test_train_gives_the_function_what_is_set(shell):
     [(strategy, learning_rate, kind)] = sys.modules["of_user"].SEEN
     assert (learning_rate, kind) == (0.25, "other")
     assert (strategy.devices, strategy.local) == (("cpu:3",), "scan")
-    assert strategy.cross_tower_ops == tj.Packed(num_packs=2)
+    assert strategy.cross_tower_ops == tj.collectives.Packed(num_packs=2)
 
 
+@pytest.mark.slow
 def test_train_says_what_ended_it(shell):
     flags = ("--set", "kind=bad", "--devices", "1", "--json")
-    code, out, _ = shell("train", "of_user:training", *flags)
+    code, out, error = shell("train", "of_user:training", *flags)
     found = json.loads(out)
     assert code == 1 and not found["done"]
     assert "of step 0 was not finite" in found["error"]
     assert found["metrics"]["loss"] in ("NaN", "Infinity")
+    assert error == f"towerjax train: {found['error']}\n"
+    code, out, again = shell("train", "of_user:training", *flags[:-1])
+    assert code == 1 and again == error and found["error"] not in out
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,8 @@ def test_train_says_what_ended_it(shell):
     [
         ("is no function: 3", ["of_user:value"]),
         ("has no 'nothing'", ["of_user:nothing"]),
+        ("name its module: of_user:training.", ["of_user.py:training"]),
+        ("of_user:training, started in ../src.", ["../src/of_user.py:training"]),
         ("with step, state, batches", ["of_user:not_all"]),
         ("returned learning_rate, which tj.run does not", ["of_user:too_much"]),
         ("cannot be called with", ["of_user:training", "--set", "lr=3"]),

@@ -6,24 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
-from towerjax.sparse import rows_of
+from towerjax.collectives.sparse_rows import rows_of
 
 R = tj.Reduction
 SHAPE = (6, 2)
 GRIDS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
 
 
-def mirrored(T, D=1, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
-
-
 def of_tower(t, rows=3):
     """Tower ``t``'s rows: an index twice, others shared with its neighbours."""
     rng = np.random.default_rng(t)
     indices = np.array([t % 6, (t + 1) % 6, t % 6, 5, 0])[:rows]
-    return tj.IndexedRows(rng.normal(size=(rows, 2)).astype(np.float32), indices, SHAPE)
+    return tj.sparse.IndexedRows(
+        rng.normal(size=(rows, 2)).astype(np.float32), indices, SHAPE
+    )
 
 
 def dense(rows):
@@ -38,7 +37,7 @@ def assert_joined(out, towers, reduction):
     share = 1 / len(towers) if reduction is R.MEAN else 1
     if reduction is R.ONLY_FIRST_TOWER:
         towers = towers[:1]
-    assert isinstance(out, tj.IndexedRows) and out.dense_shape == SHAPE
+    assert isinstance(out, tj.sparse.IndexedRows) and out.dense_shape == SHAPE
     assert out.indices.tolist() == np.concatenate([x.indices for x in towers]).tolist()
     values = np.concatenate([np.float64(x.values) for x in towers]) * share
     np.testing.assert_allclose(out.values, values, rtol=1e-6)
@@ -49,7 +48,7 @@ def assert_joined(out, towers, reduction):
 REDUCTIONS = pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @REDUCTIONS
 @GRIDS
 def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
@@ -63,6 +62,7 @@ def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
     assert float(out["n"]) == expected[reduction]
 
 
+@pytest.mark.few_fast(1)
 @REDUCTIONS
 @GRIDS
 def test_towers_may_have_unequally_many_rows(T, D, reduction):
@@ -90,7 +90,7 @@ def test_inside_a_tower_rows_join_too(T, D, executor, reduction):
                        ("values", "indices"))  # fmt: skip
 
     def tower_fn(tower, values, indices):
-        rows = tj.IndexedRows(values, indices, SHAPE)
+        rows = tj.sparse.IndexedRows(values, indices, SHAPE)
         once = tower.reduce(reduction, {"rows": rows, "one": jnp.float32(1)})
         merged = tower.merge_call(lambda s, x: s.reduce(reduction, x), rows)
         return once, merged, rows
@@ -126,12 +126,77 @@ def test_rows_join_where_towers_run_one_by_one(T, D, reduction):
     assert_joined(rows, towers, reduction)
 
 
+def wide(t, size=6):
+    """Tower ``t``'s rows of an array ``[size, 2]``, as it is and in full."""
+    rows = of_tower(t)
+    rows = tj.sparse.IndexedRows(rows.values, rows.indices.astype(np.int8), (size, 2))
+    full = np.zeros((size, 2))
+    np.add.at(full, rows.indices, np.float64(rows.values))
+    return rows, full
+
+
+@pytest.mark.slow
+def test_gathered_rows_are_rows_of_the_joined_array():
+    towers, full = zip(*(wide(t, 6 + 100 * t) for t in range(3)), strict=True)
+    out = mirrored(3).gather(tj.PerTower(towers), -2)
+    assert isinstance(out, tj.sparse.IndexedRows) and out.dense_shape == (318, 2)
+    np.testing.assert_allclose(out.to_dense(), np.concatenate(full), rtol=1e-6)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("concurrently", [True, False])
+@GRIDS
+def test_rows_gathered_in_a_tower_are_rows_of_the_joined_array(T, D, concurrently):
+    towers, full = zip(*map(wide, range(T)), strict=True)
+    strategy = mirrored(T, D)
+
+    def tower_fn(tower, rows):
+        merged = tower.merge_call(lambda strategy, x: strategy.gather(x, 0), rows)
+        return tower.all_gather({"rows": rows}, axis=0)["rows"], merged
+
+    stacked = tj.PerTower(jax.tree.map(lambda *x: np.stack(x), *towers))
+    outs = strategy.call_for_each_tower(
+        tower_fn, stacked, run_concurrently=concurrently
+    )
+    for out in (*outs, strategy.gather(stacked, 0)):
+        assert out.dense_shape == (6 * T, 2)
+        np.testing.assert_allclose(out.to_dense(), np.concatenate(full), rtol=1e-6)
+
+
+def test_a_gathered_index_that_names_no_row_is_not_the_next_towers():
+    def tower_fn(tower, index):
+        rows = tj.sparse.IndexedRows(jnp.ones((1, 2)), index, (6, 2))
+        return tower.all_gather(rows, axis=0).to_dense()
+
+    for bad in (-1, 6):
+        indices = tj.PerTower(np.array([[0], [bad], [2]]))
+        out = mirrored(3).call_for_each_tower(tower_fn, indices)
+        assert np.isnan(out).all()
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_rows_are_gathered_along_their_first_dim_alone(axis):
+    towers = tj.PerTower(tuple(of_tower(t) for t in range(2)))
+    text = re.escape(
+        f"axis={axis} of IndexedRows of an array of shape (6, 2): rows are"
+    )
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).gather(towers, axis)
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).call_for_each_tower(
+            lambda tower: tower.all_gather(of_tower(0), axis=axis)
+        )
+    other = tj.sparse.IndexedRows(np.ones((1, 3)), np.array([0]), (6, 3))
+    with pytest.raises(ValueError, match="tower 1 has rows of an array of shape"):
+        mirrored(2).gather(tj.PerTower((of_tower(0), other)), 0)
+
+
 def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
     strategy = mirrored(2)
 
     def tower_fn(tower):
         values = jnp.full((1, 2), 1.0 + tower.id)
-        return tj.IndexedRows(values, jnp.array([4]), SHAPE)
+        return tj.sparse.IndexedRows(values, jnp.array([4]), SHAPE)
 
     rows = strategy.call_for_each_tower(tower_fn)
     assert isinstance(rows.indices, jax.Array) and rows.indices.shape == (1,)
@@ -149,12 +214,13 @@ def test_rows_that_all_towers_share_are_their_own_mean_and_have_no_sum():
 
 
 def test_a_mean_of_whole_numbers_is_float32():
-    rows = tj.IndexedRows(np.array([[1, 2]]), np.array([3]), SHAPE)
+    rows = tj.sparse.IndexedRows(np.array([[1, 2]]), np.array([3]), SHAPE)
     out = mirrored(2).reduce(R.MEAN, tj.PerTower((rows, rows)))
     assert out.values.dtype == np.float32
     assert out.values.tolist() == [[0.5, 1], [0.5, 1]]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(2, 1), (4, 2)])
 def test_gradients_pass_through_a_reduction_of_rows(T, D):
     """The loss of each tower is t times the square of the joined rows' sum."""
@@ -162,7 +228,7 @@ def test_gradients_pass_through_a_reduction_of_rows(T, D):
 
     def tower_fn(tower, x):
         def loss(x):
-            rows = tj.IndexedRows(x, jnp.full(1, 3), SHAPE)
+            rows = tj.sparse.IndexedRows(x, jnp.full(1, 3), SHAPE)
             total = tower.reduce(R.SUM, rows).to_dense()
             return (tower.id + 1.0) * (total**2).sum()
 
@@ -182,7 +248,7 @@ def test_a_step_can_update_rows_alone():
 
     def tower_fn(tower, table, ids):
         rows = jax.grad(lambda rows: (rows**2).sum() / 2)(table[ids])
-        grads = tower.reduce(R.MEAN, tj.IndexedRows(-0.5 * rows, ids, SHAPE))
+        grads = tower.reduce(R.MEAN, tj.sparse.IndexedRows(-0.5 * rows, ids, SHAPE))
         return grads.add_to(table)
 
     out = mirrored(3, 3).call_for_each_tower(tower_fn, table, tj.PerTower(ids))
@@ -190,6 +256,7 @@ def test_a_step_can_update_rows_alone():
     np.testing.assert_allclose(out, table * (1 - 0.5 * counts / 3), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
     predict = tj.build_predict_step(
         lambda params, batch, tower: batch["rows"].to_dense() + params * batch["x"],
@@ -200,7 +267,7 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
     # Two examples a tower, and the last has one; then a tower with 5 rows.
     for indices in ([6, 0, 3, 3, 1, 6], [2, 3, 3, 2, 3, 6, 0]):
         values = np.random.default_rng(0).normal(size=(len(indices), 2)).astype("f")
-        rows = tj.IndexedRows(values, np.array(indices), (7, 2))
+        rows = tj.sparse.IndexedRows(values, np.array(indices), (7, 2))
         out = predict(np.float32(10), {"rows": rows, "x": x})
         expected = 10.0 * x
         for value, index in zip(values, indices, strict=True):
@@ -212,8 +279,8 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
 
 
 def test_rows_of_one_index_all_count():
-    rows = tj.IndexedRows(np.float32([[1, 2], [3, 4], [5, 6]]), [0, 0, 5], SHAPE)
-    rows = tj.IndexedRows(rows.values, np.array(rows.indices), rows.dense_shape)
+    rows = tj.sparse.IndexedRows(np.float32([[1, 2], [3, 4], [5, 6]]), [0, 0, 5], SHAPE)
+    rows = tj.sparse.IndexedRows(rows.values, np.array(rows.indices), rows.dense_shape)
     expected = np.zeros(SHAPE)
     expected[0], expected[5] = [4, 6], [5, 6]
     assert rows.to_dense().tolist() == expected.tolist()
@@ -233,18 +300,21 @@ def test_an_index_that_names_no_row_is_refused_where_it_is_known(bad):
     text = f"IndexedRows.indices has {bad}, but the array has 6 rows, from 0 to 5."
     values = np.ones((2, 2), np.float32)
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.IndexedRows(values, np.array([1, bad]), SHAPE)
-    rows = tj.IndexedRows(values, jnp.array([1, bad]), SHAPE)
+        tj.sparse.IndexedRows(values, np.array([1, bad]), SHAPE)
+    rows = tj.sparse.IndexedRows(values, jnp.array([1, bad]), SHAPE)
     for apply in (rows.to_dense, lambda: rows.add_to(jnp.zeros(SHAPE))):
         with pytest.raises(ValueError, match=re.escape(text)):
             apply()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [-1, 6, 100])
 def test_a_traced_index_that_names_no_row_spoils_all_of_the_result(bad):
     for dtype, filled in ((np.float32, np.nan), (np.int32, -(2**31)), (np.uint8, 255)):
         apply = jax.jit(
-            lambda i, d=dtype: tj.IndexedRows(jnp.ones((2, 2), d), i, SHAPE).to_dense()
+            lambda i, d=dtype: tj.sparse.IndexedRows(
+                jnp.ones((2, 2), d), i, SHAPE
+            ).to_dense()
         )
         np.testing.assert_array_equal(
             apply(np.array([1, bad])), np.full(SHAPE, filled, dtype)
@@ -277,10 +347,12 @@ def test_a_traced_index_that_names_no_row_spoils_all_of_the_result(bad):
 )
 def test_rows_that_do_not_fit_are_refused(values, indices, shape, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.IndexedRows(values, indices, shape)
+        tj.sparse.IndexedRows(values, indices, shape)
     if isinstance(values, np.ndarray):  # tracers have shapes too
         with pytest.raises(ValueError, match=re.escape(text.split(" float64")[0])):
-            jax.eval_shape(lambda v, i: tj.IndexedRows(v, i, shape), values, indices)
+            jax.eval_shape(
+                lambda v, i: tj.sparse.IndexedRows(v, i, shape), values, indices
+            )
 
 
 def test_trees_of_anything_can_be_made():
@@ -304,8 +376,10 @@ def test_trees_of_anything_can_be_made():
     "value, text",
     [
         (
-            tj.PerTower((of_tower(0), tj.IndexedRows(np.ones((1, 2)), np.zeros(1, int),
-                                                     (7, 2)))),
+            tj.PerTower((
+                of_tower(0),
+                tj.sparse.IndexedRows(np.ones((1, 2)), np.zeros(1, int), (7, 2)),
+            )),
             "Tower 1 has rows of an array of shape (7, 2) and tower 0 of (6, 2)",
         ),
         (

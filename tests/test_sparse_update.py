@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.sparse import is_rows, map_values, rows_of
-from towerjax.sparse.duplicates import sum_duplicates
+from towerjax.collectives.duplicates import sum_duplicates
+from towerjax.collectives.sparse_rows import is_rows, map_values, rows_of
 
 R = tj.Reduction
 N, D = 7, 3
@@ -21,6 +21,7 @@ SHAPES = {"a": (N, D), "b": (4,), "c": (5, 2), "d": (3,)}
 # optimizer is tried at each trace, so there are two kinds of steps only.
 STEPS = [([0, N - 1, 0, 0, 3], [4, 4]), ([3, 3, 3, 1, 0], [0, 1]), ([], [])]
 STEPS += [([N - 1, 2, 1, 2, 5], [2, 0])]
+ALL_STEPS, SOME_STEPS = (0, 1, 2, 3), (0, 1, 3)
 
 
 def arrays(seed, dtype=np.float32):
@@ -36,7 +37,9 @@ def gradients(step, dtype=np.float32):
     for name, indices in zip("ac", STEPS[step], strict=True):
         values = rng.normal(size=(len(indices), *SHAPES[name][1:]))
         indices = np.array(indices, np.int32)
-        grads[name] = tj.IndexedRows(jnp.asarray(values, dtype), indices, SHAPES[name])
+        grads[name] = tj.sparse.IndexedRows(
+            jnp.asarray(values, dtype), indices, SHAPES[name]
+        )
     return grads
 
 
@@ -46,7 +49,7 @@ def dense(tree):
     )
 
 
-def trained(optimizer, update, dtype=np.float32, **extra_args):
+def trained(optimizer, update, steps, dtype=np.float32, **extra_args):
     params = arrays(0, dtype)
     state = optimizer.init(params)
 
@@ -55,7 +58,7 @@ def trained(optimizer, update, dtype=np.float32, **extra_args):
         updates, state = update(optimizer, grads, state, params, **extra_args)
         return optax.apply_updates(params, updates), state
 
-    for i in range(len(STEPS)):
+    for i in steps:
         params, state = step(gradients(i, dtype), state, params)
     return params, state
 
@@ -99,29 +102,35 @@ EXACT = {
     ),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }
+WITHOUT_ROWS_TOO = ("sgd", "adagrad", "clip", "partition")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_rows_are_updated_as_the_table_is(name):
-    expected = trained(EXACT[name], densely)
-    assert_same(trained(EXACT[name], tj.update_with_rows), expected)
+    steps = ALL_STEPS if name in WITHOUT_ROWS_TOO else SOME_STEPS
+    expected = trained(EXACT[name], densely, steps)
+    assert_same(trained(EXACT[name], tj.sparse.update_with_rows, steps), expected)
 
 
 @pytest.mark.slow
 def test_extra_arguments_reach_the_optimizer():
-    optimizer = optax.chain(
-        optax.sgd(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    )
-    expected = trained(optimizer, densely, value=2.0)
-    assert_same(trained(optimizer, tj.update_with_rows, value=2.0), expected)
+    def scaled(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), scaled)
+    optimizer = optax.chain(optax.sgd(0.1), optimizer)
+    expected = trained(optimizer, densely, SOME_STEPS, value=2.0)
+    actual = trained(optimizer, tj.sparse.update_with_rows, SOME_STEPS, value=2.0)
+    assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_without_rows_it_is_the_optimizers_update():
     optimizer = optax.adamw(0.1)
     grads, params = dense(gradients(0)), arrays(0)
     state = optimizer.init(params)
-    of_rows = jax.make_jaxpr(lambda *x: tj.update_with_rows(optimizer, *x))
+    of_rows = jax.make_jaxpr(lambda *x: tj.sparse.update_with_rows(optimizer, *x))
     assert str(of_rows(grads, state, params)) == str(
         jax.make_jaxpr(optimizer.update)(grads, state, params)
     )
@@ -137,7 +146,7 @@ def test_adagrad_by_hand():
         np.add.at(grad, np.asarray(rows.indices), np.float64(rows.values))
         total += grad**2
         t -= 0.3 * grad / np.sqrt(total + 1e-7)
-    params, _ = trained(optax.adagrad(0.3), tj.update_with_rows)
+    params, _ = trained(optax.adagrad(0.3), tj.sparse.update_with_rows, ALL_STEPS)
     np.testing.assert_allclose(params["a"], t, rtol=1e-5)
 
 
@@ -157,13 +166,13 @@ def test_lazy_adam_by_hand():
             scale = np.sqrt(nu[row] / (1 - 0.99 ** (step + 1))) + 1e-8
             t[row] -= 0.05 * (corrected / scale + 0.1 * t[row])
     optimizer = optax.adamw(0.05, b2=0.99, weight_decay=0.1)
-    params, state = trained(optimizer, tj.update_with_rows, lazy=True)
+    params, state = trained(optimizer, tj.sparse.update_with_rows, ALL_STEPS, lazy=True)
     np.testing.assert_allclose(params["a"], t, rtol=2e-5)
     np.testing.assert_allclose(state[0].mu["a"], mu, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(state[0].nu["a"], nu, rtol=1e-5, atol=1e-7)
     assert state[0].count == len(STEPS)
     # The dense leaves are updated as ever.
-    expected = trained(optimizer, densely)
+    expected = trained(optimizer, densely, ALL_STEPS)
     for name in "bd":
         np.testing.assert_allclose(params[name], expected[0][name], rtol=1e-5)
 
@@ -173,9 +182,9 @@ def test_rows_that_only_fill_up_change_nothing():
     """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
     optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))
     params = {"t": arrays(0)["a"]}
-    rows = tj.IndexedRows(jnp.ones((3, D)), np.array([2, 4, 2]), (N, D))
+    rows = tj.sparse.IndexedRows(jnp.ones((3, D)), np.array([2, 4, 2]), (N, D))
     state = optimizer.init(params)
-    updates, state = tj.update_with_rows(
+    updates, state = tj.sparse.update_with_rows(
         optimizer, {"t": rows}, state, params, lazy=True
     )
     moved = np.zeros((N, D))
@@ -225,7 +234,7 @@ REFUSED = {
 def test_another_dense_update_is_refused(name):
     params = arrays(0)
     state = REFUSED[name].init(params)
-    update = jax.jit(functools.partial(tj.update_with_rows, REFUSED[name]))
+    update = jax.jit(functools.partial(tj.sparse.update_with_rows, REFUSED[name]))
     with pytest.raises(
         ValueError,
         match=r"grads\['a'\] is of rows, but this optimizer's dense update is another"
@@ -235,6 +244,7 @@ def test_another_dense_update_is_refused(name):
         update(gradients(0), state, params)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_treated_by_its_size_is_refused():
     """The small table that is tried would not be decayed, but the real one is."""
 
@@ -246,9 +256,12 @@ def test_a_table_that_is_treated_by_its_size_is_refused():
     )
     params = arrays(0)
     with pytest.raises(ValueError, match="something else to a table of the real size"):
-        tj.update_with_rows(optimizer, gradients(0), optimizer.init(params), params)
+        tj.sparse.update_with_rows(
+            optimizer, gradients(0), optimizer.init(params), params
+        )
 
 
+@pytest.mark.slow
 def test_only_the_table_at_fault_is_named():
     kinds = TABLES | {"a": "rest"}
     optimizer = optax.partition(
@@ -256,9 +269,12 @@ def test_only_the_table_at_fault_is_named():
     )
     params = arrays(0)
     with pytest.raises(ValueError, match=r"grads\['c'\] is of rows, but this optimi"):
-        tj.update_with_rows(optimizer, gradients(0), optimizer.init(params), params)
+        tj.sparse.update_with_rows(
+            optimizer, gradients(0), optimizer.init(params), params
+        )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(
     "optimizer, leaf",
@@ -272,17 +288,18 @@ def test_a_state_without_rows_is_refused(optimizer, leaf, lazy):
     params = arrays(0)
     text = f"grads['a'] is of rows, but the optimizer keeps {leaf} of it, which has not"
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.update_with_rows(
+        tj.sparse.update_with_rows(
             optimizer, gradients(0), optimizer.init(params), params, lazy=lazy
         )
 
 
+@pytest.mark.slow
 def test_a_traced_learning_rate_cannot_be_tried():
     params, grads = arrays(0), gradients(0)
 
     def update(rate, lazy=False):
         optimizer = optax.sgd(rate)
-        return tj.update_with_rows(
+        return tj.sparse.update_with_rows(
             optimizer, grads, optimizer.init(params), params, lazy=lazy
         )[0]
 
@@ -299,14 +316,16 @@ def test_arguments_that_do_not_fit_are_refused():
     state = optimizer.init(params)
     text = "grads['a'] has rows of an array of shape (7, 3), with indices of shape (5,)"
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.update_with_rows(optimizer, grads, state, params | {"a": jnp.ones((8, 3))})
+        tj.sparse.update_with_rows(
+            optimizer, grads, state, params | {"a": jnp.ones((8, 3))}
+        )
     text = "opt_state is not what optimizer.init(params) gives: "
     for other in (optax.adam(0.1), optax.sgd(0.1)):
         with pytest.raises(ValueError, match=re.escape(text)):
-            tj.update_with_rows(optimizer, grads, other.init(params), params)
-    wild = tj.IndexedRows(jnp.ones((1, D)), jnp.array([N]), (N, D))
+            tj.sparse.update_with_rows(optimizer, grads, other.init(params), params)
+    wild = tj.sparse.IndexedRows(jnp.ones((1, D)), jnp.array([N]), (N, D))
     with pytest.raises(ValueError, match="IndexedRows.indices has 7, but the array"):
-        tj.update_with_rows(optimizer, grads | {"a": wild}, state, params)
+        tj.sparse.update_with_rows(optimizer, grads | {"a": wild}, state, params)
 
 
 @pytest.mark.slow
@@ -316,8 +335,8 @@ def test_a_traced_index_that_names_no_row_cannot_go_unseen():
 
     @jax.jit
     def step(indices):
-        rows = tj.IndexedRows(jnp.ones((2, D)), indices, (N, D))
-        updates, _ = tj.update_with_rows(
+        rows = tj.sparse.IndexedRows(jnp.ones((2, D)), indices, (N, D))
+        updates, _ = tj.sparse.update_with_rows(
             optimizer, gradients(0) | {"a": rows}, state, params
         )
         return optax.apply_updates(params, updates)["a"]
@@ -331,9 +350,9 @@ def test_a_traced_index_that_names_no_row_cannot_go_unseen():
 def test_rows_of_bfloat16_are_added_in_float32():
     dtype = jnp.bfloat16
     params = {"t": jnp.zeros((N, 1), dtype)}
-    rows = tj.IndexedRows(jnp.ones((300, 1), dtype), np.full(300, 2), (N, 1))
+    rows = tj.sparse.IndexedRows(jnp.ones((300, 1), dtype), np.full(300, 2), (N, 1))
     optimizer = optax.sgd(1.0)
-    updates, _ = tj.update_with_rows(
+    updates, _ = tj.sparse.update_with_rows(
         optimizer, {"t": rows}, optimizer.init(params), params, lazy=True
     )
     out = optax.apply_updates(params, updates)["t"]
@@ -343,8 +362,9 @@ def test_rows_of_bfloat16_are_added_in_float32():
 @pytest.mark.slow
 def test_tables_of_bfloat16_are_updated_to_their_8_bits():
     dtype = jnp.bfloat16
-    expected = trained(optax.adagrad(0.1), densely, dtype=dtype)
-    actual = trained(optax.adagrad(0.1), tj.update_with_rows, dtype=dtype)
+    optimizer, steps = optax.adagrad(0.1), SOME_STEPS
+    expected = trained(optimizer, densely, steps, dtype)
+    actual = trained(optimizer, tj.sparse.update_with_rows, steps, dtype)
     assert_same(*(jax.tree.map(jnp.float32, x) for x in (actual, expected)), rtol=2e-2)
 
 
@@ -371,6 +391,7 @@ def test_rows_by_index():
 # array + rows
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_an_array_plus_rows_is_an_array(jit):
     rows = gradients(0)["a"]
@@ -388,10 +409,10 @@ def test_an_array_plus_rows_is_an_array(jit):
 @pytest.mark.slow
 def test_an_array_plus_rows_keeps_its_dtype():
     bf16 = jnp.full((N, D), 256, jnp.bfloat16)
-    rows = tj.IndexedRows(jnp.ones((4, D)), np.array([1, 1, 1, 2]), (N, D))
+    rows = tj.sparse.IndexedRows(jnp.ones((4, D)), np.array([1, 1, 1, 2]), (N, D))
     out = bf16 + rows  # 256 + 3 rounds to 260, 256 + 1 to 256; one by one all to 256
     assert out.dtype == jnp.bfloat16 and out[:, 0].tolist()[:3] == [256, 260, 256]
-    ints = tj.IndexedRows(jnp.ones((2, D), int), np.array([1, 1]), (N, D))
+    ints = tj.sparse.IndexedRows(jnp.ones((2, D), int), np.array([1, 1]), (N, D))
     assert (jnp.zeros((N, D), int) + ints)[:, 0].tolist() == [0, 2, 0, 0, 0, 0, 0]
     with pytest.raises(
         ValueError, match="of float32 cannot be added to an array of in"
@@ -403,6 +424,7 @@ def test_an_array_plus_rows_keeps_its_dtype():
         jnp.zeros((2, D)) + rows
 
 
+@pytest.mark.slow
 def test_a_map_of_values_leaves_indices_alone():
     tree = {"b": jnp.ones(2), "t": gradients(0)["a"]}
     out = map_values(lambda x, y: x * y, tree, {"b": 2, "t": 3})
@@ -419,7 +441,7 @@ def test_a_map_of_values_leaves_indices_alone():
 # What is compiled.
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, lazy", [(optax.sgd(0.1), False), (optax.adagrad(0.1), False),
                         (optax.adam(0.1), True)]
@@ -429,8 +451,8 @@ def test_rows_are_put_back_in_place(optimizer, lazy):
     state = optimizer.init(params)
 
     def step(params, state, values, indices):
-        rows = tj.IndexedRows(values, indices, (20_000, 16))
-        updates, state = tj.update_with_rows(
+        rows = tj.sparse.IndexedRows(values, indices, (20_000, 16))
+        updates, state = tj.sparse.update_with_rows(
             optimizer, {"t": rows}, state, params, lazy=lazy
         )
         return optax.apply_updates(params, updates), state
@@ -472,10 +494,12 @@ def test_towers_update_one_table(T, devices, name):
         return ((params["t"][ids].mean(0) @ params["v"]) - target) ** 2
 
     def tower_fn(tower, params, state, ids, target):
-        gradient = tj.sparse_value_and_grad(loss, ["t"])
+        gradient = tj.sparse.sparse_value_and_grad(loss, ["t"])
         _, grads = gradient(params, ids, target)
         grads = tower.reduce(R.SUM, grads)
-        updates, state = tj.update_with_rows(optimizer, grads, state, params, lazy=lazy)
+        updates, state = tj.sparse.update_with_rows(
+            optimizer, grads, state, params, lazy=lazy
+        )
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(

@@ -1,5 +1,7 @@
 """What a step carries over: dtypes, keys, None, places, tower-local variables."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +80,7 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state(towers, devices, option
     np.testing.assert_array_equal(state.params["frozen"], np.ones(2))
     np.testing.assert_allclose(metrics["loss"], ((x @ ones) ** 2).mean(), rtol=2**-7)
     assert metrics["deep/mean"].shape == ()
-    assert int(tj.read_local(state.local["seen"])) == 16
+    assert int(tj.towers.read_local(state.local["seen"])) == 16
     last = np.arange(towers) * (16 // towers) + 16 // towers - 1
     np.testing.assert_array_equal(state.local["last"].value, last)
     key = jax.random.split(jax.random.split(jax.random.key(3))[0])[0]
@@ -105,6 +107,7 @@ def test_place_moves_a_state_and_leaves_the_old_one():
     assert int(other.step) == 2
 
 
+@pytest.mark.slow
 def test_a_user_may_keep_using_the_arrays_that_init_was_given():
     key, params = jax.random.key(1), {"w": jnp.ones(3, jnp.bfloat16)}
     stats = jnp.int32(0)
@@ -121,3 +124,83 @@ def test_a_user_may_keep_using_the_arrays_that_init_was_given():
     for array in (key, params["w"], stats):
         assert not array.is_deleted()
     np.testing.assert_array_equal(params["w"].astype(np.float32), np.ones(3))
+
+
+def mean_square(params, batch, tower):
+    return tj.Weighted.mean((params["w"] - batch) ** 2, tower.weight)
+
+
+RATED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.125)
+RATES = {
+    "float": 0.25,
+    "int": 1,
+    "float64": np.float64(0.25),
+    "float32": np.array(0.25, np.float32),
+    "device": lambda: jax.device_put(jnp.float32(0.25), jax.devices()[3]),
+}
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("rate", RATES)
+def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate, devices):
+    step = tj.build_train_step(mean_square, RATED, strategy(2, devices, {}))
+    rate = RATES[rate]() if callable(RATES[rate]) else RATES[rate]
+    batch, w = np.array([1, 2, 4, 9], np.float32), 0.0
+    for rates in ([rate, None, rate], [None, rate, 0.5, None]):
+        state, w, now = step.init({"w": np.float32(0)}), 0.0, 0.125
+        for new in rates:
+            if new is not None:
+                state.opt_state.hyperparams["learning_rate"] = new
+                now = float(np.asarray(new))
+            state, _ = step(state, batch)
+            w -= now * 2 * (w - 4)
+            assert float(state.params["w"]) == w
+            kept = state.opt_state.hyperparams["learning_rate"]
+            assert kept.dtype == np.float32 and float(kept) == now
+    assert len(step._runner.programs) == 1
+
+
+@pytest.mark.slow
+def test_a_number_of_the_host_goes_into_a_run_and_is_located():
+    step = tj.build_train_step(mean_square, RATED, strategy(2, 2, {}))
+    batch = np.array([1, 2, 4, 9], np.float32)
+    state = step.init({"w": np.float32(0)})
+    state.opt_state.hyperparams["learning_rate"] = 0.25
+    state = dataclasses.replace(state, step=7)
+    assert step.locate(state, batch) == ()
+    state, _ = tj.run(step, state, [batch] * 2, keep_every=1, progress=False)
+    assert float(state.params["w"]) == 3.0 and int(state.step) == 9
+
+
+def test_a_number_that_a_state_cannot_hold_is_refused():
+    step = tj.build_train_step(mean_square, RATED, strategy(2, 2, {}))
+    batch = np.array([1, 2, 4, 9], np.float32)
+    state = step.init({"w": np.float32(0)})
+    with pytest.raises(ValueError, match=r"state\.step is 0\.5, but .* takes int"):
+        step(dataclasses.replace(state, step=0.5), batch)
+    with pytest.raises(ValueError, match=r"state\.params\['w'\] is on the host"):
+        step(dataclasses.replace(state, params={"w": np.zeros(1)}), batch)
+    rate = state.opt_state.hyperparams["learning_rate"]
+    after, _ = step(state, batch)
+    after.opt_state.hyperparams["learning_rate"] = rate  # donated a step ago
+    with pytest.raises(ValueError, match=r"^state\.opt.*rate'\] was donated"):
+        step(after, batch)
+    after.opt_state.hyperparams["learning_rate"] = 0.25
+    after, _ = step(after, batch)
+    assert int(after.step) == 2
+
+
+def test_a_donated_state_says_that_its_arrays_were_given_to_a_step():
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.adam(0.1), tj.Mirrored(towers=2))
+    state = step.init({"w": np.ones((2, 3), np.float32)[0, 0]})
+    assert "given" not in repr(state) and "w': Array(1., dtype=float32" in repr(state)
+    step(state, {"x": np.ones(4, np.float32)})
+    text = repr(state)
+    assert text.startswith("TrainState(step=Array(0, dtype=int32")
+    assert "params={'w': <float32[], given to a step>}" in text
+    assert "rng=Array(()" in text  # kept
+    assert text == f"{state}"

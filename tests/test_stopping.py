@@ -114,6 +114,7 @@ def by_hand(values, patience, mode, min_delta):
     return None
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("values, patience, mode, min_delta, last", PATIENCE)
 def test_patience(steps, values, patience, mode, min_delta, last):
     assert by_hand(values, patience, mode, min_delta) == last
@@ -182,6 +183,7 @@ def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     assert re.search(r"step 4/4  loss [\d.]+  [\d.]+ steps/s  evaluated told 3", text)
 
 
+@pytest.mark.slow
 def test_stopping_with_several_steps_a_call(steps):
     step, evaluate = build()
     early = tj.EarlyStopping("told", patience=1)
@@ -225,7 +227,7 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
 # The best
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", ["devices", "host"])
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_the_best_state_is_that_of_its_step_bit_for_bit(executor, keep):
@@ -319,7 +321,7 @@ def test_an_exception_keeps_the_best(steps):
         (lambda: tj.Best("x", "maximum"), "Best(mode='maximum') must be 'min'"),
         (lambda: tj.Best(3), "Best(metric=3) must be the name of a metric"),
         (lambda: tj.Best("x", keep="disk"), "Best(keep='disk') must be 'devices'"),
-        (lambda: tj.Best("x", restore=1), "Best(restore=1) must be True or False"),
+        (lambda: tj.Best("x", restore=1), "Best.restore=1 must be True or False"),
     ],
 )
 def test_bad_options_are_refused(make, text):

@@ -84,7 +84,11 @@ def test_replacing_an_option_checks_it_again():
 
 @pytest.mark.parametrize(
     "written",
-    ["gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"],
+    [
+        *("gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"),
+        "/job:localhost/replica:0/task:0/device:GPU:0",
+        "/job:localhost/replica:0/task:0/gpu:0",
+    ],
 )
 def test_spellings_of_one_device_are_one_device(written):
     assert tj.Mirrored(devices=(written,)) == tj.Mirrored(devices=("gpu:0",))
@@ -131,6 +135,8 @@ BAD = [
     (dict(devices=("gpu:-1",)), "'gpu:-1' is not a device name"),
     (dict(devices=(0, 1)), "devices: 0 is not a device name"),
     (dict(devices=("/job:worker/task:0/gpu:0",)), "is not a device name"),
+    # Of another process: gpu:0 would be another device.
+    (dict(devices=("/job:localhost/task:1/gpu:0",)), "is not a device name"),
     (
         dict(devices=("gpu:0", "cpu:0")),
         "devices are of several platforms, cpu and gpu, in ('gpu:0', 'cpu:0'); one"
@@ -146,13 +152,16 @@ BAD = [
         " num_gpus_per_worker.",
     ),
     (dict(devices=("gpu:0",), num_gpus_per_worker=0), "leave out num_gpus and"),
-    (dict(num_gpus=-1), "num_gpus=-1 must be an int >= 0."),
-    (dict(num_gpus=True), "num_gpus=True must be an int >= 0."),
-    (dict(num_gpus_per_worker=1.0), "num_gpus_per_worker=1.0 must be an int >= 0."),
-    (dict(towers=0), "towers=0 must be an int >= 1."),
-    (dict(towers=True), "towers=True must be an int >= 1."),
-    (dict(towers=2.0), "towers=2.0 must be an int >= 1."),
-    (dict(towers="8"), "towers='8' must be an int >= 1."),
+    (dict(num_gpus=-1), "num_gpus=-1 must be a whole number >= 0."),
+    (dict(num_gpus=True), "num_gpus=True must be a whole number >= 0."),
+    (
+        dict(num_gpus_per_worker=1.0),
+        "per_worker=1.0 must be a whole number >= 0.",
+    ),
+    (dict(towers=0), "towers=0 must be a whole number >= 1."),
+    (dict(towers=True), "towers=True must be a whole number >= 1."),
+    (dict(towers=2.0), "towers=2.0 must be a whole number >= 1."),
+    (dict(towers="8"), "towers='8' must be a whole number >= 1."),
     (
         dict(devices=FOUR, towers=6),
         "towers=6 is not a multiple of the 4 devices, so they cannot share the towers"
@@ -161,15 +170,16 @@ BAD = [
     (dict(devices=FOUR, towers=3), "evenly. Use towers=4, or another number"),
     (dict(num_gpus=2, towers=3), "towers=3 is not a multiple of the 2 devices"),
     (dict(num_gpus_per_worker=4, towers=9), "Use towers=8 or 12, or another"),
-    (dict(local="pmap"), "local='pmap' must be one of ('vmap', 'scan')."),
-    (dict(local=None), "local=None must be one of ('vmap', 'scan')."),
-    (dict(local=True), "local=True must be one of ('vmap', 'scan')."),
-    (dict(executor="vmap"), "executor='vmap' must be one of ('shard_map', 'pmap')."),
+    (dict(local="pmap"), "local='pmap' must be one of 'vmap', 'scan'."),
+    (dict(local=None), "local=None must be one of 'vmap', 'scan'."),
+    (dict(local=True), "local=True must be one of 'vmap', 'scan'."),
+    (dict(executor="vmap"), "executor='vmap' must be one of 'shard_map', 'pmap'."),
     (
         dict(cross_tower_ops="nccl"),
         "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
-        " tj.PinnedTree(), tj.Packed(...), tj.ReduceToOneDevice(...) or"
-        " tj.Hierarchical(...).",
+        " tj.PinnedTree(), tj.collectives.Packed(...),"
+        " tj.collectives.ReduceToOneDevice(...) or"
+        " tj.collectives.Hierarchical(...).",
     ),
     (dict(cross_tower_ops=None), "cross_tower_ops=None is not a cross-tower op"),
     (dict(cross_tower_ops=tj.PinnedTree), "is not a cross-tower op; write tj.AllRed"),
@@ -325,6 +335,7 @@ def test_one_device_lies_where_it_says():
     assert strategy.worker_device_index.values.tolist() == [0]
 
 
+@pytest.mark.slow
 def test_one_device_is_one_mirrored_tower():
     def states(strategy):
         step = tj.build_train_step(

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.testing import assert_same, one_tower
+from towerjax.tools.testing import assert_same, one_tower
 
 DRAW = np.random.default_rng(11)
 PARAMS = {"w": np.array([0.5, -1.0, 2.0], np.float32), "b": np.float32(0.25)}
@@ -33,7 +33,7 @@ def local():
     return {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_the_oracle_sees_the_same_examples(remainder):
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
@@ -58,9 +58,10 @@ def test_the_oracle_sees_the_same_examples(remainder):
         assert_same((state, metrics), (alone, expected))
         seen += rows if remainder == "pad" else rows // 8 * 8
         assert float(before.step) == float(alone.step) - 1  # it was not donated
-    assert float(tj.read_local(alone.local["seen"])) == seen
+    assert float(tj.towers.read_local(alone.local["seen"])) == seen
 
 
+@pytest.mark.slow
 def test_the_oracle_is_one_tower_of_numpy():
     def mean(w, batch, tower):
         return tj.Weighted.mean((w - batch) ** 2, tower.weight)
@@ -75,6 +76,7 @@ def test_the_oracle_is_one_tower_of_numpy():
     assert float(state.params) == 2 - 0.25 * 2 * (2 - batch.mean())
 
 
+@pytest.mark.slow
 def test_the_oracle_shows_what_is_wrong():
     def bad(w, batch, tower):
         loss = tj.Weighted.mean((w - batch) ** 2, tower.weight)
@@ -89,25 +91,26 @@ def test_the_oracle_shows_what_is_wrong():
         assert_same(*ends)
 
 
+@pytest.mark.slow
 def test_a_replicated_model_has_an_oracle():
-    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def model_fn(variables, features, labels, mode, tower):
         def loss(w):
             return tj.Weighted.mean((features @ w - labels) ** 2, tower.weight)
 
         loss, train_op = optimizer.minimize(loss, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=4))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=4))
     batch = batch_of(7)
     ends = []
     for m in (model, one_tower(model)):
         variables = m.init(tj.TrainState.create(PARAMS["w"], optimizer))
-        ends.append(m(variables, batch["x"], batch["y"], tj.Mode.TRAIN))
+        ends.append(m(variables, batch["x"], batch["y"], tj.estimator.Mode.TRAIN))
     assert_same(ends[0].train_op, ends[1].train_op)
     assert_same(ends[0].loss, ends[1].loss)
-    dropping = tj.replicate_model_fn(
+    dropping = tj.estimator.replicate_model_fn(
         model_fn, devices=tj.Mirrored(towers=4), remainder="drop"
     )
     with pytest.raises(ValueError, match="depends on its 4 towers"):
@@ -116,6 +119,7 @@ def test_a_replicated_model_has_an_oracle():
         one_tower(model_fn)
 
 
+@pytest.mark.slow
 def test_histories_are_compared():
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
     data = [batch_of(8) for _ in range(3)]

@@ -12,7 +12,10 @@ import pytest
 
 import towerjax as tj
 
-SUM, EXACT = tj.LossReduction.SUM, tj.LossReduction.SUM_BY_NONZERO_WEIGHTS
+SUM, EXACT = (
+    tj.estimator.LossReduction.SUM,
+    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
+)
 LAYOUTS = [(1, 1), (2, 2), (4, 2), (3, 1)]
 INNER = {
     "sgd": optax.sgd(0.1),
@@ -67,7 +70,7 @@ def same_bits(got, expected):
 @pytest.mark.parametrize("name", INNER)
 def test_outside_of_towers_it_is_the_wrapped_one(name):
     inner = INNER[name]
-    ours = tj.TowerOptimizer(inner)
+    ours = tj.estimator.TowerOptimizer(inner)
     theirs = optax.with_extra_args_support(inner)
     x, y = rows(4, 3), rows(4, 2, seed=1)
 
@@ -89,7 +92,7 @@ def test_outside_of_towers_it_is_the_wrapped_one(name):
 
 @pytest.mark.slow
 def test_outside_of_towers_it_is_adam():
-    ours, theirs = tj.TowerOptimizer(optax.adam(0.1)), optax.adam(0.1)
+    ours, theirs = tj.estimator.TowerOptimizer(optax.adam(0.1)), optax.adam(0.1)
     x, y = rows(4, 3), rows(4, 2, seed=1)
     weights = jax.tree.map(jnp.asarray, params())
     grads = jax.grad(mean_of)(weights, x, y)
@@ -100,19 +103,21 @@ def test_outside_of_towers_it_is_adam():
 
 
 def test_it_is_a_transformation_for_optax():
-    ours = tj.TowerOptimizer(optax.adam(0.1))
+    ours = tj.estimator.TowerOptimizer(optax.adam(0.1))
     assert isinstance(ours, optax.GradientTransformation)
     assert isinstance(ours, optax.GradientTransformationExtraArgs)
     init, update = ours
     assert init is ours.init and update is ours.update
-    assert isinstance(tj.TowerOptimizer(lambda: optax.sgd(1.0)), tj.TowerOptimizer)
+    assert isinstance(
+        tj.estimator.TowerOptimizer(lambda: optax.sgd(1.0)), tj.estimator.TowerOptimizer
+    )
     made = []
 
     def factory():
         made.append(1)
         return optax.sgd(0.5)
 
-    assert float(tj.TowerOptimizer(factory).update(
+    assert float(tj.estimator.TowerOptimizer(factory).update(
         jnp.float32(2), ours.init(jnp.float32(1)), None
     )[0]) == -1  # fmt: skip
     assert made == [1]
@@ -122,11 +127,11 @@ def test_it_is_a_transformation_for_optax():
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_copies_are_optimizers(how):
     params = {"w": jnp.ones((2, 1))}
-    grads = {"w": tj.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
+    grads = {"w": tj.sparse.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
     for lazy in (False, True):
-        ours = tj.TowerOptimizer(optax.adam(0.1), lazy=lazy)
+        ours = tj.estimator.TowerOptimizer(optax.adam(0.1), lazy=lazy)
         again = how(ours)
-        assert isinstance(again, tj.TowerOptimizer) and again.lazy == lazy
+        assert isinstance(again, tj.estimator.TowerOptimizer) and again.lazy == lazy
         if not lazy:
             with pytest.raises(ValueError, match="Write lazy=True"):
                 again.update(grads, ours.init(params), params)
@@ -135,12 +140,16 @@ def test_copies_are_optimizers(how):
             again.update(grads, ours.init(params), params),
             ours.update(grads, ours.init(params), params),
         )
-        grads = {"w": tj.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
+        grads = {"w": tj.sparse.IndexedRows(jnp.ones((1, 1)), jnp.array([1]), (2, 1))}
 
 
 @pytest.mark.slow
 def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
-    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+    ours, x, y = (
+        tj.estimator.TowerOptimizer(optax.sgd(0.1)),
+        rows(4, 3),
+        rows(4, 2, seed=1),
+    )
     state = tj.TrainState.create(params(), ours)
     weighted, after = ours.minimize(lambda p: loss_of(p, x, y), state)
     scalar, expected = ours.minimize(lambda p: mean_of(p, x, y), state)
@@ -159,8 +168,13 @@ def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
     assert all((u == 0).all() for u in jax.tree.leaves(updates))
 
 
+@pytest.mark.slow
 def test_auxiliary_results_come_along():
-    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+    ours, x, y = (
+        tj.estimator.TowerOptimizer(optax.sgd(0.1)),
+        rows(4, 3),
+        rows(4, 2, seed=1),
+    )
     state = tj.TrainState.create(params(), ours)
 
     def loss_fn(params):
@@ -175,7 +189,11 @@ def test_auxiliary_results_come_along():
 
 @pytest.mark.slow
 def test_it_runs_under_jit_scan_and_grad():
-    ours, x, y = tj.TowerOptimizer(optax.sgd(0.1)), rows(4, 3), rows(4, 2, seed=1)
+    ours, x, y = (
+        tj.estimator.TowerOptimizer(optax.sgd(0.1)),
+        rows(4, 3),
+        rows(4, 2, seed=1),
+    )
 
     def after_two(rate):
         def step(carry, _):
@@ -217,9 +235,9 @@ def trained(optimizer, strategy, *, steps=3, reduction=EXACT, value_too=False):
             params=optax.apply_updates(variables.params, updates),
             opt_state=opt_state,
         )
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = tj.replicate_model_fn(model_fn, reduction, strategy)
+    model = tj.estimator.replicate_model_fn(model_fn, reduction, strategy)
     variables = model.init(tj.TrainState.create(params(), optimizer))
     for number in range(steps):
         features = {
@@ -266,7 +284,7 @@ def check_same_update(wrapped, plain, strategy, **how):
 @pytest.mark.parametrize(("count", "devices"), [(2, 2)])
 def test_towers_update_once_of_the_one_gradient(count, devices, name):
     check_same_update(
-        tj.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
+        tj.estimator.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
     )
 
 
@@ -275,7 +293,7 @@ def test_towers_update_once_of_the_one_gradient(count, devices, name):
 @pytest.mark.parametrize(("count", "devices"), [(4, 2), (3, 1)])
 def test_all_layouts_update_once_of_the_one_gradient(count, devices, name):
     check_same_update(
-        tj.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
+        tj.estimator.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
     )
 
 
@@ -298,12 +316,12 @@ def around(wrap):
     }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", around(lambda x: x))
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
 def test_optax_takes_it_anywhere(count, devices, name):
     variables = check_same_update(
-        around(tj.TowerOptimizer)[name],
+        around(tj.estimator.TowerOptimizer)[name],
         around(lambda x: x)[name],
         towers(count, devices),
     )
@@ -314,29 +332,32 @@ def test_optax_takes_it_anywhere(count, devices, name):
     assert wrapped and all(x.towers is None for x in wrapped)
 
 
+@pytest.mark.slow
 def test_accumulation_over_steps_goes_inside():
     # Outside, each tower would keep a sum of its own.
-    outside = optax.MultiSteps(tj.TowerOptimizer(SGD), 2).gradient_transformation()
+    outside = optax.MultiSteps(
+        tj.estimator.TowerOptimizer(SGD), 2
+    ).gradient_transformation()
     with pytest.raises(tj.ReplicationError, match="acc_grads"):
         trained(outside, towers(2, 2))
 
 
 def test_a_verdict_on_each_towers_gradient_is_refused():
     # Outside, towers whose own gradient is not finite would leave the others waiting.
-    outside = optax.apply_if_finite(tj.TowerOptimizer(SGD), 3)
+    outside = optax.apply_if_finite(tj.estimator.TowerOptimizer(SGD), 3)
     with pytest.raises(tj.ReplicationError, match=r"notfinite_count(?s:.)*would hang"):
         trained(outside, towers(2, 2))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, devices):
     largest, x = 0.5, rows(12, 3)
-    inside = tj.TowerOptimizer(
+    inside = tj.estimator.TowerOptimizer(
         optax.chain(optax.clip_by_global_norm(largest), optax.sgd(1.0))
     )
     before = optax.chain(
-        optax.clip_by_global_norm(largest), tj.TowerOptimizer(optax.sgd(1.0))
+        optax.clip_by_global_norm(largest), tj.estimator.TowerOptimizer(optax.sgd(1.0))
     )
 
     def moved(optimizer):
@@ -346,9 +367,9 @@ def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, d
             weights = optax.apply_updates(variables.params, updates)
             after = dataclasses.replace(variables, params=weights, opt_state=opt_state)
             loss = (features @ weights).sum()
-            return tj.ModelSpec(mode, loss=loss, train_op=after)
+            return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-        model = tj.replicate_model_fn(model_fn, SUM, towers(count, devices))
+        model = tj.estimator.replicate_model_fn(model_fn, SUM, towers(count, devices))
         start = tj.TrainState.create(np.zeros(3, np.float32), optimizer)
         return -np.asarray(model(start, x).train_op.params, np.float64)
 
@@ -361,20 +382,21 @@ def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, d
     np.testing.assert_allclose(moved(before), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32])
 def test_gradients_are_added_in_float32_and_keep_their_dtype(dtype):
     # 256 + seven times 1, of which bfloat16 holds none after 256.
     # The wrapped optimizer's momentum has the dtype of the gradients that it sees.
-    optimizer = tj.TowerOptimizer(optax.sgd(1.0, momentum=0.5))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(1.0, momentum=0.5))
 
     def model_fn(variables, features, labels, mode, tower):
         def loss_fn(w):
             return (w.astype(jnp.float32) * features).sum()
 
         loss, after = optimizer.minimize(loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = tj.replicate_model_fn(model_fn, SUM, towers(8, 4))
+    model = tj.estimator.replicate_model_fn(model_fn, SUM, towers(8, 4))
     start = tj.TrainState.create(jnp.zeros((), dtype), optimizer)
     after = model(start, np.array([256] + [1] * 7, np.float32)).train_op.params
     assert after.dtype == dtype
@@ -404,7 +426,7 @@ def two_losses(optimizers, calls=1):
                 grads, slots[name], weights[name], loss=loss
             )
             losses[name] = loss
-        return tj.ModelSpec(
+        return tj.estimator.ModelSpec(
             mode,
             loss=losses["g"],
             train_op={"params": weights, "slots": slots},
@@ -414,18 +436,18 @@ def two_losses(optimizers, calls=1):
     return model_fn
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_two_optimizers_and_two_losses(count, devices, local):
     optimizers = {
-        "c": tj.TowerOptimizer(optax.sgd(0.1)),
-        "g": tj.TowerOptimizer(optax.sgd(0.3, momentum=0.5)),
+        "c": tj.estimator.TowerOptimizer(optax.sgd(0.1)),
+        "g": tj.estimator.TowerOptimizer(optax.sgd(0.3, momentum=0.5)),
     }
     strategy = tj.Mirrored(
         [f"cpu:{i}" for i in range(devices)], towers=count, local=local
     )
-    model = tj.replicate_model_fn(two_losses(optimizers), devices=strategy)
+    model = tj.estimator.replicate_model_fn(two_losses(optimizers), devices=strategy)
     weights = {"c": rows(2, seed=1), "g": rows(3, 2, seed=2)}
     slots = {name: optimizers[name].init(x) for name, x in weights.items()}
     variables = {"params": weights, "slots": slots}
@@ -452,6 +474,7 @@ def test_two_optimizers_and_two_losses(count, devices, local):
         np.testing.assert_allclose(variables["params"]["g"], g, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_value_that_line_searches_see_is_the_one_loss():
     seen = []
 
@@ -461,18 +484,20 @@ def test_the_value_that_line_searches_see_is_the_one_loss():
     probe = optax.GradientTransformationExtraArgs(
         lambda params: {"value": jnp.float32(0)}, update
     )
-    optimizer = tj.TowerOptimizer(probe)
+    optimizer = tj.estimator.TowerOptimizer(probe)
 
     def model_fn(variables, features, labels, mode, tower):
         def loss_fn(w):
             return tj.Weighted.mean(w * features, tower.weight)
 
         loss, after = optimizer.minimize(loss_fn, variables)
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     x = np.array([1, 2, 3, 4, 10], np.float32)
     for count, devices in LAYOUTS:
-        model = tj.replicate_model_fn(model_fn, devices=towers(count, devices))
+        model = tj.estimator.replicate_model_fn(
+            model_fn, devices=towers(count, devices)
+        )
         start = tj.TrainState.create(np.float32(1), optimizer)
         after = model(start, x).train_op
         seen.append(float(after.opt_state.inner["value"]))
@@ -480,7 +505,7 @@ def test_the_value_that_line_searches_see_is_the_one_loss():
 
 
 def test_what_is_natural_and_wrong_is_named():
-    optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
     state = tj.TrainState.create(jnp.float32(1), optimizer)
     with pytest.raises(ValueError, match="a loss of type Weighted; give it a function"):
         optimizer.minimize(tj.Weighted(1.0, 2.0), state)
@@ -490,14 +515,18 @@ def test_what_is_natural_and_wrong_is_named():
         optimizer.minimize(lambda w: (w**2, w), state)
     with pytest.raises(ValueError, match="returned a .*has_aux=False"):
         optimizer.minimize(lambda w: w**2, state, has_aux=True)
+    with pytest.raises(ValueError, match=r"Steps\(\.\.\.\).gradient_transformation\("):
+        tj.estimator.TowerOptimizer(optax.MultiSteps(optax.sgd(0.1), 2))
     with pytest.raises(ValueError, match=r"A strategy is devices=\.\.\."):
-        tj.replicate_model_fn(lambda v, features, labels, mode: None, tj.OneDevice())
+        tj.estimator.replicate_model_fn(
+            lambda v, features, labels, mode: None, tj.OneDevice()
+        )
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [None, ["table"]])
 def test_rows_of_a_table_are_updated_of_the_one_gradient(sparse):
-    optimizer = tj.TowerOptimizer(optax.sgd(0.5))
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5))
     weights = {"table": rows(7, 2, seed=1), "w": rows(2, seed=2)}
     ids = np.array([5, 0, 5, 5, 6, 0, 2, 5, 1, 6, 6], np.int32)
     weight = np.linspace(0.1, 3, 11, dtype=np.float32)
@@ -510,11 +539,11 @@ def test_rows_of_a_table_are_updated_of_the_one_gradient(sparse):
             return tj.Weighted.mean((scores - labels) ** 2, counts)
 
         loss, after = optimizer.minimize(loss_fn, state, sparse=sparse or ())
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = tj.replicate_model_fn(model_fn, devices=towers(4, 2))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2))
     state = model.init(tj.TrainState.create(weights, optimizer))
-    spec = model(state, {"id": ids, "weight": weight}, y, tj.Mode.TRAIN)
+    spec = model(state, {"id": ids, "weight": weight}, y, tj.estimator.Mode.TRAIN)
     after = jax.device_get(spec.train_op.params)
 
     table, w = (weights[name].astype(np.float64) for name in ("table", "w"))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -14,10 +15,6 @@ R = tj.Reduction
 EPS = np.finfo(np.float32).eps
 LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
-
-
-def mirrored(T, D=1, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def expected_of(reduction, rows):
@@ -108,7 +105,7 @@ def test_variables_are_made_and_changed_inside_jit():
         return strategy.group(v, n)
 
     v, n = program(1.0)
-    assert isinstance(v, tj.MirroredVar) and float(v.value) == 30 - 3
+    assert isinstance(v, tj.towers.MirroredVar) and float(v.value) == 30 - 3
     assert isinstance(n, tj.TowerLocal) and n.value.tolist() == [3, 4]
 
 
@@ -150,7 +147,7 @@ def test_bad_options_are_refused(name, initial, options, text):
         mirrored(2).create_var(name, initial, **options)
 
 
-@pytest.mark.parametrize("kind", [tj.MirroredVar, tj.TowerLocal])
+@pytest.mark.parametrize("kind", [tj.towers.MirroredVar, tj.TowerLocal])
 def test_a_variable_says_how_it_is_reduced(kind):
     with refuses(f"{kind.__name__}.reduction is 'mean'; write tj.Reduction.MEAN, SUM"):
         kind(1.0, "mean")
@@ -159,6 +156,7 @@ def test_a_variable_says_how_it_is_reduced(kind):
 # Assigned in a tower.
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 @pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
 def test_towers_assign_to_a_mirrored_variable(T, D, reduction):
@@ -176,12 +174,13 @@ def test_towers_assign_to_a_mirrored_variable(T, D, reduction):
     out = strategy.call_for_each_tower(tower_fn, v, tj.PerTower(rows))
     total = np.array([expected_of(reduction, rows[:, i]) for i in (0, 1)])
     for new, expected in zip(out, (total, [2, 5] + total, [2, 5] - total), strict=True):
-        assert isinstance(new, tj.MirroredVar)
+        assert isinstance(new, tj.towers.MirroredVar)
         assert (new.name, new.reduction) == ("v", reduction)
         assert new.value["x"].sharding.is_fully_replicated
         np.testing.assert_allclose(new.value["x"], expected, atol=8 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 @pytest.mark.parametrize("reduction", R)
 def test_towers_assign_to_their_own_copies(T, D, reduction):
@@ -301,15 +300,13 @@ def test_a_sum_of_zero_or_on_one_tower_is_no_question():
 
 
 def test_only_variables_are_assigned_to():
-    text = (
-        "tower.assign: got .*, expected a tj.MirroredVar or a tj.TowerLocal. Make one"
-    )
+    text = "tower.assign: got .*, expected a tj.towers.MirroredVar or a tj.TowerLocal."
     with refuses(text):
         mirrored(2).call_for_each_tower(lambda tower: tower.assign(1.0, 2.0))
     for method in ("assign", "assign_add", "assign_sub"):
-        with refuses(f"strategy.{method}: got float, expected a tj.MirroredVar"):
+        with refuses(f"strategy.{method}: got float, expected a tj.towers.MirroredVar"):
             getattr(mirrored(2), method)(1.0, 2.0)
-    with refuses("strategy.update: got float, expected a tj.MirroredVar"):
+    with refuses("strategy.update: got float, expected a tj.towers.MirroredVar"):
         mirrored(2).update(1.0, lambda x: x)
 
 
@@ -319,7 +316,7 @@ def test_a_mirrored_variable_made_differently_is_refused_by_proof(T, D):
     v = strategy.create_var("v", {"x": 1.0})
 
     def tower_fn(tower, v):
-        return {"new": tj.MirroredVar({"x": v.value["x"] + tower.id}, name="v")}
+        return {"new": tj.towers.MirroredVar({"x": v.value["x"] + tower.id}, name="v")}
 
     with pytest.raises(tj.ReplicationError) as error:
         strategy.call_for_each_tower(tower_fn, v)
@@ -332,7 +329,7 @@ def test_towers_make_variables(T, D):
     def tower_fn(tower):
         own = tj.TowerLocal(tower.id * 2, R.SUM, "own")
         same = tj.TowerLocal(jnp.float32(3), R.MEAN)
-        v = tj.MirroredVar(jnp.ones(2), name="v")
+        v = tj.towers.MirroredVar(jnp.ones(2), name="v")
         return {"v": v, "own": own, "same": same}
 
     out = mirrored(T, D).call_for_each_tower(tower_fn)
@@ -351,7 +348,7 @@ def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
     n = strategy.create_var("n", (1, 5), reduction=R.SUM, tower_local=True)
 
     def merge_fn(strategy, v, n):
-        assert isinstance(v, tj.MirroredVar) and isinstance(n, tj.TowerLocal)
+        assert isinstance(v, tj.towers.MirroredVar) and isinstance(n, tj.TowerLocal)
         assert n.value[0].shape == (T,)
         total = strategy.read_var(n)
         v = strategy.assign(v, (total[0], 0.5))
@@ -438,13 +435,13 @@ def test_a_tower_local_variable_reads_as_assigned(T, D, reduction, whole):
 def test_adding_to_a_tower_local_variable_across_towers_is_refused():
     strategy = mirrored(2)
     n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
-    for method in ("assign_add", "assign_sub"):
+    for method, sign in (("assign_add", "+"), ("assign_sub", "-")):
         text = (
             f"strategy.{method} of tower-local variable 'n', across towers: shall each"
             " tower's copy change by the value, or what they read as together? Write"
-            " strategy.update(v, lambda x: x + value) for each copy, strategy.assign(v,"
-            f" strategy.read_var(v) + value) for the whole, or tower.{method} in"
-            " a tower."
+            f" strategy.update(v, lambda x: x {sign} value) for each copy,"
+            f" strategy.assign(v, strategy.read_var(v) {sign} value) for the whole, or"
+            f" tower.{method} in a tower."
         )
         with refuses(f"^{re.escape(text)}$"):
             getattr(strategy, method)(n, 2.0)
@@ -575,6 +572,7 @@ def test_value_container_is_the_value():
     assert mirrored(2).value_container(v.value) is v.value
 
 
+@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_new_values_are_placed_like_others(T, D):
     strategy = mirrored(T, D)
@@ -697,18 +695,21 @@ def test_regroup_keeps_numbers_apart_that_only_seem_equal():
         ([[None], [1]], r"nests\[0\] differs .* tower 0 has None, tower 1 a leaf, int"),
         ([1], "regroup: got 1 trees, but there are 2 towers"),
         (
-            [tj.MirroredVar(1.0, name="foo"), tj.MirroredVar(1.0, name="bar")],
+            [
+                tj.towers.MirroredVar(1.0, name="foo"),
+                tj.towers.MirroredVar(1.0, name="bar"),
+            ],
             "mismatching name or reduction: tower 0 variable 'foo', tower 1 varia",
         ),
         (
             [
-                {"v": tj.MirroredVar(1.0, name="v")},
-                {"v": tj.MirroredVar(2.0, name="v")},
+                {"v": tj.towers.MirroredVar(1.0, name="v")},
+                {"v": tj.towers.MirroredVar(2.0, name="v")},
             ],
             r"nests\['v'\] is mirrored variable 'v', but tower 1 holds another value",
         ),
         (
-            [tj.MirroredVar(1.0), 1.0],
+            [tj.towers.MirroredVar(1.0), 1.0],
             "tower 0 a variable without a name, tower 1 a leaf",
         ),
         (
@@ -727,6 +728,20 @@ def test_select_tower_refuses_a_tower_that_is_none(tower):
     for value in (tj.PerTower((1, 2)), tj.PerTower(np.ones((2, 3)))):
         with refuses(f"There is no tower {tower} among the values of 2 towers. Towers"):
             mirrored(2).select_tower({"x": value}, tower)
+
+
+def test_select_tower_takes_the_towers_device():
+    value = tj.PerTower((7, 8, 9))
+    strategy = mirrored(3, 3)
+    for device in ("cpu:1", "/device:CPU:1", strategy.placement.jax_devices[1]):
+        assert strategy.select_tower({"x": value}, device) == {"x": 8}
+    assert strategy.select_tower(value, np.int64(2)) == 9
+    with refuses("gpu:2 has no tower; towers run on cpu:0, cpu:1, cpu:2. Name"):
+        strategy.select_tower(value, "gpu:2")
+    with refuses("cpu:0 has the towers 0 to 2. Name the tower by its number."):
+        mirrored(3).select_tower(value, "cpu:0")
+    with refuses("select_tower: got 1.5 as the tower, expected its number"):
+        strategy.select_tower(value, 1.5)
 
 
 # Saved and restored.
@@ -761,10 +776,10 @@ def variables(strategy):
     }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("T, D", [(4, 2), (3, 3), (2, 1)])
 def test_saved_on_four_towers_and_restored_on_others(T, D):
-    saved = tj.saved_values(variables(mirrored(4, 2)))
+    saved = tj.towers.saved_values(variables(mirrored(4, 2)))
     assert saved["v"]["w"].tolist() == [1, 2]
     assert (int(saved["count"]), int(saved["small"]), int(saved["flags"])) == (
         7,
@@ -777,7 +792,7 @@ def test_saved_on_four_towers_and_restored_on_others(T, D):
     small = saved.pop("small"), like.pop("small")
     if T < 3:  # three flags are set
         saved["flags"] = saved["flags"] - 1
-    restored = tj.restored_values(strategy, like, saved)
+    restored = tj.towers.restored_values(strategy, like, saved)
     again = strategy.read_var(restored)
     for name in ("sum", "mean", "first"):
         expected = expected_of(like[name].reduction, ROWS)
@@ -800,16 +815,17 @@ def test_saved_on_four_towers_and_restored_on_others(T, D):
         assert x.sharding.is_fully_replicated and len(x.devices()) == D
     assert restored["sum"].value.sharding == like["sum"].value.sharding
     if T > 2:  # 227 = 76 + 76 + 75
-        out = tj.restored_values(strategy, small[1], small[0])
+        out = tj.towers.restored_values(strategy, small[1], small[0])
         assert out.value.dtype == jnp.int8 and int(strategy.read_var(out)) == 227
     else:
         text = (
             r"saved, tower-local variable 'sum', gives a tower 128, which int8 cannot"
         )
         with refuses(text):
-            tj.restored_values(strategy, small[1], 255 + 0 * small[0])
+            tj.towers.restored_values(strategy, small[1], 255 + 0 * small[0])
 
 
+@pytest.mark.slow
 def test_a_train_state_moves_to_another_number_of_towers():
     def loss_fn(w, batch, tower):
         local = {
@@ -832,7 +848,9 @@ def test_a_train_state_moves_to_another_number_of_towers():
     key = jax.random.key(7)
     state, _ = four(four.init(np.float32(1), local=local, rng=key), batch)
     like = three.init(np.float32(0), local=local)
-    moved = tj.restored_values(three.strategy, like, tj.saved_values(state))
+    moved = tj.towers.restored_values(
+        three.strategy, like, tj.towers.saved_values(state)
+    )
     assert int(moved.step) == 1 and (moved.rng == key).item()
     assert moved.local["n"].value.tolist() == [4, 3, 3]  # 1 + 2 + 3 + 4
     np.testing.assert_allclose(moved.local["m"].value, [batch.mean()] * 3, rtol=4 * EPS)
@@ -846,7 +864,7 @@ def test_a_train_state_moves_to_another_number_of_towers():
     after4, _ = four(state, batch)
     after3, _ = three(moved, batch)
     np.testing.assert_allclose(after4.params, after3.params, rtol=1e-6)
-    assert int(tj.read_local(after3.local["n"])) == 10 + 6
+    assert int(tj.towers.read_local(after3.local["n"])) == 10 + 6
     assert after3.local["n"].name == "n"
 
 
@@ -854,7 +872,7 @@ def test_what_has_no_one_value_is_not_saved():
     none = tj.TowerLocal(np.ones(2), R.NONE, "noise")
     keys = tj.TowerLocal(jax.random.split(jax.random.key(0)), R.MEAN)
     with refuses("no one value to save") as error:
-        tj.saved_values({"a": [none], "k": keys, "fine": 1})
+        tj.towers.saved_values({"a": [none], "k": keys, "fine": 1})
     text = (
         "tree['a'][0], tower-local variable 'noise', Reduction.NONE; tree['k'], a tower"
     )
@@ -862,9 +880,10 @@ def test_what_has_no_one_value_is_not_saved():
     with refuses(
         r"\['a'\], tower-local variable 'noise', has Reduction.NONE, so nothing"
     ):
-        tj.restored_values(mirrored(2), {"a": none}, {"a": 1.0})
+        tj.towers.restored_values(mirrored(2), {"a": none}, {"a": 1.0})
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "change, text",
     [
@@ -886,17 +905,20 @@ def test_what_has_no_one_value_is_not_saved():
 def test_what_does_not_fit_is_not_restored(change, text):
     strategy = mirrored(3)
     like = variables(strategy)
-    saved = {**tj.saved_values(like), **change}
+    saved = {**tj.towers.saved_values(like), **change}
     with refuses(text):
-        tj.restored_values(strategy, like, saved)
+        tj.towers.restored_values(strategy, like, saved)
 
 
 def test_a_mean_of_integers_comes_back_only_whole():
     strategy = mirrored(2)
     like = strategy.create_var("n", 0, reduction=R.MEAN, tower_local=True)
-    assert tj.restored_values(strategy, like, np.float32(4)).value.tolist() == [4, 4]
+    assert tj.towers.restored_values(strategy, like, np.float32(4)).value.tolist() == [
+        4,
+        4,
+    ]
     with refuses("gives a tower 3.5, which int32 cannot hold"):
-        tj.restored_values(strategy, like, np.float32(3.5))
+        tj.towers.restored_values(strategy, like, np.float32(3.5))
 
 
 @pytest.mark.slow
@@ -905,7 +927,11 @@ def test_very_many_variables_are_read_at_once():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
     values = {f"v{i}": np.full(16, i, np.float32) for i in range(106)}
     v = strategy.create_var("v", values, reduction=R.MEAN, tower_local=True)
-    for read in (tj.saved_values(v), tj.read_local(v), strategy.read_var(v)):
+    for read in (
+        tj.towers.saved_values(v),
+        tj.towers.read_local(v),
+        strategy.read_var(v),
+    ):
         assert {name: float(x[3]) for name, x in read.items()} == {
             f"v{i}": i for i in range(106)
         }
@@ -923,6 +949,7 @@ def test_loops_that_nobody_waits_for_do_not_stop_the_devices():
     assert float(read[0]) == 8 and joined.shape == (128,) and float(total) == 128
 
 
+@pytest.mark.slow
 def test_reading_has_the_same_bits_on_any_devices():
     rows = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32)
     reads = []

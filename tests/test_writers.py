@@ -90,6 +90,7 @@ def steps_of(lines, kind="train"):
 # JSON lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_what_is_written_is_the_history_and_gradient_descent(
     step, evaluate, tmp_path, steps_per_call
@@ -131,6 +132,7 @@ def test_what_is_written_is_the_history_and_gradient_descent(
     assert [x["step"] for x in lines] == sorted(x["step"] for x in lines)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_a_string_that_float_reads(tmp_path):
     step, path = build(on_nonfinite="skip"), tmp_path / "run.jsonl"
     cut = data(4)
@@ -170,6 +172,7 @@ def test_what_is_no_real_number_is_refused(value):
         plain("x", value)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_appends(step, tmp_path):
     writers = [tj.JsonLines(tmp_path / "run.jsonl")]
     state, _ = run(step, init(step), data(3), writers=writers, progress=False)
@@ -180,6 +183,7 @@ def test_a_resumed_run_appends(step, tmp_path):
     np.testing.assert_allclose(written, oracle(6)[0], rtol=1e-5)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("torn", [b"", b'{"ki', b'{"kind": "train", "step": 6, "ti'])
 def test_steps_that_are_done_again_are_there_once(evaluate, tmp_path, torn):
     step, path = build(donate=False), tmp_path / "run.jsonl"
@@ -385,6 +389,7 @@ def test_the_event_file_holds_the_history(step, evaluate, tmp_path):
     assert len(events) == 7 + 3
 
 
+@pytest.mark.slow
 def test_a_resumed_run_marks_where_it_goes_on(tmp_path):
     step, writers = build(donate=False), [tj.TensorBoard(tmp_path)]
     at_two, _ = run(step, init(step), data(2), writers=writers, progress=False)
@@ -604,7 +609,7 @@ def test_a_writer_that_does_not_open_changes_nothing(step):
     assert float(state.params) == 3.0
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_refused_step_is_written_before_the_error(steps_per_call):
     step, spy = build(), Spy()

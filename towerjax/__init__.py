@@ -1,86 +1,84 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
-from towerjax import bench as bench
-from towerjax import cluster as cluster
-from towerjax import metrics as metrics
-from towerjax import testing as testing
-from towerjax.checking import Check as Check
-from towerjax.checkpoint.errors import CheckpointError as CheckpointError
-from towerjax.checkpoint.options import Checkpointer as Checkpointer
-from towerjax.checkpoint.record import CheckpointRecord as CheckpointRecord
-from towerjax.checkpoint.safetensors import load_safetensors as load_safetensors
-from towerjax.checkpoint.safetensors import save_safetensors as save_safetensors
-from towerjax.collectives import AllReduce as AllReduce
-from towerjax.collectives import CrossTowerOps as CrossTowerOps
-from towerjax.collectives import Hierarchical as Hierarchical
-from towerjax.collectives import OpsChoice as OpsChoice
-from towerjax.collectives import Packed as Packed
-from towerjax.collectives import PinnedTree as PinnedTree
-from towerjax.collectives import ReduceToOneDevice as ReduceToOneDevice
-from towerjax.collectives import choose_cross_tower_ops as choose_cross_tower_ops
-from towerjax.cross_tower.multi_step import MultiStepContext as MultiStepContext
-from towerjax.cross_tower.saving import restored_values as restored_values
-from towerjax.cross_tower.saving import saved_values as saved_values
-from towerjax.desync import DesyncError as DesyncError
-from towerjax.desync import check_mirrored as check_mirrored
-from towerjax.estimator.evaluate import evaluate as evaluate
-from towerjax.estimator.export import Exported as Exported
-from towerjax.estimator.export import export_model as export_model
-from towerjax.estimator.export import load_exported as load_exported
-from towerjax.estimator.losses import LossReduction as LossReduction
-from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
-from towerjax.estimator.optimizer import TowerOptimizer as TowerOptimizer
-from towerjax.estimator.predict import predict as predict
-from towerjax.estimator.replicate import ReplicatedModel as ReplicatedModel
-from towerjax.estimator.replicate import replicate_model_fn as replicate_model_fn
-from towerjax.estimator.spec import ClassificationOutput as ClassificationOutput
-from towerjax.estimator.spec import Mode as Mode
-from towerjax.estimator.spec import ModelSpec as ModelSpec
-from towerjax.estimator.spec import PredictOutput as PredictOutput
-from towerjax.estimator.spec import RegressionOutput as RegressionOutput
-from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
-from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement
-from towerjax.example_count import ExampleCount as ExampleCount
-from towerjax.example_count import ExampleReport as ExampleReport
-from towerjax.example_count import ExamplesError as ExamplesError
-from towerjax.example_count import check_examples as check_examples
-from towerjax.inference import build_eval_step as build_eval_step
-from towerjax.inference import build_predict_step as build_predict_step
-from towerjax.input.distribute import DistributedDataset as DistributedDataset
-from towerjax.input.feed import batches as batches
-from towerjax.input.sources import InputContext as InputContext
-from towerjax.loop.evaluate import evaluate_all as evaluate_all
-from towerjax.loop.history import History as History
-from towerjax.loop.history import RunSummary as RunSummary
-from towerjax.loop.json_lines import JsonLines as JsonLines
-from towerjax.loop.run import run as run
-from towerjax.loop.stopping import Best as Best
-from towerjax.loop.stopping import BestEvaluation as BestEvaluation
-from towerjax.loop.stopping import EarlyStopping as EarlyStopping
-from towerjax.loop.tensorboard import TensorBoard as TensorBoard
-from towerjax.nonfinite import NonFiniteError as NonFiniteError
-from towerjax.proof.mirrored import ReplicationError as ReplicationError
-from towerjax.report.hardware import Hardware as Hardware
-from towerjax.report.hardware import Link as Link
-from towerjax.report.measured import measure_hardware as measure_hardware
-from towerjax.report.plan import plan as plan
-from towerjax.report.plan_report import Plan as Plan
-from towerjax.report.plan_report import PlanRow as PlanRow
-from towerjax.report.step_report import StepReport as StepReport
-from towerjax.sparse import IndexedRows as IndexedRows
-from towerjax.sparse import sparse_value_and_grad as sparse_value_and_grad
-from towerjax.sparse import update_with_rows as update_with_rows
-from towerjax.state import TrainState as TrainState
-from towerjax.step import build_train_step as build_train_step
-from towerjax.strategies import Mirrored as Mirrored
-from towerjax.strategies import OneDevice as OneDevice
-from towerjax.tower import Tower as Tower
-from towerjax.tower_local import read_local as read_local
-from towerjax.types import Layout as Layout
-from towerjax.types import PerTower as PerTower
-from towerjax.types import Reduction as Reduction
-from towerjax.types import TowerOutput as TowerOutput
-from towerjax.types import Weighted as Weighted
-from towerjax.variables import MirroredVar as MirroredVar
-from towerjax.variables import TowerLocal as TowerLocal
-from towerjax.version import __version__ as __version__
+from towerjax import collectives, estimator, layers, loop, metrics, tools, towers
+from towerjax.collectives import AllReduce, PinnedTree
+from towerjax.data.feed import batches
+from towerjax.layers import sparse
+from towerjax.loop.checkpoint.errors import CheckpointError
+from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.evaluate import evaluate
+from towerjax.loop.history import History
+from towerjax.loop.json_lines import JsonLines
+from towerjax.loop.run import run
+from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.tensorboard import TensorBoard
+from towerjax.mesh import cluster
+from towerjax.metrics.weighted import Weighted, shared
+from towerjax.proof.mirrored import ReplicationError
+from towerjax.step.checking import Check
+from towerjax.step.desync import DesyncError
+from towerjax.step.gradient import value_and_grad
+from towerjax.step.inference import build_eval_step, build_predict_step
+from towerjax.step.nonfinite import NonFiniteError
+from towerjax.step.state import TrainState
+from towerjax.step.step import build_step
+from towerjax.step.train import build_train_step
+from towerjax.tools import testing
+from towerjax.towers.strategies import Mirrored, OneDevice
+from towerjax.towers.tower import Tower
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PerTower, Reduction, Rows, Shared, Sum, TowerOutput
+from towerjax.version import __version__
+
+__all__ = [
+    "AllReduce",
+    "Best",
+    "Check",
+    "CheckpointError",
+    "Checkpointer",
+    "DesyncError",
+    "EarlyStopping",
+    "History",
+    "JsonLines",
+    "Mirrored",
+    "NonFiniteError",
+    "OneDevice",
+    "PerTower",
+    "PinnedTree",
+    "Reduction",
+    "ReplicationError",
+    "Rows",
+    "Shared",
+    "Sum",
+    "TensorBoard",
+    "Tower",
+    "TowerLocal",
+    "TowerOutput",
+    "TrainState",
+    "Weighted",
+    "__version__",
+    "batches",
+    "build_eval_step",
+    "build_predict_step",
+    "build_step",
+    "build_train_step",
+    "cluster",
+    "collectives",
+    "estimator",
+    "evaluate",
+    "layers",
+    "loop",
+    "metrics",
+    "run",
+    "shared",
+    "sparse",
+    "testing",
+    "tools",
+    "towers",
+    "value_and_grad",
+]
+
+
+def __dir__() -> list[str]:
+    """What people start with, without the modules behind it."""
+    return __all__

@@ -2,7 +2,7 @@
 
 import sys
 
-from towerjax.cli import main
+from towerjax.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,6 +10,7 @@ def _m(id: str, bug: str, where: str, old: str, new: str, *tests: str) -> Mutant
 
 _ONE_TOWER = "test_one_tower.py::test_towers_equal_one_tower"
 _MICRO_BATCHES = "test_one_tower.py::test_micro_batches_are_sums_over_weights"
+_ONE_AXIS = "test_one_axis.py::test_a_step_is_the_same_wherever_towers_lie"
 _ONE_GRADIENT = "test_compiled.py::test_the_optimizer_sees_one_whole_gradient"
 _NOISE = "test_compiled.py::test_rng_depends_on_seed_step_tower_and_not_on_devices"
 _OPS = "test_collectives.py::test_each_op_is_the_plain_sum"
@@ -22,45 +23,53 @@ _TOWER_OPTIMIZER = (
 )
 _IN_TURN = "test_replicate_steps.py::test_towers_in_turn_meet_in_every_mode"
 _AUDIT = "test_audit.py::test_what_is_wrong_is_found_and_named"
+_PROCESSES_LOOK = (
+    "test_bad_input.py"
+    "::test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls"
+)
+_SHARED_SUM = (
+    "test_one_by_one.py::"
+    "test_a_sum_of_what_all_towers_share_is_refused_whichever_way_they_run"
+)
 _EXACT = "test_one_tower.py::test_evaluation_and_prediction_are_exact_for_any_size"
 
-# What a tower gives to the one reduction of a step.
-_GIVEN = "added, folded, mirrored = split_metrics(metrics)"
+# What a tower gives to the one reduction of a step: gradient and loss come first.
+_GIVEN = 'sums = (pools["added"], pools["shown"], due)'
 
 REGISTRY = (
     _m(
         "B01",
         "mean of the towers' means instead of sum / total weight",
-        "pipeline:Pipeline._towers",
+        "step.one_pass:Pass._towers",
         _GIVEN,
-        "grads = jax.tree.map(lambda g: g * Weighted(1.0, total.weight).value, grads)\n"
-        "        total = Weighted(total.value, jnp.sign(total.weight))\n"
+        'pools["added"] = [Weighted(x.value, jnp.sign(x.weight))\n'
+        '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
     ),
     _m(
         "B02",
         "a sum where the mean was meant",
-        "pipeline:Pipeline._update",
-        "Weighted(1.0, total.weight).value",
-        "jnp.ones_like(total.weight)",
+        "step.train:_mean",
+        "dataclasses.replace(grads, sum=[grads.sum]).value[0]",
+        "grads.sum",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
     ),
     _m(
         "B03",
         "divided by the weight twice",
-        "pipeline:Pipeline._update",
-        "g * scale.astype(g.dtype)",
-        "g * scale.astype(g.dtype) ** 2",
+        "step.train:_mean",
+        "return dataclasses.replace(grads, sum=[grads.sum]).value[0]",
+        "once = dataclasses.replace(grads, sum=[grads.sum])\n"
+        "    return dataclasses.replace(grads, sum=once.value).value[0]",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
     ),
     _m(
         "B04",
         "a reduced gradient is reduced again",
-        "pipeline:Pipeline.on_device",
-        "total, grads, states, added, due = sums.tree()",
-        "total, grads, states, added, due = sums.tree()\n"
-        "        grads = lax.psum(grads, axes.names)",
+        "step.one_pass:Pass.on_device",
+        "added, shown, due = sums.tree()",
+        "added, shown, due = sums.tree()\n        added = lax.psum(added, axes.names)",
         f"{_ONE_TOWER}[3-3-shard_map-sum-divisible]",
     ),
     _m(
@@ -74,17 +83,17 @@ REGISTRY = (
     _m(
         "B06",
         "clipped before the reduce",
-        "gradient:TowerLoss._gradient_of_part",
-        "metrics = check_metrics(",
-        "norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))\n"
-        "    grads = jax.tree.map(lambda g: g / jnp.maximum(1, norm), grads)\n"
-        "    metrics = check_metrics(",
+        "step.gradient:value_and_grad",
+        "return given, Sum(grads) if weight is None",
+        "norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
+        "        grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
+        "        return given, Sum(grads) if weight is None",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
     ),
     _m(
         "B07",
         "the norm counts every tower, so clipping bites too hard",
-        "update:apply_update",
+        "step.update:apply_update",
         "optimizer.update(grads, opt_state, params, value=loss)",
         "optimizer.update(\n"
         "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, value=loss)\n"
@@ -108,46 +117,43 @@ REGISTRY = (
     _m(
         "B09",
         "divided by the rows of all micro-batches, empty ones included",
-        "gradient:TowerLoss.gradient",
-        "return grads, loss, join_micro_batches(metrics), local",
-        "loss = Weighted(loss.sum, jnp.full_like(loss.weight, size))\n"
-        "    return grads, loss, join_micro_batches(metrics), local",
+        "step.one_pass:Pass._towers",
+        _GIVEN,
+        'pools["added"] = [Weighted(x.sum, jnp.full_like(x.weight, num_rows(own[0])))\n'
+        '            for x in pools["added"]]\n'
+        f"        {_GIVEN}",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
     ),
     _m(
         "B10",
         "gradients of micro-batches averaged, not weighted",
-        "gradient:TowerLoss.gradient",
-        "return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
-        "loss, *kept = kept\n"
-        "        part_of_one = Weighted(1.0, loss.weight).value\n"
-        "        grads = jax.tree.map(lambda g: g * part_of_one, grads)\n"
-        "        loss = Weighted(loss.value, jnp.sign(loss.weight))\n"
-        "        kept = [loss, *kept]\n"
-        "        return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
+        "step.one_pass:_in_turn",
+        "total = jax.tree.map(jnp.add, total, added)",
+        "added = [Weighted(x.value, jnp.sign(x.weight)) for x in added[0]], added[1]\n"
+        "        total = jax.tree.map(jnp.add, total, added)",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
     ),
     _m(
         "B11",
         "reduced inside the accumulation loop: right, and A times the traffic",
-        "gradient:TowerLoss.gradient",
-        "return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
-        "grads = lax.pmean(grads, inputs.axes.names)\n"
-        "        return (jax.tree.map(jnp.add, total, grads), local), (*kept, seen)",
+        "step.one_pass:_in_turn",
+        "total = jax.tree.map(jnp.add, total, added)",
+        "added = lax.pmean(added, 'towerjax_tower')\n"
+        "        total = jax.tree.map(jnp.add, total, added)",
         "test_compiled.py::test_one_all_reduce_for_fifty_gradients[shard_map-4]",
     ),
     _m(
         "B12",
         "the smaller last batch is left out of an evaluation",
-        "loop.evaluate:evaluate_all",
-        "running.append(evaluate(state, placed))",
-        "running.append(evaluate(state, placed)) if not placed.padded else None",
+        "loop.evaluate:evaluate",
+        "running.append(step(state, placed))",
+        "running.append(step(state, placed)) if not placed.padded else None",
         "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]",
     ),
     _m(
         "B13",
         "a row that pads counts",
-        "shard:row_weights",
+        "data.shard:row_weights",
         "(here < num_valid)",
         "(here < num_valid + 1)",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
@@ -155,7 +161,7 @@ REGISTRY = (
     _m(
         "B14",
         "rows of weight 0 enter the statistics of batch norm",
-        "batch_norm.normalize:_weights",
+        "layers.batch_norm.normalize:_weights",
         "rows = tower.weight\n",
         "rows = tower.weight * 0 + 1\n",
         "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how3]",
@@ -163,7 +169,7 @@ REGISTRY = (
     _m(
         "B15",
         "mean of the towers' variances instead of the variance of all rows",
-        "batch_norm.normalize:_moments",
+        "layers.batch_norm.normalize:_moments",
         "squares = weight * (x - _spread(mean, x, axes)) ** 2",
         "own = _ratio((weight * x).sum(over), count)\n"
         "    squares = weight * (x - _spread(own, x, axes)) ** 2",
@@ -172,7 +178,7 @@ REGISTRY = (
     _m(
         "B16",
         "tower 0's statistics are read, though declared MEAN",
-        "tower_local:_read",
+        "towers.tower_local:_read",
         "if reduction is Reduction.ONLY_FIRST_TOWER:",
         "if reduction is not Reduction.SUM:",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
@@ -180,18 +186,18 @@ REGISTRY = (
     _m(
         "B17",
         "metrics are averaged over towers instead of merged",
-        "pipeline:Pipeline._towers",
+        "step.one_pass:Pass._towers",
         _GIVEN,
-        "metrics = {name: Weighted(x.value, jnp.float32(1))\n"
+        'pools["shown"] = [Weighted(x.value, jnp.float32(1))\n'
         "            if isinstance(x, Weighted) else x\n"
-        "            for name, x in metrics.items()}\n"
+        '            for x in pools["shown"]]\n'
         f"        {_GIVEN}",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
     ),
     _m(
         "B18",
         "the mean of integers is an integer, so it is floored",
-        "reduce:reduced_dtype",
+        "collectives.reduce:reduced_dtype",
         "reduction is Reduction.ONLY_FIRST_TOWER",
         "reduction is not Reduction.SUM",
         "test_merge.py::test_mean_and_first[int32-3-3]",
@@ -199,7 +205,7 @@ REGISTRY = (
     _m(
         "B19",
         "the same key on every tower",
-        "tower:Tower.rng",
+        "towers.tower:Tower.rng",
         "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
         "jax.random.fold_in(key, self.step)",
         _NOISE,
@@ -207,7 +213,7 @@ REGISTRY = (
     _m(
         "B20",
         "the same key at every step",
-        "tower:Tower.rng",
+        "towers.tower:Tower.rng",
         "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
         "jax.random.fold_in(key, self.id)",
         _NOISE,
@@ -215,9 +221,9 @@ REGISTRY = (
     _m(
         "B21",
         "each device has other initial parameters",
-        "state:init_state",
-        "return place(state, placement, STATE_LAYOUT)",
-        "state = place(state, placement, STATE_LAYOUT)\n"
+        "step.state:init_state",
+        "return place(state, placement, state_layout(strategy))",
+        "state = place(state, placement, state_layout(strategy))\n"
         "    make = jax.make_array_from_single_device_arrays\n"
         "    params = jax.tree.map(lambda x: make(\n"
         "        x.shape, x.sharding, [jax.device_put(np.asarray(x) + i, device)\n"
@@ -229,7 +235,7 @@ REGISTRY = (
     _m(
         "B22",
         "the schedule advances twice a step",
-        "update:apply_update",
+        "step.update:apply_update",
         "updates, next_state =",
         "_, opt_state = optimizer.update(grads, opt_state, params, value=loss)\n"
         "    updates, next_state =",
@@ -238,43 +244,46 @@ REGISTRY = (
     _m(
         "B23",
         "every tower counts the step",
-        "pipeline:Pipeline.on_device",
+        "step.engine:Engine.step",
         'clock["step"] + 1',
-        'clock["step"] + axes.num_towers',
+        'clock["step"] + batch[1].shape[0]',
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
     ),
     _m(
         "B24",
         "the verdict on NaN is tower 0's",
-        "pipeline:Pipeline.on_device",
-        "jnp.isfinite(loss) if finite is None",
-        "jnp.isfinite(lax.all_gather(towers[0][0].sum, axes.names)[0])"
-        " if finite is None",
+        "step.one_pass:Pass.on_device",
+        "added, shown, due = sums.tree()",
+        "added, shown, due = sums.tree()\n"
+        "        first = lax.all_gather(towers[0][0][1].sum, axes.names)[0]\n"
+        "        added[1] = dataclasses.replace(added[1], sum=first)",
         f"{_VERDICT}[1-2]",
     ),
     _m(
         "B25",
         "a tower with NaN is left out and the others' weight is kept",
-        "pipeline:Pipeline._towers",
+        "step.one_pass:Pass._towers",
         _GIVEN,
-        "good = jnp.isfinite(total.sum)\n"
-        "        grads = jax.tree.map(lambda g: jnp.where(good, g, 0), grads)\n"
-        "        total = Weighted(jnp.where(good, total.sum, 0), total.weight)\n"
+        'good = jnp.isfinite(pools["added"][1].sum)\n'
+        '        pools["added"] = [Weighted(jax.tree.map(\n'
+        "            lambda g: jnp.where(good, g, 0), x.sum), x.weight)\n"
+        '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
         f"{_VERDICT}[1-2]",
     ),
     _m(
         "B26",
         "a tower skips its update alone",
-        "pipeline:Pipeline.on_device",
-        "jnp.isfinite(loss) if finite is None",
-        "jnp.isfinite(towers[0][0].sum) if finite is None",
+        "step.one_pass:Pass.on_device",
+        "added, shown, due = sums.tree()",
+        "added, shown, due = sums.tree()\n"
+        "        added[1] = dataclasses.replace(added[1], sum=towers[0][0][1].sum)",
         f"{_VERDICT}[1-2]",
     ),
     _m(
         "B27",
         "features and labels are split in different order",
-        "input.placer:Placer.place",
+        "data.placer:Placer.place",
         "arrays = place_rows(batch, self.placement, Layout.PER_TOWER)",
         "leaves, treedef = jax.tree.flatten(batch)\n"
         "    leaves[-1] = np.roll(leaves[-1], 1, axis=0)\n"
@@ -285,7 +294,7 @@ REGISTRY = (
     _m(
         "B28",
         "a row is lost where two towers' parts meet",
-        "shard:counts_of_towers",
+        "data.shard:counts_of_towers",
         "np.clip(left, 0, rows)",
         "np.clip(left, 0, rows - 1)",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
@@ -293,16 +302,16 @@ REGISTRY = (
     _m(
         "B29",
         "the towers' predictions are joined in another order",
-        "inference:InferenceStep.__call__",
-        "result = on_every_process(result, self.strategy.placement)",
-        "result = jax.tree.map(lambda x: jnp.concatenate(\n"
-        "        jnp.split(x, self.strategy.num_towers)[::-1]), result)",
+        "step.inference:InferenceStep.__call__",
+        "own = on_every_process(own, self.strategy.placement)",
+        "own = jax.tree.map(lambda x: jnp.concatenate(\n"
+        "        jnp.split(x, self.strategy.num_towers)[::-1]), own)",
         f"{_EXACT}[24-4-4]",
     ),
     _m(
         "B30",
         "ONLY_FIRST_TOWER returns each tower's own value",
-        "reduce:reduce_over_towers",
+        "collectives.reduce:reduce_over_towers",
         "return _first_towers(x, tower_id, axes.names) if axes.names else x",
         "return x",
         "test_merge.py::test_mean_and_first[float32-3-3]",
@@ -310,7 +319,7 @@ REGISTRY = (
     _m(
         "B31",
         "the last of an odd number of towers is left out",
-        "reduce:add_pairwise",
+        "collectives.reduce:add_pairwise",
         "rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums",
         "rows = sums",
         f"{_OPS}[5-5-PinnedTree()]",
@@ -334,7 +343,7 @@ REGISTRY = (
     _m(
         "B34",
         "rows of one index overwrite each other",
-        "sparse.duplicates:sum_duplicates",
+        "collectives.duplicates:sum_duplicates",
         "summed.at[slots].add(",
         "summed.at[slots].set(",
         "test_sparse_update.py::test_rows_by_index",
@@ -342,15 +351,15 @@ REGISTRY = (
     _m(
         "B35",
         "the optimizer's state is one step old",
-        "pipeline:Pipeline._update",
+        "step.train:Training.update",
         '"opt_state": opt_state',
-        '"opt_state": carry["opt_state"]',
+        '"opt_state": state.opt_state',
         f"{_ONE_GRADIENT}[adam]",
     ),
     _m(
         "B36",
         "prefetch repeats a batch",
-        "input.feed:_Feeder._fill",
+        "data.feed:_Feeder._fill",
         "self._ready.put((self._place(element), None, False))",
         "self._ready.put((self._place(element), None, False))\n"
         "            self._ready.put((self._place(element), None, False))",
@@ -359,7 +368,7 @@ REGISTRY = (
     _m(
         "B37",
         "a state that goes on has another key",
-        "cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.saving:_restored_leaf",
         "return cast_exactly(rows, dtype)",
         "if jnp.issubdtype(dtype, jax.dtypes.prng_key):\n"
         "        return jax.random.split(rows, 1)[0]\n"
@@ -388,7 +397,7 @@ REGISTRY = (
     _m(
         "B40",
         "a SUM over towers is restored to each tower undivided",
-        "cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.saving:_restored_leaf",
         "shares(like, new, strategy.num_towers) if local",
         "jnp.stack([new] * strategy.num_towers) if local",
         "test_variables.py::test_saved_on_four_towers_and_restored_on_others[4-2]",
@@ -408,7 +417,7 @@ PROOF = (
         "P02",
         "proof: a sum in groups of towers is one over all",
         "proof.collective:communicated",
-        "if name in REDUCTIONS and (groups is None or over):",
+        "if name in REDUCTIONS and (given is None or over):",
         "if name in REDUCTIONS:",
         "test_analysis.py::test_sum_over_unequal_groups_of_equal_values_is_refused",
     ),
@@ -474,8 +483,8 @@ PROOF = (
         "P10",
         "proof: a permutation that leaves towers out is a full one",
         "proof.equation:is_full",
-        "== num_towers(eqn)",
-        "<= num_towers(eqn)",
+        "== size",
+        "<= size",
         f"{_REFUSED}[partial_permutation-ppermute-None-1]",
     ),
     _m(
@@ -497,7 +506,7 @@ PROOF = (
     _m(
         "P13",
         "proof: rows that pad may count",
-        "program:_unmasked",
+        "step.proving:_unmasked",
         "if rows and not count",
         "if rows and not rows",
         "test_bad_input.py::test_padding_that_nothing_masks_is_refused",
@@ -517,6 +526,86 @@ PROOF = (
         "scale = scale.times(Scale(low=1.0, high=1.0))",
         "scale = scale.times(Scale(high=1.0))",
         "test_proof_refused.py::test_a_sum_of_what_is_the_same_is_refused[sum_of_norm]",
+    ),
+    _m(
+        "P16",
+        "proof: a sum over one group of all towers is taken for one over a part",
+        "proof.collective:_summed",
+        "groups(eqn, size) is None",
+        'not eqn.params.get("axis_index_groups")',
+        "test_analysis.py::test_a_sum_of_equals_over_one_group_of_all_is_too_much",
+    ),
+    _m(
+        "P17",
+        "proof: jaxprs in objects, as a kernel's index maps, are not walked",
+        "proof.hidden:_parts",
+        'names = [*getattr(value, "__dict__", ())]',
+        "return []",
+        "test_primitives.py::test_the_index_maps_of_a_kernel_are_walked[False-True-tower.id]",
+    ),
+    _m(
+        "P18",
+        "proof: a primitive that holds code is taken for a function of its operands",
+        "proof.hidden:is_hidden",
+        "if eqn.primitive.name in _TRUSTED:",
+        "if eqn.primitive.name:",
+        "test_primitives.py::test_code_in_params_is_opened_or_distrusted[partial]",
+    ),
+    _m(
+        "P19",
+        "proof: code that nobody can look into meets nobody",
+        "proof.analysis:_hidden",
+        "if context.control:",
+        "if False:",
+        "test_primitives.py::test_code_that_some_towers_reach_might_hang",
+    ),
+    _m(
+        "P20",
+        "processes may close over different arrays, of which a text is silent",
+        "step.program:_fingerprint",
+        "digest.update(np.asarray(array).tobytes())",
+        "pass",
+        "test_processes.py::test_what_a_function_closes_over_is_compared[of_keys-True]",
+    ),
+    _m(
+        "P21",
+        "what is reduced over all towers is reduced over devices alone",
+        "towers.one_axis:_Devices._renamed",
+        "names if x == self.axes.tower_axis",
+        "names[:1] if x == self.axes.tower_axis",
+        f"{_ONE_AXIS}[first-6-2]",
+    ),
+    _m(
+        "P22",
+        "a rule for several towers runs in place of what was proved",
+        "towers.one_axis:_Devices._equation",
+        'eqn.primitive.name == "custom_vmap_call"',
+        "False",
+        f"{_ONE_AXIS}[a rule that contradicts-6-2]",
+    ),
+    _m(
+        "P23",
+        "towers of one device all take the first one's part",
+        "towers.one_axis:_Devices._among_all",
+        "tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)",
+        "pass",
+        "test_one_axis.py::test_every_collective_is_over_all_towers[6-2-options2]",
+    ),
+    _m(
+        "P24",
+        "proof: a number that T happens to divide counts towers",
+        "proof.analysis:analyse",
+        "moving = moving_literals(body, more)",
+        "moving = None",
+        "test_proof_refused.py::test_numbers_that_happen_to_be_those_of_towers_count_none[5]",
+    ),
+    _m(
+        "P25",
+        "proof: draws of rbg keys that depend on the devices are not seen",
+        "proof.analysis:_draw",
+        "any(m.axes for m in ins[: 1 + derives])",
+        "False",
+        "test_bad_input.py::test_draws_that_depend_on_the_devices_are_refused[rbg-own]",
     ),
 )
 
@@ -665,7 +754,7 @@ STATE = (
     _m(
         "S01",
         "a refused step changes what is no function of the gradient",
-        "update:accept_or_keep",
+        "step.update:accept_or_keep",
         "return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)",
         "return jnp.asarray(walk.read(var), old.dtype)",
         "test_compiled.py::test_a_refused_step_leaves_each_leaf_as_it_was",
@@ -673,17 +762,42 @@ STATE = (
     _m(
         "S02",
         "a refused step changes the parameters",
-        "update:accept_or_keep",
+        "step.update:accept_or_keep",
         "walk.values[var] = lax.select(accepted, walk.values[var], olds[var])",
         "pass",
         f"{_VERDICT}[1-2]",
     ),
     _m(
+        "S13",
+        "a refused step writes rows into a table",
+        "step.row_updates:RowUpdates.guarded",
+        "jnp.where(self._accepted, operands[1], -1)",
+        "operands[1]",
+        "test_row_updates.py::"
+        "test_a_refused_step_among_others_leaves_table_and_momentum[1-1]",
+    ),
+    _m(
+        "S14",
+        "a refused step leaves rows of one table in the place of another",
+        "step.row_updates:RowUpdates.keep",
+        "return kept is leaf and not stacked",
+        "return kept is not None and not stacked",
+        "test_row_updates.py::test_tables_that_change_places_keep_theirs",
+    ),
+    _m(
+        "S15",
+        "a step that may be refused copies each table",
+        "step.update:accept_or_keep",
+        "if var in olds and not rows.keep(var, olds[var]):",
+        "if var in olds:",
+        "test_row_updates.py::test_no_table_is_copied[2-1-options1]",
+    ),
+    _m(
         "S03",
         "a batch without examples changes the parameters",
-        "pipeline:Pipeline.on_device",
-        "accepted = accepted & (total.weight != 0)",
-        "accepted = accepted & (total.weight == total.weight)",
+        "step.engine:_values",
+        "has_examples = sum(term.weight for term in terms) != 0",
+        "has_examples = terms[0].weight == terms[0].weight",
         "test_bad_input.py::test_no_examples_change_nothing_whatever_the_losses_are",
     ),
     _m(
@@ -691,7 +805,7 @@ STATE = (
         "guard='gradients' looks at the loss alone",
         "collectives.packing:Packing.leading",
         "for slot in self.slots[:num_leaves]:",
-        "for slot in self.slots[:2]:",
+        "for slot in self.slots[:0]:",
         "test_bad_input.py::test_a_gradient_that_is_not_finite_is_refused_when_guarded",
     ),
     _m(
@@ -736,9 +850,26 @@ STATE = (
         "test_run.py::test_step_numbers_go_on_where_the_state_stopped",
     ),
     _m(
+        "S24",
+        "a run evaluates its state, whatever it was told to",
+        "loop.running:Loop._evaluate",
+        "self.state if params is None else params(self.state)",
+        "self.state",
+        "test_run.py::"
+        "test_other_parameters_are_evaluated_and_the_best_state_is_the_state[False]",
+    ),
+    _m(
+        "S25",
+        "a hook sees the state of a later step",
+        "loop.running:Loop._run",
+        "if _passes(hook.every, before, self._dispatched):",
+        "if False:",
+        "test_run.py::test_a_hook_sees_the_state_before_the_next_step_takes_it[1-3]",
+    ),
+    _m(
         "S11",
         "two devices' copies of a leaf are not compared",
-        "checking:Copies.differing",
+        "step.checking:Copies.differing",
         "prints: Any = self.prints",
         "prints: Any = self.prints[:, :1]",
         "test_desync.py::test_one_bit_on_one_device_is_named[shard_map]",
@@ -746,7 +877,7 @@ STATE = (
     _m(
         "S12",
         "a padded row counts as an example that was seen",
-        "example_cells:count_rows",
+        "metrics.example_cells:count_rows",
         "is_example = (weight > 0) & (",
         "is_example = (weight >= 0) & (",
         "test_example_count.py::test_each_example_counts_once[4 towers on 2]",
@@ -754,10 +885,34 @@ STATE = (
     _m(
         "S10",
         "init shares the caller's arrays, which donation deletes",
-        "placement:place",
+        "mesh.placement:place",
         "copied = jax.tree.map(_own_copy, tree)",
         "copied = tree",
         "test_compiled.py::test_init_copies_so_donation_spares_the_callers_arrays",
+    ),
+    _m(
+        "S21",
+        "a verdict that has arrived is not looked at",
+        "step.checking:Verdicts.check",
+        "self._is_alone and pending",
+        "False and pending",
+        "test_bad_input.py::test_a_refused_step_that_has_run_is_told_by_the_next_call",
+    ),
+    _m(
+        "S22",
+        "each of several processes looks at verdicts when they reach it",
+        "step.checking:Verdicts.check",
+        "self._is_alone and pending",
+        "pending",
+        f"{_PROCESSES_LOOK}[2]",
+    ),
+    _m(
+        "S23",
+        "a number that is written into a state is cut to the dtype there",
+        "step.given_state:_number",
+        "jnp.result_type(plain, dtype) != dtype",
+        "False",
+        "test_state.py::test_a_number_that_a_state_cannot_hold_is_refused",
     ),
 )
 
@@ -765,7 +920,7 @@ INPUT = (
     _m(
         "I01",
         "a step's counts are those of the first batch",
-        "input.placer:Placer._placed_counts",
+        "data.placer:Placer._placed_counts",
         "key = counts.tobytes()",
         'key = b""',
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
@@ -773,7 +928,7 @@ INPUT = (
     _m(
         "I02",
         "the last call of several steps repeats its last batch",
-        "input.placer:Placer._several",
+        "data.placer:Placer._several",
         "self._number(len(counts))",
         "self._number(steps)",
         "test_run.py::test_any_steps_per_call_equals_gradient_descent[0-4]",
@@ -781,23 +936,31 @@ INPUT = (
     _m(
         "I03",
         "a tower's sparse rows all lie on its first example",
-        "input.sparse_rows:_dealt",
-        "indices[own] - t * size",
-        "indices[own] * 0",
+        "data.sparse_rows:Entries.dealt",
+        "indices[part, : len(own), 0] -= part * size",
+        "indices[part, : len(own), 0] *= 0",
         "test_sparse.py::test_rows_of_a_batch_go_to_the_towers_of_their_examples",
     ),
     _m(
         "I04",
         "a tower gets the sparse rows of others",
-        "input.sparse_rows:_dealt",
-        "values[own]",
-        "values[:count]",
+        "data.sparse_rows:Entries.dealt",
+        "self.values[own]",
+        "self.values[: len(own)]",
         "test_sparse.py::test_rows_of_a_batch_go_to_the_towers_of_their_examples",
+    ),
+    _m(
+        "I17",
+        "a BCOO is split by its entries, not by its rows",
+        "data.sparse_rows:Entries.dealt",
+        "ends = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]",
+        "ends = np.linspace(0, len(order), parts + 1).astype(int)",
+        "test_sparse_batches.py::test_the_example_of_four_rows",
     ),
     _m(
         "I05",
         "two processes get the same part of the data",
-        "input.distribute:DistributedDataset.__init__",
+        "data.distribute:DistributedDataset.__init__",
         "here = jax.process_index() if processes > 1 else 0",
         "here = 0",
         "test_distribute.py::test_each_process_is_told_which_part_is_its_own",
@@ -805,7 +968,7 @@ INPUT = (
     _m(
         "I06",
         "the towers' elements change places",
-        "input.distribute:_Elements.build",
+        "data.distribute:_Elements.build",
         "padded = [pad_rows(element, rows) for element, _ in taken]",
         "padded = [pad_rows(element, rows) for element, _ in taken][::-1]",
         "test_distribute.py::test_each_tower_takes_an_element[3-1]",
@@ -813,7 +976,7 @@ INPUT = (
     _m(
         "I07",
         "an epoch is shuffled as the one before",
-        "input.cut:Batches._order",
+        "data.cut:Batches._order",
         "default_rng((seed, epoch))",
         "default_rng((seed, 0))",
         "test_feed.py::"
@@ -822,10 +985,18 @@ INPUT = (
     _m(
         "I08",
         "a loader's buffer is not copied before it is written again",
-        "input.feed:in_groups",
+        "data.feed:in_groups",
         "jax.tree.map(own_copy, batch)",
         "jax.tree.map(np.asarray, batch)",
         "test_feed.py::test_groups_own_their_rows_when_the_loader_reuses_its_buffer",
+    ),
+    _m(
+        "I09",
+        "what a masked array leaves out counts",
+        "types.leaves:problem_of",
+        "elif isinstance(leaf, np.ma.MaskedArray)",
+        "elif isinstance(leaf, np.ma.core.MaskedConstant)",
+        "test_bad_input.py::test_what_no_device_holds_is_refused_by_name[masked]",
     ),
 )
 
@@ -858,7 +1029,7 @@ OTHER = (
     _m(
         "O04",
         "IndexedRows of towers are averaged where they were to be added",
-        "sparse.over_towers:_divided",
+        "collectives.rows_over_towers:_divided",
         "if reduction is Reduction.MEAN:",
         "if reduction is not None:",
         "test_sparse.py::test_inside_a_tower_rows_join_too[3-3-shard_map-Reduction.SUM]",
@@ -874,10 +1045,98 @@ OTHER = (
     _m(
         "O06",
         "a tower's micro-batches have one key",
-        "tower:Tower.rng",
+        "towers.tower:Tower.rng",
         "return jax.random.fold_in(key, self._micro_batch)",
         "return key",
         "test_compiled.py::test_micro_batches_draw_their_own_noise",
+    ),
+    _m(
+        "O07",
+        "the rows of a weight are clipped as if they were examples",
+        "step.optimizers:given_loss",
+        "if _OF_EXAMPLES in kinds:",
+        "if False:",
+        "test_proof_optax.py::test_what_takes_less_or_more_equals_plain_optax_or_is_refused"
+        "[dpsgd]",
+    ),
+    _m(
+        "O08",
+        "an update of another shape is broadcast",
+        "step.optimizers:check_updates",
+        "if bad:",
+        "if False:",
+        "test_proof_optax.py::test_updates_of_another_shape_are_refused",
+    ),
+)
+
+
+_MEANS = "test_means.py::test_a_sum_of_means_is_that_of_one_tower"
+
+VALUES = (
+    _m(
+        "V11",
+        "each micro-batch divides by its own weights",
+        "step.engine:_Stages.run",
+        "weights = run(self.weights, *args)[0]",
+        "weights = jax.tree.map(lambda w: w / 3, run(self.weights, *args)[0])",
+        f"{_MEANS}[4-2-scan-3]",
+    ),
+    _m(
+        "V12",
+        "what all towers share is counted by each micro-batch",
+        "towers.tower:Tower.weights_of_all",
+        "self._parts * self.num_towers",
+        "self.num_towers",
+        f"{_MEANS}[4-2-scan-3]",
+    ),
+    _m(
+        "V13",
+        "what all towers share is counted by each row",
+        "step.gradient:_total",
+        "term.sum + term.weight * loss.shared",
+        "term.sum + loss.shared",
+        "test_means.py::test_one_mean_and_what_is_shared_need_one_pass",
+    ),
+    _m(
+        "V01",
+        "a sum of means pools their rows",
+        "metrics.weighted:Weighted.__add__",
+        "return Means((self,)) + other",
+        "return self.merge(other)",
+        "test_metrics.py::test_a_sum_of_means_is_not_their_pool",
+    ),
+    _m(
+        "V02",
+        "gathered rows keep the indices of their towers",
+        "collectives.rows_over_towers:_shifted",
+        "indices + jnp.asarray(first, indices.dtype)",
+        "indices",
+        "test_sparse.py::test_gathered_rows_are_rows_of_the_joined_array",
+    ),
+    _m(
+        "V03",
+        "a list as long as there are towers is read as the towers' values",
+        "towers.merge:are_apart",
+        "type(values) is tuple",
+        "isinstance(values, tuple | list)",
+        "test_per_tower_trees.py::test_a_list_and_a_named_tuple_are_trees_whatever_their"
+        "_length",
+    ),
+    _m(
+        "V04",
+        "towers one by one take what is the same on all for a value a tower",
+        "towers.cross_tower.one_by_one:call_one_by_one",
+        "same = proof() or",
+        "same = None or",
+        f"{_SHARED_SUM}[False]",
+    ),
+    _m(
+        "V05",
+        "a constant array that all towers assign counts for each of them",
+        "towers.variables:assigned_in_tower",
+        "if variable.reduction is Reduction.SUM:",
+        "if variable.reduction is None:",
+        f"{_SHARED_SUM}[True]",
     ),
 )
 
@@ -885,7 +1144,7 @@ TESTING = (
     _m(
         "T01",
         "assert_replicates is blind to a leaf",
-        "testing.replicates:_audit",
+        "tools.testing.replicates:_audit",
         "compared = tuple(sorted(one.leaves.keys() - random))",
         "compared = tuple(sorted(one.leaves.keys() - random))[-1:]",
         "test_audit.py::test_the_numbers_of_a_finding_are_those_of_numpy",
@@ -893,7 +1152,7 @@ TESTING = (
     _m(
         "T02",
         "assert_replicates does not see plain metrics that differ",
-        "testing.replicates:_is_bad",
+        "tools.testing.replicates:_is_bad",
         "or any(name in x.unequal for _, x in runs)",
         "or False",
         "test_audit.py::test_a_value_that_is_right_on_the_first_tower_alone_is_found",
@@ -901,7 +1160,7 @@ TESTING = (
     _m(
         "T03",
         "assert_replicates splits without padding",
-        "testing.dealing:splits_of",
+        "tools.testing.dealing:splits_of",
         "rows = -(-examples // num_towers) + 1",
         "rows = -(-examples // num_towers)",
         "test_audit.py::"
@@ -910,7 +1169,7 @@ TESTING = (
     _m(
         "T04",
         "assert_replicates takes a clipped gradient for a mean of means",
-        "testing.causes:Experiments._clipped",
+        "tools.testing.causes:Experiments._clipped",
         'if not leaf.startswith("gradient")',
         'if leaf.startswith("gradient")',
         f"{_AUDIT}[clipped]",
@@ -918,7 +1177,7 @@ TESTING = (
     _m(
         "T05",
         "assert_same leaves the last leaf out",
-        "testing.compare:assert_same",
+        "tools.testing.compare:assert_same",
         "for name in left:\n",
         "for name in list(left)[:-1]:\n",
         "test_testing.py::test_differences_are_told_leaf_by_leaf",
@@ -926,7 +1185,7 @@ TESTING = (
     _m(
         "T06",
         "assert_same does not see NaN",
-        "testing.compare:_wrong",
+        "tools.testing.compare:_wrong",
         "~same & (~finite |",
         "~same & finite & (~finite |",
         "test_testing.py::test_trees_that_are_not_alike_are_told",
@@ -934,7 +1193,7 @@ TESTING = (
     _m(
         "T07",
         "the oracle of one tower has all towers",
-        "testing.oracle:_one_device",
+        "tools.testing.oracle:_one_device",
         "return OneDevice(strategy.placement.devices[0])",
         "return strategy",
         "test_testing.py::test_the_oracle_shows_what_is_wrong",
@@ -942,7 +1201,7 @@ TESTING = (
     _m(
         "T08",
         "the audit reads a MEAN on the first tower alone",
-        "testing.audited:Audited._read",
+        "tools.testing.audited:Audited._read",
         "rows.mean(axis=0)",
         "rows[0]",
         f"{_AUDIT}[moving mean]",
@@ -951,7 +1210,7 @@ TESTING = (
     _m(
         "T09",
         "the command's exit status does not tell of a finding",
-        "testing.command:_audit",
+        "tools.testing.command:_audit",
         "return NOT_SO",
         "return OK",
         "test_audit.py::test_the_command_says_what_is_wrong",
@@ -964,7 +1223,7 @@ CHECKPOINTS = (
     _m(
         "C01",
         "a checkpoint that was not finished counts",
-        "checkpoint.folder:saved_steps",
+        "loop.checkpoint.folder:saved_steps",
         "_WHOLE.fullmatch(path.name)",
         "_WHOLE.match(path.name)",
         "test_checkpoint.py::test_what_a_killed_process_left_does_not_count",
@@ -972,10 +1231,26 @@ CHECKPOINTS = (
     _m(
         "C02",
         "a file that was changed is loaded",
-        "checkpoint.manifest:check_manifest",
+        "loop.checkpoint.manifest:_check_files",
         "_sum_of(folder / name)[1] != digest",
         "_sum_of(folder / name)[0] != size",
         "test_checkpoint.py::test_every_file_that_is_damaged_is_named",
+    ),
+    _m(
+        "C13",
+        "an exported model of which a byte is another is loaded",
+        "estimator.export:load_exported",
+        'check_manifest(source, "exported model", "Export the model anew.")',
+        "pass",
+        "test_export.py::test_one_changed_bit_of_any_file_is_refused_by_name",
+    ),
+    _m(
+        "C14",
+        "an exported model names a file outside of its folder",
+        "estimator.export:_program",
+        "if file.resolve().parent != source.resolve():",
+        "if False:",
+        "test_export.py::test_what_was_not_written_is_refused[above]",
     ),
     _m(
         "C03",
@@ -988,15 +1263,15 @@ CHECKPOINTS = (
     _m(
         "C04",
         "random keys are not restored",
-        "checkpoint.leaves:_like",
-        "return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))",
+        "types.leaves:like_key",
+        "return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))",
         "return x",
         f"{_RESUMED}[3]",
     ),
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.saving:_restored_leaf",
         "shares(like, new, strategy.num_towers)",
         "jnp.broadcast_to(new, (strategy.num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there",
@@ -1004,7 +1279,7 @@ CHECKPOINTS = (
     _m(
         "C06",
         "a resumed run does all of its steps again",
-        "checkpoint.saver:left_of",
+        "loop.checkpoint.saver:left_of",
         "left = start + steps - record.step",
         "left = steps",
         f"{_RESUMED}[3]",
@@ -1021,7 +1296,7 @@ CHECKPOINTS = (
     _m(
         "C08",
         "the best checkpoint is removed with the old ones",
-        "checkpoint.saver:Saver._remove_old",
+        "loop.checkpoint.saver:Saver._remove_old",
         "if number != best:",
         "if number != steps[-1]:",
         "test_checkpoint.py::test_the_newest_and_the_best_stay[min-values0-kept0]",
@@ -1037,7 +1312,7 @@ CHECKPOINTS = (
     _m(
         "C10",
         "another model's checkpoint is restored as far as names agree",
-        "checkpoint.leaves:check_same_model",
+        "loop.checkpoint.leaves:check_same_model",
         "old[name].whole != leaf.whole",
         "old[name].reduction != leaf.reduction",
         "test_checkpoint.py::test_another_model_is_refused_before_training",
@@ -1045,17 +1320,17 @@ CHECKPOINTS = (
     _m(
         "C11",
         "a distributed data set goes on with smaller batches",
-        "input.passes:ResumablePass.set_state",
+        "data.passes:ResumablePass.set_state",
         'self._begin(state["rows"])',
         "self._begin(0)",
         "test_distribute.py::test_a_pass_says_where_it_is_and_goes_on_there[batch]",
     ),
     _m(
         "C12",
-        "the arrays of a safetensors file change places",
-        "checkpoint.safetensors:_write",
-        "for name in order:\n        file.write",
-        "for name in sorted(order):\n        file.write",
+        "a transposed array is written to a safetensors file as it lies in memory",
+        "loop.checkpoint.safetensors:save_safetensors",
+        'order="C"',
+        'order="K"',
         "test_safetensors.py::test_the_library_of_the_format_reads_it",
     ),
 )
@@ -1064,7 +1339,7 @@ FIGURES = (
     _m(
         "F01",
         "a report counts donated buffers twice",
-        "report.memory:Memory.total",
+        "step.report.memory:Memory.total",
         "- self.aliased ",
         "",
         "test_report.py::test_memory_counts_what_is_taken_over_once",
@@ -1072,7 +1347,7 @@ FIGURES = (
     _m(
         "F02",
         "a ring sends one part too many",
-        "report.link_model:_ring",
+        "tools.report.link_model:_ring",
         "(members - 1) * (link",
         "members * (link",
         "test_plan.py::test_rings_by_hand",
@@ -1080,7 +1355,7 @@ FIGURES = (
     _m(
         "F03",
         "a benchmark times calls that are not done",
-        "bench.protocol:_timed",
+        "tools.bench.protocol:_timed",
         "jax.block_until_ready(out)",
         "pass",
         "test_bench.py::test_a_call_is_awaited",
@@ -1088,12 +1363,58 @@ FIGURES = (
     _m(
         "F04",
         "the ends of a ratio's interval are those of equal luck",
-        "bench.protocol:Interval.over",
+        "tools.bench.protocol:Interval.over",
         "self.low / other.high, self.high / other.low",
         "self.low / other.low, self.high / other.high",
-        "test_project.py::test_examples_in_docstrings_run[towerjax.bench.protocol]",
+        "test_bench.py::test_a_ratio_of_intervals_has_the_ends_that_can_be",
     ),
 )
 
-MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + TESTING
-MUTANTS += CHECKPOINTS + FIGURES
+BESIDES = (
+    _m(
+        "N05",
+        "nothing of a sharded state is sharded",
+        "step.state:carry_layout",
+        "CARRY_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)",
+        "dict(CARRY_LAYOUT)",
+        "test_sharded_state.py::test_a_device_holds_its_part_alone",
+    ),
+    _m(
+        "N01",
+        "all steps of a call are given the first one's shared values",
+        "step.engine:repeated_recipe",
+        "batch = jax.tree.map(lambda x: x[i], batches)",
+        "batch = [jax.tree.map(lambda x: x[i], b) for b in batches[:2]]\n"
+        "            batch.append(jax.tree.map(lambda x: x[0], batches[2]))",
+        "test_inputs_and_fixed.py"
+        "::test_shared_leaves_of_several_steps_padding_and_the_function",
+    ),
+    _m(
+        "N02",
+        "the extra state is the sum and not the mean",
+        "step.train:_next_extra",
+        "x.value if isinstance(x, Weighted | Sum) else x",
+        "getattr(x, 'sum', x.value) if isinstance(x, Weighted | Sum) else x",
+        "test_inputs_and_fixed.py"
+        "::test_what_towers_return_for_the_extra_state_is_merged",
+    ),
+    _m(
+        "N03",
+        "the key that towers share is a tower's own",
+        "towers.tower:Tower.shared_rng",
+        "return shared_key(",
+        "return (lambda key, step: jax.random.fold_in(key, self.id))(",
+        "test_inputs_and_fixed.py::test_all_towers_share_a_key_that_is_no_towers_own",
+    ),
+    _m(
+        "N04",
+        "what is fixed is trained when it is floating",
+        "step.trainable:trained_part",
+        "x if yes else None",
+        "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
+        "test_inputs_and_fixed.py::test_only_what_is_trainable_is_trained",
+    ),
+)
+
+MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
+MUTANTS += CHECKPOINTS + FIGURES + BESIDES

@@ -23,7 +23,7 @@ import optax
 import orbax.checkpoint  # noqa: F401  imported once, for all of them
 
 import towerjax as tj
-from towerjax.checkpoint.saver import Saver
+from towerjax.loop.checkpoint.saver import Saver
 
 
 def values(number):

@@ -31,36 +31,39 @@ def model_of(options, optimizer):
             hidden = jnp.tanh(features["x"] @ params["w"])
             return (hidden + params["table"][features["id"]]) @ params["v"]
 
-        if mode is tj.Mode.PREDICT:
-            return tj.ModelSpec(mode, predictions={"scores": scores_of(state.params)})
+        if mode is tj.estimator.Mode.PREDICT:
+            return tj.estimator.ModelSpec(
+                mode, predictions={"scores": scores_of(state.params)}
+            )
 
         def loss_fn(params):
             scores = scores_of(params)
             losses = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
             return tj.Weighted.mean(losses, tower.weight), scores
 
-        if mode is tj.Mode.EVAL:
+        if mode is tj.estimator.Mode.EVAL:
             loss, scores = loss_fn(state.params)
             found = tj.metrics.accuracy(labels, scores.argmax(-1), tower.weight)
-            return tj.ModelSpec(mode, loss=loss, eval_metrics={"accuracy": found})
+            return tj.estimator.ModelSpec(
+                mode, loss=loss, eval_metrics={"accuracy": found}
+            )
         (loss, _), after = optimizer.minimize(
             loss_fn, state, has_aux=True, sparse=["table"]
         )
-        return tj.ModelSpec(mode, loss=loss, train_op=after)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     strategy = tj.Mirrored(
         towers=8, local=options["local"], cross_tower_ops=tj.PinnedTree()
     )
-    placement = tj.VariablePlacement[options["placement"]]
-    return tj.replicate_model_fn(
+    placement = tj.estimator.VariablePlacement[options["placement"]]
+    return tj.estimator.replicate_model_fn(
         model_fn, devices=strategy, variable_placement=placement
     )
 
 
-def main():
-    tj.cluster.initialize()
-    options = {"placement": "MIRRORED", "local": "scan"} | json.loads(sys.argv[1])
-    optimizer = tj.TowerOptimizer(optax.adam(0.05), lazy=True)
+def main(options):
+    options = {"placement": "MIRRORED", "local": "scan"} | options
+    optimizer = tj.estimator.TowerOptimizer(optax.adam(0.05), lazy=True)
     model = model_of(options, optimizer)
     numbers = np.random.default_rng(1)
     shapes = {"w": (6, 5), "v": (5, 3), "table": (40, 5)}
@@ -68,7 +71,7 @@ def main():
         name: numbers.normal(size=shape).astype(np.float32)
         for name, shape in shapes.items()
     }
-    state, history = tj.train_and_evaluate(
+    state, history = tj.estimator.train_and_evaluate(
         model,
         lambda: tj.batches(data(), BATCH),
         lambda: tj.batches(data(), 50),
@@ -76,7 +79,9 @@ def main():
         epochs=3,
         progress=False,
     )
-    scores = [out["scores"] for out in tj.predict(model, state, lambda: [data()[0]])]
+    scores = [
+        out["scores"] for out in tj.estimator.predict(model, state, lambda: [data()[0]])
+    ]
     kept = jax.tree.leaves(state.params)
     digest = hashlib.sha256()
     for leaf in [*kept, *map(np.asarray, scores)]:
@@ -91,7 +96,9 @@ def main():
         "copies": [len(leaf.sharding.device_set) for leaf in kept],
     }
     print(json.dumps(told))
-    tj.cluster.shutdown()
 
 
-main()
+tj.cluster.initialize()
+for given in json.loads(sys.argv[1]):
+    main(given)
+tj.cluster.shutdown()

@@ -148,9 +148,9 @@ def ops(me):
     sums = {}
     for op in (
         tj.AllReduce(),
-        tj.Packed(num_packs=2),
-        tj.Hierarchical(),
-        tj.ReduceToOneDevice("cpu:2"),
+        tj.collectives.Packed(num_packs=2),
+        tj.collectives.Hierarchical(),
+        tj.collectives.ReduceToOneDevice("cpu:2"),
         tj.PinnedTree(),
     ):
         strategy = tj.Mirrored(towers=8, cross_tower_ops=op)
@@ -168,12 +168,12 @@ def saved_and_restored(me):
     """A tower-local sum of 4 towers on both processes, restored on 2 and on 8."""
     strategy = tj.Mirrored(towers=4)
     v = strategy.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
-    saved = tj.saved_values({"v": v})
+    saved = tj.towers.saved_values({"v": v})
     totals = [float(saved["v"])]
     for towers in (2, 8):
         other = tj.Mirrored(towers=towers)
         like = other.create_var("v", 0.0, reduction=tj.Reduction.SUM, tower_local=True)
-        restored = tj.restored_values(other, {"v": like}, saved)["v"]
+        restored = tj.towers.restored_values(other, {"v": like}, saved)["v"]
         copies = [float(x) for x in other.unwrap(restored)]
         totals += [float(other.read_var(restored)), copies[-1]]
     return totals
@@ -193,7 +193,7 @@ def evaluated_and_predicted(me):
     )
     predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], strategy)
     w = np.float32(2)
-    values = tj.evaluate_all(evaluate, w, [rows(8), rows(3)])
+    values = tj.evaluate(evaluate, w, [rows(8), rows(3)])
     return [values["mean"], predict(w, rows(5)).tolist()]
 
 
@@ -213,13 +213,24 @@ def restored_from_the_chief(me):
     strategy = tj.Mirrored(towers=4)
     step = step_of(strategy)
     state = step.init(np.float32(0))
-    saved = tj.saved_values(state)
+    saved = tj.towers.saved_values(state)
     value = np.float32(100 if me == 0 else -1)
     saved = dataclasses.replace(saved, params=value)
-    restored = tj.restored_values(strategy, state, saved)
+    restored = tj.towers.restored_values(strategy, state, saved)
     placed = step.place(jax.tree.map(lambda x: x, restored))
     sent = strategy.broadcast(value)
     return [float(restored.params), float(placed.params), float(sent)]
+
+
+def learning_rates_of_the_first(me):
+    """Written into the state as numbers of the host, before and after it compiles."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=4))
+    state = step.init(np.float32(0))
+    for rate in (0.25 + me, np.float32(0.125 + me)):
+        state.opt_state.hyperparams["learning_rate"] = rate
+        state, _ = step(state, rows(8))
+    return float(state.params)
 
 
 def loader_fails(me):
@@ -291,12 +302,31 @@ def not_finite(me):
         return [[p.step, p.tower, p.leaf, p.part, p.kind] for p in error.places]
 
 
+def sharded(me):
+    """Of 8 parameters and their momentum each of four devices holds two."""
+    strategy = tj.Mirrored(towers=4, state="sharded")
+    optimizer = optax.sgd(0.1, momentum=0.5)
+
+    def loss_fn(params, batch, tower):
+        errors = params["w"].sum() - batch["x"] + batch["by"]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optimizer, strategy)
+    state = step.init({"w": np.arange(8, dtype=np.float32)})
+    for by in (0.0, 1.0):
+        state, metrics = step(state, {**rows(8), "by": tj.Shared(by)})
+    parts = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state)[:3]]
+    return [round(float(metrics["loss"]), 2), parts]
+
+
 SCENARIOS = [
+    sharded,
     desynced,
     not_finite,
     other_numbers_in_the_optimizer,
     other_numbers_of_steps,
     restored_from_the_chief,
+    learning_rates_of_the_first,
     loader_fails,
     one_is_empty,
     no_leaves,

@@ -1,6 +1,6 @@
-"""One training run, told as one JSON line: run alone, or by several processes.
+"""Training runs, each told as one JSON line: run alone, or by several processes.
 
-python tests/workers/train.py '{"towers": 8, "input": "global"}'
+python tests/workers/train.py '[{"towers": 8, "input": "global"}]'
 """
 
 import hashlib
@@ -21,11 +21,11 @@ CLIP = optax.clip_by_global_norm(1.0)
 OPTIMIZERS = {"adam": optax.chain(CLIP, optax.adam(1e-2)), "sgd": optax.sgd(0.02)}
 
 
-def options_of(argument):
+def options_of(given):
     defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
     defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32"}
-    return defaults | json.loads(argument)
+    return defaults | given
 
 
 def data():
@@ -112,7 +112,7 @@ def train(options):
         "steps": int(state.step),
         "examples": history.summary.examples,
         "counted": str(
-            tj.check_examples(
+            tj.metrics.check_examples(
                 state,
                 data()["id"],
                 weights=data()["weight"],
@@ -122,7 +122,7 @@ def train(options):
         "loss": history.metrics["loss"].tolist(),
         "mae": history.metrics["mae"].tolist(),
         "params": np.asarray(state.params["w"]).ravel().tolist(),
-        "seen": float(tj.read_local(state.local)["seen"]),
+        "seen": float(tj.towers.read_local(state.local)["seen"]),
         "bits": digest(
             (
                 state.params,
@@ -137,4 +137,5 @@ def train(options):
 
 if __name__ == "__main__":
     tj.cluster.initialize()
-    os.write(1, (json.dumps(train(options_of(sys.argv[1]))) + "\n").encode())
+    for given in json.loads(sys.argv[1]):
+        os.write(1, (json.dumps(train(options_of(given))) + "\n").encode())

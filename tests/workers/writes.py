@@ -68,7 +68,7 @@ def train(folder, keep, local):
         writers=[tj.JsonLines(folder / f"{keep}.jsonl"), noted],
         **options,
     )
-    best = tj.read_local(history.best.state.local) if keep == "devices" else None
+    best = tj.towers.read_local(history.best.state.local) if keep == "devices" else None
     return {
         "refused": refused,
         "stopped": history.stopped,
@@ -76,7 +76,7 @@ def train(folder, keep, local):
         "best": [history.best.step, history.best.value],
         "best_seen": best and float(best["seen"]),
         "host": isinstance(history.best.state.params, np.ndarray),
-        "restored": [int(state.step), float(tj.read_local(state.local)["seen"])],
+        "restored": [int(state.step), float(tj.towers.read_local(state.local)["seen"])],
         "noted": noted.records,
     }
 

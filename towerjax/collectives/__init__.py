@@ -7,14 +7,10 @@ that not every set of devices can honour.
 """
 
 from towerjax.collectives.all_reduce import AllReduce as AllReduce
-from towerjax.collectives.base import ChecksDevices as ChecksDevices
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
-from towerjax.collectives.base import sum_rows_over_towers as sum_rows_over_towers
 from towerjax.collectives.choose import OpsChoice as OpsChoice
 from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_tower_ops
 from towerjax.collectives.hierarchical import Hierarchical as Hierarchical
 from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevice
 from towerjax.collectives.packed import Packed as Packed
-from towerjax.collectives.packing import Sums as Sums
 from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree
-from towerjax.collectives.written import ops_of as ops_of

@@ -6,8 +6,9 @@ import jax
 from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums
-from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
+from towerjax.types.options import check_whole
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,12 +39,7 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         """Check the option."""
-        below = self.pack_below_bytes
-        if isinstance(below, bool) or not isinstance(below, int) or below < 0:
-            raise ValueError(
-                f"AllReduce.pack_below_bytes={below!r} must be an int >= 0; 0 packs"
-                " nothing."
-            )
+        check_whole("AllReduce.pack_below_bytes", self.pack_below_bytes, 0, 2**63 - 1)
 
     @property
     def needs_every_tower(self) -> bool:

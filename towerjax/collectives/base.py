@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from towerjax.collectives.packing import Sums
-from towerjax.placement import TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.types import PyTree
 
@@ -37,43 +37,18 @@ class ChecksDevices(Protocol):
     """A cross-tower op with options that not every set of devices can honour."""
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, when the op can be used on these devices.
-
-        Args:
-          devices: Canonical names, in tower order.
-
-        Raises:
-          ValueError: It cannot; says which of its options asks for what.
-        """
+        """Nothing, when the op can be used on these devices."""
         ...
 
 
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
-    """The sum over all towers that a step makes by itself, as `CrossTowerOps` does it.
-
-    Args:
-      ops: How the sum travels.
-      tree: As ``ops`` takes it.
-      axes: The axes that the towers meet over.
-
-    Returns:
-      The sums, the same on each device.
-    """
+    """The sum over all towers that a step makes itself, as `CrossTowerOps` does it."""
     with jax.named_scope(SUMMED_BY_STEP):
         return ops.sum_over_towers(tree, axes)
 
 
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
-    """The sum over all towers of values that lie as one row a local tower.
-
-    Args:
-      ops: How the sum travels.
-      rows: Leaves ``[k, ...]``, inside a device function.
-      axes: The axes that the towers meet over.
-
-    Returns:
-      Leaves ``[...]``, the same on each device.
-    """
+    """The sum over all towers of values that lie as one row a local tower."""
     if not ops.needs_every_tower:
         rows = jax.tree.map(lambda x: x.sum(axis=0), rows)
     return sum_over_towers(ops, rows, axes).tree()

@@ -7,7 +7,8 @@ from typing import Any
 from towerjax.collectives.all_reduce import AllReduce
 from towerjax.collectives.base import CrossTowerOps
 from towerjax.collectives.hierarchical import Hierarchical
-from towerjax.devices import canonical_device_names, platform_devices
+from towerjax.mesh.devices import canonical_device_names, platform_devices
+from towerjax.types.options import is_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
                 " such as [1, 2], and [] for none."
             )
         for other in linked:
-            if isinstance(other, bool) or not isinstance(other, int) or other < 0:
+            if not is_whole(other) or other < 0:
                 raise ValueError(
                     f"links[{device}] has {other!r}; links are positions in devices,"
                     " ints >= 0."

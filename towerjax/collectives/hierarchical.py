@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums, sum_packed
-from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
+from towerjax.types.options import check_whole
 
 # Packing copies; see AllReduce.pack_below_bytes, where this was measured.
 _PACK_BELOW_BYTES = 131072
@@ -51,14 +52,8 @@ class Hierarchical:
 
     def __post_init__(self) -> None:
         """Check the option."""
-        size = self.group_size
-        if size is None:
-            return
-        if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-            raise ValueError(
-                f"Hierarchical.group_size={size!r} must be an int > 0, how many devices"
-                " make a group; leave it out for the devices of one process."
-            )
+        if self.group_size is not None:
+            check_whole("Hierarchical.group_size", self.group_size)
 
     @property
     def needs_every_tower(self) -> bool:
@@ -98,7 +93,7 @@ def _devices_of_a_process(axes: TowerAxes) -> int:
         raise ValueError(
             f"Hierarchical(): {axes.num_processes} processes do not have equally many"
             f" of the {axes.num_devices} devices. Say how many make a group, such as"
-            " tj.Hierarchical(group_size=1), or use tj.AllReduce()."
+            " tj.collectives.Hierarchical(group_size=1), or use tj.AllReduce()."
         )
     return axes.num_devices // axes.num_processes
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums, sum_packed
-from towerjax.devices import canonical_device_name
-from towerjax.placement import DEVICE_AXIS, TowerAxes
-from towerjax.reduce import as_bits, from_bits
+from towerjax.collectives.reduce import as_bits, from_bits
+from towerjax.mesh.devices import canonical_device_name
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
 
 # Packing copies; see AllReduce.pack_below_bytes, where this was measured.

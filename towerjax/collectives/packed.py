@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums, sum_packed
-from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
+from towerjax.types.options import check_whole
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,8 +52,13 @@ class Packed:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        if type(self.num_packs) is int and self.num_packs <= 0:
+            raise ValueError(
+                f"Packed: num_packs must be greater than zero, got {self.num_packs}."
+            )
         for field in dataclasses.fields(self):
-            _check_positive(field.name, getattr(self, field.name))
+            if (number := getattr(self, field.name)) is not None:
+                check_whole(f"Packed.{field.name}", number, 1, 2**63 - 1)
         others = [
             f"{name}={getattr(self, name)}"
             for name in ("bytes_per_pack", "max_group")
@@ -88,44 +94,14 @@ class Packed:
         return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
 
 
-def _check_positive(name: str, value: int | None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(
-            f"{name} must be greater than zero, and an int; Packed got"
-            f" {name}={value!r}. Leave it out for one pack a dtype."
-        )
-
-
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """How many elements each pack has: equally many, and the last the rest too.
-
-    Args:
-      total: Elements in all.
-      num_packs: Into how many packs they are cut.
-
-    Returns:
-      ``num_packs`` sizes, of which all but the last may be 0.
-
-    Example:
-      >>> pack_sizes(10, 3)
-      [3, 3, 4]
-    """
+    """How many elements each pack has: equally many, and the last the rest too."""
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 
 
 def cut(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
-    """The packs of a buffer, without those that have no elements.
-
-    Args:
-      buffer: ``[n]``.
-      num_packs: Into how many packs it is cut.
-
-    Returns:
-      Parts of the buffer, in order.
-    """
+    """The packs of a buffer, without those that have no elements."""
     parts, start = [], 0
     for size in pack_sizes(buffer.size, num_packs):
         if size:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.placement import TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree
 
 
@@ -49,16 +49,7 @@ class Packing:
 
     @classmethod
     def plan(cls, leaves: list[jax.Array], below_bytes: float, lead: int) -> "Packing":
-        """One buffer a dtype for the small leaves, the large ones alone.
-
-        Args:
-          leaves: Arrays.
-          below_bytes: A leaf up to this many bytes is small; below 0 none is.
-          lead: So many leading dims stay in front of a buffer.
-
-        Returns:
-          The `Packing`.
-        """
+        """One buffer a dtype for the small leaves, the large ones alone."""
         shared: dict[np.dtype, int] = {}
         filled: list[int] = []
         slots = []
@@ -79,16 +70,7 @@ class Packing:
     def plan_runs(
         cls, leaves: list[jax.Array], max_bytes: float, max_leaves: float
     ) -> "Packing":
-        """Consecutive leaves of a dtype together, as long as they fit.
-
-        Args:
-          leaves: Arrays.
-          max_bytes: A buffer of several leaves has at most this many bytes.
-          max_leaves: A buffer has at most this many leaves.
-
-        Returns:
-          The `Packing`.
-        """
+        """Consecutive leaves of a dtype together, as long as they fit."""
         latest: dict[np.dtype, int] = {}
         filled: list[int] = []
         members: list[int] = []
@@ -109,15 +91,7 @@ class Packing:
         return cls(tuple(slots), len(filled))
 
     def pack(self, leaves: list[jax.Array], lead: int) -> list[jax.Array]:
-        """The buffers.
-
-        Args:
-          leaves: Arrays, as many as there are slots.
-          lead: As in `plan`.
-
-        Returns:
-          Buffers ``[..., n]``; a leaf that has one to itself keeps its shape.
-        """
+        """The buffers."""
         parts: list[list[jax.Array]] = [[] for _ in range(self.num_buffers)]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             parts[slot.buffer].append(leaf)
@@ -131,15 +105,7 @@ class Packing:
         ]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
-        """The leaves of buffers without leading dims.
-
-        Args:
-          buffers: As `pack` made them, with ``lead`` 0.
-          platform: The device's, for the choice of method.
-
-        Returns:
-          The leaves.
-        """
+        """The leaves of buffers without leading dims."""
         starts: Sequence[jax.Array | int] = [slot.start for slot in self.slots]
         witness = next((buffer for buffer in buffers if buffer.size), None)
         if (
@@ -154,15 +120,7 @@ class Packing:
         ]
 
     def leading(self, buffers: list[jax.Array], num_leaves: int) -> list[jax.Array]:
-        """The first part of each buffer, as far as the first leaves fill it.
-
-        Args:
-          buffers: As `pack` made them, with ``lead`` 0.
-          num_leaves: How many leaves there are in the part.
-
-        Returns:
-          The parts that are not empty.
-        """
+        """The first part of each buffer, as far as the first leaves fill it."""
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
             ends[slot.buffer] = slot.start + slot.size
@@ -221,23 +179,12 @@ class Sums:
     platform: str = dataclasses.field(metadata={"static": True})
 
     def tree(self) -> PyTree:
-        """The sums as the tree that went in.
-
-        Returns:
-          Leaves ``[...]``.
-        """
+        """The sums as the tree that went in."""
         leaves = self.packing.unpack(self.buffers, self.platform)
         return jax.tree.unflatten(self.treedef, leaves)
 
     def finite(self, num_leaves: int) -> jax.Array:
-        """Are the first so many leaves all finite?
-
-        Args:
-          num_leaves: How many leaves to look at, in tree order.
-
-        Returns:
-          ``()`` bool.
-        """
+        """Are the first so many leaves all finite?"""
         checks = [
             jnp.isfinite(part).all()
             for part in self.packing.leading(self.buffers, num_leaves)
@@ -252,17 +199,7 @@ def sum_packed(
     plan: Callable[[list[jax.Array]], Packing],
     travel: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> Sums:
-    """The sum over all towers of packed leaves; on one device none is packed.
-
-    Args:
-      tree: This device's sums.
-      axes: The axes that the towers meet over.
-      plan: Which leaves share a buffer, where there are several devices.
-      travel: The buffers ``[n]`` that are not empty -> their sums over devices.
-
-    Returns:
-      The sums, the same on each device.
-    """
+    """The sum over all towers of packed leaves; on one device none is packed."""
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     packing = plan(leaves) if axes.device_axis else Packing.plan(leaves, -1, lead=0)

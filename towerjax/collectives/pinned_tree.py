@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import Packing, Sums
-from towerjax.placement import DEVICE_AXIS, TowerAxes
-from towerjax.reduce import add_pairwise
+from towerjax.collectives.reduce import add_pairwise
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree
 
 
@@ -27,8 +27,8 @@ class PinnedTree:
     are added before they travel; otherwise each tower's values travel, ``k`` times
     the bytes. A device holds ``k`` gradients at once.
 
-    ``python -m towerjax.bench.same_bits`` tries it on many models and optimizers, and
-    ``docs/same_bits.md`` says how it works and what it costs.
+    ``python -m benchmarks.same_bits`` tries it on many models and
+    optimizers; ``docs/same_bits.md`` says how it works and what it costs.
 
     Example:
       >>> PinnedTree()

@@ -14,28 +14,17 @@ _OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical)
 
 
 def ops_of(text: str) -> CrossTowerOps:
-    """The cross-tower op that a text writes.
-
-    Args:
-      text: Such as ``"Packed(num_packs=2)"``.
-
-    Returns:
-      The op.
-
-    Raises:
-      ValueError: It is not such a text.
-
-    Example:
-      >>> ops_of("Packed(num_packs=2)")
-      Packed(num_packs=2)
-    """
+    """The cross-tower op that a text writes."""
     kinds = {kind.__name__: kind for kind in _OPS}
     try:
         call: Any = ast.parse(text, mode="eval").body
-        arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        if not isinstance(call, ast.Call):
+            raise ValueError(f"{text} is no call; write {text}().")
+        func: Any = call.func
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
         if call.args:
             raise ValueError("Name each option.")
-        return kinds[call.func.id](**arguments)
+        return kinds[func.id](**arguments)
     except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"cross_tower_ops={text!r} is not one of {', '.join(kinds)}, its options"

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.tower import Tower, branches_explained
+from towerjax.towers.tower import Tower, branches_explained
 from towerjax.types import PyTree
+from towerjax.types.options import check_function
 
 _BY_NAME = ("features", "labels", "mode")
 _WHERE_ASKED = ("params", "config", "tower")
@@ -36,19 +37,8 @@ class ModelFn:
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
-        """A function whose signature is that of a model function.
-
-        Args:
-          fn: What the caller passed.
-
-        Returns:
-          The `ModelFn`.
-
-        Raises:
-          ValueError: It cannot be called so.
-        """
-        if not callable(fn):
-            raise ValueError(f"model_fn={fn!r} is not a function.")
+        """A function whose signature is that of a model function."""
+        check_function("model_fn", fn, "model_fn(variables, features, labels, mode)")
         parameters = dict(inspect.signature(fn).parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return cls(fn, frozenset(_WHERE_ASKED))
@@ -81,14 +71,7 @@ class ModelFn:
         return getattr(self.fn, "__name__", repr(self.fn))
 
     def refuse_unasked(self, given: Mapping[str, Any]) -> None:
-        """Raise where an argument is given that the function would never see.
-
-        Args:
-          given: ``params`` and ``config``; None is not given.
-
-        Raises:
-          ValueError: It has no such parameter.
-        """
+        """Raise where an argument is given that the function would never see."""
         for name, value in given.items():
             if value is not None and name not in self.asks_for:
                 raise ValueError(
@@ -104,21 +87,7 @@ class ModelFn:
         tower: Tower,
         given: Mapping[str, Any],
     ) -> ModelSpec:
-        """What it returns for one tower.
-
-        Args:
-          variables: As the tower sees them.
-          batch: Its ``features`` and, where there are any, ``labels``.
-          mode: The mode.
-          tower: For a function that asks for it.
-          given: ``params`` and ``config``; each call gets a copy of its own.
-
-        Returns:
-          The `ModelSpec`.
-
-        Raises:
-          ValueError: It returned something else, or of another mode.
-        """
+        """What it returns for one tower."""
         values = {**copy.deepcopy(dict(given)), "tower": tower}
         asked = {
             name: values[name]
@@ -136,13 +105,14 @@ class ModelFn:
         if not isinstance(spec, ModelSpec):
             raise ValueError(
                 f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
-                " tj.ModelSpec(mode, ...) in each mode. Modes are tj.Mode.TRAIN, EVAL"
+                " tj.estimator.ModelSpec(mode, ...) in each mode. Modes are"
+                " tj.estimator.Mode.TRAIN, EVAL"
                 " and PREDICT, and equal to no string."
             )
         if spec.mode is not mode:
             raise ValueError(
                 f"model_fn was called in {mode!r} and returned a ModelSpec of"
-                f" {spec.mode!r}. Return tj.ModelSpec(mode, ...)."
+                f" {spec.mode!r}. Return tj.estimator.ModelSpec(mode, ...)."
             )
         return spec
 
@@ -161,42 +131,17 @@ def _missing_labels_explained(
 
 
 def where_given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None, to hand on.
-
-    Args:
-      **arguments: ``params`` and ``config``.
-
-    Returns:
-      Those that were given, by name.
-    """
+    """The arguments that are not None, to hand on."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The keys of several values; see `static_key`.
-
-    Args:
-      given: Name -> value.
-
-    Returns:
-      A hashable object.
-    """
+    """The keys of several values; see `static_key`."""
     return tuple(static_key(name, value) for name, value in given.items())
 
 
 def static_key(name: str, value: Any) -> Any:
-    """A key that changes when the value does: another program is compiled for it.
-
-    Args:
-      name: What errors call the value.
-      value: Plain values in mappings, sequences, dataclasses and simple objects.
-
-    Returns:
-      A hashable object.
-
-    Raises:
-      ValueError: It holds an array, which is data and belongs into the variables.
-    """
+    """A key that changes when the value does: another program is compiled for it."""
     if isinstance(value, jax.Array | np.ndarray):
         raise ValueError(
             f"{name} is an array. params and config are plain values, fixed when the"

@@ -8,35 +8,19 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.input.feed import check_whole, closing_iterator
-from towerjax.input.ledger import Unused
-from towerjax.input.placer import PlacedBatch
-from towerjax.shard import batch_signature
+from towerjax.data.feed import closing_iterator
+from towerjax.data.ledger import Unused
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import batch_signature
 from towerjax.types import PyTree
+from towerjax.types.options import check_whole
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """Batches ``(features, labels)`` or features alone, or a function that gives them."""
 
 
 def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
-    """``(features, labels)`` as one tree, as the steps of a model take it.
-
-    Args:
-      element: A tuple of two, ``(features, labels)``, where labels may be None;
-        anything else is features. A placed batch stays where it is.
-      with_labels: Hand the labels on?
-
-    Returns:
-      ``{"features": ..., "labels": ...}``, without ``"labels"`` where there are none.
-
-    Raises:
-      ValueError: It is a list of two, or a dict of ``"features"`` and ``"labels"``,
-        which may mean either.
-
-    Example:
-      >>> as_batch((np.zeros(2), None))
-      {'features': array([0., 0.])}
-    """
+    """``(features, labels)`` as one tree, as the steps of a model take it."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
         args, signature = (arrays, *element.args[1:]), batch_signature(arrays)

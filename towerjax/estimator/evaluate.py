@@ -4,13 +4,14 @@ from typing import Any
 
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
-from towerjax.estimator.train import TrainableModel, check_model
-from towerjax.loop.evaluate import evaluate_all
+from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.train import check_model
+from towerjax.loop.evaluate import evaluate as over_batches
 from towerjax.types import PyTree
 
 
 def evaluate(
-    model: TrainableModel,
+    model: ReplicatedModel,
     variables: PyTree,
     data: Data,
     *,
@@ -34,7 +35,7 @@ def evaluate(
       config: What else it asks for.
 
     Returns:
-      ``{"loss": ..., name: value}``, as ``tj.evaluate_all`` returns them.
+      ``{"loss": ..., name: value}``, as ``tj.evaluate`` returns them.
 
     Raises:
       ValueError: There are no batches, or one is malformed.
@@ -43,15 +44,16 @@ def evaluate(
       >>> import numpy as np, towerjax as tj
       >>> def model_fn(w, features, labels, mode, tower):
       ...     loss = tj.Weighted.mean((w * features - labels) ** 2, tower.weight)
-      ...     return tj.ModelSpec(mode, loss=loss)
-      >>> model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
+      ...     return tj.estimator.ModelSpec(mode, loss=loss)
+      >>> two = tj.Mirrored(towers=2)
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
       >>> x = np.array([1, 2, 3], np.float32)
       >>> round(evaluate(model, np.float32(2), [(x, x)])["loss"], 4)
       4.6667
     """
     check_model("evaluate", model, "eval_step")
     given = where_given(params=params, config=config)
-    return evaluate_all(
+    return over_batches(
         model.eval_step(**given),
         variables,
         Passes("data", data),

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
+from towerjax.data.shard import refuse_sparse
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.estimator.spec import (
     ClassificationOutput,
@@ -23,12 +24,15 @@ from towerjax.estimator.spec import (
     PredictOutput,
     RegressionOutput,
 )
-from towerjax.placement import TowerAxes
-from towerjax.state import TrainState
-from towerjax.strategies import OneDevice
-from towerjax.tower import TowerInputs
-from towerjax.tower_local import is_local, local_values, read_local
+from towerjax.loop.checkpoint.manifest import check_manifest, write_manifest
+from towerjax.mesh.placement import TowerAxes
+from towerjax.step.state import TrainState
+from towerjax.towers.one_axis import on_these_devices
+from towerjax.towers.strategies import OneDevice
+from towerjax.towers.tower import TowerInputs
+from towerjax.towers.tower_local import is_local, local_values, read_local
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import key_data, like_key
 from towerjax.version import __version__
 
 _FORMAT = 1
@@ -133,8 +137,8 @@ def export_model(
     Example:
       >>> import tempfile, optax, towerjax as tj
       >>> def model_fn(w, features, labels, mode):
-      ...     return tj.ModelSpec(mode, predictions={"y": w * features})
-      >>> model = tj.replicate_model_fn(model_fn, devices=tj.OneDevice())
+      ...     return tj.estimator.ModelSpec(mode, predictions={"y": w * features})
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=tj.OneDevice())
       >>> folder = pathlib.Path(tempfile.mkdtemp()) / "served"
       >>> export_model(model, jnp.float32(2), jnp.ones(1), folder, platforms=["cpu"])
       >>> load_exported(folder)(jnp.arange(3.0))["y"].tolist()
@@ -180,9 +184,11 @@ def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
     if not isinstance(model, ReplicatedModel):
         raise ValueError(
             f"export_model: model is a {type(model).__name__}; write"
-            " tj.export_model(model, variables, features, directory) with model ="
-            " tj.replicate_model_fn(model_fn)."
+            " tj.estimator.export_model(model, variables, features, directory) with"
+            " model ="
+            " tj.estimator.replicate_model_fn(model_fn)."
         )
+    refuse_sparse(features, "features")
     bad = [
         f"{name} is a {type(x).__name__}"
         for name, x in named_leaves("features", features)
@@ -211,7 +217,8 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
       An `Exported`.
 
     Raises:
-      ValueError: It is no exported model, is damaged, or of a later format.
+      ValueError: It is no exported model, or of a later format; or a file is missing,
+        too many, or not what was written, to the last byte; names it.
 
     Example:
       >>> load_exported("nowhere")
@@ -239,14 +246,20 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     signatures = held.get("signatures") if isinstance(held, dict) else None
     if not isinstance(signatures, dict):
         raise ValueError(f"{str(index)!r} is damaged. Export the model anew.")
+    check_manifest(source, "exported model", "Export the model anew.")
     programs = {
-        name: _program(source / entry.get("file", ""))
-        for name, entry in signatures.items()
+        name: _program(source, entry.get("file")) for name, entry in signatures.items()
     }
     return Exported(signatures, programs)
 
 
-def _program(file: pathlib.Path) -> Any:
+def _program(source: pathlib.Path, name: Any) -> Any:
+    file = source / str(name)
+    if file.resolve().parent != source.resolve():
+        raise ValueError(
+            f"{str(source / 'model.json')!r} names {name!r}, which is not a file of its"
+            " folder. Export the model anew."
+        )
     try:
         return jax.export.deserialize(bytearray(file.read_bytes()))
     except (OSError, ValueError, struct.error) as error:
@@ -266,33 +279,29 @@ def _require_flatbuffers() -> None:
 
 
 def _as_one_tower(variables: PyTree) -> PyTree:
-    """The variables as one tower sees them in PREDICT, on the default device."""
+    """The variables as one tower sees them in PREDICT, on the default device.
+
+    JAX arrays: NumPy's own take no traced index, as in ``table[ids]``.
+    """
 
     def one(x: Any) -> Any:
-        if not is_local(x):
-            return x
-        return dataclasses.replace(x, value=read_local(x))
+        return dataclasses.replace(x, value=read_local(x)) if is_local(x) else x
 
     def on_host(x: Any) -> Any:
-        if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            return jax.device_get(x)
-        data = jax.device_get(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return like_key(jnp.asarray(jax.device_get(key_data(x))), x)
 
     return jax.tree.map(on_host, jax.tree.map(one, variables, is_leaf=is_local))
 
 
 def _symbolic(features: PyTree) -> PyTree:
     """Shapes in which the number of rows is left open."""
-    leaves, treedef = jax.tree.flatten(features)
     (rows,) = jax.export.symbolic_shape("b")
-    specs = [
-        jax.ShapeDtypeStruct(
-            (rows, *jnp.shape(x)[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-        )
-        for x in leaves
-    ]
-    return jax.tree.unflatten(treedef, specs)
+
+    def of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), dtype)
+
+    return jax.tree.map(of, features)
 
 
 def _spec_of(
@@ -306,9 +315,12 @@ def _spec_of(
         inputs = dataclasses.replace(inputs, step=variables.step, rng=variables.rng)
         local = local_values(variables.local)
     rows = jax.tree.leaves(features)[0].shape[0]
-    tower = inputs.tower(jnp.int32(0), local, jnp.int32(rows), rows)
-    batch = {"features": features}
-    return model.model_fn.call(variables, batch, Mode.PREDICT, tower, given)
+
+    def alone(batch: PyTree) -> ModelSpec:
+        tower = inputs.tower(jnp.int32(0), local, jnp.int32(rows), rows)
+        return model.model_fn.call(variables, batch, Mode.PREDICT, tower, given)
+
+    return on_these_devices(alone, axes)({"features": features})
 
 
 def _signatures(
@@ -363,6 +375,7 @@ def _write(
             "signatures": signatures,
         }
         (folder / "model.json").write_text(json.dumps(index, indent=2) + "\n")
+        write_manifest(folder)
         folder.chmod(0o755)
         folder.rename(target)
     except BaseException:

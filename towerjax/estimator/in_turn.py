@@ -17,9 +17,10 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_over_towers
-from towerjax.executors import first_tower_of_device, over_local_towers
-from towerjax.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof.analysis import analyse
+from towerjax.towers.local_towers import over_local_towers
+from towerjax.towers.one_axis import first_tower_of_device
 from towerjax.types import PyTree
 
 
@@ -38,13 +39,7 @@ class Brought:
 
 
 class Meeting:
-    """The meetings of one tower that runs alone: what it brings, what it is told.
-
-    Args:
-      num_towers: ``T``.
-      outcomes: What the first meetings came to; a later one makes something up, on
-        which no wanted result depends.
-    """
+    """The meetings of one tower that runs alone: what it brings, what it is told."""
 
     def __init__(self, num_towers: int, outcomes: Sequence[Brought]) -> None:
         self.brought: list[Brought] = []
@@ -52,19 +47,7 @@ class Meeting:
         self._trace = get_opaque_trace_state()
 
     def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
-        """The sums and the gathered values of all towers, as far as they are known.
-
-        Args:
-          added: This tower's addends.
-          gathered: This tower's values to be laid side by side.
-
-        Returns:
-          ``(sums, values)``, of the same shapes, and ``[T, ...]``.
-
-        Raises:
-          ValueError: The tower meets inside a ``jit``, ``scan`` or ``cond`` of its own,
-            where what it brings cannot be seen from outside.
-        """
+        """The sums and the gathered values of all towers, as far as they are known."""
         if get_opaque_trace_state() != self._trace:
             raise ValueError(
                 "TowerOptimizer.update stands inside a jit, scan, cond or other"
@@ -161,17 +144,7 @@ def met_in_turn(
     axes: TowerAxes,
     own: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """``tower_fn`` for each tower of this device, one after another, meetings included.
-
-    Args:
-      tower_fn: ``(tower_id, its values, meeting) -> (per_tower, mirrored)``.
-      ops: How the sums of a meeting travel.
-      axes: The axes that the towers meet over.
-      own: Leaves ``[k, ...]``, row ``l`` for local tower ``l``.
-
-    Returns:
-      ``per_tower`` with leaves ``[k, ...]``; ``mirrored`` as one tower made it.
-    """
+    """``tower_fn`` of each tower of this device, one after another, meetings too."""
     first, row = first_tower_of_device(axes), jax.tree.map(lambda x: x[0], own)
     rounds = _Rounds.of(lambda *a: tower_fn(*a)[0], axes.num_towers, first, row)
     leaves: list[Any] = [None] * len(rounds.rounds)

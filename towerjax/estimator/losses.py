@@ -11,11 +11,12 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_over_towers
+from towerjax.collectives.reduce import gather_over_towers
 from towerjax.estimator.in_turn import Meeting
-from towerjax.outputs import as_tower_output
-from towerjax.placement import LOCAL_AXIS, TowerAxes
-from towerjax.reduce import gather_over_towers
-from towerjax.types import PyTree, Reduction, Weighted
+from towerjax.mesh.placement import LOCAL_AXIS, TowerAxes
+from towerjax.metrics.weighted import Weighted
+from towerjax.towers.outputs import as_tower_output
+from towerjax.types import PyTree, Reduction
 
 
 class LossReduction(enum.Enum):
@@ -50,25 +51,19 @@ _OF_SCALARS = {
 
 
 def check_loss_reduction(reduction: Any) -> None:
-    """Raise unless it says what the one loss of several is.
-
-    Args:
-      reduction: What the caller passed.
-
-    Raises:
-      ValueError: It is NONE, or no `LossReduction`.
-    """
+    """Raise unless it says what the one loss of several is."""
     if not isinstance(reduction, LossReduction):
         hint = " A strategy is devices=..." if hasattr(reduction, "placement") else ""
         raise ValueError(
-            f"loss_reduction={reduction!r} is not a tj.LossReduction; write"
-            " tj.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
+            f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction; write"
+            " tj.estimator.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
             f" SUM_OVER_BATCH_SIZE.{hint}"
         )
     if reduction is LossReduction.NONE:
         raise ValueError(
             "Tower losses need to be reduced in some way, yet none reduction is"
-            " specified. Write tj.LossReduction.SUM_BY_NONZERO_WEIGHTS, which is exact"
+            " specified. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,"
+            " which is exact"
             " over the global batch, or another one."
         )
 
@@ -147,14 +142,7 @@ class ReducedLoss:
     trace: Any
 
     def is_of(self, loss: Any) -> bool:
-        """Is it this loss, and can its total be used here?
-
-        Args:
-          loss: What a model function returned.
-
-        Returns:
-          Whether it is.
-        """
+        """Is it this loss, and can its total be used here?"""
         pairs = [(self.loss, loss)]
         if isinstance(loss, Weighted) and isinstance(self.loss, Weighted):
             pairs = [(self.loss.sum, loss.sum), (self.loss.weight, loss.weight)]
@@ -189,17 +177,7 @@ class TowersOfStep:
         return self.compat == "tf1" or self.reduction in _OF_SCALARS
 
     def addend(self, loss: Any) -> Weighted:
-        """A tower's loss as what towers add up.
-
-        Args:
-          loss: A scalar, or ``Weighted``.
-
-        Returns:
-          ``Weighted``; see `one`.
-
-        Raises:
-          ValueError: The loss has no such meaning under the reduction.
-        """
+        """A tower's loss as what towers add up."""
         scalar = _OF_SCALARS.get(self.reduction)
         if self.axes.num_towers == 1:  # nothing is shared, so every loss says enough
             alone = None if isinstance(loss, Weighted) else Reduction.MEAN
@@ -212,7 +190,8 @@ class TowersOfStep:
             raise ValueError(
                 f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
                 " returned a tj.Weighted, which says itself what it is divided by. Use"
-                " tj.LossReduction.SUM_BY_NONZERO_WEIGHTS, or return a scalar."
+                " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, or return a"
+                " scalar."
             )
         elif not isinstance(loss, Weighted) and scalar is None:
             raise ValueError(_BARE.format(reduction=self.reduction))
@@ -221,50 +200,23 @@ class TowersOfStep:
         return loss
 
     def one(self, total: Weighted) -> Weighted:
-        """The one loss.
-
-        Args:
-          total: All towers' addends, added.
-
-        Returns:
-          ``Weighted``, of weight 1 under ``SUM`` of several towers.
-        """
+        """The one loss."""
         if self.reduction is LossReduction.SUM and self.axes.num_towers > 1:
             return Weighted(total.sum, jnp.ones_like(total.sum))
         return total
 
     def remember(self, loss: Any, total: Weighted) -> None:
-        """Note that a loss has been reduced.
-
-        Args:
-          loss: The tower's, as the optimizer was given it.
-          total: The one loss.
-        """
+        """Note that a loss has been reduced."""
         if self.reduced is not None:
             self.reduced.append(ReducedLoss(loss, total, get_opaque_trace_state()))
 
     def total_of(self, loss: Any) -> Weighted | None:
-        """The one loss of a loss that an optimizer has reduced already.
-
-        Args:
-          loss: What the model function returned.
-
-        Returns:
-          The one loss; None where it has to be reduced.
-        """
+        """The one loss of a loss that an optimizer has reduced already."""
         found = [x.total for x in self.reduced or () if x.is_of(loss)]
         return found[0] if found else None
 
     def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
-        """All towers' values, from inside a tower; the same on each.
-
-        Args:
-          added: This tower's arrays, to be added.
-          gathered: This tower's arrays, to be laid side by side.
-
-        Returns:
-          ``(sums, values)``, the second with leaves ``[T, ...]``.
-        """
+        """All towers' values, from inside a tower; the same on each."""
         added, gathered = jax.tree.map(jnp.asarray, (added, gathered))
         if self.meeting is not None:
             return self.meeting.meet(added, gathered)
@@ -280,8 +232,10 @@ class TowersOfStep:
 _BARE = (
     "model_fn returned a bare scalar as its loss, which does not say how towers of"
     " unequal weight share it, and loss_reduction={reduction!r} is exact. Return"
-    " tj.Weighted.mean(losses, tower.weight) or tj.compute_weighted_loss(losses,"
-    " weights, valid=tower.weight); or say loss_reduction=tj.LossReduction.SUM (the"
+    " tj.Weighted.mean(losses, tower.weight) or"
+    " tj.estimator.compute_weighted_loss(losses,"
+    " weights, valid=tower.weight); or say"
+    " loss_reduction=tj.estimator.LossReduction.SUM (the"
     " total of the towers' losses) or MEAN (the mean of the towers' losses);"
     " compat='tf1' divides by the number of towers."
 )

@@ -14,15 +14,17 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
+from towerjax.collectives.rows_over_towers import reduce_stacked_rows
+from towerjax.collectives.sparse_rows import IndexedRows, is_rows, map_values
 from towerjax.estimator.losses import TowersOfStep
-from towerjax.outputs import as_tower_output, widened
-from towerjax.sparse.gradient import Selection, sparse_value_and_grad
-from towerjax.sparse.over_towers import reduce_stacked_rows
-from towerjax.sparse.rows import IndexedRows, is_rows, map_values
-from towerjax.sparse.update import update_with_rows
-from towerjax.state import TrainState
-from towerjax.types import PyTree, Reduction, Weighted
-from towerjax.update import checked_like
+from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
+from towerjax.layers.sparse.update import update_with_rows
+from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
+from towerjax.step.optimizers import given_loss
+from towerjax.step.state import TrainState
+from towerjax.step.update import checked_like
+from towerjax.towers.outputs import as_tower_output, widened
+from towerjax.types import PyTree, Reduction
 
 
 @jax.tree_util.register_dataclass
@@ -42,15 +44,7 @@ class TowerOptimizerState:
 
 
 def in_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
-    """The tree in which each `TowerOptimizerState` says which towers it runs in.
-
-    Args:
-      tree: Any pytree.
-      towers: The towers; None for a state outside of towers.
-
-    Returns:
-      The tree.
-    """
+    """The tree in which each `TowerOptimizerState` says which towers it runs in."""
 
     def bound(x: Any) -> Any:
         return dataclasses.replace(x, towers=towers) if _is_state(x) else x
@@ -60,6 +54,28 @@ def in_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
 
 def _is_state(x: Any) -> bool:
     return isinstance(x, TowerOptimizerState)
+
+
+def _transformation(optimizer: Any) -> optax.GradientTransformation:
+    """What is wrapped, or what a function that is passed makes."""
+    is_made = isinstance(optimizer, optax.GradientTransformation)
+    made = optimizer if is_made or not callable(optimizer) else optimizer()
+    if isinstance(made, TowerOptimizer):
+        raise ValueError(
+            "TowerOptimizer got a TowerOptimizer, which would reduce gradients"
+            " twice. Wrap the optimizer once."
+        )
+    if isinstance(made, optax.MultiSteps):
+        raise ValueError(
+            "TowerOptimizer got an optax.MultiSteps; give it"
+            " optax.MultiSteps(...).gradient_transformation()."
+        )
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(
+            f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
+            " optax.adam(1e-3), or a function that returns one."
+        )
+    return made
 
 
 class TowerOptimizer(optax.GradientTransformationExtraArgs):
@@ -97,33 +113,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         lazy: bool = False,
     ) -> "TowerOptimizer":
-        """Wrap the optimizer.
-
-        Args:
-          optimizer: Any optax transformation, or a function without arguments that
-            makes one.
-          lazy: For gradients that are ``IndexedRows``: update moments, and decay
-            weights, only of the rows in them; see ``tj.update_with_rows``.
-
-        Raises:
-          ValueError: It is neither, or a `TowerOptimizer`, which would reduce twice.
-        """
-        made = optimizer
-        if callable(optimizer) and not isinstance(
-            optimizer, optax.GradientTransformation
-        ):
-            made = optimizer()
-        if isinstance(made, cls):
-            raise ValueError(
-                "TowerOptimizer got a TowerOptimizer, which would reduce gradients"
-                " twice. Wrap the optimizer once."
-            )
-        if not isinstance(made, optax.GradientTransformation):
-            raise ValueError(
-                f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
-                " optax.adam(1e-3), or a function that returns one."
-            )
-        inner = optax.with_extra_args_support(made)
+        """Wrap the optimizer."""
+        inner = given_loss(_transformation(optimizer))
 
         def init(params: PyTree) -> Any:
             return TowerOptimizerState(inner.init(params))
@@ -169,7 +160,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           params: Floating arrays.
           has_aux: Does ``loss_fn`` return something besides?
           sparse: The leaves whose gradient shall be ``IndexedRows`` of the rows that
-            were looked up, as for ``tj.sparse_value_and_grad``.
+            were looked up, as for ``tj.sparse.sparse_value_and_grad``.
 
         Returns:
           ``(loss, grads)``, or ``((loss, aux), grads)``. Hand the loss to
@@ -293,6 +284,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
 def _sum_of(loss: Any) -> jax.Array:
     """What is differentiated: the sum of a ``Weighted``, or the scalar."""
+    if isinstance(loss, Means):
+        raise UnknownWeights
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 

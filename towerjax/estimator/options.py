@@ -1,11 +1,12 @@
 """How is a model function to be replicated? The options, checked."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.whereabouts import VariablePlacement
-from towerjax.shard import Remainder, check_remainder
+from towerjax.types.options import check_flag, check_whole
 
 Compat = Literal["tf1"]
 
@@ -19,7 +20,7 @@ class ModelOptions:
     remainder: Remainder
     compat: Compat | None
     donate: bool
-    max_programs: int
+    max_programs: int | None
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -28,10 +29,21 @@ class ModelOptions:
         if not isinstance(self.variable_placement, VariablePlacement):
             raise ValueError(
                 f"variable_placement={self.variable_placement!r} is none; write"
-                " tj.VariablePlacement.MIRRORED, ON_ONE_DEVICE or ROUND_ROBIN."
+                " tj.estimator.VariablePlacement.MIRRORED, ON_ONE_DEVICE or"
+                " ROUND_ROBIN."
             )
         if self.compat not in (None, *get_args(Compat)):
             raise ValueError(f"compat={self.compat!r} must be None or 'tf1'.")
-        number = self.max_programs
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"max_programs={number!r} must be a whole number >= 1.")
+        check_flag("donate", self.donate)
+        if self.max_programs is not None:
+            check_whole("max_programs", self.max_programs)
+
+
+def check_whole_state(strategy: Any) -> None:
+    """Raise where a strategy shards the state, which towers of a model update."""
+    if strategy.state != "mirrored":
+        raise ValueError(
+            f"state={strategy.state!r} is of steps of build_train_step and build_step,"
+            " whose update is made of global values; a model function updates on its"
+            " towers. Give it a strategy with state='mirrored'."
+        )

@@ -7,51 +7,45 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from towerjax.collectives.sparse_rows import num_rows
+from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.estimator.arguments import ModelFn
 from towerjax.estimator.in_turn import Meeting, met_in_turn
 from towerjax.estimator.losses import LossReduction, TowersOfStep
 from towerjax.estimator.optimizer import in_towers
 from towerjax.estimator.rows import checked_rows, joined_rows
 from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.executors import over_local_towers_sharing
+from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
-from towerjax.placement import TowerAxes
-from towerjax.program import Recipe
-from towerjax.sparse import num_rows
-from towerjax.state import TrainState
-from towerjax.strategies import Strategy
-from towerjax.tower import TowerInputs
-from towerjax.tower_local import (
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.recipe import Recipe, Stage
+from towerjax.step.state import BATCH_LAYOUT, TrainState
+from towerjax.step.update import checked_like
+from towerjax.towers.local_towers import over_local_towers_sharing
+from towerjax.towers.strategies import Strategy
+from towerjax.towers.tower import TowerInputs
+from towerjax.towers.tower_local import (
     is_local,
     layouts_of,
     local_values,
     read_local_over_towers,
 )
-from towerjax.types import Layout, PyTree, Weighted
-from towerjax.update import checked_like
+from towerjax.types import Layout, PyTree
 
-WRAP = """Please wrap optimizers with TowerOptimizer: tj.TowerOptimizer(optax.sgd(0.1)),
-with its state among the variables, reduces gradients over towers before it updates.
+WRAP = """Please wrap optimizers with TowerOptimizer:
+tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
+reduces gradients over towers before it updates.
 Other variables that towers change on their own: make them tj.TowerLocal, or reduce them
 with tower.reduce(tj.Reduction.MEAN, value)."""
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hooks:
     """The hooks of a traced spec, as a pytree node without leaves."""
 
     hooks: tuple[Callable[..., Any], ...]
-
-    def tree_flatten(self) -> tuple[tuple[()], "Hooks"]:
-        """No leaves; the object itself."""
-        return (), self
-
-    @classmethod
-    def tree_unflatten(cls, aux: "Hooks", children: Any) -> "Hooks":
-        """The object itself."""
-        return aux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +71,11 @@ class ModelPass:
     wanted: tuple[str, ...]
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
-        """The pass as each device runs it.
+        """The pass as each device runs it."""
 
-        Args:
-          axes: The axes that the towers meet over.
-
-        Returns:
-          ``(variables, batch, num_valid) -> (train_op, loss, eval_metrics, predictions,
-          export_outputs, hooks)``.
-        """
-
-        def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
+        def run(variables: PyTree, *batch: PyTree) -> Any:
             towers = self._of(axes)
-            values = (variables, batch, num_valid)
-            own, mirrored, spec = self._towers(towers, *values, reuse=True)
+            own, mirrored, spec = self._towers(towers, variables, *batch, reuse=True)
             merged = merged_over_towers(towers.ops, own.sums, axes)
             total = mirrored.total
             if "loss" in merged:
@@ -112,18 +97,10 @@ class ModelPass:
         return run
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's values in which padded rows would count.
+        """A device's values in which padded rows would count."""
 
-        Args:
-          axes: One tower a device.
-
-        Returns:
-          ``(variables, batch, num_valid) -> {"loss": ..., ...}``, leaves ``[1, ...]``.
-        """
-
-        def run(variables: PyTree, batch: PyTree, num_valid: jax.Array) -> Any:
-            values = (variables, batch, num_valid)
-            own, mirrored, _ = self._towers(self._of(axes), *values, reuse=False)
+        def run(*args: PyTree) -> Any:
+            own, mirrored, _ = self._towers(self._of(axes), *args, reuse=False)
             train_op = jax.tree.map(lambda x: x[None], mirrored.variables)
             if train_op is not None:
                 train_op = _joined(train_op, own.local or [])
@@ -142,15 +119,14 @@ class ModelPass:
         variables: PyTree,
         batch: PyTree,
         num_valid: jax.Array,
+        shared: list[PyTree],
         *,
         reuse: bool,
     ) -> tuple["_Own", "_Mirrored", ModelSpec]:
         """What this device's towers have of their own, and in common, ``[k, ...]``."""
         axes, traced = towers.axes, []
         inputs, local = self._inputs(axes, variables), self._local(variables, towers)
-        rows = jax.tree.map(
-            lambda x: x.reshape((axes.num_local, -1) + x.shape[1:]), batch
-        )
+        rows = rows_of_towers(batch, axes.num_local)
 
         def tower_fn(
             tower_id: jax.Array, own: PyTree, meeting: Meeting | None
@@ -163,6 +139,7 @@ class ModelPass:
             size = num_rows(rows)
             values = local_values(seen.local) if isinstance(seen, TrainState) else None
             tower = inputs.tower(tower_id, values, num_valid, size)
+            rows = with_shared(rows, shared)
             spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
             traced[:] = [spec]
             train_op, local = self._next(spec, seen)
@@ -183,7 +160,9 @@ class ModelPass:
 
     def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
         if isinstance(variables, TrainState):
-            return TowerInputs(self.strategy, axes, variables.step, variables.rng)
+            return TowerInputs(
+                self.strategy, axes, variables.step, variables.rng, variables.extra
+            )
         return TowerInputs(self.strategy, axes)
 
     def _local(self, variables: PyTree, towers: TowersOfStep) -> list[Any]:
@@ -238,24 +217,14 @@ class ModelPass:
 def one_call_recipe(
     model_pass: ModelPass, variables: PyTree, *, donate: bool
 ) -> Recipe:
-    """The recipe of one call of a replicated model.
-
-    Args:
-      model_pass: The model function in one mode.
-      variables: Arrays or shapes, for their tree.
-      donate: May the next variables take over the buffers of these?
-
-    Returns:
-      A ``Recipe``: ``(variables, batch, num_valid)``.
-    """
+    """The recipe of one call of a replicated model."""
     layouts, trains = layouts_of(variables), "train_op" in model_pass.wanted
     outputs = dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
-    return Recipe(
+    stage = Stage(
         model_pass.on_device,
         {
             "variables": layouts,
-            "batch": Layout.PER_TOWER,
-            "num_valid": Layout.PER_TOWER,
+            **BATCH_LAYOUT,
         },
         {
             "train_op": layouts if trains else Layout.MIRRORED,
@@ -264,11 +233,11 @@ def one_call_recipe(
             **outputs,
             "hooks": Layout.MIRRORED,
         },
-        donate=donate and trains,
         counted=None if model_pass.mode is Mode.PREDICT else model_pass.counted,
         advice=WRAP,
         proved_alone=False,
     )
+    return Recipe.of(stage, donate=donate and trains)
 
 
 @jax.tree_util.register_dataclass

@@ -3,50 +3,22 @@
 import collections
 import contextlib
 from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
+from towerjax.data import feed
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
+from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.steps import ModelStep
 from towerjax.estimator.train import check_model, check_variables
-from towerjax.input import feed
-from towerjax.input.placer import PlacedBatch
-from towerjax.state import TrainState
-from towerjax.types import PyTree
-
-
-class PredictStep(Protocol):
-    """A prediction as `predict` drives it; `build_predict_step` makes one."""
-
-    def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """A batch on the devices of its towers; called by a thread.
-
-        Args:
-          batch: ``{"features": ...}``, or one that is placed already.
-        """
-        ...
-
-    def __call__(self, variables: Any, batch: PlacedBatch, /) -> Any:
-        """The outputs of the examples ``[B, ...]``, in order, without padding."""
-        ...
-
-
-class PredictingModel(Protocol):
-    """A model as `predict` uses it."""
-
-    def predict_step(self, *, params: Any = None, config: Any = None) -> PredictStep:
-        """The step that predicts; keeps its variables.
-
-        Args:
-          params: Given only where it is not None.
-          config: Given only where it is not None.
-        """
-        ...
+from towerjax.step.state import TrainState
+from towerjax.types.options import check_flag, check_whole
 
 
 def predict(
-    model: PredictingModel,
+    model: ReplicatedModel,
     variables: TrainState,
     data: Data,
     *,
@@ -64,7 +36,8 @@ def predict(
     and closes what a function of data made.
 
     Args:
-      model: Gives the step; see `PredictingModel`.
+      model: As `replicate_model_fn` returns it, or another that has its
+        ``predict_step``.
       variables: Kept.
       data: Batches of features, or ``(features, labels)``, whose labels are left
         out; a function that returns such an iterable; or a `DistributedDataset`.
@@ -86,8 +59,9 @@ def predict(
       >>> import numpy as np, optax, towerjax as tj
       >>> def model_fn(variables, features, labels, mode):
       ...     predictions = {"twice": variables.params * features}
-      ...     return tj.ModelSpec(mode, predictions=predictions)
-      >>> model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
+      ...     return tj.estimator.ModelSpec(mode, predictions=predictions)
+      >>> two = tj.Mirrored(towers=2)
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
       >>> variables = tj.TrainState.create(np.float32(2), optax.sgd(0.1))
       >>> data = tj.batches(np.arange(5, dtype=np.float32), 4)
       >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
@@ -95,8 +69,9 @@ def predict(
     """
     check_model("predict", model, "predict_step")
     check_variables("predict", variables)
-    feed.check_whole("prefetch", prefetch, 0)
-    feed.check_whole("in_flight", in_flight, 1)
+    check_flag("per_example", per_example)
+    check_whole("prefetch", prefetch, 0)
+    check_whole("in_flight", in_flight, 1)
     passes = Passes("data", data, with_labels=False)
     depth = 0 if passes.prefetches else prefetch
     given = where_given(params=params, config=config)
@@ -105,7 +80,7 @@ def predict(
 
 
 def _outputs(
-    step: PredictStep, variables: TrainState, passes: Passes, depth: int, in_flight: int
+    step: ModelStep, variables: TrainState, passes: Passes, depth: int, in_flight: int
 ) -> Generator[Any, None, None]:
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None

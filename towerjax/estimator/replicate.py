@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from towerjax.checking import Check
-from towerjax.compiled_step import StepOptions
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.options import Compat, ModelOptions
+from towerjax.estimator.options import Compat, ModelOptions, check_whole_state
 from towerjax.estimator.pipeline import ModelPass, one_call_recipe
 from towerjax.estimator.rows import cut_padding
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
@@ -22,12 +22,12 @@ from towerjax.estimator.whereabouts import (
     kept,
     spread,
 )
-from towerjax.input.placer import PlacedBatch, Placer
-from towerjax.pipeline import OnNonfinite
-from towerjax.placement import on_every_process
-from towerjax.program import Program, Runner
-from towerjax.shard import Remainder
-from towerjax.strategies import Mirrored, Strategy
+from towerjax.mesh.placement import on_every_process
+from towerjax.step.checking import Check
+from towerjax.step.compiled_step import StepOptions
+from towerjax.step.engine import OnNonfinite
+from towerjax.step.program import Program, Runner
+from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.types import PyTree
 
 _PARTS = {
@@ -215,7 +215,7 @@ class ReplicatedModel:
         return self._steps.setdefault(key, ModelTrainStep(model_pass, policy, options))
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
-        """The evaluation step, for ``tj.evaluate_all``.
+        """The evaluation step, for ``tj.evaluate``.
 
         Args:
           params: As for a call.
@@ -336,7 +336,7 @@ def replicate_model_fn(
     remainder: Remainder = "pad",
     compat: Compat | None = None,
     donate: bool = False,
-    max_programs: int = 8,
+    max_programs: int | None = None,
 ) -> ReplicatedModel:
     """The model function on all devices: called as it is, with the global batch.
 
@@ -361,7 +361,7 @@ def replicate_model_fn(
       compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
         the towers' losses by the number of towers, and classes are stacked.
       donate: May ``train_op`` take over the buffers of ``variables``?
-      max_programs: How many kinds of batch may compile for each mode.
+      max_programs: How many kinds of batch may compile for each mode; None: 8.
 
     Returns:
       A `ReplicatedModel`.
@@ -372,16 +372,16 @@ def replicate_model_fn(
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
-      >>> optimizer = tj.TowerOptimizer(optax.sgd(0.1))
+      >>> optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
       >>> def model_fn(variables, features, labels, mode, tower):
       ...     def loss_fn(w):
       ...         return tj.Weighted.mean((w * features - labels) ** 2, tower.weight)
       ...     loss, train_op = optimizer.minimize(loss_fn, variables)
-      ...     return tj.ModelSpec(mode, loss=loss, train_op=train_op)
+      ...     return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
       >>> model = replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
       >>> variables = tj.TrainState.create(np.float32(0), optimizer)
       >>> x, y = np.ones(3, np.float32), np.array([1, 2, 6], np.float32)
-      >>> spec = model(variables, x, y, tj.Mode.TRAIN)
+      >>> spec = model(variables, x, y, tj.estimator.Mode.TRAIN)
       >>> round(float(spec.loss.value), 4), round(float(spec.train_op.params), 4)
       (13.6667, 0.6)
 
@@ -391,10 +391,7 @@ def replicate_model_fn(
     options = ModelOptions(
         loss_reduction, variable_placement, remainder, compat, donate, max_programs
     )
-    if devices is None:
-        strategy: Strategy = Mirrored()
-    elif isinstance(devices, Strategy):
-        strategy = devices
-    else:
-        strategy = Mirrored(devices=devices)
+    is_one = isinstance(devices, Strategy)
+    strategy = devices if is_one else Mirrored(devices=devices)
+    check_whole_state(strategy)
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import end_to_end, refuse_sparse
 from towerjax.estimator.spec import ClassificationOutput
-from towerjax.input.placer import PlacedBatch
 from towerjax.types import PyTree, named_leaves
 
 
@@ -28,19 +29,9 @@ def _of_rows(outputs: PyTree, stacked_classes: bool) -> PyTree:
 
 
 def checked_rows(outputs: PyTree, rows: int, *, stacked_classes: bool) -> PyTree:
-    """One tower's outputs, once each leaf has rows for each of the tower's rows.
-
-    Args:
-      outputs: Name of a part -> its tree.
-      rows: ``b``, how many rows the tower has.
-      stacked_classes: Are the classes of a classification stacked, not joined?
-
-    Returns:
-      The outputs as arrays.
-
-    Raises:
-      ValueError: A leaf has another number of rows; names every such leaf.
-    """
+    """One tower's outputs, once each leaf has rows for each of the tower's rows."""
+    for part, tree in outputs.items():
+        refuse_sparse(tree, part)
     of_rows = _of_rows(outputs, stacked_classes)
     bad = [
         f"{name} has shape {jnp.shape(x)}"
@@ -57,21 +48,10 @@ def checked_rows(outputs: PyTree, rows: int, *, stacked_classes: bool) -> PyTree
 
 
 def joined_rows(outputs: PyTree, *, stacked_classes: bool) -> PyTree:
-    """The outputs of a device's towers, end to end.
-
-    Args:
-      outputs: Leaves ``[k, r, ...]``.
-      stacked_classes: As for `checked_rows`.
-
-    Returns:
-      Leaves ``[k r, ...]``; stacked classes stay ``[k, ...]``.
-    """
-
-    def join(x: jax.Array) -> jax.Array:
-        return x.reshape((-1, *x.shape[2:]))
+    """The outputs of a device's towers, end to end."""
 
     def one(x: Any) -> Any:
-        joined = jax.tree.map(join, x)
+        joined = end_to_end(x)
         if stacked_classes and _is_classification(x) and x.classes is not None:
             return dataclasses.replace(joined, classes=x.classes)
         return joined
@@ -82,16 +62,7 @@ def joined_rows(outputs: PyTree, *, stacked_classes: bool) -> PyTree:
 def cut_padding(
     outputs: PyTree, batch: PlacedBatch, *, stacked_classes: bool
 ) -> PyTree:
-    """The outputs of the examples alone.
-
-    Args:
-      outputs: Leaves of ``m`` rows for each of the batch's rows.
-      batch: The batch that they are of.
-      stacked_classes: As for `checked_rows`.
-
-    Returns:
-      The outputs; by way of the host where there was padding.
-    """
+    """The outputs of the examples alone."""
     if not batch.padded:
         return outputs
     # On the devices a slice would compile for every new size.

@@ -129,8 +129,8 @@ class ModelSpec:
         ``tj.metrics``.
       export_outputs: Name -> `PredictOutput`, `RegressionOutput` or
         `ClassificationOutput`.
-      hooks: Functions ``(step number, metrics)`` that ``tj.train_and_evaluate`` calls
-        after each step, with host values.
+      hooks: Functions ``(step number, metrics)`` that
+        ``tj.estimator.train_and_evaluate`` calls after each step, with host values.
 
     Raises:
       ValueError: What the mode needs is missing, or a part is not what it must be.
@@ -165,12 +165,15 @@ class ModelSpec:
                 " anyway; give yours another name."
             )
         outputs = self.export_outputs
-        _check_mapping("export_outputs", outputs, "{'serving': tj.PredictOutput(...)}")
+        _check_mapping(
+            "export_outputs", outputs, "{'serving': tj.estimator.PredictOutput(...)}"
+        )
         for name, output in (outputs or {}).items():
             if not isinstance(output, ExportOutput):
                 raise ValueError(
                     f"export_outputs[{name!r}] is a {type(output).__name__}; write"
-                    " tj.PredictOutput, tj.RegressionOutput or tj.ClassificationOutput."
+                    " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
+                    " tj.estimator.ClassificationOutput."
                 )
         if callable(self.hooks) or not all(map(callable, self.hooks)):
             raise ValueError(
@@ -200,17 +203,11 @@ _NEEDED = {
 
 
 def check_mode(mode: Any) -> None:
-    """Raise unless it is a `Mode`.
-
-    Args:
-      mode: What the caller passed.
-
-    Raises:
-      ValueError: It is something else.
-    """
+    """Raise unless it is a `Mode`."""
     if not isinstance(mode, Mode):
         raise ValueError(
-            f"mode={mode!r} is not a mode; write tj.Mode.TRAIN, EVAL or PREDICT."
+            f"mode={mode!r} is not a mode; write tj.estimator.Mode.TRAIN, EVAL or"
+            f" PREDICT."
         )
 
 

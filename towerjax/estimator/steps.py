@@ -7,17 +7,21 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from towerjax.compiled_step import CompiledStep, StepOptions
+from towerjax.data.placer import PlacedBatch
 from towerjax.estimator.pipeline import WRAP, ModelPass
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.whereabouts import VariablePlacement, kept, spread
-from towerjax.input.placer import PlacedBatch
+from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import compute
-from towerjax.pipeline import OnNonfinite, one_step_recipe
-from towerjax.placement import TowerAxes
-from towerjax.state import TrainState, split_state
-from towerjax.types import PyTree, Weighted
-from towerjax.update import accept_or_keep
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.checking import Check, checked
+from towerjax.step.compiled_step import CompiledStep, StepOptions
+from towerjax.step.engine import IN_LAYOUTS, OUT_LAYOUTS, OnNonfinite
+from towerjax.step.given_state import check_is_state
+from towerjax.step.recipe import Recipe, Stage
+from towerjax.step.state import TrainState, split_state
+from towerjax.step.update import accept_or_keep
+from towerjax.types import Layout, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,26 +39,17 @@ class ModelPipeline:
     traced_hooks: list[Callable[..., Any]] = dataclasses.field(compare=False)
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
-        """The step as each device runs it.
-
-        Args:
-          axes: The axes that the towers meet over.
-
-        Returns:
-          ``(carry, clock, batch, num_valid) -> (carry, now, metrics, finite)``; ``now``
-          is the next clock: a refused step has its number and its key too.
-        """
+        """The step as each device runs it."""
         whole = self.model_pass.on_device(axes)
 
         def step(
             carry: dict[str, Any],
             clock: dict[str, Any],
-            batch: PyTree,
-            num_valid: jax.Array,
+            *batch: PyTree,
         ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], jax.Array]:
             def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
                 state = TrainState(**carry, **clock)
-                after, loss, metrics, _, _, hooks = whole(state, batch, num_valid)
+                after, loss, metrics, _, _, hooks = whole(state, *batch)
                 self.traced_hooks[:] = hooks.hooks
                 weight = loss.weight if isinstance(loss, Weighted) else jnp.float32(1)
                 value = loss.value if isinstance(loss, Weighted) else loss
@@ -73,18 +68,11 @@ class ModelPipeline:
         return step
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's values in which padded rows would count.
-
-        Args:
-          axes: One tower a device.
-
-        Returns:
-          ``(carry, clock, batch, num_valid) -> {"loss": ..., ...}``.
-        """
+        """A device's values in which padded rows would count."""
         of_state = self.model_pass.counted(axes)
 
-        def run(carry: Any, clock: Any, batch: PyTree, num_valid: jax.Array) -> Any:
-            return of_state(TrainState(**carry, **clock), batch, num_valid)
+        def run(carry: Any, clock: Any, *batch: PyTree) -> Any:
+            return of_state(TrainState(**carry, **clock), *batch)
 
         return run
 
@@ -103,25 +91,17 @@ class ModelTrainStep(CompiledStep):
         self._hooks: list[Callable[..., Any]] = []
         pipeline = ModelPipeline(model_pass, options.on_nonfinite, self._hooks)
         _refuse_nonfinite_check(options)
-        recipe = one_step_recipe(pipeline, donate=options.donate, check=options.check)
-        recipe = dataclasses.replace(recipe, advice=WRAP, proved_alone=False)
+        recipe = Recipe.of(_stage(pipeline, options.check), donate=options.donate)
         super().__init__(recipe, model_pass.strategy, options)
         self._policy = policy
 
     def start(self, state: TrainState) -> TrainState:
-        """The state to start a loop from, where the step wants it.
-
-        Args:
-          state: As the model's ``init`` returned it, or a step; or of host arrays, or
-            from other devices, which are copied.
-
-        Returns:
-          The state.
-
-        Raises:
-          ValueError: It is no ``TrainState``, or was made for another number of towers.
-        """
-        _check_is_state(state)
+        """The state to start a loop from, where the step wants it."""
+        check_is_state(
+            state,
+            "model.init(tj.TrainState.create(params, optimizer)); a model called by"
+            " itself takes any tree.",
+        )
         return kept(self._spread(state), self.strategy.placement, self._policy)
 
     @property
@@ -129,43 +109,14 @@ class ModelTrainStep(CompiledStep):
         """The hooks that the model function returned, once a step is traced."""
         return tuple(self._hooks)
 
-    def check_state(self, state: Any) -> None:
-        """Raise unless it is a ``TrainState`` for these towers.
-
-        Args:
-          state: What was passed to the loop.
-
-        Raises:
-          ValueError: It is not.
-        """
-        _check_is_state(state)
-        if self._policy is VariablePlacement.MIRRORED:
-            super().check_state(state)
-
     def program(self, state: TrainState, batch: PyTree) -> Any:
-        """The compiled program for such a batch; compiles it if need be.
-
-        Args:
-          state: The state.
-          batch: A global batch, or one placed before.
-
-        Returns:
-          A ``Program``.
-        """
+        """The compiled program for such a batch; compiles it if need be."""
         return super().program(self._spread(state), batch)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], Any]:
-        """The step, without looking at whether its loss was finite.
-
-        Args:
-          state: The state; donated.
-          batch: A placed batch, or several stacked.
-
-        Returns:
-          ``(state, metrics, guarded)``, as a train step does.
-        """
+        """The step, without looking at whether its loss was finite."""
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
         after, metrics, guarded = super().dispatch(self._spread(state), batch)
@@ -173,6 +124,24 @@ class ModelTrainStep(CompiledStep):
 
     def _spread(self, state: TrainState) -> TrainState:
         return spread(state, self.strategy.placement, self._policy)
+
+
+def _stage(pipeline: ModelPipeline, check: Check | None) -> Stage:
+    out_layouts, on_device = dict(OUT_LAYOUTS), pipeline.on_device
+    if check is not None:
+        out_layouts["found"] = Layout.MIRRORED
+
+        def on_device(axes: TowerAxes) -> Callable[..., Any]:
+            return checked(pipeline.on_device(axes), check, axes)
+
+    return Stage(
+        on_device,
+        IN_LAYOUTS,
+        out_layouts,
+        counted=pipeline.counted,
+        advice=WRAP,
+        proved_alone=False,
+    )
 
 
 def _refuse_nonfinite_check(options: StepOptions) -> None:
@@ -183,25 +152,11 @@ def _refuse_nonfinite_check(options: StepOptions) -> None:
         )
 
 
-def _check_is_state(state: Any) -> None:
-    if not isinstance(state, TrainState):
-        raise ValueError(
-            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
-            " model.init(tj.TrainState.create(params, optimizer)); a model called by"
-            " itself takes any tree."
-        )
-
-
 class RunsModes(Protocol):
     """A replicated model, as far as its steps call it."""
 
     def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
-
-        Args:
-          batch: ``{"features": ..., "labels": ...}``.
-          mode: The mode.
-        """
+        """The batch checked, padded or cut, and placed with its towers."""
         ...
 
     def run(
@@ -213,16 +168,7 @@ class RunsModes(Protocol):
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """The wanted parts of the global spec.
-
-        Args:
-          variables: As for the model.
-          batch: A placed batch.
-          mode: The mode.
-          wanted: Names of the parts.
-          params: As for the model.
-          config: As for the model.
-        """
+        """The wanted parts of the global spec."""
         ...
 
 
@@ -245,29 +191,11 @@ class ModelStep:
     config: Any
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
-
-        Args:
-          batch: A global batch.
-
-        Returns:
-          A ``PlacedBatch``.
-
-        Raises:
-          ValueError: The batch is malformed, or does not divide.
-        """
+        """The batch checked, padded or cut, and placed with its towers."""
         return self.model.place_batch(batch, self.mode)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
-        """The metrics with the loss, mergeable; or the predictions.
-
-        Args:
-          variables: As for the model.
-          batch: A global batch, or one placed before.
-
-        Returns:
-          Name -> metric state, or name -> rows.
-        """
+        """The metrics with the loss, mergeable; or the predictions."""
         placed = self.place_batch(batch)
         spec = self.model.run(
             variables, placed, self.mode, self.wanted, self.params, self.config

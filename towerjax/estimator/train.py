@@ -1,98 +1,34 @@
 """How is a model trained and evaluated from start to end? In one call."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from towerjax.checkpoint.options import Checkpointer
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
+from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.loop.checkpoint.options import Checkpointer
 from towerjax.loop.history import History
+from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.records import Writer
-from towerjax.loop.run import Hook, run
-from towerjax.loop.steps import EvaluationStep, LoopStep
+from towerjax.loop.run import run
 from towerjax.loop.stopping import Best, EarlyStopping
-from towerjax.pipeline import OnNonfinite
-from towerjax.state import TrainState
-
-
-class TrainStepWithHooks(LoopStep, Protocol):
-    """The train step of a model: as `LoopStep`, and with the model's own hooks."""
-
-    def start(self, state: TrainState) -> TrainState:
-        """The state to start from, on the devices.
-
-        Args:
-          state: What `train_and_evaluate` was given.
-        """
-        ...
-
-    @property
-    def hooks(self) -> Sequence[Hook]:
-        """What the model asked to be called for each step; complete once one ran."""
-        ...
-
-
-class TrainableModel(Protocol):
-    """A model as `train_and_evaluate` uses it.
-
-    Its steps take batches ``{"features": ..., "labels": ...}``, without labels where
-    there are none.
-    """
-
-    def train_step(
-        self,
-        *,
-        params: Any = None,
-        config: Any = None,
-        on_nonfinite: OnNonfinite = "raise",
-    ) -> TrainStepWithHooks:
-        """The step that trains; takes over the buffers of its state.
-
-        Args:
-          params: Given only where it is not None.
-          config: Given only where it is not None.
-          on_nonfinite: Given only where it is not ``"raise"``.
-        """
-        ...
-
-    def eval_step(self, *, params: Any = None, config: Any = None) -> EvaluationStep:
-        """The step that evaluates; ``"loss"`` is among its metrics.
-
-        Args:
-          params: Given only where it is not None.
-          config: Given only where it is not None.
-        """
-        ...
+from towerjax.step.engine import OnNonfinite
+from towerjax.step.state import TrainState
+from towerjax.types import PyTree
 
 
 def check_model(what: str, model: Any, method: str) -> None:
-    """Raise unless the model has what it is used for.
-
-    Args:
-      what: Who was given it.
-      model: It.
-      method: The name of the method that is called.
-
-    Raises:
-      ValueError: It has none.
-    """
+    """Raise unless the model has what it is used for."""
     if not hasattr(model, method):
         raise ValueError(
             f"{what}: model is a {type(model).__name__}, which has no {method}(). Make"
-            " it of a model function: model = tj.replicate_model_fn(model_fn)."
+            " it of a model function: model ="
+            " tj.estimator.replicate_model_fn(model_fn)."
         )
 
 
 def check_variables(what: str, variables: Any) -> None:
-    """Raise unless the variables are a ``TrainState``.
-
-    Args:
-      what: Who was given them.
-      variables: Them.
-
-    Raises:
-      ValueError: They are something else.
-    """
+    """Raise unless the variables are a ``TrainState``."""
     if not isinstance(variables, TrainState):
         raise ValueError(
             f"{what}: variables is a {type(variables).__name__}, but steps are counted,"
@@ -103,7 +39,7 @@ def check_variables(what: str, variables: Any) -> None:
 
 
 def train_and_evaluate(
-    model: TrainableModel,
+    model: ReplicatedModel,
     train_data: Data,
     eval_data: Data | None = None,
     *,
@@ -111,10 +47,11 @@ def train_and_evaluate(
     steps: int | None = None,
     epochs: int | None = None,
     eval_every: int | None = None,
+    eval_params: Callable[[TrainState], PyTree] | None = None,
     early_stopping: EarlyStopping | None = None,
     best: Best | None = None,
     writers: Sequence[Writer] = (),
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Hook | WithState] = (),
     progress: bool | None = None,
     prefetch: int = 2,
     in_flight: int = 2,
@@ -132,7 +69,8 @@ def train_and_evaluate(
     numbers go on from ``variables.step``; data begins anew with each call.
 
     Args:
-      model: Gives the steps; see `TrainableModel`.
+      model: As `replicate_model_fn` returns it, or another that has its
+        ``train_step`` and ``eval_step``.
       train_data: Batches ``(features, labels)``, of which labels may be None; what
         is not a tuple of two is features. An iterable, a function that returns
         one, called once an epoch, or a `DistributedDataset`.
@@ -143,6 +81,7 @@ def train_and_evaluate(
       epochs: How many passes to do.
       eval_every: Evaluate after each step whose number is a multiple, and at the
         end; None only at the end.
+      eval_params: As in `run`; of a model that evaluates variables, it returns those.
       early_stopping: As in `run`.
       best: As in `run`; with ``restore=True`` the best variables are returned.
       writers: As in `run`.
@@ -170,13 +109,14 @@ def train_and_evaluate(
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
-      >>> optimizer = tj.TowerOptimizer(optax.sgd(0.25))
+      >>> optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.25))
       >>> def model_fn(variables, features, labels, mode, tower):
       ...     def loss_fn(w):
       ...         return tj.Weighted.mean((w - features) ** 2, tower.weight)
       ...     loss, train_op = optimizer.minimize(loss_fn, variables)
-      ...     return tj.ModelSpec(mode, loss=loss, train_op=train_op)
-      >>> model = tj.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=2))
+      ...     return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+      >>> two = tj.Mirrored(towers=2)
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
       >>> data = [np.full(4, 2.0, np.float32)]
       >>> start = tj.TrainState.create(np.float32(0), optimizer)
       >>> variables, history = train_and_evaluate(
@@ -190,11 +130,13 @@ def train_and_evaluate(
     """
     check_model("train_and_evaluate", model, "train_step")
     check_variables("train_and_evaluate", variables)
-    if callable(hooks) or not all(map(callable, hooks)):
-        raise ValueError(
-            f"hooks={hooks!r} must be a list of functions (step number, metrics)."
-        )
-    asked = {"eval_every": eval_every, "early_stopping": early_stopping, "best": best}
+    hooks = check_hooks(hooks)
+    asked = {
+        "eval_every": eval_every,
+        "eval_params": eval_params,
+        "early_stopping": early_stopping,
+        "best": best,
+    }
     eval_passes = _eval_passes(eval_data, asked)
     passes = _train_passes(train_data, steps, epochs)
     given = where_given(params=params, config=config)
@@ -207,12 +149,13 @@ def train_and_evaluate(
 
     return run(
         step,
-        step.start(variables),
+        variables,
         passes,
         steps=steps if epochs is None else None,
         evaluate=None if eval_passes is None else model.eval_step(**given),
         eval_batches=eval_passes,
         eval_every=eval_every,
+        eval_params=eval_params,
         early_stopping=early_stopping,
         best=best,
         steps_per_call=steps_per_call,

@@ -5,14 +5,14 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from towerjax.devices import Device
-from towerjax.placement import Placement, place
-from towerjax.tower_local import is_local, layouts_of, stacked_local
+from towerjax.mesh.devices import Device
+from towerjax.mesh.placement import Placement, place
+from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
+from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.variables import TowerLocal
+from towerjax.types.leaves import is_key, refuse_unheld
 
 
 class VariablePlacement(enum.Enum):
@@ -39,15 +39,7 @@ class VariablePlacement(enum.Enum):
 
 
 def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
-    """The devices that variables are dealt out to, one after another.
-
-    Args:
-      placement: The towers' devices.
-      policy: Not ``MIRRORED``, which deals nothing out.
-
-    Returns:
-      This process's devices.
-    """
+    """The devices that variables are dealt out to, one after another."""
     here = jax.process_index()
     devices = [d for d in placement.jax_devices if d.process_index == here]
     if policy is VariablePlacement.ROUND_ROBIN:
@@ -57,15 +49,8 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
 
 
 def init_variables(variables: PyTree, placement: Placement) -> PyTree:
-    """A copy of the variables on all towers.
-
-    Args:
-      variables: Any pytree; a ``TowerLocal`` holds one tower's value.
-      placement: The towers and devices.
-
-    Returns:
-      The variables; a ``TowerLocal`` has leaves ``[T, ...]``.
-    """
+    """A copy of the variables on all towers."""
+    refuse_unheld("variables", variables)
     stacked = jax.tree.map(
         lambda x: stacked_local(x, placement.num_towers) if is_local(x) else x,
         variables,
@@ -75,16 +60,7 @@ def init_variables(variables: PyTree, placement: Placement) -> PyTree:
 
 
 def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
-    """The variables where the policy keeps them between steps.
-
-    Args:
-      variables: On all devices.
-      placement: The towers and devices.
-      policy: Where to keep them.
-
-    Returns:
-      The variables; of the mirrored ones one copy, unless the policy is ``MIRRORED``.
-    """
+    """The variables where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
     devices = itertools.cycle(variable_devices(placement, policy))
@@ -106,21 +82,7 @@ def _only_on(x: jax.Array, device: Device) -> jax.Array:
 def spread(
     variables: PyTree, placement: Placement, policy: VariablePlacement
 ) -> PyTree:
-    """The variables on all devices, for a step.
-
-    Args:
-      variables: As `init_variables` or `kept` returned them, or arrays from elsewhere,
-        which are copied; of several processes the first one's are taken.
-      placement: The towers and devices.
-      policy: Where variables are kept.
-
-    Returns:
-      The variables, each where its layout says.
-
-    Raises:
-      ValueError: A tower-local variable has not one copy for each tower; the variables
-        were donated.
-    """
+    """The variables on all devices, for a step."""
     nodes = jax.tree.leaves(variables, is_leaf=is_local)
     local = [x for x in nodes if is_local(x)]
     _check_copies(local, placement.num_towers)
@@ -144,6 +106,7 @@ def spread(
     ]
     if not away:
         return variables
+    refuse_unheld("variables", variables)
     if policy is not VariablePlacement.MIRRORED:
         copied: dict[int, jax.Array] = {}  # an array that is there twice stays one
         for i in away:
@@ -163,7 +126,7 @@ def _is_kept_copy(leaf: Any, placement: Placement) -> bool:
     """Is it as `kept` leaves it: one copy, the same on each of several processes?"""
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return False
     return placement.num_devices > 1 and len(leaf.sharding.device_set) == 1
 

@@ -1,1 +1,8 @@
 """The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
+
+from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
+from towerjax.loop.checkpoint.safetensors import load_safetensors as load_safetensors
+from towerjax.loop.checkpoint.safetensors import save_safetensors as save_safetensors
+from towerjax.loop.history import RunSummary as RunSummary
+from towerjax.loop.options import WithState as WithState
+from towerjax.loop.stopping import BestEvaluation as BestEvaluation

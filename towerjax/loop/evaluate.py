@@ -7,18 +7,19 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.input import feed
+from towerjax.data import feed
 from towerjax.loop.steps import EvaluationStep
 from towerjax.metrics.host import add_batch, on_host, value_on_host
 from towerjax.metrics.state import is_metric
 from towerjax.types import PyTree
+from towerjax.types.options import check_does, check_whole
 
 Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 """Batches that can be gone through again, or a function that gives them anew."""
 
 
-def evaluate_all(
-    evaluate: EvaluationStep,
+def evaluate(
+    step: EvaluationStep,
     state: Any,
     batches: Batches,
     *,
@@ -33,7 +34,7 @@ def evaluate_all(
     that of the last batch.
 
     Args:
-      evaluate: As `build_eval_step` returns it, or another `EvaluationStep`.
+      step: As `build_eval_step` returns it, or another `EvaluationStep`.
       state: A ``TrainState``, or parameters alone.
       batches: Global batches, or a function that gives them.
       prefetch: How many placed batches may wait; 0 uses no thread.
@@ -44,17 +45,20 @@ def evaluate_all(
       whose merge is not an addition of every leaf is called with ``jax.Array``.
 
     Raises:
-      ValueError: There are no batches, or ``evaluate`` returns no metrics.
+      ValueError: There are no batches, or ``step`` returns no metrics.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, towerjax as tj
       >>> def metric_fn(params, batch, tower):
       ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
-      >>> evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(towers=2))
+      >>> step = tj.build_eval_step(metric_fn, tj.Mirrored(towers=2))
       >>> data = np.array([1, 2, 3, 4, 10], np.float32)
-      >>> evaluate_all(evaluate, jnp.float32(2), feed.batches(data, 4))
+      >>> evaluate(step, jnp.float32(2), feed.batches(data, 4))
       {'mean': 8.0}
     """
+    check_evaluate(step)
+    check_whole("prefetch", prefetch, 0)
+    check_whole("in_flight", in_flight, 1)
     is_ours = not isinstance(batches, Iterable)
     source = batches() if is_ours else batches
     totals: dict[str, Any] = {}
@@ -64,13 +68,13 @@ def evaluate_all(
     with (
         feed.closing_iterator(source, is_ours=is_ours) as iterator,
         contextlib.closing(
-            feed.prefetch(iterator, evaluate.place_batch, depth=depth)
+            feed.prefetch(iterator, step.place_batch, depth=depth)
         ) as placed_batches,
     ):
         for placed in placed_batches:
             if len(running) == in_flight:
                 _add_metrics(totals, running.popleft())
-            running.append(evaluate(state, placed))
+            running.append(step(state, placed))
             count += 1
     while running:
         _add_metrics(totals, running.popleft())
@@ -80,6 +84,15 @@ def evaluate_all(
             " pass a list, or a function that gives the batches anew."
         )
     return {name: value_on_host(total) for name, total in totals.items()}
+
+
+def check_evaluate(evaluate: Any) -> None:
+    """Raise unless it is an `EvaluationStep`."""
+    example = (
+        "tj.build_eval_step(metric_fn, strategy) of a metric_fn(params, batch, tower)"
+        " that returns {name: tj.Weighted.mean(..., tower.weight)}"
+    )
+    check_does("evaluate", evaluate, "place_batch __call__", example)
 
 
 def _add_metrics(totals: dict[str, Any], metrics: Any) -> None:

@@ -2,28 +2,17 @@
 
 from typing import Any
 
-from towerjax.checking import error_of
-from towerjax.input.placer import PlacedBatch
+from towerjax.data.placer import PlacedBatch
 from towerjax.loop.steps import Locates, LoopStep
-from towerjax.nonfinite import NonFiniteError
-from towerjax.state import TrainState
+from towerjax.step.checking import error_of
+from towerjax.step.nonfinite import NonFiniteError
+from towerjax.step.state import TrainState
 
 
 def fault_of(
     step: LoopStep, guarded: Any, number: int, placed: PlacedBatch, index: int
 ) -> Exception | None:
-    """What is to be raised about a step of a call. Waits for it.
-
-    Args:
-      step: The step.
-      guarded: As its ``dispatch`` returned it.
-      number: Which step it was, counted from 0.
-      placed: The call's batch.
-      index: Which one of the call's.
-
-    Returns:
-      An error, or None.
-    """
+    """What is to be raised about a step of a call. Waits for it."""
     refusals = step.options.on_nonfinite == "raise"
     at = () if placed.num_steps is None else index
     return error_of(
@@ -38,16 +27,6 @@ def with_place(
 
     The step's batch is run again, with the present parameters: the step changed none,
     but others may have come after it.
-
-    Args:
-      error: As `fault_of` returns it.
-      step: The step.
-      state: The present state.
-      placed: The call's batch.
-      index: Which one of the call's.
-
-    Returns:
-      The error, or one that says more.
     """
     if not isinstance(error, NonFiniteError) or error.places:
         return error

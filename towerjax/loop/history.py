@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from towerjax.html_form import curve
-from towerjax.html_form import table as html_table
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
+from towerjax.types.html_form import curve
+from towerjax.types.html_form import table as html_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,11 +145,7 @@ class History:
 
 
 class HistoryLog:
-    """A history being written.
-
-    Args:
-      start: Steps that the state had done before.
-    """
+    """A history being written."""
 
     def __init__(self, start: int) -> None:
         self.number = start
@@ -165,16 +161,7 @@ class HistoryLog:
         return self.number - self._start
 
     def add(self, metrics: Mapping[str, Any], refused: bool, examples: int) -> None:
-        """Write one step.
-
-        Args:
-          metrics: Host values.
-          refused: Was what is guarded not finite?
-          examples: How many it saw.
-
-        Raises:
-          ValueError: Other metrics than before.
-        """
+        """Write one step."""
         if not self._columns:
             self._columns = {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
@@ -196,16 +183,7 @@ class HistoryLog:
         best: BestEvaluation | None = None,
         stopped: str | None = None,
     ) -> History:
-        """What is written so far.
-
-        Args:
-          summary: Its summary.
-          best: The best of its evaluations.
-          stopped: Why it ended early.
-
-        Returns:
-          A `History`.
-        """
+        """What is written so far."""
         return History(
             steps=np.arange(self._start + 1, self.number + 1),
             metrics={name: _column(values) for name, values in self._columns.items()},

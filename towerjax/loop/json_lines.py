@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.loop.numbers import as_json
 from towerjax.loop.records import Record
-from towerjax.shell import as_json
 
 HEAD = b'{"kind": '
 """How every line begins; a torn one may be shorter."""
@@ -113,25 +113,14 @@ def _bytes_until(path: pathlib.Path, start: int) -> tuple[int, int]:
 
 
 class OpenJsonLines:
-    """A `JsonLines` file that is being written.
-
-    Args:
-      path: The file.
-    """
+    """A `JsonLines` file that is being written."""
 
     def __init__(self, path: pathlib.Path) -> None:
         # Unbuffered: a line is one call of the system, which no kill cuts in two.
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        """Append a line.
-
-        Args:
-          record: A step or an evaluation.
-
-        Raises:
-          ValueError: A metric is not made of real numbers.
-        """
+        """Append a line."""
         head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
         metrics = {name: plain(name, x) for name, x in record.metrics.items()}
         text = json.dumps({**head, "metrics": metrics}, allow_nan=False)
@@ -145,22 +134,7 @@ class OpenJsonLines:
 
 
 def plain(name: str, value: Any) -> Any:
-    """A metric as JSON can hold it.
-
-    Args:
-      name: Its name, for the message.
-      value: A number or an array.
-
-    Returns:
-      A number, a string for what is not finite, or nested lists of them.
-
-    Raises:
-      ValueError: It is not made of real numbers.
-
-    Example:
-      >>> plain("loss", np.array([0.5, np.inf, -np.inf, np.nan]))
-      [0.5, 'Infinity', '-Infinity', 'NaN']
-    """
+    """A metric as JSON can hold it."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
         return array.tolist()

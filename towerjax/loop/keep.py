@@ -6,25 +6,18 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.input.ledger import Ledger
-from towerjax.input.placer import PlacedBatch
+from towerjax.data.ledger import Ledger
+from towerjax.data.placer import PlacedBatch
 from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import copied
-from towerjax.state import TrainState
+from towerjax.step.state import TrainState
 
 Redone: TypeAlias = tuple[PlacedBatch, dict[str, jax.Array], jax.Array]
 """``(batch, metrics, guarded)`` of a call that was made again."""
 
 
 def is_whole(state: TrainState) -> bool:
-    """Has a state been computed, and its buffers not been taken over?
-
-    Args:
-      state: On the devices; waited for.
-
-    Returns:
-      False where a computation failed, or took the state over and then failed.
-    """
+    """Has a state been computed, and its buffers not been taken over?"""
     try:
         jax.block_until_ready(state)
     except (RuntimeError, ValueError):  # a failed computation, or a donated array
@@ -33,13 +26,7 @@ def is_whole(state: TrainState) -> bool:
 
 
 class KeptState:
-    """A copy of the state now and then, and the calls since.
-
-    Args:
-      step: Makes the calls again.
-      every: Copy the state after so many steps; None never does.
-      ledger: Where batches go back to whose steps cannot be done again.
-    """
+    """A copy of the state now and then, and the calls since."""
 
     def __init__(self, step: LoopStep, every: int | None, ledger: Ledger) -> None:
         self._step, self._every, self._ledger = step, every, ledger
@@ -49,12 +36,7 @@ class KeptState:
         self._calls: collections.deque[tuple[PlacedBatch, Any]] = collections.deque()
 
     def see(self, state: TrainState, number: int) -> None:
-        """Copy the state, where it is time to.
-
-        Args:
-          state: Before the next call.
-          number: How many steps it has done.
-        """
+        """Copy the state, where it is time to."""
         if self._every is None:
             return
         if self._state is not None and number - self._number < self._every:
@@ -66,22 +48,12 @@ class KeptState:
         self._state = copied(state, "devices", self._step.strategy.placement)
 
     def add(self, placed: PlacedBatch, used: Any) -> None:
-        """Note a call.
-
-        Args:
-          placed: Its batch.
-          used: The batches that it used, as the ledger gave them.
-        """
+        """Note a call."""
         if self._state is not None:
             self._calls.append((placed, used))
 
     def rebuild(self) -> tuple[TrainState, list[Redone]] | None:
-        """The state after as many calls since the copy as succeed.
-
-        Returns:
-          The state, and the calls that were made again with what they returned; None
-          where no copy is kept. The batches of the others are given back.
-        """
+        """The state after as many calls since the copy as succeed."""
         state, self._state = self._state, None
         if state is None:
             return None

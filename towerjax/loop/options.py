@@ -1,12 +1,67 @@
 """What may be asked of the loop? Its options, and whether they fit together."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from towerjax.input import feed
-from towerjax.loop.evaluate import Batches
+from towerjax.loop.evaluate import Batches, check_evaluate
 from towerjax.loop.steps import EvaluationStep
 from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.step.state import TrainState
+from towerjax.types import PyTree
+from towerjax.types.options import check_function, check_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class WithState:
+    """A hook of `run` that sees the state, every so many steps.
+
+    Called as ``function(step number, state, metrics)``, on every process, after each
+    step whose number is a multiple of ``every``; with several steps a call, after the
+    call that reaches it. `run` waits for the steps so far, which it does not elsewhere.
+    The state is the run's own, which the next step takes over: copy what you keep
+    (``jax.tree.map(jnp.copy, state.params)``).
+
+    Attributes:
+      function: What it returns is not looked at.
+      every: How many steps lie between two calls.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+      >>> def show(number, state, metrics):
+      ...     print(number, state.params, metrics["loss"])
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
+      >>> data = [np.full(8, 2.0, np.float32)] * 4
+      >>> hooks = [WithState(show, every=2)]
+      >>> _ = tj.run(step, step.init(jnp.float32(0)), data, hooks=hooks, progress=False)
+      2 1.5 1.0
+      4 1.875 0.0625
+    """
+
+    function: Callable[[int, TrainState, dict[str, Any]], Any]
+    every: int
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        form = "function(number, state, metrics)"
+        check_function("WithState.function", self.function, form)
+        check_whole("WithState.every", self.every)
+
+
+Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
+"""``(step number, metrics)``: called for every step, with host values."""
+
+
+def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
+    """The hooks, once they are some."""
+    if callable(hooks) or isinstance(hooks, WithState):
+        raise ValueError(f"hooks={hooks!r} must be a list: write hooks=[...].")
+    for i, hook in enumerate(hooks):
+        if not isinstance(hook, WithState):
+            check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
+    return tuple(hooks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,21 +75,31 @@ class LoopOptions:
     in_flight: int
     keep_every: int | None = None
     may_end: bool = False
+    hooks: tuple[Hook | WithState, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the options."""
         for name in ("steps", "eval_every", "keep_every"):
             lowest = 0 if name == "steps" and self.may_end else 1
             if getattr(self, name) is not None:
-                feed.check_whole(name, getattr(self, name), lowest)
-        feed.check_whole("steps_per_call", self.steps_per_call, 1)
-        feed.check_whole("prefetch", self.prefetch, 0)
-        feed.check_whole("in_flight", self.in_flight, 1)
-        if self.eval_every is not None and self.eval_every % self.steps_per_call:
-            raise ValueError(
-                f"eval_every={self.eval_every} must be a multiple of steps_per_call="
-                f"{self.steps_per_call}: there is no state between the steps of a call."
-            )
+                check_whole(name, getattr(self, name), lowest)
+        check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
+        check_whole("prefetch", self.prefetch, 0, 2**16)
+        check_whole("in_flight", self.in_flight, 1, 2**16)
+        intervals = [("eval_every", self.eval_every)]
+        intervals += [("WithState.every", hook.every) for hook in self.with_state]
+        for name, every in intervals:
+            if every is not None and every % self.steps_per_call:
+                raise ValueError(
+                    f"{name}={every} must be a multiple of steps_per_call="
+                    f"{self.steps_per_call}: there is no state between the steps of a"
+                    " call."
+                )
+
+    @property
+    def with_state(self) -> list[WithState]:
+        """The hooks that see the state."""
+        return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +111,7 @@ class Evaluation:
     every: int | None
     early_stopping: EarlyStopping | None
     best: Best | None
+    params: Callable[[TrainState], PyTree] | None = None
 
     def __post_init__(self) -> None:
         """Check that they fit together."""
@@ -54,6 +120,10 @@ class Evaluation:
                 "evaluate and eval_batches belong together, but only"
                 f" {'evaluate' if self.batches is None else 'eval_batches'} was given."
             )
+        if self.step is not None:
+            check_evaluate(self.step)
+        if self.params is not None:
+            check_function("eval_params", self.params, "eval_params(state)")
         if isinstance(self.batches, Iterator):
             raise ValueError(
                 f"eval_batches is a {type(self.batches).__name__}, which can be gone"
@@ -81,10 +151,10 @@ class Evaluation:
                 )
 
     def _refuse_without_evaluation(self) -> None:
-        for name in ("every", "early_stopping", "best"):
+        for name in ("every", "early_stopping", "best", "params"):
             value = getattr(self, name)
             if value is not None:
-                name = "eval_every" if name == "every" else name
+                name = f"eval_{name}" if name in ("every", "params") else name
                 raise ValueError(
                     f"{name}={value} without anything to evaluate: pass evaluate and"
                     " eval_batches."

@@ -4,39 +4,29 @@ import html
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 
-class Display(Protocol):
-    """Where the progress of a run is shown."""
+class Display:
+    """Where the progress of a run is shown; this one is silent."""
 
-    seconds_between: float
+    seconds_between: float = float("inf")
     """How long a shown text stands before the next one."""
 
     def show(self, done: int, total: int | None, text: str) -> None:
-        """Replace what is shown.
-
-        Args:
-          done: Steps of this run that are done.
-          total: Steps of this run, where that is known.
-          text: The line.
-        """
+        """Replace what is shown."""
 
     def note(self, text: str) -> None:
-        """Add a line that stays.
-
-        Args:
-          text: The line.
-        """
+        """Add a line that stays."""
 
     def close(self) -> None:
         """Leave the screen in order."""
 
 
-class Lines:
+class Lines(Display):
     """Plain lines, for logs."""
 
     seconds_between = 5.0
@@ -49,26 +39,8 @@ class Lines:
         """As in `Display`."""
         print(text, flush=True)
 
-    def close(self) -> None:
-        """As in `Display`."""
 
-
-class Nothing:
-    """Silence."""
-
-    seconds_between = float("inf")
-
-    def show(self, done: int, total: int | None, text: str) -> None:
-        """As in `Display`."""
-
-    def note(self, text: str) -> None:
-        """As in `Display`."""
-
-    def close(self) -> None:
-        """As in `Display`."""
-
-
-class TerminalBar:
+class TerminalBar(Display):
     """A rich bar; what is printed meanwhile appears above it."""
 
     seconds_between = 0.1
@@ -100,7 +72,7 @@ class TerminalBar:
         self._bar.stop()
 
 
-class NotebookBar:
+class NotebookBar(Lines):
     """An HTML ``<progress>`` element, which needs no widgets."""
 
     seconds_between = 0.25
@@ -121,13 +93,6 @@ class NotebookBar:
         """As in `Display`."""
         self._handle.update(self._html(done, total, text))
 
-    def note(self, text: str) -> None:
-        """As in `Display`."""
-        print(text, flush=True)
-
-    def close(self) -> None:
-        """As in `Display`."""
-
 
 def in_notebook() -> bool:
     """Does this process serve a notebook? IPython is never imported for this."""
@@ -137,40 +102,19 @@ def in_notebook() -> bool:
 
 
 def choose_display(progress: bool | None) -> Display:
-    """Where to show progress.
-
-    Args:
-      progress: None looks where it runs: a bar on a terminal and in a notebook,
-        else plain lines, and of several processes the first alone. True is always
-        a bar, False is nothing.
-
-    Returns:
-      A `Display`.
-
-    Raises:
-      ValueError: ``progress`` is something else.
-    """
+    """Where to show progress."""
     if progress is not None and not isinstance(progress, bool):
         raise ValueError(
             f"progress={progress!r} must be None (a bar where there is a screen, else"
             " lines), True (a bar) or False (nothing)."
         )
-    if progress is False:
-        return Nothing()
-    if progress is None and jax.process_index() > 0:
-        return Nothing()  # one process of a job speaks for all
+    if progress is False or (progress is None and jax.process_index() > 0):
+        return Display()  # one process of a job speaks for all
     return display_here(bar=bool(progress))
 
 
 def display_here(*, bar: bool) -> Display:
-    """A bar where there is a screen, else lines; asks for no device.
-
-    Args:
-      bar: A bar in any case?
-
-    Returns:
-      A `Display`.
-    """
+    """A bar where there is a screen, else lines; asks for no device."""
     if in_notebook():
         return NotebookBar()
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)
@@ -178,13 +122,7 @@ def display_here(*, bar: bool) -> Display:
 
 
 class Progress:
-    """What a run tells a person, no more often than one can read.
-
-    Args:
-      display: Where to.
-      start: Steps that the state had done before.
-      steps: Steps that this run will do, where that is known.
-    """
+    """What a run tells a person, no more often than one can read."""
 
     def __init__(self, display: Display, start: int, steps: int | None) -> None:
         self._display, self._start, self._steps = display, start, steps
@@ -193,13 +131,7 @@ class Progress:
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
-        """Steps up to this one are done.
-
-        Args:
-          number: The step's number.
-          metrics: Its metrics; the loss is shown.
-          rate: Steps per second so far.
-        """
+        """Steps up to this one are done."""
         self._waiting = (number, metrics, rate)
         now_s = time.monotonic()
         if now_s >= self._next_s:
@@ -222,14 +154,7 @@ class Progress:
         in_short: str = "",
         stopped: str | None = None,
     ) -> None:
-        """An evaluation is done.
-
-        Args:
-          number: The number of the step before it.
-          values: Its metrics.
-          in_short: What to say of it in the lines of the steps that follow.
-          stopped: Why the run ends here, where it does.
-        """
+        """An evaluation is done."""
         is_last = self._steps is not None and number == self._start + self._steps
         if is_last or stopped or time.monotonic() >= self._next_s:
             self._show()  # else a log would hold a line of both for each evaluation
@@ -239,6 +164,10 @@ class Progress:
         self._evaluated = f"  {in_short}" if in_short else ""
         if stopped is not None:
             self._display.note(f"stopped after step {number}: {stopped}")
+
+    def note(self, text: str) -> None:
+        """Something that stays in sight."""
+        self._display.note(text)
 
     def close(self) -> None:
         """Show the last step, and leave the screen in order."""
@@ -251,22 +180,7 @@ class Progress:
 def describe_step(
     number: int, start: int, steps: int | None, metrics: Mapping[str, Any], rate: float
 ) -> str:
-    """The line of one step.
-
-    Args:
-      number: The step's number.
-      start: The number before the run's first step.
-      steps: Steps of the run; None where that is unknown.
-      metrics: The metrics; the loss is named.
-      rate: Steps per second.
-
-    Returns:
-      The text.
-
-    Example:
-      >>> describe_step(120, 0, 300, {"loss": 0.1234567}, 45.61)
-      'step 120/300  loss 0.1235  45.6 steps/s  0:00:03 left'
-    """
+    """The line of one step."""
     total = "" if steps is None else f"/{start + steps}"
     parts = [f"step {number}{total}"]
     if "loss" in metrics:
@@ -278,31 +192,13 @@ def describe_step(
 
 
 def format_seconds(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    Args:
-      seconds: At least 0.
-
-    Returns:
-      The text.
-
-    Example:
-      >>> format_seconds(3725.9)
-      '1:02:05'
-    """
+    """Hours, minutes and seconds."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def format_value(value: Any) -> str:
-    """A metric in a few characters.
-
-    Args:
-      value: A number or an array.
-
-    Returns:
-      Four digits of a number; the shape of an array.
-    """
+    """A metric in a few characters."""
     value = np.asarray(value)
     if value.ndim == 0:
         return f"{value.item():#.4g}" if value.dtype.kind == "f" else str(value)

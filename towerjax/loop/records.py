@@ -7,8 +7,8 @@ from typing import Any, Literal, Protocol
 import jax
 import numpy as np
 
-from towerjax.placement import Placement
-from towerjax.processes import from_first_process
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.processes import from_first_process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,6 @@ class Record:
       step: The step's number; of an evaluation that of the step before it.
       time_s: Seconds since 1970 when the metrics reached the host.
       metrics: Name -> number or array, on the host.
-
-    Example:
-      >>> Record("train", 3, 1.7e9, {"loss": 0.25}).metrics["loss"]
-      0.25
     """
 
     kind: Literal["train", "eval"]
@@ -36,11 +32,7 @@ class OpenWriter(Protocol):
     """Something under way that takes records."""
 
     def write(self, record: Record) -> None:
-        """Write one record down.
-
-        Args:
-          record: The next one; steps come in order, each once.
-        """
+        """Write one record down."""
         ...
 
     def close(self) -> None:
@@ -52,25 +44,12 @@ class Writer(Protocol):
     """Where records go: options, of which each run opens an `OpenWriter`."""
 
     def open(self, start: int) -> OpenWriter:
-        """Begin, or go on.
-
-        Args:
-          start: Steps that the state had done before; what was written of later
-            steps is of a run that was lost, whose steps are done again.
-
-        Raises:
-          ValueError: It cannot be written there.
-        """
+        """Begin, or go on."""
         ...
 
 
 class Writers:
-    """The open writers of a run. Each gets every record, whatever the others do.
-
-    Args:
-      writers: What to open; those opened before one that fails are closed.
-      start: Steps that the state had done before.
-    """
+    """The open writers of a run. Each gets every record, whatever the others do."""
 
     def __init__(self, writers: Iterable[Writer], start: int) -> None:
         self.failure: Exception | None = None
@@ -84,11 +63,7 @@ class Writers:
             raise
 
     def write(self, records: Sequence[Record]) -> None:
-        """Give them to each writer; one that fails gets no more, and is kept in mind.
-
-        Args:
-          records: In order.
-        """
+        """Give them to each writer; one that fails gets no more, and is noted."""
         for writer in tuple(self._open):
             try:
                 for record in records:
@@ -110,21 +85,13 @@ class Writers:
         self.failure = self.failure or failure
 
     def check(self) -> None:
-        """Raise the first failure, once.
-
-        Raises:
-          Exception: What a writer raised.
-        """
+        """Raise the first failure, once."""
         if self.failure is not None and not self._raised:
             self._raised = True
             raise self.failure
 
     def explain(self, error: BaseException) -> None:
-        """Tell of a failure in an exception that ends the run anyway.
-
-        Args:
-          error: The exception.
-        """
+        """Tell of a failure in an exception that ends the run anyway."""
         if self.failure is not None and not self._raised:
             self._raised = True
             error.add_note(
@@ -134,17 +101,7 @@ class Writers:
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
-    """The writers, once they are some.
-
-    Args:
-      writers: What `run` was given.
-
-    Returns:
-      A tuple.
-
-    Raises:
-      ValueError: One cannot be opened for records.
-    """
+    """The writers, once they are some."""
     if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
         raise ValueError(
             f"writers={writers!r} must be a list, such as [tj.JsonLines('run.jsonl')]."
@@ -161,19 +118,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 
 def opened(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
-    """The writers of a run, open on the first of the processes that share it.
-
-    Args:
-      writers: The same on every process.
-      start: Steps that the state had done before.
-      placement: Of the run.
-
-    Returns:
-      `Writers`, of none on the other processes.
-
-    Raises:
-      ValueError: One could not be opened, on every process.
-    """
+    """The writers of a run, open on the first of the processes that share it."""
     if placement.num_processes == 1:
         return Writers(writers, start)
     failure, made = None, Writers((), start)

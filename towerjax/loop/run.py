@@ -1,29 +1,31 @@
 """The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
 
 import contextlib
-from collections.abc import (
-    Iterable,
-    Mapping,
-    Sequence,
-    Sized,
-)
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
-from towerjax.checkpoint.options import Checkpointer
-from towerjax.input.ledger import Ledger
-from towerjax.input.placer import PlacedBatch
+from towerjax.data.ledger import Ledger
+from towerjax.data.placer import PlacedBatch
+from towerjax.loop.checkpoint.options import Checkpointer
 from towerjax.loop.evaluate import Batches
 from towerjax.loop.history import History
-from towerjax.loop.options import Evaluation, LoopOptions
+from towerjax.loop.options import (
+    Evaluation,
+    Hook,
+    LoopOptions,
+    WithState,
+    check_hooks,
+)
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.records import Writer, check_writers, opened
-from towerjax.loop.running import Hook, Loop
+from towerjax.loop.running import Loop
 from towerjax.loop.saving import Saving
 from towerjax.loop.steps import EvaluationStep, LoopStep
 from towerjax.loop.stopping import Best, EarlyStopping
-from towerjax.placement import Placement
-from towerjax.processes import require_same
-from towerjax.state import TrainState
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.processes import require_same
+from towerjax.step.state import TrainState
 from towerjax.types import PyTree
+from towerjax.types.options import check_does
 
 
 def run(
@@ -35,6 +37,7 @@ def run(
     evaluate: EvaluationStep | None = None,
     eval_batches: Batches | None = None,
     eval_every: int | None = None,
+    eval_params: Callable[[TrainState], PyTree] | None = None,
     early_stopping: EarlyStopping | None = None,
     best: Best | None = None,
     steps_per_call: int = 1,
@@ -43,7 +46,7 @@ def run(
     keep_every: int | None = None,
     checkpointer: Checkpointer | None = None,
     progress: bool | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
 ) -> tuple[TrainState, History]:
     """The state after the steps, and the history of every one of them.
@@ -66,6 +69,9 @@ def run(
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end. With several steps a call, after the call
         that reaches the multiple.
+      eval_params: ``state -> parameters or state``: what is evaluated instead of the
+        state, such as averaged parameters that the state keeps. What ``best`` and
+        checkpoints keep is the state.
       early_stopping: Ends the run when evaluations stop getting better.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
@@ -82,7 +88,8 @@ def run(
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True is always a bar, False is silence.
       hooks: Each called as ``hook(step number, metrics)`` with host values, for every
-        step in order, once its metrics are there: some calls later.
+        step in order, once its metrics are there: some calls later. A
+        `towerjax.loop.WithState` sees the state, too, every so many steps.
       writers: Such as `JsonLines`; each is given every step and every evaluation.
         Of several processes that share the towers the first one writes.
 
@@ -115,13 +122,17 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    options = LoopOptions(
-        steps, eval_every, steps_per_call, prefetch, in_flight, keep_every
+    check_does(
+        "step", step, "strategy start place_batch dispatch", "tj.build_train_step(...)"
     )
-    evaluation = Evaluation(evaluate, eval_batches, eval_every, early_stopping, best)
+    numbers = (steps, eval_every, steps_per_call, prefetch, in_flight, keep_every)
+    options = LoopOptions(*numbers, hooks=check_hooks(hooks))
+    evaluation = Evaluation(
+        evaluate, eval_batches, eval_every, early_stopping, best, eval_params
+    )
     writers = check_writers(writers)
     placement = step.strategy.placement
-    step.check_state(state)
+    state = step.start(state)
     _check_iterable(batches)
     _check_checkpointer(checkpointer, evaluation)
     _require_same_length(placement, batches, options, evaluation, int(state.step))
@@ -138,7 +149,7 @@ def run(
                     exit_code = checkpointer.exit_code
             start = int(state.step)
             shown = Progress(choose_display(progress), start, options.steps)
-            parts = options, evaluation, shown, tuple(hooks), ledger, exit_code
+            parts = options, evaluation, shown, ledger, exit_code
             loop = Loop(step, state, *parts)
             with contextlib.closing(shown), loop.guard.installed():
                 loop.writers = opened(writers, start, placement)

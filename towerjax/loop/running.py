@@ -5,34 +5,27 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterator,
-)
-from typing import Any, TypeAlias
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import jax
 
-from towerjax.checking import in_brief, is_refused
-from towerjax.input import feed
-from towerjax.input.ledger import Ledger
-from towerjax.input.placer import PlacedBatch
-from towerjax.loop.evaluate import evaluate_all
+from towerjax.data import feed
+from towerjax.data.ledger import Ledger
+from towerjax.data.placer import PlacedBatch
+from towerjax.loop.evaluate import evaluate as over_batches
 from towerjax.loop.faults import fault_of, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.interrupt import InterruptGuard, Terminated
 from towerjax.loop.keep import KeptState, is_whole
-from towerjax.loop.options import Evaluation, LoopOptions
+from towerjax.loop.options import Evaluation, LoopOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.records import Record, Writers
 from towerjax.loop.saving import Saving
 from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Watch
-from towerjax.state import TrainState
-
-Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
-"""``(step number, metrics)``: called for every step, with host values."""
+from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.step.checking import in_brief, is_refused
+from towerjax.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +47,6 @@ class Loop:
         options: LoopOptions,
         evaluation: Evaluation,
         progress: Progress,
-        hooks: tuple[Hook, ...],
         ledger: Ledger,
         exit_code: int | None = None,
     ) -> None:
@@ -62,7 +54,7 @@ class Loop:
         self.writers = Writers((), int(state.step))
         self.saving: Saving | None = None
         self._step, self._options, self._evaluation = step, options, evaluation
-        self._progress, self._hooks, self._ledger = progress, hooks, ledger
+        self._progress, self._ledger = progress, ledger
         self._kept = KeptState(step, options.keep_every, ledger)
         self._watch = Watch(
             evaluation.early_stopping, evaluation.best, step.strategy.placement
@@ -76,14 +68,12 @@ class Loop:
         self._fault: Exception | None = None
 
     def go_on(self, saving: Saving | None) -> None:
-        """Save the run, and count on where the checkpoint it begins with stopped.
-
-        Args:
-          saving: What saves it, if anything does.
-        """
+        """Save the run, and count on where the checkpoint it begins with stopped."""
         self.saving = saving
         if saving is not None and saving.resumed is not None:
             self._watch.recall(saving.resumed.stopping)
+            number = saving.resumed.step
+            self._progress.note(f"goes on after step {number}, from its checkpoint")
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them; saved at its end."""
@@ -102,9 +92,11 @@ class Loop:
                     break
                 before = self._dispatched
                 self._dispatch(placed)
+                for hook in self._options.with_state:
+                    if _passes(hook.every, before, self._dispatched):
+                        self._fetch(0)
                 self._check_asked_to_end()
-                every = self._evaluation.every or self._dispatched + 1
-                if self._dispatched // every > before // every:
+                if _passes(self._evaluation.every, before, self._dispatched):
                     self._evaluate()
                 if self.saving is not None and self.saving.is_due(self._dispatched):
                     self._save()
@@ -194,17 +186,21 @@ class Loop:
                 self._look_at_oldest()
 
     def _look_at_oldest(self) -> None:
-        number, call = self._log.number, self._in_flight[0]
+        before, call = self._log.number, self._in_flight[0]
         rows, faults = self._record_oldest()
         self.writers.check()
+        number, last = before, self._log.number
         for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
                 at = (call.placed, index)
                 self._fault = with_place(fault, self._step, self.state, *at)
                 raise self._fault
             number += 1
-            for hook in self._hooks:
-                hook(number, row)
+            for hook in self._options.hooks:
+                if not isinstance(hook, WithState):
+                    hook(number, row)
+                elif number == last and _passes(hook.every, before, last):
+                    hook.function(number, self.state, row)
         self._progress.step(number, rows[-1], self._rate())
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
@@ -235,9 +231,10 @@ class Loop:
             return
         self._fetch(0)
         start_s = time.perf_counter()
-        values = evaluate_all(
+        params = self._evaluation.params
+        values = over_batches(
             evaluate,
-            self.state,
+            self.state if params is None else params(self.state),
             batches,
             prefetch=self._options.prefetch,
             in_flight=self._options.in_flight,
@@ -258,7 +255,9 @@ class Loop:
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps
         if self.saving is not None and self.saving.resumed and not (done or steps):
-            return  # a training that had come to its end
+            number = self._log.number
+            self._progress.note(f"nothing was left to do: finished after step {number}")
+            return
         if done == 0 and self._watch.stopped is None:
             raise ValueError(
                 "batches is empty. An iterator that was gone through before is; make"
@@ -334,3 +333,8 @@ class Loop:
             number -= len(placed.num_examples)
         self._record_all()
         return state
+
+
+def _passes(every: int | None, before: int, after: int) -> bool:
+    """Is a multiple of ``every`` among the steps after ``before``?"""
+    return every is not None and after // every > before // every

@@ -6,35 +6,24 @@ from typing import Any
 
 import jax
 
-from towerjax.checkpoint.errors import CheckpointError
-from towerjax.checkpoint.options import Checkpointer
-from towerjax.checkpoint.record import (
+from towerjax.data.ledger import Ledger
+from towerjax.loop.checkpoint.errors import CheckpointError
+from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
     decoded_cursor,
     encoded_cursor,
 )
-from towerjax.checkpoint.saver import Saver, left_of
-from towerjax.input.ledger import Ledger
-from towerjax.loop.interrupt import Terminated
+from towerjax.loop.checkpoint.saver import Saver, left_of
 from towerjax.loop.options import LoopOptions
 from towerjax.loop.steps import LoopStep, PadsAlike
-from towerjax.processes import asked_to_end
-from towerjax.state import TrainState
+from towerjax.mesh.interrupt import Terminated
+from towerjax.mesh.processes import asked_to_end
+from towerjax.step.state import TrainState
 
 
 class Saving:
-    """The checkpoints of a run, and the one it began with.
-
-    Args:
-      options: Where, how often, how many.
-      step: What is trained.
-      state: What `run` was given.
-      ledger: The batches.
-
-    Raises:
-      CheckpointError: The directory cannot be written to; the batches do not know
-        where they are.
-    """
+    """The checkpoints of a run, and the one it began with."""
 
     def __init__(
         self, options: Checkpointer, step: LoopStep, state: TrainState, ledger: Ledger
@@ -52,27 +41,17 @@ class Saving:
         if way == "cursor" and not (ledger.has_cursor or ledger.can_be_counted):
             raise CheckpointError(
                 "Checkpointer(batches='cursor'): these batches cannot say where they"
-                " are, so that a resumed run could go on there. Pass tj.batches(...),"
-                " an iterator with get_state and set_state, or a list; or say"
-                " batches='count' if they come in the same order each time, or 'anew'."
+                " are, so that a resumed run could go on there, and those that"
+                " distribute_dataset has of a function never can. Say batches='count'"
+                " if they come in the same order each time, or 'anew'; or pass"
+                " tj.batches(...) itself, an iterator with get_state and set_state, or"
+                " a list."
             )
 
     def resume(
         self, state: TrainState, options: LoopOptions
     ) -> tuple[TrainState, LoopOptions]:
-        """The state of the newest checkpoint, if it is beyond the one passed.
-
-        Args:
-          state: What `run` was given.
-          options: Its options.
-
-        Returns:
-          ``(state, options)`` to start with; the batches are moved.
-
-        Raises:
-          CheckpointError: The checkpoint is damaged, of another model, or beyond the
-            steps of this run.
-        """
+        """The state of the newest checkpoint, if it is beyond the one passed."""
         start = int(state.step)
         record = self._saver.newest_after(state)
         if record is None:
@@ -99,35 +78,17 @@ class Saving:
         self._ledger.go_to(used, decoded_cursor(cursor) if told else None)
 
     def is_due(self, number: int) -> bool:
-        """Is it time to save?
-
-        Args:
-          number: How many steps are done.
-
-        Returns:
-          Once for each multiple of ``every``, and for the best evaluation.
-        """
+        """Is it time to save?"""
         every, before = self._options.every or number + 1, self._before
         self._before = number
         return number // every > before // every or self._is_best
 
     def saw(self, number: int, values: Mapping[str, Any]) -> None:
-        """Note an evaluation.
-
-        Args:
-          number: The number of the step before it.
-          values: Its metrics.
-        """
+        """Note an evaluation."""
         self._is_best = self._saver.saw(number, values)
 
     def save(self, state: TrainState, number: int, stopping: Mapping[str, Any]) -> None:
-        """Begin to save, unless this step was saved; see `Saver`.
-
-        Args:
-          state: The state.
-          number: After how many steps.
-          stopping: What early stopping has counted.
-        """
+        """Begin to save, unless this step was saved; see `Saver`."""
         step, ledger = self._step, self._ledger
         cursor = ledger.cursor if ledger.has_cursor else None
         place = {
@@ -141,37 +102,16 @@ class Saving:
         self._is_best = False
 
     def check_asked_to_end(self, number: int) -> None:
-        """Raise on all of several processes if one of them was sent SIGTERM.
-
-        Args:
-          number: How many steps are done.
-
-        Raises:
-          Terminated: It was.
-        """
+        """Raise on all of several processes if one of them was sent SIGTERM."""
         if self._step.strategy.placement.num_processes > 1 and asked_to_end(number):
             raise Terminated(self._options.exit_code)
 
     def may_stop(self, error: BaseException) -> bool:
-        """Are all processes after the same step?
-
-        Args:
-          error: What ended the run.
-
-        Returns:
-          Not at the Ctrl-C of one of several.
-        """
+        """Are all processes after the same step?"""
         return isinstance(error, Terminated) or jax.process_count() == 1
 
     def describe(self, number: int) -> str:
-        """The checkpoint in words.
-
-        Args:
-          number: After which step.
-
-        Returns:
-          Where it is, and how to go on.
-        """
+        """The checkpoint in words."""
         where = str(self._options.path)
         return f"step {number} in {where!r}. The same run again goes on from there."
 

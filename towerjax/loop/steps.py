@@ -1,34 +1,16 @@
 """What must a step be able to do, so that the loop can drive it?"""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from towerjax.input.placer import PlacedBatch
-from towerjax.nonfinite import Place
-from towerjax.placement import Placement
-from towerjax.state import TrainState
+from towerjax.data.placer import PlacedBatch
+from towerjax.step.compiled_step import StepOptions
+from towerjax.step.nonfinite import Place
+from towerjax.step.state import TrainState
+from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
-
-
-class HasPlacement(Protocol):
-    """A strategy, as far as the loop looks at it."""
-
-    @functools.cached_property
-    def placement(self) -> Placement:
-        """Which towers, on which devices."""
-        ...
-
-
-class HasPolicy(Protocol):
-    """A step's options, as far as the loop looks at them."""
-
-    @property
-    def on_nonfinite(self) -> str:
-        """``"raise"`` ends the run at a step whose loss is not finite."""
-        ...
 
 
 class LoopStep(Protocol):
@@ -40,61 +22,35 @@ class LoopStep(Protocol):
     """
 
     @property
-    def strategy(self) -> HasPlacement:
+    def strategy(self) -> Strategy:
         """Where the step runs."""
         ...
 
     @property
-    def options(self) -> HasPolicy:
+    def options(self) -> StepOptions:
         """How the step goes."""
         ...
 
-    def check_state(self, state: Any) -> None:
-        """Raise a ``ValueError`` unless the step can start from it.
-
-        Args:
-          state: What `run` was given.
-        """
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start from, or a ``ValueError`` where there is none."""
         ...
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """A batch on the devices of its towers; called by a thread.
-
-        Args:
-          batch: A global batch, or one that is placed already.
-        """
+        """A batch on the devices of its towers; called by a thread."""
         ...
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
-        """Several batches for one call; called by a thread.
-
-        Args:
-          batches: One to ``steps`` batches.
-          steps: ``K``, the most steps of a call.
-        """
+        """Several batches for one call; called by a thread."""
         ...
 
     def program(self, state: TrainState, batch: PlacedBatch) -> Any:
-        """Compile for such a batch, unless that is done; how long is measured.
-
-        Args:
-          state: The state, which is kept.
-          batch: The first placed batch of its kind.
-        """
+        """Compile for such a batch, unless that is done; how long is measured."""
         ...
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], Any]:
-        """Start the step, and wait for nothing.
-
-        Args:
-          state: The state; may be donated.
-          batch: A placed batch, or several stacked.
-
-        Returns:
-          ``(state, metrics, guarded)``, as ``TrainStep.dispatch``.
-        """
+        """Start the step, and wait for nothing."""
         ...
 
 
@@ -110,14 +66,7 @@ class Locates(Protocol):
         number: int | None = None,
         index: int = 0,
     ) -> tuple[Place, ...]:
-        """Which towers' values of a step are not finite.
-
-        Args:
-          state: The state, which is kept.
-          batch: The step's batch, or several stacked.
-          number: Which step it was.
-          index: Of several batches, which one.
-        """
+        """Which towers' values of a step are not finite."""
         ...
 
 
@@ -131,23 +80,15 @@ class PadsAlike(Protocol):
         ...
 
     def expect_batch_rows(self, sizes: Iterable[int]) -> None:
-        """Pad smaller batches as if batches of these sizes had been placed before.
-
-        Args:
-          sizes: Numbers of rows.
-        """
+        """Pad smaller batches as if batches of these sizes had been placed before."""
         ...
 
 
 class EvaluationStep(Protocol):
-    """An evaluation as `evaluate_all` drives it; `build_eval_step` makes one."""
+    """An evaluation as `evaluate` drives it; `build_eval_step` makes one."""
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """A batch on the devices of its towers; called by a thread.
-
-        Args:
-          batch: A global batch, or one that is placed already.
-        """
+        """A batch on the devices of its towers; called by a thread."""
         ...
 
     def __call__(self, state: Any, batch: PlacedBatch, /) -> Any:

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.input.feed import check_whole
 from towerjax.loop.progress import format_value
-from towerjax.placement import Placement, on_every_process
-from towerjax.state import TrainState
+from towerjax.mesh.placement import Placement, on_every_process
+from towerjax.step.state import TrainState
+from towerjax.types.leaves import is_key
+from towerjax.types.options import check_flag, check_whole
 
 Mode: TypeAlias = Literal["min", "max"]
 Keep: TypeAlias = Literal["devices", "host"]
@@ -94,8 +95,7 @@ class Best:
                 f"Best(keep={self.keep!r}) must be 'devices' (a second copy of the"
                 " state there) or 'host' (NumPy arrays)."
             )
-        if not isinstance(self.restore, bool):
-            raise ValueError(f"Best(restore={self.restore!r}) must be True or False.")
+        check_flag("Best.restore", self.restore)
 
 
 def _check_metric(what: str, metric: Any, mode: Any) -> None:
@@ -135,13 +135,7 @@ class BestEvaluation:
 
 
 class Watch:
-    """What the evaluations of a run come to.
-
-    Args:
-      early_stopping: When to stop.
-      best: What to keep.
-      placement: Where the state lives.
-    """
+    """What the evaluations of a run come to."""
 
     def __init__(
         self,
@@ -172,11 +166,7 @@ class Watch:
         }
 
     def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on counting where another process stopped.
-
-        Args:
-          memory: As its ``memory``; of another metric it is not looked at.
-        """
+        """Go on counting where another process stopped."""
         option = self._early_stopping
         asked = option and (option.metric, option.mode)
         if not asked or asked != (memory.get("metric"), memory.get("mode")):
@@ -187,16 +177,7 @@ class Watch:
         self._stop_if_enough()
 
     def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:
-        """Look at an evaluation.
-
-        Args:
-          number: The number of the step before it.
-          values: Its metrics.
-          state: The state that was evaluated; copied if it is the best.
-
-        Raises:
-          ValueError: It has no such metric, or not as a scalar.
-        """
+        """Look at an evaluation."""
         for option in (self._early_stopping, self._best):
             if option is not None:
                 _value(option, values)  # all names before the first copy
@@ -240,28 +221,13 @@ class Watch:
         self.best = dataclasses.replace(self.best, state=copy)
 
     def to_return(self, state: TrainState) -> TrainState:
-        """The state that a run returns.
-
-        Args:
-          state: The last one.
-
-        Returns:
-          It, or with ``Best(restore=True)`` a copy of the best one.
-        """
+        """The state that a run returns."""
         if self._best is None or not self._best.restore or self.best is None:
             return state
         return _restored(self.best.state, state)
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
-        """The last evaluation in a few words, and the best.
-
-        Args:
-          number: The number of the step before it.
-          values: Its metrics.
-
-        Returns:
-          The metric that is looked at, else the loss, else the first one.
-        """
+        """The last evaluation in a few words, and the best."""
         option = self._best or self._early_stopping
         name = "loss" if "loss" in values else min(values, default="")
         name = option.metric if option else name
@@ -297,21 +263,12 @@ def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
 
 
 def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
-    """A copy of a state, which outlives the donation of the state.
-
-    Args:
-      state: On the devices.
-      keep: ``"devices"`` or ``"host"``.
-      placement: Where the state lives; of several processes all call this.
-
-    Returns:
-      The copy: with the same shardings, or of NumPy arrays, whole on each process.
-    """
+    """A copy of a state, which outlives the donation of the state."""
     if keep == "devices":
         return _copied_on_devices(state)
 
     def on_host(leaf: jax.Array) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             return leaf.copy()
         if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             leaf = on_every_process(leaf, placement)

@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.input.feed import check_whole
 from towerjax.loop.records import Record
+from towerjax.types.options import check_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,6 @@ class OpenTensorBoard:
 
     Not by ``tensorboardX.SummaryWriter``, whose thread keeps an error of the disk
     to itself and then lets the run wait for ever.
-
-    Args:
-      options: How.
-      events: The ``EventsWriter`` of ``tensorboardX``.
-      proto: Its module of messages.
-      start: Steps that the state had done before.
     """
 
     def __init__(
@@ -116,14 +110,7 @@ class OpenTensorBoard:
         self._events.write_event(event)
 
     def write(self, record: Record) -> None:
-        """Append an event with all scalars of a record.
-
-        Args:
-          record: A step or an evaluation.
-
-        Raises:
-          ValueError: A metric is not made of real numbers, or has too many.
-        """
+        """Append an event with all scalars of a record."""
         event = self._proto.Event(wall_time=record.time_s, step=record.step)
         for name, value in record.metrics.items():
             for tag, number in self._scalars(f"{record.kind}/{name}", value):

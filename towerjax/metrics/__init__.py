@@ -8,6 +8,10 @@ from towerjax.metrics.binary import true_negatives as true_negatives
 from towerjax.metrics.binary import true_positives as true_positives
 from towerjax.metrics.classes import mean_iou as mean_iou
 from towerjax.metrics.classes import mean_per_class_accuracy as mean_per_class_accuracy
+from towerjax.metrics.example_count import ExampleCount as ExampleCount
+from towerjax.metrics.example_count import ExampleReport as ExampleReport
+from towerjax.metrics.example_count import ExamplesError as ExamplesError
+from towerjax.metrics.example_count import check_examples as check_examples
 from towerjax.metrics.foreign import from_clu as from_clu
 from towerjax.metrics.means import accuracy as accuracy
 from towerjax.metrics.means import mean as mean

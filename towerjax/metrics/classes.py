@@ -1,4 +1,7 @@
-"""How good are predictions of several classes? A mean over those that occur."""
+"""How good are predictions of several classes? A mean over the classes."""
+
+import dataclasses
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,9 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
+from towerjax.types.options import check_choice
+
+Absent = Literal["left out", "zero"]
 
 
 class Confusion(Additive):
@@ -39,14 +45,18 @@ class ClassHits(Additive):
     Attributes:
       hits: ``[C]`` float.
       totals: ``[C]`` float.
+      absent: What a class without examples is.
     """
 
     hits: jax.Array
     totals: jax.Array
+    absent: Absent = dataclasses.field(metadata={"static": True})
 
     def compute(self) -> jax.Array:
         """The mean share of hits; see `mean_per_class_accuracy`."""
         shares = ratio(self.hits, self.totals)
+        if self.absent == "zero":
+            return shares.mean()
         return ratio(shares.sum(), (self.totals != 0).sum())
 
 
@@ -112,32 +122,37 @@ def mean_per_class_accuracy(
     predictions: ArrayLike,
     num_classes: int,
     weight: ArrayLike | None = None,
+    *,
+    absent: Absent = "left out",
 ) -> ClassHits:
     """Accuracy of each class, averaged over those that occur as labels.
 
-    ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0; here
-    it does not count, as in `mean_iou`.
+    ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0:
+    write ``absent="zero"`` for its number. Else it does not count, as in `mean_iou`.
 
     Args:
       labels: As for `mean_iou`.
       predictions: As for `mean_iou`.
       num_classes: ``C``.
       weight: As for `mean_iou`.
+      absent: A class without examples, of all that is merged, is ``"left out"`` of
+        the mean, or ``"zero"``.
 
     Returns:
       A `ClassHits`.
 
     Raises:
-      ValueError: As for `mean_iou`.
+      ValueError: As for `mean_iou`, or ``absent`` is another word.
 
     Example:
       >>> float(mean_per_class_accuracy([0, 0, 1, 1], [0, 1, 1, 1], 3).compute())
       0.75
     """
+    check_choice("absent", absent, get_args(Absent))
     labels, predictions, weight = _ids_and_weights(
         "mean_per_class_accuracy", labels, predictions, num_classes, weight
     )
     none = jnp.zeros(num_classes, weight.dtype)
     # A NaN weight spoils the totals even where the prediction is wrong.
     hits = jnp.where(labels == predictions, weight, 0)
-    return ClassHits(none.at[labels].add(hits), none.at[labels].add(weight))
+    return ClassHits(none.at[labels].add(hits), none.at[labels].add(weight), absent)

@@ -7,45 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from towerjax.collectives.reduce import strong
 from towerjax.types import PyTree
 
 
-def strong(x: Any) -> jax.Array:
-    """The array with a dtype that others do not override.
-
-    Args:
-      x: An array or a number.
-
-    Returns:
-      The array, of no weak type.
-    """
-    x = jnp.asarray(x)
-    return jnp.asarray(x, x.dtype)
-
-
 def looks_like_state(x: Any) -> bool:
-    """Does it have ``merge`` and ``compute``, as an object and not as a class?
-
-    Args:
-      x: Anything.
-
-    Returns:
-      Whether it does.
-    """
+    """Does it have ``merge`` and ``compute``, as an object and not as a class?"""
     return not isinstance(x, type) and all(
         callable(getattr(x, name, None)) for name in ("merge", "compute")
     )
 
 
 def is_collection(x: Any) -> bool:
-    """Is it a ``clu.metrics.Collection``, several metrics in one object?
-
-    Args:
-      x: Anything.
-
-    Returns:
-      Whether it is.
-    """
+    """Is it a ``clu.metrics.Collection``, several metrics in one object?"""
     return looks_like_state(x) and hasattr(x, "_reduction_counter")
 
 
@@ -54,13 +28,6 @@ def merge_parts(first: Any, second: Any) -> Any:
 
     ``clu.metrics`` tells parts of a batch from batches: its ``LastValue`` averages
     over parts and keeps the last batch. Others have ``merge`` for both.
-
-    Args:
-      first: A state.
-      second: Another one of its class.
-
-    Returns:
-      Their merge.
     """
     of_parts = getattr(first, "_reduce_merge", None)
     return first.merge(second) if of_parts is None else of_parts(second)
@@ -159,15 +126,6 @@ def adapted(metric: Any) -> Adapted:
 
     A Python number that the class's merge leaves as it is stays one; every other
     leaf becomes an array.
-
-    Args:
-      metric: A pytree with ``merge`` and ``compute``.
-
-    Returns:
-      The `Adapted`.
-
-    Raises:
-      ValueError: Merging it cannot be traced, or changes its tree or shapes.
     """
     leaves, treedef = jax.tree.flatten(metric)
     plain = [isinstance(x, bool | int | float | str) for x in leaves]
@@ -191,19 +149,7 @@ def adapted(metric: Any) -> Adapted:
 
 
 def merged_leaves(state: PyTree, merge: Callable[[Any, Any], Any]) -> list[Any]:
-    """What the leaves become when the state is merged with one of its kind.
-
-    Args:
-      state: A pytree of arrays and numbers.
-      merge: ``(state, state) -> state``.
-
-    Returns:
-      The shape and dtype of each array; a number as it is.
-
-    Raises:
-      ValueError: The merge cannot be traced, or the tree, a shape or a dtype
-        changes.
-    """
+    """What the leaves become when the state is merged with one of its kind."""
     leaves, treedef = jax.tree.flatten(state)
     is_array = [hasattr(x, "shape") for x in leaves]
     numbers: list[Any] = []

@@ -10,15 +10,7 @@ from towerjax.metrics.state import adds_batches, compute, is_metric, merge
 
 
 def on_host(state: Any) -> Any:
-    """A batch's state on the host, in 64 bits where its leaves are to be added.
-
-    Args:
-      state: A metric state of arrays.
-
-    Returns:
-      The state of NumPy arrays, floats in float64 and integers in 64 bits, where
-      ``merge`` adds every leaf; else of ``jax.Array``.
-    """
+    """A batch's state on the host, in 64 bits where its leaves are to be added."""
     state = jax.device_get(state)
     # Other classes may divide by 0 when they merge, which NumPy warns of.
     convert = _in_64_bits if adds_batches(state) else jnp.asarray
@@ -36,29 +28,12 @@ def _is_float(x: np.ndarray) -> bool:
 
 
 def add_batch(total: Any, state: Any) -> Any:
-    """The state of the batches so far and one more.
-
-    Args:
-      total: What `on_host` returned for the first, or this for those before; None
-        where there is none.
-      state: The next batch's, as `on_host` returns it.
-
-    Returns:
-      The merged state. Neither operand is changed.
-    """
+    """The state of the batches so far and one more."""
     return state if total is None else merge(total, state)
 
 
 def value_on_host(total: Any) -> Any:
-    """The value of a data set's state.
-
-    Args:
-      total: As `add_batch` returns it; or an array, which is its own value.
-
-    Returns:
-      A Python number; an array for a value that has dims; a pytree of them where
-      ``compute`` returns one.
-    """
+    """The value of a data set's state."""
 
     def plain(x: Any) -> Any:
         x = np.asarray(x)

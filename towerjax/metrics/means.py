@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from towerjax.metrics.rows import as_array, element_weights, library_of, paired, ratio
 from towerjax.metrics.state import Additive, wide
-from towerjax.types import ArrayLike, Weighted
+from towerjax.metrics.weighted import Weighted
+from towerjax.types import ArrayLike
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -57,9 +58,11 @@ def accuracy(
     for what, x in (("labels", labels), ("predictions", predictions)):
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
+            scores = " (or predictions > 0.5 of probabilities of two classes)"
             raise ValueError(
                 f"accuracy got {what} of dtype {dtype}; they must be class ids or"
-                " booleans. Write jnp.argmax(logits, axis=-1), or scores > 0.5."
+                f" booleans. Write {what}.astype(jnp.int32) of ids that are held as"
+                f" floats{scores if what == 'predictions' else ''}."
             )
     return _weighted(
         "accuracy", jnp.asarray(labels) == jnp.asarray(predictions), weight

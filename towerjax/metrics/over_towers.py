@@ -5,9 +5,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from towerjax.collectives import CrossTowerOps, sum_rows_over_towers
+from towerjax.collectives import CrossTowerOps
+from towerjax.collectives.base import sum_rows_over_towers
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.state import is_metric, merged_rows, split_states
-from towerjax.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree
 
 
@@ -15,13 +16,6 @@ def folded_over_towers(rows: PyTree, axes: TowerAxes) -> PyTree:
     """All towers' states, merged in tower order, inside a device function.
 
     Every tower's state travels to every device: for small states that do not add up.
-
-    Args:
-      rows: A pytree of metric states, leaves ``[k, ...]``, one row a local tower.
-      axes: The axes that the towers meet over.
-
-    Returns:
-      The states with leaves ``[...]``, the same on each device, whatever ``D`` is.
     """
     if axes.device_axis:
         rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
@@ -33,15 +27,6 @@ def merged_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyT
 
     States that add up travel in one sum, by ``ops``; the others are gathered and
     merged one after another, tower 0 first. Nothing is divided.
-
-    Args:
-      ops: How the sum travels.
-      rows: A pytree of metric states (``Weighted`` included), as `check` returns
-        them in a tower, then stacked: leaves ``[k, ...]``, one row a local tower.
-      axes: The axes that the towers meet over.
-
-    Returns:
-      The states with leaves ``[...]``, the same on each device.
     """
     added, folded, flags = split_states(rows)
     added = iter(sum_rows_over_towers(ops, added, axes) if added else ())

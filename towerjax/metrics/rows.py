@@ -7,17 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
+from towerjax.types.options import check_whole
 
 
 def library_of(*arrays: Any) -> Any:
-    """``jax.numpy`` where an array is of JAX, else ``numpy``: a value's precision.
-
-    Args:
-      *arrays: Arrays.
-
-    Returns:
-      The module.
-    """
+    """``jax.numpy`` where an array is of JAX, else ``numpy``: a value's precision."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
@@ -41,43 +35,17 @@ def ratio(total: Any, weight: Any) -> Any:
 
 
 def known(x: Any) -> bool:
-    """Are its values known before tracing, without asking a device?
-
-    Args:
-      x: A number or an array.
-
-    Returns:
-      Whether they are.
-    """
+    """Are its values known before tracing, without asking a device?"""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
 def as_array(x: Any) -> Any:
-    """A list as a NumPy array; anything else as it is.
-
-    Args:
-      x: An array, a number or a list.
-
-    Returns:
-      An array or a number.
-    """
+    """A list as a NumPy array; anything else as it is."""
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
 def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
-    """Labels and predictions, when there is one prediction for each label.
-
-    Args:
-      name: The metric's, for errors.
-      labels: An array.
-      predictions: An array.
-
-    Returns:
-      Both as arrays.
-
-    Raises:
-      ValueError: The shapes differ.
-    """
+    """Labels and predictions, when there is one prediction for each label."""
     labels, predictions = as_array(labels), as_array(predictions)
     shapes = jnp.shape(labels), jnp.shape(predictions)
     if shapes[0] != shapes[1]:
@@ -92,20 +60,7 @@ def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
 def element_weights(
     name: str, shape: tuple[int, ...], weight: Any, what: str = "labels"
 ) -> jax.Array:
-    """How much each element counts.
-
-    Args:
-      name: The metric's, for errors.
-      shape: Of the labels.
-      weight: Shape equal to the leading dims of ``shape``, >= 0; None is 1 each.
-      what: What has the shape, for errors.
-
-    Returns:
-      ``shape``, float32 or wider.
-
-    Raises:
-      ValueError: The weight has another shape, or is negative where that is known.
-    """
+    """How much each element counts."""
     if weight is None:
         return jnp.ones(shape, jnp.float32)
     if known(weight) and (lowest := np.min(weight, initial=0)) < 0:
@@ -141,13 +96,6 @@ def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
     """Weights that make the metric NaN where an element that counts is not valid.
 
     What a compiled program cannot refuse must at least be seen.
-
-    Args:
-      weight: ``[...]``.
-      valid: ``[...]`` bool.
-
-    Returns:
-      ``[...]``: the weights, NaN where they are not 0 and the element is not valid.
     """
     return jnp.where(valid | (weight == 0), weight, jnp.nan)
 
@@ -155,20 +103,7 @@ def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
 def truths(
     name: str, what: str, x: ArrayLike, weight: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Booleans, and which of them were given as such.
-
-    Args:
-      name: The metric's, for errors.
-      what: ``"labels"`` or ``"predictions"``.
-      x: Booleans, or numbers that are 0 or 1.
-      weight: As `element_weights` has checked it; what has weight 0 may be anything.
-
-    Returns:
-      ``(x != 0, x is 0 or 1)``, both of the shape of ``x``.
-
-    Raises:
-      ValueError: A number that is known is neither 0 nor 1.
-    """
+    """Booleans, and which of them were given as such."""
     counted = _counted(x, weight)
     if (bad := counted[~np.isin(counted, (0, 1))]).size:
         raise ValueError(
@@ -182,20 +117,7 @@ def truths(
 def positives(
     name: str, predictions: ArrayLike, weight: Any, threshold: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Which predictions say yes, and which say anything at all.
-
-    Args:
-      name: The metric's, for errors.
-      predictions: Booleans, or integers 0 and 1, without a threshold; scores with.
-      weight: As for `truths`.
-      threshold: A score above it says yes.
-
-    Returns:
-      Two boolean arrays of the shape of ``predictions``; a NaN says nothing.
-
-    Raises:
-      ValueError: Scores without a threshold, or booleans with one.
-    """
+    """Which predictions say yes, and which say anything at all."""
     scores = jnp.issubdtype(jnp.result_type(predictions), jnp.floating)
     if scores != (threshold is not None):
         raise ValueError(
@@ -211,16 +133,7 @@ def positives(
 
 
 def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
-    """Raise unless the scores that are known lie between 0 and 1.
-
-    Args:
-      name: The metric's, for errors.
-      predictions: Scores.
-      weight: As for `truths`.
-
-    Raises:
-      ValueError: The dtype is not floating, or a score is below 0 or above 1.
-    """
+    """Raise unless the scores that are known lie between 0 and 1."""
     dtype = jnp.result_type(predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -238,24 +151,8 @@ def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
 def check_classes(
     name: str, what: str, ids: ArrayLike, weight: Any, num_classes: int
 ) -> None:
-    """Raise unless ids are integers, and those that are known are of a class.
-
-    Args:
-      name: The metric's, for errors.
-      what: ``"labels"`` or ``"predictions"``.
-      ids: Class ids.
-      weight: As for `truths`.
-      num_classes: ``C``.
-
-    Raises:
-      ValueError: ``num_classes`` is no whole number >= 1, the dtype is not an
-        integer, or an id is below 0 or at least ``C``.
-    """
-    whole = isinstance(num_classes, int) and not isinstance(num_classes, bool)
-    if not whole or num_classes < 1:
-        raise ValueError(
-            f"{name} got num_classes={num_classes!r}; it must be a whole number >= 1."
-        )
+    """Raise unless ids are integers, and those that are known are of a class."""
+    check_whole(f"{name}: num_classes", num_classes)
     dtype = jnp.result_type(ids)
     if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
         raise ValueError(

@@ -1,6 +1,7 @@
 """What is a metric state? Something that merges, and is computed once, at the end."""
 
 import dataclasses
+import functools
 from typing import Any, dataclass_transform
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from towerjax.collectives.reduce import strong
 from towerjax.metrics.foreign import (
     Adapted,
     adapted,
@@ -15,23 +17,15 @@ from towerjax.metrics.foreign import (
     looks_like_state,
     merge_parts,
     merged_leaves,
-    strong,
 )
-from towerjax.types import PyTree, Weighted
+from towerjax.metrics.weighted import Weighted
+from towerjax.types import PyTree
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
 def wide(x: Any) -> Any:
-    """The array in a dtype in which counts and sums do not soon run over.
-
-    Args:
-      x: An array or a number.
-
-    Returns:
-      Booleans and integers of less than 32 bits as int32, floats of less as float32;
-      all others as they are.
-    """
+    """The array in a dtype in which counts and sums do not soon run over."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = x.dtype
     if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -126,29 +120,20 @@ def check(name: str, x: Any) -> Any:
     """A state whose leaves are strongly typed arrays, wide enough to be added.
 
     To be called inside the tower function, before leaves are stacked.
-
-    Args:
-      name: What errors call it, such as ``"metrics['auc']"``.
-      x: What the user gave.
-
-    Returns:
-      The state; one of another library that holds Python numbers as a state with
-      the same ``merge`` and ``compute`` that keeps them apart.
-
-    Raises:
-      ValueError: It is no metric state, or its merge cannot be traced.
-
-    Example:
-      >>> check("metrics['mean']", Weighted(1, 2)).sum.dtype
-      dtype('float32')
     """
     if not is_metric(x):
         raise ValueError(f"{name} is {described(x)}. {_STATES}")
     if isinstance(x, Weighted):
-        total, weight = strong(x.sum), strong(x.weight)
-        dtype = jnp.promote_types(total.dtype, jnp.float32)
+        total, weight = jax.tree.map(strong, x.sum), strong(x.weight)
+        total = jax.tree.map(
+            lambda s: s.astype(jnp.promote_types(s.dtype, jnp.float32)), total
+        )
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
+        dtype = functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
         dtype = jnp.promote_types(dtype, weight.dtype)
-        return Weighted(total.astype(dtype), weight.astype(dtype))
+        if jax.tree_util.all_leaves([total]):
+            total = total.astype(dtype)
+        return Weighted(total, weight.astype(dtype))
     if _is_ours(x):
         return jax.tree.map(lambda leaf: wide(strong(leaf)), x)
     try:
@@ -164,14 +149,7 @@ def check(name: str, x: Any) -> Any:
 
 
 def described(x: Any) -> str:
-    """What something that is no metric state is, and where that helps, what to write.
-
-    Args:
-      x: Anything.
-
-    Returns:
-      Text to follow "it is", without a full stop.
-    """
+    """What something that is no metric state is and, where it helps, what to write."""
     if isinstance(x, type):
         return f"the class {x.__name__}, and no object made from the tower's rows"
     if is_collection(x):
@@ -197,16 +175,6 @@ def is_additive(state: Any) -> bool:
 
     Known of ``Weighted`` and `Additive`; of other classes read off the traced merge,
     so that their sums may travel with all others.
-
-    Args:
-      state: A metric state; only its shapes and dtypes are looked at.
-
-    Returns:
-      Whether it does. It errs to one side only: what it calls additive is.
-
-    Example:
-      >>> is_additive(Weighted(1.0, 2.0))
-      True
     """
     if isinstance(state, Weighted) or _is_ours(state):
         return True
@@ -214,14 +182,7 @@ def is_additive(state: Any) -> bool:
 
 
 def adds_batches(state: Any) -> bool:
-    """The same of ``merge``, by which batches are merged.
-
-    Args:
-      state: A metric state.
-
-    Returns:
-      Whether ``merge`` adds every leaf.
-    """
+    """The same of ``merge``, by which batches are merged."""
     if isinstance(state, Weighted) or _is_ours(state):
         return True
     return _adds(state, lambda first, second: first.merge(second))
@@ -307,14 +268,7 @@ def compute(state: Any) -> Any:
 
 
 def merged_rows(rows: Any) -> Any:
-    """The states that lie side by side, merged in their order.
-
-    Args:
-      rows: A state with leaves ``[n, ...]``, ``n >= 1``, parts of one batch.
-
-    Returns:
-      The state with leaves ``[...]``.
-    """
+    """The states that lie side by side, merged in their order."""
     if is_additive(_of_one(rows)):
         return jax.tree.map(lambda x: x.sum(axis=0), rows)
     first = jax.tree.map(lambda x: x[0], rows)
@@ -330,14 +284,7 @@ def _of_one(rows: Any) -> Any:
 
 
 def split_states(states: PyTree) -> tuple[list[Any], list[Any], list[bool]]:
-    """States that lie side by side, as those that add up and the others.
-
-    Args:
-      states: A pytree of metric states with leaves ``[k, ...]``.
-
-    Returns:
-      The additive ones, the others, and which of all are additive, in tree order.
-    """
+    """States that lie side by side, as those that add up and the others."""
     leaves = jax.tree.leaves(states, is_leaf=is_metric)
     flags = [is_additive(_of_one(x)) for x in leaves]
     pairs = list(zip(leaves, flags, strict=True))

@@ -18,6 +18,7 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
+from towerjax.types.options import check_whole
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 
@@ -167,12 +168,7 @@ def _histograms(
 
 def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
     """From just below 0 to just above 1: the first lets all pass, the last none."""
-    whole = isinstance(num_thresholds, int) and not isinstance(num_thresholds, bool)
-    if not whole or num_thresholds < 2:
-        raise ValueError(
-            f"{name} got num_thresholds={num_thresholds!r}; it must be a whole number"
-            " >= 2."
-        )
+    check_whole(f"{name}: num_thresholds", num_thresholds, 2)
     inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
     return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
 

@@ -8,13 +8,12 @@ reduction over the tower axes, or at two that together are one: see
 sums of what is the same on all: see `towerjax.proof.scale`.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.collective import communicated
+from towerjax.proof.collective import communicated, hang_of
 from towerjax.proof.equation import (
     IDENTITIES,
     is_foreign,
@@ -23,10 +22,26 @@ from towerjax.proof.equation import (
     refs,
     sub_jaxprs,
 )
-from towerjax.proof.found import Analysis, Collective, Dependence, Hang, Repeat
+from towerjax.proof.found import (
+    Analysis,
+    Collective,
+    Dependence,
+    Draw,
+    Hang,
+    Repeat,
+)
+from towerjax.proof.hidden import is_hidden, opened
 from towerjax.proof.marks import FIXED, Context, Mark, made_at, merged, under
 from towerjax.proof.origin import line_of
-from towerjax.proof.scale import CONSTANT, COUNTS_EACH_TOWER, Scale, of_equation
+from towerjax.proof.scale import (
+    CONSTANT,
+    COUNTS_EACH_TOWER,
+    SUMMED_FOR_A_VARIABLE,
+    Scale,
+    moving_literals,
+    of_equation,
+    of_summed,
+)
 
 _Marks = list[Mark]
 # Where what is counted T times meets what differs, no later division can be right.
@@ -38,32 +53,12 @@ _THE_LOSS = "the loss, of which loss_reduction=SUM adds up the towers' values"
 def analyse(
     jaxpr: Jaxpr | ClosedJaxpr,
     inputs: Sequence[str | None],
-    axes: Sequence[str],
+    axes: Sequence[str] | Mapping[str, int],
     *,
     constants: int = 0,
+    of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
 ) -> Analysis:
-    """What differs from tower to tower, what communicates, and what would hang.
-
-    Args:
-        jaxpr: the per-tower body, traced with `check_vma=False`.
-        inputs: for each input of the body, its name, or None when it is MIRRORED.
-        axes: names of the tower axes. A value reduced over one of two may still
-            differ along the other; reducing over that too makes it MIRRORED.
-        constants: so many of the first inputs are what the body closes over.
-
-    Returns:
-        An `Analysis`. It errs to one side only: what it calls MIRRORED is.
-
-    Raises:
-        ValueError: `inputs` does not fit the jaxpr, or `axes` is a single string.
-
-    Example:
-        >>> import jax
-        >>> tower = lambda x: (x, jax.lax.psum(x, "device"))
-        >>> jaxpr = jax.make_jaxpr(tower, axis_env=[("device", 2)])(1.0)
-        >>> analyse(jaxpr, ["x"], ["device"]).outputs
-        (Dependence(source='x', line=''), None)
-    """
+    """What differs from tower to tower, what communicates, and what would hang."""
     body = open_jaxpr(jaxpr)
     if isinstance(axes, str):
         raise ValueError(f"axes is the string {axes!r}. Write axes=({axes!r},).")
@@ -75,8 +70,24 @@ def analyse(
     towers = frozenset(axes)
     ins = [Mark(frozenset()) if n is None else Mark(towers, n) for n in inputs]
     ins[:constants] = [mark._replace(scale=CONSTANT) for mark in ins[:constants]]
-    found = []
-    outs, _ = _walk(body, ins, Context(towers, _size(body, towers), found))
+    sizes = axes if isinstance(axes, Mapping) else _mesh_sizes(body)
+    context = Context(towers, sizes, [])
+    if of_more_towers is None:
+        return _analysed(body, ins, context)
+    none_counts = _analysed(body, ins, context._replace(moving=()))
+    if not none_counts.repeats:
+        return none_counts
+    try:
+        more = open_jaxpr(of_more_towers())
+    except Exception:  # Code of anybody's, for this number of towers: it may hold it.
+        return _analysed(body, ins, context)
+    moving = moving_literals(body, more)
+    return _analysed(body, ins, context._replace(moving=moving))
+
+
+def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
+    found: list[Any] = []
+    outs, _ = _walk(body, ins, context._replace(found=found))
     return Analysis(
         outputs=tuple(
             Dependence(m.source, made_at(m)) if m.axes else None for m in outs
@@ -84,46 +95,16 @@ def analyse(
         hangs=tuple(x for x in found if isinstance(x, Hang)),
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
+        draws=tuple(x for x in found if isinstance(x, Draw)),
     )
 
 
-def body_of_shard_map(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The per-tower body: the jaxpr inside the one `shard_map`, found through jit.
-
-    Args:
-        jaxpr: of a function that calls `jax.shard_map`.
-
-    Returns:
-        The body, its closed-over values as leading inputs.
-
-    Raises:
-        ValueError: there is no `shard_map`, or more than one.
-    """
-    bodies, jaxprs = [], [open_jaxpr(jaxpr)]
-    while jaxprs:
-        for eqn in jaxprs.pop().eqns:
-            found = bodies if eqn.primitive.name == "shard_map" else jaxprs
-            found += sub_jaxprs(eqn)
-    if len(bodies) != 1:
-        raise ValueError(
-            f"The jaxpr has {len(bodies)} shard_map equations, expected 1. Trace a "
-            "function that calls jax.shard_map once, under jit or not."
-        )
-    return bodies[0]
-
-
-def _dependence(mark: Mark) -> Dependence | None:
-    return Dependence(mark.source, made_at(mark)) if mark.axes else None
-
-
-def _size(body: Jaxpr, towers: frozenset[str]) -> int:
-    """How many towers there are; 0 where no mesh says so."""
-    for var in body.invars:
-        sharding = getattr(var.aval, "sharding", None)
-        sizes = dict(sharding.mesh.shape) if sharding is not None else {}
-        if towers <= sizes.keys():
-            return math.prod(sizes[name] for name in towers)
-    return 0
+def _mesh_sizes(body: Jaxpr) -> dict[str, int]:
+    """The axes of the mesh that the body stands in; none where it is in none."""
+    avals: list[Any] = [
+        var.aval for var in body.invars if hasattr(var.aval, "sharding")
+    ]
+    return {k: n for x in avals for k, n in x.sharding.mesh.shape.items()}
 
 
 def _repeats(outs: _Marks) -> list[Repeat]:
@@ -154,6 +135,8 @@ def _rule_of(
     inner = sub_jaxprs(eqn)
     if not inner and not named_axes(eqn) and is_foreign(eqn, context.towers):
         return _originate
+    if eqn.primitive.name not in _RULES and is_hidden(eqn):
+        return _hidden
     if refs(eqn):
         return _opaque
     if eqn.primitive.name in _RULES:
@@ -169,7 +152,9 @@ def _rule_of(
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     mark = merged(ins)
     scales = [m.scale for m in ins]
-    scale = of_equation(eqn, scales, context.num_towers) if ins else CONSTANT
+    scale = CONSTANT
+    if ins:
+        scale = of_equation(eqn, scales, context.num_towers, context.moving)
     if scale.site is not None and eqn.primitive.name in _ADDITIONS:
         scale = _refuse_mixture(eqn, ins, scale, context)
     if not scale.is_constant or mark.axes:
@@ -198,8 +183,23 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
+def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Random numbers: those of rbg are made for all keys of a ``vmap`` at once."""
+    key: Any = eqn.invars[0].aval
+    kind = str(key.dtype)
+    derives = eqn.primitive.name in ("random_fold_in", "random_split")
+    is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
+    # A while whose predicate differs makes its carry, keys too, one of each tower.
+    if is_rbg and (context.control or any(m.axes for m in ins[: 1 + derives])):
+        context.found.append(Draw(line_of((eqn, context.outer))))
+    return _compute(eqn, ins, context)
+
+
 def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """A loss of which a step adds up the towers' values, under its own name."""
+    """What towers assign to a variable, or a loss that a step adds up by its name."""
+    if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
+        scale = of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
+        return [ins[0]._replace(scale=scale)]
     [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
     is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
     if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):
@@ -207,8 +207,26 @@ def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return ins
 
 
+def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """What its own code does, where that can be traced; else it may do anything."""
+    program = None if context.is_inside(eqn) else opened(eqn, context.sizes)
+    if program is not None:
+        return _walk(program.jaxpr, ins, context.enter(eqn))[0]
+    if context.control:
+        context.found.append(hang_of(eqn, context))
+    return _originate(eqn, ins, context)
+
+
 def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return _walk(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
+
+
+def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """Its first operands are what four jaxprs close over, of which `solve` runs."""
+    lengths, [solve] = eqn.params["const_lengths"], sub_jaxprs(eqn)
+    start = lengths.matvec + lengths.vecmat
+    ins = ins[start : start + lengths.solve] + ins[sum(lengths) :]
+    return _walk(solve, ins, context.enter(eqn))[0]
 
 
 def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -296,4 +314,13 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
 _RULES |= {"axis_index": _originate, "cond": _cond, "name": _name}
-_RULES |= {"while": _while, "scan": _scan, "shard_map": _call}
+_RULES |= dict.fromkeys(
+    "random_bits random_fold_in random_gamma random_split rng_bit_generator".split(),
+    _draw,
+)
+_RULES |= {
+    "while": _while,
+    "scan": _scan,
+    "shard_map": _call,
+    "custom_linear_solve": _solve,
+}

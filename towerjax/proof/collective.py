@@ -5,7 +5,13 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof.equation import REDUCTIONS, SUMS, is_full, named_axes, num_towers
+from towerjax.proof.equation import (
+    REDUCTIONS,
+    SUMS,
+    groups,
+    is_full,
+    named_axes,
+)
 from towerjax.proof.found import Collective, Hang
 from towerjax.proof.grid import (
     Coordinate,
@@ -20,30 +26,22 @@ from towerjax.proof.scale import Scale
 
 
 def communicated(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
-    """The marks after a collective, which is recorded.
-
-    Args:
-      eqn: An equation that names axes.
-      ins: Marks of its operands.
-      context: Where it stands.
-
-    Returns:
-      Marks of its results.
-    """
+    """The marks after a collective, which is recorded."""
     name, site = eqn.primitive.name.removesuffix("_start"), (eqn, context.outer)
     axes = context.towers.intersection(named_axes(eqn))
     _record(eqn, context, bool(axes))
-    groups = eqn.params.get("axis_index_groups")
-    over = _grid_coordinate(eqn, axes) if groups is not None else None
-    if name in REDUCTIONS and (groups is None or over):
+    size = context.size_of(named_axes(eqn))
+    given = groups(eqn, size)
+    over = _grid_coordinate(eqn, axes, size) if given is not None else None
+    if name in REDUCTIONS and (given is None or over):
         scales = [_summed(eqn, name, mark, context) for mark in ins]
         return [
             _reduced(mark, over or axes, site)._replace(scale=scale)
             for mark, scale in zip(ins, scales, strict=True)
         ]
     # Sums over groups of unequal size differ even when their operands are equal.
-    even = groups is not None and len({len(group) for group in groups}) == 1
-    if (name in REDUCTIONS and even) or (name == "ppermute" and is_full(eqn)):
+    even = given is not None and len({len(group) for group in given}) == 1
+    if (name in REDUCTIONS and even) or (name == "ppermute" and is_full(eqn, size)):
         axes = frozenset()
     # all_to_all, reduce_scatter, ...: a tower gets a part of its own of equal operands.
     own = [Mark(axes, name, site)] if axes else []
@@ -62,7 +60,8 @@ def _summed(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
     scale, axes = mark.scale, context.towers.intersection(named_axes(eqn))
     if name not in SUMS or not axes or context.num_towers < 2:
         return scale
-    is_whole = axes == context.towers and not eqn.params.get("axis_index_groups")
+    size = context.size_of(named_axes(eqn))
+    is_whole = axes == context.towers and groups(eqn, size) is None
     if mark.axes or scale.is_constant or not is_whole:
         # Of what differs nobody knows whether a sum or a mean is meant.
         return scale.times(Scale(sums=1.0))
@@ -85,11 +84,13 @@ def _reduced(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
     return mark._replace(axes=left, site=site, before=mark)
 
 
-def _grid_coordinate(eqn: JaxprEqn, axes: frozenset[str]) -> Coordinate | None:
+def _grid_coordinate(
+    eqn: JaxprEqn, axes: frozenset[str], size: int
+) -> Coordinate | None:
     """What the groups run over; None unless they are rows or columns of one axis."""
     if len(axes) != 1 or len(named_axes(eqn)) != 1:
         return None
-    [axis], size = axes, num_towers(eqn)
+    [axis] = axes
     return coordinate_of(eqn.params["axis_index_groups"], axis, size) if size else None
 
 
@@ -100,6 +101,11 @@ def _record(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
     collective = Collective(name, named_axes(eqn), size, context.trips, line)
     context.found.append(collective)
     if over_towers and context.control:
-        control = context.control
-        hang = Hang(name, line, control[0].primitive.name, line_of(control))
-        context.found.append(hang)
+        context.found.append(hang_of(eqn, context))
+
+
+def hang_of(eqn: JaxprEqn, context: Context) -> Hang:
+    """What is wrong with a collective where not every tower comes."""
+    assert context.control is not None
+    line, control = line_of((eqn, context.outer)), context.control
+    return Hang(eqn.primitive.name, line, control[0].primitive.name, line_of(control))

@@ -1,10 +1,12 @@
 """What does one equation of a jaxpr say of itself? Its axes, inner jaxprs and Refs."""
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from towerjax.proof.hidden import held
 
 REDUCTIONS = frozenset(
     "psum psum_invariant pmax pmin unreduced_psum unreduced_pmax unreduced_pmin "
@@ -42,15 +44,7 @@ _HARMLESS_EFFECTS = {
 
 
 def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes that a collective names.
-
-    Args:
-      eqn: Any equation.
-
-    Returns:
-      Names; under vmap, and in ``reduce_sum``, an axis is the number of a dimension,
-      and is left out.
-    """
+    """The mesh axes that a collective names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     return tuple(axis for axis in axes if isinstance(axis, str))
@@ -61,94 +55,52 @@ def is_foreign(eqn: JaxprEqn, towers: frozenset[str]) -> bool:
 
     True for side effects, for calls of code that is no jaxpr, and for an unknown
     primitive that has a tower axis among its params.
-
-    Args:
-      eqn: An equation without inner jaxprs that is no known collective.
-      towers: The tower axes.
-
-    Returns:
-      Whether nothing may be said of its results.
     """
     name = eqn.primitive.name
     effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
     if effects or name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES):
         return True
-    return any(isinstance(x, str) and x in towers for x in _flat(eqn.params))
+    return any(isinstance(x, str) and x in towers for x in held(eqn.params))
 
 
-def num_towers(eqn: JaxprEqn) -> int:
-    """How many meet over the named axes.
-
-    Args:
-      eqn: A collective.
-
-    Returns:
-      Their number; 0 where the mesh is not known.
-    """
-    aval: Any = eqn.invars[0].aval
-    sizes = aval.sharding.mesh.shape
-    return math.prod(sizes.get(name, 0) for name in named_axes(eqn))
+def groups(eqn: JaxprEqn, size: int) -> Any:
+    """The groups in which towers meet."""
+    given = eqn.params.get("axis_index_groups")
+    if given is None or len(given) > 1:
+        return given
+    # On one tower nobody knows whether a group is of all or of each alone.
+    return None if len(given[0]) == size > 1 else given
 
 
-def is_full(eqn: JaxprEqn) -> bool:
-    """Does a ppermute give every tower a value? The others would get zeros.
-
-    Args:
-      eqn: A ``ppermute``.
-
-    Returns:
-      Whether each tower is a target.
-    """
-    return len({target for _, target in eqn.params["perm"]}) == num_towers(eqn)
+def is_full(eqn: JaxprEqn, size: int) -> bool:
+    """Does a ppermute give every tower a value? The others would get zeros."""
+    return len({target for _, target in eqn.params["perm"]}) == size
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs inside an equation that run with it.
-
-    Args:
-      eqn: Any equation.
-
-    Returns:
-      Jaxprs, in the order of its params; none of those that are for derivatives.
-    """
-    params = dict(eqn.params)
+    """The jaxprs inside an equation that run with it."""
+    params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         params = {"solve": params["jaxprs"].solve}
-    if "_prim" in params:  # JAX 0.12 keeps the params of some in an object
-        inner = vars(params["_prim"])
-        params |= {**inner, "params": inner.get("params", {})}
-    return [open_jaxpr(x) for x in _flat(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
+    return [open_jaxpr(x) for x in held(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (tuple, list)):
-        yield value
-        return
-    for one in value:
-        yield from _flat(one)
+def arrays_in(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The arrays that stand in a jaxpr itself, with JAX's simplified constants."""
+    inside = [v for eqn in jaxpr.eqns for v in eqn.invars]
+    for var in [*inside, *jaxpr.outvars]:
+        if isinstance(var, Literal) and np.ndim(var.val):
+            yield var.val
+    for eqn in jaxpr.eqns:
+        for inner in sub_jaxprs(eqn):
+            yield from arrays_in(inner)
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The jaxpr without its constants.
-
-    Args:
-      jaxpr: Closed or not.
-
-    Returns:
-      The open one.
-    """
+    """The jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:
-    """The operands that are memory, which the equation may write.
-
-    Args:
-      eqn: Any equation.
-
-    Returns:
-      Variables.
-    """
+    """The operands that are memory, which the equation may write."""
     return [v for v in eqn.invars if type(v.aval).__name__ == "AbstractRef"]

@@ -1,6 +1,7 @@
 """What can the analysis of a per-tower function find?"""
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,13 @@ class Repeat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random numbers, at `line`, of a key of rbg that differs from tower to tower."""
+
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """What the walk found; `outputs[i]` is None where output i is MIRRORED."""
 
@@ -58,3 +66,15 @@ class Analysis:
     hangs: tuple[Hang, ...]
     collectives: tuple[Collective, ...]
     repeats: tuple[Repeat, ...] = ()
+    draws: tuple[Draw, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence["Analysis"]) -> "Analysis":
+        """What was found in all of them, one after another."""
+        return cls(
+            tuple(x for part in parts for x in part.outputs),
+            tuple(x for part in parts for x in part.hangs),
+            tuple(x for part in parts for x in part.collectives),
+            tuple(x for part in parts for x in part.repeats),
+            tuple(x for part in parts for x in part.draws),
+        )

@@ -29,47 +29,19 @@ Along: TypeAlias = frozenset[str | Coordinate]
 
 
 def along_axes(along: Along) -> frozenset[str]:
-    """The axes of which a value may depend on any part.
-
-    Args:
-      along: What it may depend on.
-
-    Returns:
-      Names.
-    """
+    """The axes of which a value may depend on any part."""
     return frozenset(x if isinstance(x, str) else x.axis for x in along)
 
 
 def without_axes(along: Along, axes: Iterable[str]) -> Along:
-    """What a value may depend on after a reduction over whole axes.
-
-    Args:
-      along: Before it.
-      axes: Their names.
-
-    Returns:
-      What is left.
-    """
+    """What a value may depend on after a reduction over whole axes."""
     return frozenset(x for x in along if not along_axes(frozenset([x])) & set(axes))
 
 
 def coordinate_of(
     groups: Sequence[Sequence[int]], axis: str, size: int
 ) -> Coordinate | None:
-    """The coordinate that differs inside each group, the other being the same.
-
-    Args:
-      groups: ``axis_index_groups`` of a collective; their order counts.
-      axis: The axis.
-      size: ``N``.
-
-    Returns:
-      A `Coordinate`; None where the groups are no rows or columns of a grid.
-
-    Example:
-      >>> coordinate_of([[0, 2], [1, 3]], "device", 4)
-      Coordinate(axis='device', block=2, within=False)
-    """
+    """The coordinate that differs inside each group, the other being the same."""
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):
@@ -82,16 +54,7 @@ def coordinate_of(
 
 
 def without_coordinate(along: Along, over: Coordinate) -> Along:
-    """What a value may depend on after a reduction in the groups of a coordinate.
-
-    Args:
-      along: Before it.
-      over: The coordinate that differs inside each group.
-
-    Returns:
-      What is left: of the axis nothing, where the value depended on that coordinate
-      alone, else the other coordinate of the same grid.
-    """
+    """What a value may depend on after a reduction in the groups of a coordinate."""
     left = without_axes(along, [over.axis])
     if along - left <= {over}:
         return left

@@ -1,12 +1,13 @@
 """What does the walk know of a value, and of where it stands?"""
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof.found import Collective, Hang, Repeat
+from towerjax.proof.found import Collective, Draw, Hang, Repeat
 from towerjax.proof.grid import Along
 from towerjax.proof.origin import Site, line_of
 from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
@@ -35,14 +36,7 @@ FIXED = Mark(frozenset(), scale=CONSTANT)
 
 
 def merged(marks: Iterable[Mark]) -> Mark:
-    """The mark of a value that may be any of several; it tells the first one's origin.
-
-    Args:
-      marks: Of the several.
-
-    Returns:
-      Their union; that of a constant where there are none.
-    """
+    """The mark of a value that may be any of several, with the first one's origin."""
     return functools.reduce(_merge, marks, FIXED)
 
 
@@ -54,15 +48,7 @@ def _merge(first: Mark, second: Mark) -> Mark:
 
 
 def under(mark: Mark, predicate: Mark) -> Mark:
-    """The mark of what a predicate has chosen.
-
-    Args:
-      mark: Of the choices.
-      predicate: Of the predicate.
-
-    Returns:
-      The union, counted as often as the choices.
-    """
+    """The mark of what a predicate has chosen."""
     constant = mark.scale.is_constant and predicate.scale.is_constant
     return _merge(mark, predicate)._replace(
         scale=mark.scale._replace(is_constant=constant)
@@ -70,14 +56,7 @@ def under(mark: Mark, predicate: Mark) -> Mark:
 
 
 def made_at(mark: Mark | None) -> str:
-    """The last line of the user's on the way to the value; ours may have come after.
-
-    Args:
-      mark: Of the value.
-
-    Returns:
-      Like "train.py:12 (loss_fn)"; "" where there is none.
-    """
+    """The last line of the user's on the way to the value; ours may have come after."""
     while mark is not None:
         if line := line_of(mark.site):
             return line
@@ -90,48 +69,53 @@ class Context(NamedTuple):
 
     Attributes:
       towers: The tower axes.
-      num_towers: ``T``; 0 where the mesh is not known.
+      sizes: How many there are along each axis, as far as that is known.
       found: What has been found so far; grows.
       outer: The equation around the jaxpr.
       trips: Product of the lengths of the scans around it; None under a while.
       control: The innermost equation around it whose predicate differs.
+      moving: Which literals may stand for ``T``; None is each that ``T`` divides.
     """
 
     towers: frozenset[str]
-    num_towers: int
-    found: list[Collective | Hang | Repeat]
+    sizes: Mapping[str, int]
+    found: list[Collective | Draw | Hang | Repeat]
     outer: Site | None = None
     trips: int | None = 1
     control: Site | None = None
+    moving: Container[tuple[int, int]] | None = None
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """How many meet over these axes; 0 where that is not known."""
+        return math.prod(self.sizes.get(axis, 0) for axis in axes)
+
+    @property
+    def num_towers(self) -> int:
+        """``T``; 0 where it is not known."""
+        return self.size_of(self.towers)
 
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = FIXED
     ) -> "Context":
-        """The context inside an equation.
-
-        Args:
-          eqn: The equation.
-          trips: How often its jaxpr runs; None if that is not known.
-          predicate: The mark of what decides whether it runs.
-
-        Returns:
-          The context.
-        """
+        """The context inside an equation."""
         site = (eqn, self.outer)
         outer = self.trips
         trips = None if trips is None or outer is None else trips * outer
         control = site if predicate.axes else self.control
         return self._replace(outer=site, trips=trips, control=control)
 
+    def is_inside(self, eqn: JaxprEqn) -> bool:
+        """Is it the very equation that it stands in, so that opening it has no end?"""
+        site = self.outer
+        while site is not None:
+            outer, site = site
+            params = zip(outer.params.values(), eqn.params.values(), strict=False)
+            if outer.primitive is eqn.primitive and all(a is b for a, b in params):
+                return True
+        return False
+
     def is_derived(self, eqn: JaxprEqn) -> bool:
-        """Is an equation no line of the user's: of a derivative, or a step's own sum?
-
-        Args:
-          eqn: An equation in this context.
-
-        Returns:
-          Whether it is.
-        """
+        """Is an equation no line of the user's, but of a derivative or a step?"""
         site: Site | None = (eqn, self.outer)
         while site is not None:
             scope = str(site[0].source_info.name_stack)

@@ -16,24 +16,16 @@ merge_call or reduction out of the cond or while."""
 
 
 class ReplicationError(ValueError):
-    """What is MIRRORED differs or is counted T times, or a collective would hang."""
+    """What is MIRRORED differs or is counted T times, or a collective would hang.
+
+    Or random numbers would depend on how many towers share a device.
+    """
 
 
 def prove_mirrored(
     analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
 ) -> None:
-    """Nothing, when every output declared MIRRORED is proved so and nothing hangs.
-
-    Args:
-        analysis: the result of `analyse`.
-        names: for each output, its name when it is declared MIRRORED, else None.
-        advice: what to do about outputs that differ; None says the usual.
-
-    Raises:
-        ReplicationError: lists every output that differs, every sum of what is the
-            same on all towers, and every hang, with lines.
-        ValueError: `names` is longer or shorter than the outputs.
-    """
+    """Nothing, when every output declared MIRRORED is proved so and nothing hangs."""
     differing = [
         f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
         + (f"made at {d.line}" if d.line else "returned as it came in")
@@ -51,6 +43,18 @@ def prove_mirrored(
     text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
     if text:
         raise ReplicationError("\n".join(text))
+
+
+def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
+    """Raise where draws would depend on how many towers share a device."""
+    lines = dict.fromkeys(draw.line or "a line of a library" for draw in analysis.draws)
+    if lines and shared:
+        raise ReplicationError(
+            "Random numbers of a key of rbg depend under vmap on how many towers share"
+            f" a device, and are drawn at {', '.join(lines)}. Use"
+            " jax.random.key(seed, impl='threefry2x32'), local='scan', or one tower a"
+            " device."
+        )
 
 
 def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:

@@ -4,17 +4,19 @@ The sum over towers of a value that is the same on all is ``T`` times the value.
 is right where a division by ``T`` follows, or one by another such sum, as in a mean;
 elsewhere it is a mistake that no shape shows. So every value carries the least and the
 greatest power of ``T`` that it may hold. Whatever could be meant is taken to be meant:
-a constant that ``T`` divides may stand for ``T``.
+a constant that ``T`` divides may stand for ``T``, unless the same program for another
+number of towers has it too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from towerjax.proof.equation import sub_jaxprs
 from towerjax.proof.origin import Site
 
 SUMMED_BY_STEP = "towerjax.sums"
@@ -22,6 +24,9 @@ SUMMED_BY_STEP = "towerjax.sums"
 
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
 """Name of a value of which a step takes the sum over towers, without a division."""
+
+SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
+"""Name of what towers assign, to be added up; a constant there counts no towers."""
 
 _PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
@@ -50,14 +55,7 @@ class Scale(NamedTuple):
     site: Site | None = None
 
     def times(self, other: "Scale") -> "Scale":
-        """The scale of a product.
-
-        Args:
-          other: Of the other factor.
-
-        Returns:
-          It; divisions in one factor make means of totals in the other.
-        """
+        """The scale of a product."""
         sums = self.sums + other.sums
         means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
         low, high, sums = (
@@ -72,20 +70,12 @@ class Scale(NamedTuple):
         return self._replace(low=low, high=max(low, high), sums=sums, site=site)
 
     def inverse(self) -> "Scale":
-        """The scale of one over the value.
-
-        Returns:
-          It.
-        """
+        """The scale of one over the value."""
         low = -self.high - self.sums
         return self._replace(low=low, high=-self.low, sums=0.0, site=None)
 
     def once(self) -> "Scale":
-        """The scale of a value that is counted once.
-
-        Returns:
-          It.
-        """
+        """The scale of a value that is counted once."""
         return Scale(is_constant=self.is_constant)
 
 
@@ -93,15 +83,7 @@ CONSTANT = Scale(is_constant=True)
 
 
 def either(first: Scale, second: Scale) -> Scale:
-    """The scale of a sum of two, or of one of them; constants have none of their own.
-
-    Args:
-      first: One.
-      second: The other.
-
-    Returns:
-      The greater powers of the two.
-    """
+    """The scale of a sum of two, or of one of them; constants have none."""
     if first.is_constant != second.is_constant:
         return second if first.is_constant else first
     site = first.site or second.site
@@ -109,21 +91,44 @@ def either(first: Scale, second: Scale) -> Scale:
     return Scale(*ends, is_constant=first.is_constant, site=site)
 
 
-def of_equation(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
-    """The scale of what an equation makes that is no collective.
+def moving_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
+    """Which literals are others with another number of towers? Those may hold ``T``."""
+    moving: set[tuple[int, int]] = set()
+    if len(jaxpr.eqns) != len(other.eqns):
+        return None
+    for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
+        if eqn.primitive is not twin.primitive:
+            return None
+        for i, (one, two) in enumerate(zip(eqn.invars, twin.invars, strict=True)):
+            if isinstance(one, Literal) and isinstance(two, Literal):
+                if not np.array_equal(one.val, two.val):
+                    moving.add((id(eqn), i))
+            elif isinstance(one, Literal) or isinstance(two, Literal):
+                return None
+        for inner in zip(sub_jaxprs(eqn), sub_jaxprs(twin), strict=True):
+            if (found := moving_literals(*inner)) is None:
+                return None
+            moving |= found
+    return moving
 
-    Args:
-      eqn: The equation.
-      scales: Of its operands.
-      num_towers: ``T``.
 
-    Returns:
-      The scale of its results.
-    """
+def of_equation(
+    eqn: JaxprEqn,
+    scales: Sequence[Scale],
+    num_towers: int,
+    moving: Container[tuple[int, int]] | None = None,
+) -> Scale:
+    """The scale of what an equation makes that is no collective."""
     name = eqn.primitive.name
     result = scales[0] if len(scales) == 1 else _numbers(eqn, scales)
     if name in _PRODUCTS:
-        result = _product(eqn, scales, num_towers)
+        own = [
+            _of_constant(v, scale, num_towers)
+            if moving is None or not isinstance(v, Literal) or (id(eqn), i) in moving
+            else scale
+            for i, (v, scale) in enumerate(zip(eqn.invars, scales, strict=True))
+        ]
+        result = own[0].times(own[1].inverse() if name == "div" else own[1])
     elif name == "integer_pow":
         result = _power(scales[0], eqn.params["y"])
     elif name in _POWERS:
@@ -144,14 +149,6 @@ def _numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
     return result
 
 
-def _product(eqn: JaxprEqn, scales: Sequence[Scale], num_towers: int) -> Scale:
-    first, second = (
-        _of_constant(v, scale, num_towers)
-        for v, scale in zip(eqn.invars, scales, strict=True)
-    )
-    return first.times(second.inverse() if eqn.primitive.name == "div" else second)
-
-
 def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
     """A constant that ``T`` divides may stand for ``T``, and any for its inverse."""
     if not scale.is_constant or num_towers < 2:
@@ -167,6 +164,15 @@ def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
     if _stands_for(1 / value, num_towers):
         return scale._replace(low=-1.0)
     return scale
+
+
+def of_summed(var: Any, scale: Scale, num_towers: int) -> Scale:
+    """The scale of what towers assign, to be added up; 0 is its own sum."""
+    if isinstance(var, Literal):
+        if not np.any(var.val):
+            return scale
+        scale = _of_constant(var, scale, num_towers)
+    return scale._replace(is_constant=False)
 
 
 def _stands_for(value: float, num_towers: int) -> bool:

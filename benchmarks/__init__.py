@@ -1,0 +1,1 @@
+"""Where do our own numbers come from? Scripts: ``python -m benchmarks.overhead``."""

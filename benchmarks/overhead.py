@@ -1,0 +1,126 @@
+"""What does towerjax cost over hand-written JAX? Paired runs in one process.
+
+The hand-written step is ``jit(shard_map(...))`` with ``pmean(gradients)``, as people
+write it; both steps train the same model from the same batch, in turns.
+
+Run: ``python -m benchmarks.overhead [--small]``
+"""
+
+import argparse
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+
+from towerjax.tools.bench.baseline import Contender, Work, by_hand, by_towerjax
+from towerjax.tools.bench.models import mlp
+from towerjax.tools.bench.protocol import in_turns
+from towerjax.towers.strategies import Mirrored
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A multi-layer perceptron to measure with.
+
+    Attributes:
+      name: For the table.
+      layers: How many layers; each has two leaves.
+      width: Features of every layer.
+      batch: Examples in the global batch.
+      bound: The ratio of step times that is promised, on several devices.
+    """
+
+    name: str
+    layers: int
+    width: int
+    batch: int
+    bound: float
+
+    def work(self) -> Work:
+        """A step of Adam."""
+        model = mlp(np.float32, layers=self.layers, width=self.width)
+        batch = model.make_batch(1, self.batch)
+        return Work(model, model.init(0), batch, optimizer=optax.adam(1e-3))
+
+
+MODELS = (
+    Model("tiny", layers=2, width=32, batch=256, bound=1.03),
+    Model("50 leaves", layers=25, width=16, batch=256, bound=0.5),
+    Model("medium", layers=4, width=384, batch=512, bound=1.03),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: towerjax over hand-written, medians of paired rounds.
+
+    Attributes:
+      model: Its name.
+      devices: ``D``.
+      step_ms: A hand-written step, and towerjax's, in milliseconds.
+      step_ratio: The median of the rounds' ratios of step time.
+      dispatch_ratio: The same for the time until the call returns.
+      compile_ratio: The same for compile time.
+      bound: The promised ``step_ratio``.
+    """
+
+    model: str
+    devices: int
+    step_ms: tuple[float, float]
+    step_ratio: float
+    dispatch_ratio: float
+    compile_ratio: float
+    bound: float
+
+
+def compare(model: Model, num_devices: int, *, rounds: int, steps: int) -> Row:
+    """Both steps in turns, in this process."""
+    platform = jax.default_backend()
+    names = tuple(f"{platform}:{i}" for i in range(num_devices))
+    strategy = Mirrored(devices=names)
+    _compile_both(model, strategy)  # JAX's own caches are warm for neither or both
+    pairs = [_compile_both(model, strategy) for _ in range(3)]
+    compile_ratio = np.median([b.compile_seconds / a.compile_seconds for a, b in pairs])
+    in_turns(pairs[-1], rounds=1, calls=steps)  # warm
+    table = in_turns(pairs[-1], rounds=rounds, calls=steps, trim=0.1)
+    ratios = np.median(table[:, 1] / table[:, 0], axis=0)
+    milliseconds = np.median(table[:, :, 0], axis=0) * 1e3
+    return Row(
+        model.name,
+        num_devices,
+        (float(milliseconds[0]), float(milliseconds[1])),
+        float(ratios[0]),
+        float(ratios[1]),
+        float(compile_ratio),
+        model.bound if num_devices > 1 else 1.03,
+    )
+
+
+def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contender]:
+    work = model.work()
+    return by_hand(work, strategy.placement), by_towerjax(work, strategy)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="few rounds, for CI")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 8])
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(options.devices))
+    rounds, steps = (5, 10) if options.small else (21, 40)
+    print(f"JAX {jax.__version__}, {jax.default_backend()}, {rounds} paired rounds")
+    print(f"{'model':>10} {'D':>2} {'hand ms':>8} {'ours ms':>8}", end=" ")
+    print(f"{'step':>6} {'bound':>6} {'dispatch':>8} {'compile':>8}")
+    for model in MODELS:
+        for num_devices in options.devices:
+            row = compare(model, num_devices, rounds=rounds, steps=steps)
+            print(f"{row.model:>10} {row.devices:>2}", end=" ")
+            print(f"{row.step_ms[0]:8.3f} {row.step_ms[1]:8.3f}", end=" ")
+            print(f"{row.step_ratio:6.2f} {row.bound:6.2f}", end=" ")
+            print(f"{row.dispatch_ratio:8.2f} {row.compile_ratio:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

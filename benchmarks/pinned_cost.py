@@ -1,0 +1,105 @@
+"""What does PinnedTree cost over AllReduce? Paired runs in one process.
+
+Three ways to train the same model from the same batch, in turns: ``PinnedTree`` and
+``AllReduce`` with ``local="scan"``, which differ in how sums travel alone, and
+``AllReduce`` with ``local="vmap"``, the default.
+
+Run: ``python -m benchmarks.pinned_cost [--rounds 7]``
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+
+from benchmarks.overhead import MODELS, Model
+from towerjax.collectives import AllReduce, PinnedTree
+from towerjax.tools.bench.baseline import by_towerjax
+from towerjax.tools.bench.protocol import in_turns
+from towerjax.towers.strategies import Mirrored
+
+_COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all)(?:-start)?\(")
+
+
+def bytes_sent(program: str, num_devices: int) -> int:
+    """What a device sends in a step, when collectives go round a ring."""
+    total = 0.0
+    for shapes, name in _COLLECTIVE.findall(program):
+        sizes = [
+            math.prod(map(int, dims.split(",")))
+            for dims in re.findall(r"[fs]32\[([\d,]+)\]", shapes)
+        ]
+        total += 4 * sum(sizes) * (2 if name == "all-reduce" else 1)
+    return round(total * (num_devices - 1) / num_devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+      step_ms: A step of each contender, medians of the rounds, in milliseconds.
+      of_sum: ``PinnedTree`` over ``AllReduce``, both in turn: quartiles of the
+        rounds' ratios, the median in the middle.
+      of_all: ``PinnedTree`` in turn over ``AllReduce`` under ``"vmap"``: the same.
+      sent: Bytes that a device sends, by ``PinnedTree`` and by ``AllReduce``.
+    """
+
+    step_ms: tuple[float, ...]
+    of_sum: tuple[float, ...]
+    of_all: tuple[float, ...]
+    sent: tuple[int, int]
+
+
+def measure(
+    model: Model, towers: int, num_devices: int, *, rounds: int, steps: int
+) -> Row:
+    """The three in turns, in this process."""
+    devices = tuple(f"{jax.default_backend()}:{i}" for i in range(num_devices))
+    pinned = Mirrored(
+        devices, towers=towers, local="scan", cross_tower_ops=PinnedTree()
+    )
+    in_turn = dataclasses.replace(pinned, cross_tower_ops=AllReduce())
+    ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
+    contenders = [by_towerjax(model.work(), strategy) for strategy in ways]
+    sent = [bytes_sent(one.program, num_devices) for one in contenders[:2]]
+    in_turns(contenders, rounds=1, calls=steps)  # warm
+    seconds = in_turns(contenders, rounds=rounds, calls=steps, trim=0.1)[:, :, 0]
+
+    def quartiles(other: int) -> tuple[float, ...]:
+        ratios = seconds[:, 0] / seconds[:, other]
+        return tuple(float(x) for x in np.quantile(ratios, (0.25, 0.5, 0.75)))
+
+    step_ms = tuple(float(x) for x in np.median(seconds, axis=0) * 1e3)
+    return Row(step_ms, quartiles(1), quartiles(2), (sent[0], sent[1]))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=20, help="of a round")
+    parser.add_argument("--towers", type=int, default=8)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(options.devices))
+    rounds, steps = options.rounds, options.steps
+    print(f"JAX {jax.__version__}, {jax.default_backend()}, {options.towers} towers,")
+    print(f"{rounds} rounds of {steps} steps; milliseconds, and median (quartiles)\n")
+    print(f"{'model':>10} {'D':>2} {'pinned':>8} {'scan':>8} {'vmap':>8}", end=" ")
+    print(f"{'pinned / scan':>18} {'pinned / vmap':>18} {'bytes sent':>21}")
+    for model in MODELS:
+        for number in options.devices:
+            row = measure(model, options.towers, number, rounds=rounds, steps=steps)
+            print(f"{model.name:>10} {number:>2}", end=" ")
+            print(*(f"{x:8.3f}" for x in row.step_ms), end=" ")
+            for low, middle, high in (row.of_sum, row.of_all):
+                print(f"{middle:5.2f} ({low:.2f}-{high:.2f})".rjust(18), end=" ")
+            print(f"{row.sent[0]:>10,} {row.sent[1]:>10,}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

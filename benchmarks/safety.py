@@ -1,0 +1,132 @@
+"""What do a count of examples, a kept copy of the state, and checkpoints cost?
+
+JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
+"""
+
+import functools
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+from towerjax.loop.checkpoint.saver import Saver
+
+
+def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
+    hidden = batch["x"]
+    for name in sorted(params):
+        hidden = jnp.tanh(hidden @ params[name])
+    return tj.Weighted.mean((hidden**2).sum(-1), tower.weight)
+
+
+def _params(layers: int, width: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    scale = width**-0.5
+    return {
+        f"w{i}": np.float32(scale * rng.normal(size=(width, width)))
+        for i in range(layers)
+    }
+
+
+def _batch(rows: int, width: int) -> dict[str, Any]:
+    x = np.random.default_rng(1).normal(size=(rows, width))
+    return {"x": np.float32(x), "id": np.arange(rows)}
+
+
+def count_seconds(devices: int, rows: int) -> dict[str, float]:
+    """The least time of a step without and with a count."""
+    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
+    runs, best = {}, {"without": float("inf"), "counted": float("inf")}
+    for name in best:
+        ids = (lambda batch: batch["id"]) if name == "counted" else None
+        step = tj.build_train_step(
+            _loss_fn, optax.adam(1e-3), strategy, example_ids=ids
+        )
+        batch = step.place_batch(_batch(rows, 64))
+        runs[name] = (step, step(step.init(_params(6, 64)), batch)[0], batch)
+    for _ in range(20):
+        for name, (step, state, batch) in runs.items():
+            start_s = time.perf_counter()
+            for _ in range(20):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            best[name] = min(best[name], (time.perf_counter() - start_s) / 20)
+            runs[name] = (step, state, batch)
+    return best
+
+
+def keep_seconds(devices: int) -> dict[str, float]:
+    """The least time of a step of a run, as its state is kept."""
+    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
+    optimizer, data = optax.adam(1e-3), _batch(64, 256)
+    donating = tj.build_train_step(_loss_fn, optimizer, strategy)
+    keeping = tj.build_train_step(_loss_fn, optimizer, strategy, donate=False)
+    ways = {f"keep_every={n}": (donating, n) for n in (100, 10, 1)}
+    ways = {"donated": (donating, None), **ways, "donate=False": (keeping, None)}
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(6):  # the first compiles
+        for name, (step, keep_every) in ways.items():
+            cut = tj.batches(data, 64, epochs=200)
+            state = step.init(_params(8, 256))
+            _, history = tj.run(step, state, cut, keep_every=keep_every, progress=False)
+            best[name] = min(best[name], 1 / history.summary.steps_per_second)
+    return best
+
+
+def save_seconds(devices: int) -> dict[str, float]:
+    """The least time of a step of a run, as often as it is saved."""
+    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
+    step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
+    best: dict[str, float] = {}
+
+    def timed(name: str, call: Any) -> None:
+        start_s = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start_s
+        best[name] = min(best.get(name, seconds), seconds)
+
+    for _ in range(6):  # the first compiles
+        for every in (None, 100, 25):
+            with tempfile.TemporaryDirectory() as folder:
+                saving = tj.Checkpointer(folder, every=every) if every else None
+                cut = tj.batches(_batch(64, 256), 64, epochs=200)
+                state = step.init(_params(8, 256))
+                state, history = tj.run(
+                    step, state, cut, checkpointer=saving, progress=False
+                )
+            name = f"every={every}"
+            seconds = 1 / history.summary.steps_per_second
+            best[name] = min(best.get(name, seconds), seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            saver = Saver(tj.Checkpointer(folder), step, state)
+            jax.block_until_ready(state)
+            begin = functools.partial(saver.save, state, 1, batches={})
+            timed("pause", begin)
+            timed("then", saver.close)
+    return best
+
+
+def main() -> None:
+    """Print the tables."""
+    for devices in (1, 2):
+        for rows in (64, 1024):
+            timed = count_seconds(devices, rows)
+            text = "  ".join(f"{name} {s * 1e6:.0f} us" for name, s in timed.items())
+            print(f"{devices} devices, {rows} rows: {text}", flush=True)
+    for devices in (1, 2):
+        timed = keep_seconds(devices)
+        text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
+        print(f"{devices} devices: {text}", flush=True)
+    for devices in (1, 2):
+        timed = save_seconds(devices)
+        text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
+        print(f"{devices} devices, saved: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""On which numbers of devices does training end with the same bits? A table of cases.
+
+Each case is trained on every number of devices, and every leaf of the final state
+(parameters, optimizer state, tower-local variables, step, key) and every metric of
+every step is compared, as bytes, with those of the first.
+
+Run: ``python -m benchmarks.same_bits [--only attention] [--ops AllReduce]``
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.catalogue import MODELS, OPTIMIZERS, Model
+from towerjax import collectives
+from towerjax.collectives import CrossTowerOps
+from towerjax.estimator.optimizer import TowerOptimizer
+from towerjax.estimator.replicate import replicate_model_fn
+from towerjax.estimator.spec import ModelSpec
+from towerjax.estimator.train import train_and_evaluate
+from towerjax.loop.run import run
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.state import TrainState
+from towerjax.step.train import build_train_step
+from towerjax.towers.strategies import Mirrored
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PyTree, Reduction, TowerOutput
+from towerjax.types.leaves import key_data
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+      name: For the table.
+      model: Of `MODELS`.
+      optimizer: Of `OPTIMIZERS`.
+      steps_per_call: Steps of a program.
+      by_model_fn: Is it trained by ``replicate_model_fn``?
+      dtype: Of the parameters.
+      options: For ``build_train_step``.
+    """
+
+    name: str
+    model: str = "mlp, dropout"
+    optimizer: str = "clip, adam"
+    steps_per_call: int = 1
+    by_model_fn: bool = False
+    dtype: str = "float32"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def params(self) -> PyTree:
+        """Where training starts."""
+        dtype = jnp.dtype(self.dtype)
+        return jax.tree.map(lambda x: x.astype(dtype), MODELS[self.model].params())
+
+    def batches(self, towers: int, steps: int) -> Iterator[PyTree]:
+        """Ragged batches, of which the last tower has three rows less."""
+        model = MODELS[self.model]
+        for step in range(steps):
+            yield model.batch(model.rows * towers - 3, step)
+
+
+_OPTIONS = (
+    Case("2 micro-batches", options={"micro_batches": 2}),
+    Case("3 micro-batches", options={"micro_batches": 3}),
+    Case("5 steps a call", steps_per_call=5),
+    Case("5 steps a call, conv", "conv 8", "momentum", steps_per_call=5),
+    Case("guard gradients", options={"guard": "gradients"}),
+    Case("non-finite ignored", options={"on_nonfinite": "ignore"}),
+    Case(
+        "non-finite ignored, conv", "conv 8", "momentum",
+        options={"on_nonfinite": "ignore"},
+    ),
+    Case("non-finite skipped", "conv 8", options={"on_nonfinite": "skip"}),
+    Case("bfloat16 parameters", dtype="bfloat16"),
+    Case("model_fn", by_model_fn=True),
+    Case("model_fn, attention", "attention", "MultiSteps", by_model_fn=True),
+    Case("model_fn, conv", "conv 8", "momentum", by_model_fn=True),
+)  # fmt: skip
+
+
+def cases() -> dict[str, Case]:
+    """All of them: each model, each optimizer, each option."""
+    found = [Case(name, model=name) for name in MODELS]
+    found += [Case(name, optimizer=name) for name in OPTIMIZERS]
+    return {case.name: case for case in (*found, *_OPTIONS)}
+
+
+def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
+    model = MODELS[case.model]
+
+    def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> TowerOutput:
+        losses = model.losses(params, batch, tower)
+        return TowerOutput(
+            loss=Weighted.mean(losses, tower.weight * batch["weight"]),
+            metrics={"large": Weighted.mean(losses > 1, tower.weight)},
+            local={"seen": tower.local["seen"] + (losses * tower.weight).sum()},
+        )
+
+    optimizer = OPTIMIZERS[case.optimizer]
+    options = {"remainder": "pad", **case.options}
+    step = build_train_step(loss_fn, optimizer, strategy, **options)
+    local = {"seen": TowerLocal(np.float32(0), Reduction.SUM)}
+    state = step.init(case.params(), local=local, rng=jax.random.key(7))
+    batches = case.batches(strategy.num_towers, steps)
+    each = case.steps_per_call
+    return run(step, state, batches, steps_per_call=each, progress=False)
+
+
+def _model_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
+    model: Model = MODELS[case.model]
+    optimizer = TowerOptimizer(OPTIMIZERS[case.optimizer])
+
+    def model_fn(variables, features, labels, mode, tower):  # type: ignore
+        def loss_fn(params: PyTree) -> Weighted:
+            losses = model.losses(params, {"x": features["x"], "y": labels}, tower)
+            return Weighted.mean(losses, tower.weight * features["weight"])
+
+        loss, train_op = optimizer.minimize(loss_fn, variables)
+        return ModelSpec(mode, loss=loss, train_op=train_op)
+
+    def batches() -> Iterator[PyTree]:
+        for batch in case.batches(strategy.num_towers, steps):
+            labels = batch.pop("y")
+            yield batch, labels
+
+    params = jax.tree.map(jnp.asarray, case.params())
+    return train_and_evaluate(
+        replicate_model_fn(model_fn, devices=strategy),
+        batches,
+        variables=TrainState.create(params, optimizer),
+        steps=steps,
+        progress=False,
+    )
+
+
+def trained(case: Case, strategy: Mirrored, steps: int) -> dict[str, np.ndarray]:
+    """A training run."""
+    train = _model_state if case.by_model_fn else _step_state
+    state, history = train(case, strategy, steps)
+    tree = {"state": state, "metrics": dict(history.metrics)}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    numbers = {
+        jax.tree_util.keystr(path): np.asarray(key_data(x)) for path, x in leaves
+    }
+    for name, x in numbers.items():
+        if not np.isfinite(x.astype(np.float32)).all():
+            raise FloatingPointError(f"{case.name}: {name} is not finite")
+    for name, start in case.params().items():
+        if (np.asarray(state.params[name]) == start).all():
+            raise FloatingPointError(f"{case.name}: parameter {name!r} did not move")
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """What became of a case.
+
+    Attributes:
+      case: Its name.
+      leaves: How many leaves were compared.
+      differing: ``D`` -> the leaves whose bits are not those on the first ``D``.
+      digests: ``D`` -> a digest of all bits, to compare with other machines.
+    """
+
+    case: str
+    leaves: int
+    differing: dict[int, list[str]]
+    digests: dict[int, str]
+
+
+def compare(
+    case: Case,
+    *,
+    towers: int,
+    devices: Sequence[int],
+    steps: int,
+    ops: CrossTowerOps,
+) -> Compared:
+    """The same training on several numbers of devices."""
+    platform = jax.default_backend()
+    runs: dict[int, dict[str, np.ndarray]] = {}
+    for number in devices:
+        names = tuple(f"{platform}:{i}" for i in range(number))
+        strategy = Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
+        runs[number] = trained(case, strategy, steps)
+    first = runs[devices[0]]
+    differing = {
+        number: [n for n in first if first[n].tobytes() != found[n].tobytes()]
+        for number, found in runs.items()
+    }
+    digests = {
+        number: hashlib.sha256(b"".join(x.tobytes() for x in found.values()))
+        for number, found in runs.items()
+    }
+    digests = {number: x.hexdigest()[:16] for number, x in digests.items()}
+    return Compared(case.name, len(first), differing, digests)
+
+
+def main() -> None:
+    """Print the table; end with status 1 where bits differ."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--towers", type=int, default=8)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--ops", default="PinnedTree", help="a cross-tower op's name")
+    parser.add_argument("--json", action="store_true", help="a line of JSON a case")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(options.devices))
+    ops, differ = getattr(collectives, options.ops)(), False
+    if not options.json:
+        print(f"JAX {jax.__version__}, {options.towers} towers, {ops!r}; leaves that")
+        print(f"differ from those on {options.devices[0]} device(s)\n")
+        heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
+        print(f"{'':28} leaves{heads}")
+    for case in cases().values():
+        if options.only not in case.name:
+            continue
+        found = compare(
+            case,
+            towers=options.towers,
+            devices=options.devices,
+            steps=options.steps,
+            ops=ops,
+        )
+        differ = differ or any(found.differing.values())
+        if options.json:
+            print(json.dumps(dataclasses.asdict(found)), flush=True)
+            continue
+        counts = "".join(f"{len(names):6}" for names in found.differing.values())
+        print(f"{case.name:28} {found.leaves:6}{counts}", flush=True)
+    sys.exit(int(differ))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Towers on CPU devices, and the layouts on which laws of a step are tried."""
+
+import pytest
+
+import towerjax as tj
+
+LAYOUTS = [
+    # towers, devices, local, micro-batches
+    (1, 1, "vmap", 1),
+    (4, 1, "vmap", 1),
+    (4, 4, "vmap", 1),
+    pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow),
+    (4, 2, "scan", 3),
+    pytest.param(2, 2, "scan", 1, marks=pytest.mark.slow),
+]
+layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
+
+
+def names(count):
+    return tuple(f"cpu:{i}" for i in range(count))
+
+
+def mirrored(towers, devices=1, local="vmap", **options):
+    return tj.Mirrored(names(devices), towers=towers, local=local, **options)

@@ -1,0 +1,439 @@
+"""Steps of one's own: passes, types of leaves and an update, on any towers."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import layouts, mirrored
+
+import towerjax as tj
+
+R = tj.Reduction
+EPS = np.finfo(np.float32).eps
+
+
+def data(size, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, 5)).astype(np.float32),
+        "y": rng.normal(size=size).astype(np.float32),
+        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
+    }
+
+
+def params(seed=1):
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=5).astype(np.float32), "b": np.float32(0.3)}
+
+
+def loss_fn(params, batch, tower):
+    errors = jnp.tanh(batch["x"] @ params["w"] + params["b"] - batch["y"])
+    return tj.Weighted.mean(errors**2, batch["weight"] * tower.weight)
+
+
+# The same in NumPy float64, of the whole batch.
+
+
+def per_row(p, batch):
+    """Losses ``[n]`` and the gradient of each, ``[n, 5]`` and ``[n]``."""
+    error = np.tanh(batch["x"].astype(float) @ p["w"] + p["b"] - batch["y"])
+    slope = 2 * error * (1 - error**2)
+    return error**2, slope[:, None] * batch["x"], slope
+
+
+def value_and_grad(p, batch):
+    losses, of_w, of_b = per_row(p, batch)
+    weight = batch["weight"].astype(float)
+    total = weight.sum()
+    grads = {"w": weight @ of_w / total, "b": weight @ of_b / total}
+    return weight @ losses / total, grads
+
+
+def norm(grads):
+    return np.sqrt(sum((np.asarray(g, float) ** 2).sum() for g in grads.values()))
+
+
+def moved(p, grads, rate):
+    return {name: p[name] - rate * np.asarray(grads[name]) for name in p}
+
+
+def tree_norm(grads):
+    return jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+
+
+def close(actual, expected, roundings=400):
+    size = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, atol=roundings * EPS * size),
+        actual,
+        expected,
+    )
+
+
+def sgd(rate, key="grads"):
+    def update_fn(state, merged):
+        step = jax.tree.map(lambda g: rate * g, merged[key].value)
+        after = jax.tree.map(jnp.subtract, state.params, step)
+        return dataclasses.replace(state, params=after), {"loss": merged["loss"]}
+
+    return update_fn
+
+
+@layouts
+def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
+    def ascend(state, batch, tower):
+        return tj.value_and_grad(loss_fn)(state.params, batch, tower)[1]
+
+    def descend(state, batch, tower, grads):
+        scale = 0.1 / tree_norm(grads.value)
+        at = jax.tree.map(lambda p, g: p + scale * g, state.params, grads.value)
+        loss, grads = tj.value_and_grad(loss_fn)(at, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    step = tj.build_step(
+        (ascend, descend),
+        sgd(0.5),
+        mirrored(T, D, local),
+        micro_batches=A,
+        remainder="pad",
+    )
+    state, expected = step.init(params()), params()
+    for seed in range(3):
+        batch = data(22, seed)
+        state, metrics = step(state, batch)
+        _, grads = value_and_grad(expected, batch)
+        at = moved(expected, grads, -0.1 / norm(grads))
+        loss, grads = value_and_grad(at, batch)
+        expected = moved(expected, grads, 0.5)
+        close(metrics["loss"], loss)
+    close(state.params, expected)
+    assert int(state.step) == 3
+
+
+@layouts
+def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
+    batch, size = data(12 * T), 12 * T
+
+    def tower_fn(state, batch, tower):
+        seen = state.local["seen"]
+        returned = {
+            "weighted": tj.Weighted.mean(batch["y"], batch["weight"]),
+            "tree": tj.Weighted({"y": batch["y"].sum()}, batch["weight"].sum()),
+            "sum": tj.Sum({"y": batch["y"].sum(), "rows": len(batch["y"])}),
+            "rows": tj.Rows({"x": batch["x"] * 2, "id": batch["y"] * 0 + tower.id}),
+            "bare": state.params["b"] * 3,
+            "seen": dataclasses.replace(seen, value=seen.value + batch["y"].sum()),
+        }
+        if A == 1:
+            returned["own"] = tj.PerTower(10 * tower.id)
+        return returned
+
+    def update_fn(state, merged):
+        metrics = {
+            "weighted": merged["weighted"],
+            "tree": merged["tree"].value["y"],
+            "sum": merged["sum"].value["y"],
+            "rows": merged["sum"].value["rows"],
+            "x": merged["rows"].value["x"],
+            "id": merged["rows"].value["id"],
+            "bare": merged["bare"],
+        }
+        if A == 1:
+            metrics["own"] = merged["own"]
+        return dataclasses.replace(state, local={"seen": merged["seen"]}), metrics
+
+    strategy = mirrored(T, D, local)
+    step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=A)
+    local = {"seen": tj.TowerLocal(np.float32(1), R.SUM)}
+    state, metrics = step(step.init(params(), local=local), batch)
+    y, weight = batch["y"].astype(float), batch["weight"].astype(float)
+    close(metrics["weighted"], weight @ y / weight.sum())
+    close(metrics["tree"], y.sum() / weight.sum())
+    close(metrics["sum"], y.sum())
+    assert metrics["rows"] == size and metrics["rows"].dtype == jnp.int32
+    np.testing.assert_array_equal(metrics["x"], 2 * batch["x"])
+    np.testing.assert_array_equal(metrics["id"], np.repeat(np.arange(T), size // T))
+    close(metrics["bare"], np.float32(0.9))
+    if A == 1:
+        np.testing.assert_array_equal(metrics["own"], 10 * np.arange(T))
+    close(state.local["seen"].value, 1 + y.reshape(T, -1).sum(1))
+
+
+@layouts
+def test_clipped_gradients_of_single_examples_are_summed(T, D, local, A):
+    def tower_fn(state, batch, tower):
+        def loss_of_one(params, x, y):
+            return jnp.tanh(x @ params["w"] + params["b"] - y) ** 2
+
+        of_rows = jax.vmap(jax.grad(loss_of_one), (None, 0, 0))
+        grads = of_rows(state.params, batch["x"], batch["y"])
+        squares = sum((g.reshape(len(g), -1) ** 2).sum(1) for g in grads.values())
+        scale = tower.weight * jnp.minimum(1, 0.4 / jnp.sqrt(squares))
+        clipped = {name: jnp.tensordot(scale, g, 1) for name, g in grads.items()}
+        loss = loss_fn(state.params, batch, tower)
+        return {"loss": loss, "clipped": tj.Weighted(clipped, tower.weight.sum())}
+
+    step = tj.build_step(
+        tower_fn,
+        sgd(0.5, "clipped"),
+        mirrored(T, D, local),
+        micro_batches=A,
+        remainder="pad",
+    )
+    batch = data(22)
+    state, _ = step(step.init(params()), batch)
+    _, of_w, of_b = per_row(params(), batch)
+    scale = np.minimum(1, 0.4 / np.sqrt((of_w**2).sum(1) + of_b**2))
+    assert 3 < (scale < 1).sum() < 20
+    clipped = {"w": scale @ of_w / 22, "b": scale @ of_b / 22}
+    close(state.params, moved(params(), clipped, 0.5))
+
+
+@layouts
+def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
+    """The gradient of a loss over all pairs of rows, in micro-batches too."""
+
+    def embed(state, batch, tower):
+        rows = jnp.tanh(batch["x"] @ state.params["w"])
+        return tj.Rows({"z": rows, "w": tower.weight})
+
+    def pairs(mine, others, weight):
+        return ((mine[:, None] - others[None, :]) ** 2 * weight[None, :]).sum(1)
+
+    def tower_fn(state, batch, tower, rows):
+        others, weight = rows.value["z"], rows.value["w"]
+
+        def loss(params, batch, tower):
+            mine = jnp.tanh(batch["x"] @ params["w"])
+            # Each pair is seen from both sides, and others are constants.
+            return tj.Weighted.mean(2 * pairs(mine, others, weight), tower.weight)
+
+        loss, grads = tj.value_and_grad(loss)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    step = tj.build_step(
+        (embed, tower_fn),
+        sgd(0.1),
+        mirrored(T, D, local),
+        micro_batches=A,
+        remainder="pad",
+    )
+    batch = data(22)
+    state, metrics = step(step.init(params()), batch)
+    x, w = batch["x"].astype(float), params()["w"].astype(float)
+    z = np.tanh(x @ w)
+    difference = z[:, None] - z[None, :]
+    slope = 4 * difference.sum(1) * (1 - z**2)
+    expected = moved(params(), {"w": slope @ x / 22, "b": 0.0}, 0.1)
+    close(metrics["loss"], 2 * (difference**2).sum() / 22)
+    close(state.params, expected, roundings=2000)
+
+
+def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
+    """One more number of each tower; the simple noise scale of McCandlish, 2018."""
+
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        square = tree_norm(grads.value) ** 2
+        return {"loss": loss, "grads": grads, "square": tj.Sum(square)}
+
+    def update_fn(state, merged):
+        after, metrics = sgd(0.1)(state, merged)
+        metrics["of_towers"] = merged["square"].value / 4
+        metrics["of_all"] = tree_norm(merged["grads"].value) ** 2
+        return after, metrics
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 4))
+    batch, state = data(16), step.init(params())
+    program = step.program(state, batch).call.as_text()
+    assert len(re.findall(r" all-reduce\(", program)) == 1
+    _, metrics = step(state, batch)
+    parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in range(0, 16, 4)]
+    squares = [norm(value_and_grad(params(), part)[1]) ** 2 for part in parts]
+    close(metrics["of_towers"], np.mean(squares))
+    close(metrics["of_all"], norm(value_and_grad(params(), batch)[1]) ** 2)
+
+
+def test_two_optimizers_of_two_models_in_one_step():
+    """A tug of war: each has its own parameters, loss and optimizer."""
+    optimizers = {"low": optax.sgd(0.1), "high": optax.sgd(0.2, momentum=0.9)}
+
+    def tower_fn(state, batch, tower):
+        def loss(own, sign):
+            both = sum(jax.tree.leaves(own))
+            return tj.Weighted.mean(sign * (both - batch["y"]) ** 2, tower.weight)
+
+        p = state.params
+        low, of_low = tj.value_and_grad(lambda own: loss({**p, "low": own}, 1))(
+            p["low"]
+        )
+        _, of_high = tj.value_and_grad(lambda own: loss({**p, "high": own}, -1))(
+            p["high"]
+        )
+        return {"loss": low, "low": of_low, "high": of_high}
+
+    def update_fn(state, merged):
+        after, states = {}, {}
+        for name, optimizer in optimizers.items():
+            grads = merged[name].value
+            updates, states[name] = optimizer.update(grads, state.opt_state[name])
+            after[name] = optax.apply_updates(state.params[name], updates)
+        after = dataclasses.replace(state, params=after, opt_state=states)
+        return after, {"loss": merged["loss"]}
+
+    start = {"low": np.float32(1), "high": np.float32(2)}
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), remainder="pad")
+    opt_state = {name: each.init(start[name]) for name, each in optimizers.items()}
+    state = step.init(start, opt_state=opt_state)
+    low, high, trace = 1.0, 2.0, 0.0
+    for seed in range(3):
+        y = data(7, seed)["y"].astype(float)
+        state, metrics = step(state, data(7, seed))
+        close(metrics["loss"], ((low + high - y) ** 2).mean())
+        slope = 2 * (low + high - y).mean()
+        trace = 0.9 * trace - slope
+        low, high = low - 0.1 * slope, high - 0.2 * trace
+    close(state.params, {"low": low, "high": high})
+
+
+# The step as a JAX function
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A step whose learning rate is in its state, on four devices."""
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    step = tj.build_train_step(loss_fn, optimizer, mirrored(4, 4), donate=False)
+    return step, step.init(params())
+
+
+def with_rate(state, rate):
+    inner = state.opt_state._replace(hyperparams={"learning_rate": rate})
+    return dataclasses.replace(state, opt_state=inner)
+
+
+def test_a_step_under_jit_is_the_step(trained):
+    step, state = trained
+    called, compiled = step(state, data(16)), jax.jit(step.fn)(state, data(16))
+    assert int(compiled[0].step) == 1
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (called[0].params, called[1]),
+        (compiled[0].params, compiled[1]),
+    )
+
+
+def test_a_scan_of_steps_is_a_loop(trained):
+    step, state = trained
+    batches = [data(16, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *rows: np.stack(rows), *batches)
+    after, metrics = jax.jit(lambda s, b: jax.lax.scan(step.fn, s, b))(state, stacked)
+    losses = []
+    for batch in batches:
+        state, each = step(state, batch)
+        losses.append(each["loss"])
+    close(after.params, state.params, roundings=4)
+    close(metrics["loss"], np.stack(losses), roundings=4)
+
+
+def test_members_train_in_one_program_with_one_all_reduce(trained):
+    step, state = trained
+    rates = jnp.array([0.01, 0.1, 1.0])
+    members = jax.vmap(lambda rate: with_rate(state, rate))(rates)
+    run = jax.jit(jax.vmap(step.fn, in_axes=(0, None)))
+    text = run.lower(members, data(16)).compile().as_text()
+    assert len(re.findall(r" all-reduce\(", text)) == 1
+    after, _ = run(members, data(16))
+    _, grads = value_and_grad(params(), data(16))
+    for member, rate in enumerate(np.asarray(rates)):
+        own = jax.tree.map(lambda x, at=member: x[at], after.params)
+        close(own, moved(params(), grads, rate))
+
+
+def test_a_gradient_through_a_step_is_a_finite_difference(trained):
+    step, state = trained
+    batch = data(16)
+
+    def after(rate):
+        trained, _ = step.fn(with_rate(state, rate), batch)
+        p = trained.params
+        errors = jnp.tanh(batch["x"] @ p["w"] + p["b"] - batch["y"])
+        return (errors**2).mean()
+
+    slope = jax.jit(jax.grad(after))(jnp.float32(0.1))
+
+    def in_float64(rate):
+        p = moved(params(), value_and_grad(params(), batch)[1], rate)
+        return per_row(p, batch)[0].mean()
+
+    expected = (in_float64(0.1 + 1e-4) - in_float64(0.1 - 1e-4)) / 2e-4
+    np.testing.assert_allclose(slope, expected, rtol=1e-4)
+
+
+# What is refused
+
+
+def refused(tower_fn, text, error=ValueError, update_fn=None, **options):
+    def keep(state, merged):
+        return state, {}
+
+    step = tj.build_step(tower_fn, update_fn or keep, mirrored(2, 2), **options)
+    state = step.init(params())
+    with pytest.raises(error, match=text):
+        step(state, data(8))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_what_differs_from_tower_to_tower_is_refused_bare():
+    text = r"metrics\['y'\]"
+    refused(
+        lambda state, batch, tower: {"metrics": {"y": batch["y"].sum()}},
+        text,
+        tj.ReplicationError,
+    )
+
+
+def test_what_a_tower_may_not_return_is_refused_by_name():
+    refused(lambda s, b, t: {"a": {"b": "text"}}, r"a\['b'\] is 'text'")
+    refused(lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, r"\ba\b.* row")
+    refused(lambda s, b, t: tj.PerTower(t.id), "PerTower", micro_batches=2)
+
+
+def test_what_an_update_may_not_return_is_refused_by_name():
+    tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
+    wrong = {
+        "returned a TrainState": lambda s, m: s,
+        "dict as the state": lambda s, m: ({}, {}),
+        "list as metrics": lambda s, m: (s, []),
+        r"state\.params\['b'\] was float32\[\] and becomes": lambda s, m: (
+            dataclasses.replace(s, params={**s.params, "b": jnp.zeros(3)}),
+            {},
+        ),
+        r"metrics\['a'\] is a dict": lambda s, m: (s, {"a": {"b": 1.0}}),
+        "communicates": lambda s, m: (s, {"a": jax.lax.psum(m["loss"].sum, "x")}),
+    }
+    for text, update_fn in wrong.items():
+        refused(tower_fn, text, update_fn=update_fn)
+    with pytest.raises(ValueError, match="update_fn"):
+        tj.build_step(tower_fn, None, mirrored(2, 2))
+
+
+@pytest.mark.parametrize("guard", ["loss", "gradients"])
+def test_a_step_that_is_not_finite_changes_nothing(guard):
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads, "other": tj.Sum(batch["y"].sum())}
+
+    step = tj.build_step(
+        tower_fn, sgd(0.5), mirrored(4, 2), guard=guard, on_nonfinite="skip"
+    )
+    batch = data(8)
+    batch["y"][5], batch["weight"][5] = np.inf, 0.0  # the loss leaves it out
+    state, _ = step(step.init(params()), batch)
+    changed = bool((np.asarray(state.params["w"]) != params()["w"]).any())
+    assert changed == (guard == "loss" and np.isfinite(state.params["w"]).all())
+    assert int(state.step) == 1

@@ -1,0 +1,351 @@
+"""What of a step is no rows, does not train, or is the same for all towers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+RATE = 0.1
+LAYOUTS = [
+    # towers, devices, local, micro-batches
+    pytest.param(1, 1, "vmap", 1, marks=pytest.mark.slow),
+    pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow),
+    pytest.param(4, 4, "vmap", 1, marks=pytest.mark.slow),
+    (4, 2, "scan", 3),
+]
+layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
+
+
+def mirrored(towers, devices, local="vmap", **options):
+    names = [f"cpu:{i}" for i in range(devices)]
+    return tj.Mirrored(names, towers=towers, local=local, **options)
+
+
+def rows(size=24, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, 3)).astype(np.float32),
+        "y": rng.normal(size=size).astype(np.float32),
+        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
+    }
+
+
+def start():
+    return {"w": np.array([0.5, -1, 2], np.float32)}
+
+
+def losses_of(w, batch, scale):
+    return (batch["x"] @ w * scale - batch["y"]) ** 2
+
+
+def loss_fn(params, batch, tower):
+    losses = losses_of(params["w"], batch, batch["scale"]["by"])
+    return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
+
+
+def moved(w, batch, scale):
+    """One step of SGD in float64."""
+    w, x = w.astype(float), batch["x"].astype(float)
+    error = 2 * scale * (x @ w * scale - batch["y"]) * batch["weight"]
+    return w - RATE * error @ x / batch["weight"].astype(float).sum()
+
+
+# tj.Shared: the same on all towers, not split, traced.
+
+
+@layouts
+def test_a_shared_leaf_reaches_every_tower_whole_and_compiles_once(T, D, local, A):
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(RATE), mirrored(T, D, local), micro_batches=A
+    )
+    state, w = step.init(start()), start()["w"]
+    for scale in (1.0, 0.25, np.float32(3)):
+        batch = rows(seed=int(scale))
+        state, _ = step(state, {**batch, "scale": tj.Shared({"by": scale})})
+        w = moved(w, batch, float(scale))
+        np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
+    assert len(step._runner.programs) == 1
+
+
+@pytest.mark.slow
+def test_shared_leaves_of_several_steps_padding_and_the_function():
+    strategy = mirrored(4, 2)
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
+    batches = [
+        {**rows(n, seed=n), "scale": tj.Shared({"by": np.float32(n / 10)})}
+        for n in (12, 11, 12)
+    ]
+    w = start()["w"]
+    for batch in batches:
+        w = moved(w, batch, batch["scale"].value["by"])
+    state, _ = tj.run(
+        step, step.init(start()), batches, steps_per_call=2, progress=False
+    )
+    np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
+    state = step.init(start())
+    full = [batches[0], batches[2]]
+    for batch in full:
+        state, _ = jax.jit(step.fn)(state, batch)
+    again = step.init(start())
+    for batch in full:
+        again, _ = step(again, batch)
+    np.testing.assert_array_equal(state.params["w"], again.params["w"])
+    step.check(start(), batches[0])
+
+
+def test_what_lies_on_the_devices_is_shared_without_a_copy():
+    strategy = mirrored(2, 2)
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
+    scale = step.init({"w": np.float32(2)}).params["w"]
+    placed = step.place_batch({**rows(), "scale": tj.Shared({"by": scale})})
+    assert placed.args[2][0]["by"] is scale
+    donated = step.init(start())
+
+    def teacher(params, batch, tower):
+        errors = params["w"].sum() - batch["teacher"]["w"].sum() + batch["x"][:, 0]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    step = tj.build_train_step(teacher, optax.sgd(RATE), strategy)
+    with pytest.raises(ValueError, match="donated.*jnp.copy"):
+        step(donated, {**rows(), "teacher": tj.Shared(donated.params)})
+
+
+@pytest.mark.slow
+def test_evaluation_prediction_and_model_functions_take_shared_leaves():
+    strategy, batch = mirrored(2, 2), rows(7)
+    shared = {"scale": tj.Shared({"by": 2.0}), **batch}  # before the rows
+
+    def metric_fn(params, batch, tower):
+        return {"m": loss_fn(params, batch, tower)}
+
+    losses = losses_of(start()["w"].astype(float), batch, 2.0)
+    expected = np.average(losses, weights=batch["weight"])
+    found = tj.build_eval_step(metric_fn, strategy)(start(), shared)["m"].value
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def predict_fn(params, batch, tower):
+        assert tower.rows == 4
+        return losses_of(params["w"], batch, batch["scale"]["by"])
+
+    out = tj.build_predict_step(predict_fn, strategy)(start(), shared)
+    np.testing.assert_allclose(out, losses, rtol=1e-5)
+
+    def model_fn(variables, features, labels, mode, tower):
+        return tj.estimator.ModelSpec(mode, loss=loss_fn(variables, features, tower))
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
+    spec = model(start(), shared, None, tj.estimator.Mode.EVAL)
+    np.testing.assert_allclose(spec.loss.value, expected, rtol=1e-6)
+    cut = list(tj.batches(shared, 4))
+    assert [len(b["x"]) for b in cut] == [4, 3]
+    assert all(b["scale"] == tj.Shared({"by": 2.0}) for b in cut)
+
+
+# state.extra: one value for all towers, which does not train.
+
+
+def averaging(params, batch, tower):
+    """The batch's mean, kept with what was; a count; a value all towers know."""
+    weight = batch["weight"] * tower.weight
+    loss = tj.Weighted.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, weight)
+    old = tower.extra
+    mean = 0.9 * old["mean"][None] + 0.1 * batch["x"]
+    extra = {
+        "mean": tj.Weighted(weight @ mean, weight.sum()),
+        "rows": tj.Sum(jnp.sum(batch["weight"] > 0.5)),
+        "last": old["last"] + params["w"][0],
+        "table": old["table"],
+    }
+    return tj.TowerOutput(loss, extra=extra)
+
+
+def first_extra():
+    return {
+        "mean": np.zeros(3, np.float32),
+        "rows": np.int32(0),
+        "last": np.float32(1),
+        "table": np.arange(5, dtype=np.int8),
+    }
+
+
+@layouts
+def test_what_towers_return_for_the_extra_state_is_merged(T, D, local, A):
+    step = tj.build_train_step(
+        averaging, optax.sgd(RATE), mirrored(T, D, local), micro_batches=A
+    )
+    state, mean = step.init(start(), extra=first_extra()), np.zeros(3)
+    for seed in (1, 2):
+        batch = rows(seed=seed)
+        before = float(state.params["w"][0])
+        last = float(state.extra["last"])
+        state, _ = step(state, batch)
+        of_batch = np.average(batch["x"].astype(float), 0, weights=batch["weight"])
+        mean = 0.9 * mean + 0.1 * of_batch
+        np.testing.assert_allclose(state.extra["mean"], mean, rtol=1e-5, atol=1e-7)
+        assert state.extra["rows"] == (batch["weight"] > 0.5).sum()
+        np.testing.assert_allclose(state.extra["last"], last + before, rtol=1e-6)
+    assert state.extra["table"].dtype == jnp.int8
+    assert state.extra["mean"].sharding.is_fully_replicated
+
+
+def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
+    def own(params, batch, tower):
+        out = averaging(params, batch, tower)
+        return tj.TowerOutput(out.loss, extra={**out.extra, "last": batch["x"].sum()})
+
+    def wrong(params, batch, tower):
+        out = averaging(params, batch, tower)
+        return tj.TowerOutput(out.loss, extra={"mean": out.extra["mean"]})
+
+    build = tj.build_train_step
+    with pytest.raises(tj.ReplicationError, match="extra.*last"):
+        build(own, optax.sgd(RATE), mirrored(2, 2)).check(
+            start(), rows(), extra=first_extra()
+        )
+    with pytest.raises(ValueError, match=r"state.extra.*becomes absent"):
+        build(wrong, optax.sgd(RATE), mirrored(2, 2)).check(
+            start(), rows(), extra=first_extra()
+        )
+
+
+def test_an_evaluation_sees_the_extra_state_and_a_refused_step_keeps_it():
+    def metric_fn(params, batch, tower):
+        return {"m": tj.Weighted.mean(batch["x"][:, 0] * tower.extra["last"])}
+
+    strategy = mirrored(2, 2)
+    step = tj.build_train_step(averaging, optax.sgd(RATE), strategy)
+    state = step.init(start(), extra=first_extra())
+    found = tj.build_eval_step(metric_fn, strategy)(state, rows())["m"].value
+    np.testing.assert_allclose(found, rows()["x"][:, 0].mean(), rtol=1e-5)
+    bad = rows()
+    bad["y"][3] = np.nan
+    state, _ = step(state, bad)
+    with pytest.raises(tj.NonFiniteError):
+        step.settle()
+    jax.tree.map(np.testing.assert_array_equal, state.extra, first_extra())
+
+
+# One key for all towers.
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(("T", "D", "A"), [(1, 1, 1), (4, 2, 3), (4, 4, 1)])
+def test_all_towers_share_a_key_that_is_no_towers_own(T, D, A):
+    def loss_fn(params, batch, tower):
+        noise = jax.random.normal(tower.shared_rng, (3,))
+        own = jax.random.key_data(tower.rng)
+        metrics = {"noise": noise, "own": tj.Weighted(own[0] * 1.0, 1.0)}
+        return tj.TowerOutput(tj.Weighted.mean(batch["x"] @ params["w"]), metrics)
+
+    key = jax.random.key(7)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.0), mirrored(T, D), micro_batches=A)
+    state = step.init(start(), rng=key)
+    seen = []
+    for number in range(2):
+        state, metrics = step(state, rows())
+        shared = jax.random.fold_in(jax.random.fold_in(key, number), 2**32 - 1)
+        np.testing.assert_array_equal(metrics["noise"], jax.random.normal(shared, (3,)))
+        seen.append(np.asarray(metrics["noise"]))
+    assert (seen[0] != seen[1]).all()
+
+
+# Parameters that do not train, of any dtype.
+
+
+def lora():
+    rng = np.random.default_rng(3)
+    base = rng.integers(-100, 100, (3, 4), np.int8)
+    return {
+        "base": base,
+        "scale": np.float32(0.02),
+        "a": rng.normal(size=(3, 2)).astype(np.float32),
+        "b": rng.normal(size=(2, 4)).astype(np.float32),
+        "key": jax.random.key(3),
+    }
+
+
+def lora_loss(params, batch, tower):
+    whole = params["base"] * params["scale"] + params["a"] @ params["b"]
+    losses = ((batch["x"] @ whole).sum(-1) - batch["y"]) ** 2
+    return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
+
+
+def adapters(name, leaf):
+    return name in ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "trainable",
+    [adapters, dict(base=False, scale=False, a=True, b=True, key=False)],
+    ids=["function", "tree"],
+)
+@layouts
+def test_only_what_is_trainable_is_trained(T, D, local, A, trainable):
+    step = tj.build_train_step(
+        lora_loss,
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(RATE, momentum=0.9)),
+        mirrored(T, D, local),
+        micro_batches=A,
+        trainable=trainable,
+    )
+    state, batch = step.init(lora()), rows()
+    assert len(jax.tree.leaves(state.opt_state)) == 2  # the momentum of a and b
+    state, _ = step(state, batch)
+    p = {n: np.asarray(x, float) for n, x in lora().items() if n != "key"}
+    whole = p["base"] * p["scale"] + p["a"] @ p["b"]
+    weight = batch["weight"].astype(float)
+    error = 2 * ((batch["x"] @ whole).sum(-1) - batch["y"]) * weight / weight.sum()
+    of_whole = (error @ batch["x"])[:, None] * np.ones((1, 4))
+    grads = {"a": of_whole @ p["b"].T, "b": p["a"].T @ of_whole}
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    for name, grad in grads.items():
+        expected = p[name] - RATE * grad * min(1, 0.5 / norm)
+        np.testing.assert_allclose(state.params[name], expected, rtol=1e-5, atol=1e-6)
+    for name in ("base", "scale", "key"):
+        assert (state.params[name] == lora()[name]).all()
+    assert state.params["base"].dtype == jnp.int8
+
+
+@pytest.mark.slow
+def test_what_is_fixed_is_not_sent():
+    wide = {**lora(), "base": np.ones((3, 4096), np.int8)}
+    wide["b"] = np.ones((2, 4096), np.float32)
+
+    def program(trainable):
+        step = tj.build_train_step(
+            lora_loss, optax.sgd(RATE), mirrored(4, 4), trainable=trainable
+        )
+        text = step.program(step.init(wide), rows()).call.as_text()
+        sizes = re.findall(r"= \(?f32\[(\d+)\]\S* all-reduce", text)
+        return sum(map(int, sizes))
+
+    assert program(lambda name, leaf: name == "a") == 3 * 2 + 3  # loss and weights
+    assert program(lambda name, leaf: name == "scale") == 1 + 3
+    # By default the floating ones: base and key are not asked for.
+    assert program(None) == 3 * 2 + 2 * 4096 + 1 + 3
+
+
+def test_refusals_name_the_leaf_and_what_to_write():
+    def check(params, trainable=None):
+        step = tj.build_train_step(
+            lora_loss, optax.sgd(RATE), mirrored(2, 2), trainable=trainable
+        )
+        step.check(params, rows())
+
+    check(lora())
+    half = {**lora(), "scale": np.ones((), jnp.float8_e4m3fn)}
+    with pytest.raises(ValueError, match=r"params\['scale'\] is float8.*trainable="):
+        check(half)
+    with pytest.raises(ValueError, match=r"params\['base'\] is int8"):
+        check(lora(), lambda name, leaf: name == "base")
+    with pytest.raises(ValueError, match="is floating"):
+        check(lora(), False)
+    with pytest.raises(ValueError, match="not the upper part of params"):
+        check(lora(), {"a": True})
+    with pytest.raises(ValueError, match="must be a function"):
+        check(lora(), "a")

@@ -1,0 +1,371 @@
+"""Drawn mistakes: each a sentence of ours before anything compiles, nothing lost."""
+
+import functools
+import pathlib
+import traceback
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from drawn import few
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import sparse
+
+import towerjax as tj
+
+TWO = ("cpu:0", "cpu:1")
+STRATEGY = tj.Mirrored(TWO)
+OURS = pathlib.Path(tj.__file__).parent
+
+
+def loss_fn(params, batch, tower):
+    errors = batch["x"] @ params["w"] - batch["y"]
+    return tj.Weighted.mean(errors**2, tower.weight)
+
+
+def metric_fn(params, batch, tower):
+    return {"loss": loss_fn(params, batch, tower)}
+
+
+def predict_fn(params, batch, tower):
+    return batch["x"] @ params["w"] - batch["y"]
+
+
+def good(seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(4, 3)), rng.normal(size=4)
+    return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def start():
+    return {"w": np.array([1, 2, 3], np.float32)}
+
+
+def deleted():
+    x = jnp.ones(4)
+    x.delete()
+    return x
+
+
+def generator():
+    yield from good()["y"]
+
+
+LEAVES = {
+    "None": lambda: None,
+    "nested None": lambda: {"a": [None, {}]},
+    "text": lambda: "abcd",
+    "bytes": lambda: b"abcd",
+    "object": object,
+    "function": lambda: np.ones,
+    "type": lambda: np.ndarray,
+    "number": lambda: 1.0,
+    "bool": lambda: True,
+    "list": lambda: [1.0, 2.0, 3.0, 4.0],
+    "ragged": lambda: [[1.0], [2.0, 3.0], [4.0], []],
+    "range": lambda: range(4),
+    "set": lambda: {1.0, 2.0},
+    "generator": generator,
+    "memory": lambda: memoryview(b"abcd"),
+    "shape alone": lambda: jax.ShapeDtypeStruct((4,), jnp.float32),
+    "deleted": deleted,
+    "objects": lambda: np.array([[1], [2, 3], [4], []], object),
+    "texts": lambda: np.array(list("abcd")),
+    "texts of NumPy 2": lambda: np.array(list("abcd"), np.dtypes.StringDType()),
+    "raw bytes": lambda: np.zeros(4, "V3"),
+    "records": lambda: np.zeros(4, [("a", "f4"), ("b", "i4")]),
+    "recarray": lambda: np.zeros(4, [("a", "f4")]).view(np.recarray),
+    "times": lambda: np.zeros(4, "M8[s]"),
+    "durations": lambda: np.zeros(4, "m8[s]"),
+    "long doubles": lambda: np.ones(4, np.longdouble),
+    "complex": lambda: np.ones(4, np.complex64),
+    "4 bits": lambda: jnp.ones(4, jnp.int4),
+    "8 bits": lambda: jnp.ones(4, jnp.float8_e4m3fn),
+    "masked": lambda: np.ma.ones(4),
+    "big-endian integers": lambda: np.ones(4, ">i4"),
+    "wide integers": lambda: np.array([2**40, 1, 2, 3]),
+    "keys": lambda: jax.random.split(jax.random.key(0), 4),
+    "scalar": lambda: np.float32(1),
+    "array without dims": lambda: jnp.zeros(()),
+    "no rows": lambda: np.zeros(0, np.float32),
+    "rows of nothing": lambda: np.zeros((4, 0), np.float32),
+    "one dim more": lambda: np.ones((4, 1, 1, 1), np.float32),
+    "too few rows": lambda: np.ones(3, np.float32),
+    "too many rows": lambda: np.ones(5, np.float32),
+    "PerTower": lambda: tj.PerTower(np.ones((2, 2), np.float32)),
+    "Weighted": lambda: tj.Weighted(1.0, 1.0),
+    "TowerLocal": lambda: tj.TowerLocal(np.ones(4), tj.Reduction.SUM),
+    "rows without a row": lambda: tj.sparse.IndexedRows(np.ones((1, 3)), [9], (4, 3)),
+    "BCOO": lambda: sparse.BCOO.fromdense(jnp.ones((5, 3))),
+    "BCSR": lambda: sparse.BCSR.fromdense(jnp.eye(4)),
+}
+ODD_ROWS = {"x": np.ones((5, 3), np.float32), "y": np.ones(5, np.float32)}
+TREES = {
+    "in the place of y": lambda leaf: {**good(), "y": leaf},
+    "in the place of x": lambda leaf: {**good(), "x": leaf},
+    "beside them": lambda leaf: {**good(), "z": leaf},
+    "deep beside them": lambda leaf: {**good(), "z": [({"a": leaf},)]},
+    "alone": lambda leaf: leaf,
+    "y is missing": lambda leaf: {"x": leaf},
+    "a tuple": lambda leaf: (good()["x"], leaf),
+    "by numbers": lambda leaf: {0: good()["x"], 1: leaf},
+    "rows that do not divide": lambda leaf: {**ODD_ROWS, "z": leaf},
+}
+
+
+class Steps:
+    """Compiled once for all draws, with a state that each of them is to leave alone."""
+
+    def __init__(self):
+        def step(remainder):
+            return tj.build_train_step(
+                loss_fn, optax.sgd(0.1), STRATEGY, remainder=remainder
+            )
+
+        self.train, self.padded = step("error"), step("pad")
+        self.state, _ = self.train(self.train.init(start()), good())
+        self.other, _ = self.padded(self.padded.init(start()), good())
+        self.evaluate = tj.build_eval_step(metric_fn, STRATEGY, max_programs=1)
+        self.predict = tj.build_predict_step(predict_fn, STRATEGY, max_programs=1)
+        self.evaluate(self.state, good()), self.predict(self.state, good())
+        self.calls = {
+            "a step": lambda batch: self.train(self.state, batch),
+            "a step that pads": lambda batch: self.padded(self.other, batch),
+            "an evaluation": lambda batch: self.evaluate(self.state, batch),
+            "a prediction": lambda batch: self.predict(self.state, batch),
+            "evaluate": lambda batch: tj.evaluate(
+                self.evaluate, self.state, [batch], prefetch=0
+            ),
+            "run": lambda batch: tj.run(
+                self.train, self.state, [batch], prefetch=0, progress=False
+            ),
+            "several steps a call": lambda batch: self.train.program(
+                self.state, self.train.place_batches([good(), batch], 2)
+            ),
+        }
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return Steps()
+
+
+def refuse(call, says):
+    """A ``ValueError`` or ``TypeError`` that our code raises, with these words."""
+    try:
+        with warnings.catch_warnings():  # JAX warns of a generator besides
+            warnings.simplefilter("ignore", DeprecationWarning)
+            call()
+    except (ValueError, TypeError) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        assert OURS in pathlib.Path(frame.filename).parents, (frame, error)
+        assert says in str(error), error
+    else:
+        raise AssertionError("it was taken")
+
+
+def check_draws(number, steps, compiled):
+    @few(number)
+    @given(
+        leaf=st.sampled_from(sorted(LEAVES)),
+        tree=st.sampled_from(sorted(TREES)),
+        call=st.sampled_from(sorted(steps.calls)),
+    )
+    def draw(leaf, tree, call):
+        batch = TREES[tree](LEAVES[leaf]())
+        if leaf.startswith(("None", "nested")) and tree == "beside them":
+            return  # the tree holds what there was, and nothing else
+        refuse(lambda: steps.calls[call](batch), "batch")
+
+    w, done = np.float64(steps.state.params["w"]), int(steps.state.step)
+    del compiled[:]
+    draw()
+    assert not any("step" in name or "run" in name for name in compiled), compiled
+    for _ in range(2):
+        x, y = np.float64(good(1)["x"]), np.float64(good(1)["y"])
+        errors = x @ w - y
+        steps.state, metrics = steps.train(steps.state, good(1))
+        np.testing.assert_allclose(metrics["loss"], (errors**2).mean(), rtol=1e-5)
+        w -= 0.1 * 2 / 4 * x.T @ errors
+    np.testing.assert_allclose(steps.state.params["w"], w, rtol=1e-5)
+    assert int(steps.state.step) == done + 2
+
+
+@pytest.mark.slow
+def test_drawn_batches_are_refused_and_change_nothing(steps, compiled):
+    check_draws(40, steps, compiled)
+
+
+@pytest.mark.slow
+def test_many_drawn_batches_are_refused_and_change_nothing(steps, compiled):
+    check_draws(300, steps, compiled)
+
+
+# Options: what each may be is left out of what is drawn for it.
+
+NUMBERS = {
+    "-1": -1,
+    "huge": 10**30,
+    "a bool": True,
+    "a half": 1.5,
+    "NaN": float("nan"),
+    "text": "2",
+    "None": None,
+    "list": [2],
+    "float32": np.float32(2),
+    "object": object(),
+}
+FLAGS = {"1": 1, "None": None, "text": "no", "list": [], "NumPy": np.bool_(True)}
+WORDS = {"unknown": "no such", "empty": "", "1": 1, "True": True, "list": ["pad"]}
+FUNCTIONS = {"None": None, "3": 3, "text": "loss_fn", "list": [loss_fn], "type": int}
+STRATEGIES = {"None": None, "text": "cpu:0", "class": tj.Mirrored, "list": [STRATEGY]}
+# Of None programs, as many may compile as the step says by itself.
+PROGRAMS = {name: x for name, x in NUMBERS.items() if x is not None}
+TRAIN = {"micro_batches": NUMBERS, "max_programs": PROGRAMS}
+TRAIN |= dict.fromkeys(["remainder", "on_nonfinite", "guard", "loss_reduction"], WORDS)
+TRAIN |= {"donate": FLAGS, "loss_fn": FUNCTIONS, "strategy": STRATEGIES}
+TRAIN |= {"optimizer": {**FUNCTIONS, "a function": optax.sgd}, "check": WORDS}
+TRAIN |= {"trainable": {"3": 3, "text": "w", "numbers": {"w": 1}}}
+INFERENCE = {"max_programs": PROGRAMS, "remainder": WORDS, "strategy": STRATEGIES}
+LOOP = dict.fromkeys(["prefetch", "in_flight"], NUMBERS)
+
+
+def without(values, *names):
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def some(values):
+    return without(values, "None")
+
+
+def train_step(loss_fn=loss_fn, optimizer=None, strategy=STRATEGY, **options):
+    optimizer = optax.sgd(0.1) if optimizer is None else optimizer
+    return tj.build_train_step(loss_fn, optimizer, strategy, **options)
+
+
+def eval_step(metric_fn=metric_fn, strategy=STRATEGY, **options):
+    return tj.build_eval_step(metric_fn, strategy, **options)
+
+
+def predict_step(predict_fn=predict_fn, strategy=STRATEGY, **options):
+    return tj.build_predict_step(predict_fn, strategy, **options)
+
+
+def distributed(**options):
+    return STRATEGY.distribute_dataset([good()], **options)
+
+
+def model_of(**options):
+    return tj.estimator.replicate_model_fn(
+        lambda variables, features, labels, mode: 0, **options
+    )
+
+
+BUILDERS = {
+    "build_train_step": (train_step, TRAIN | {"optimizer": some(TRAIN["optimizer"])}),
+    "build_eval_step": (eval_step, INFERENCE | {"metric_fn": FUNCTIONS}),
+    "build_predict_step": (predict_step, INFERENCE | {"predict_fn": FUNCTIONS}),
+    "Mirrored": (
+        tj.Mirrored,
+        dict.fromkeys(["num_gpus", "num_gpus_per_worker", "towers"], some(NUMBERS))
+        | dict.fromkeys(["local", "executor", "cross_tower_ops"], WORDS)
+        | {"prefetch_on_device": NUMBERS, "devices": some(NUMBERS)},
+    ),
+    "Check": (tj.Check, {"every": NUMBERS, "desync": FLAGS, "nonfinite": FLAGS}),
+    "batches": (
+        lambda batch_size=2, **options: tj.batches(good(), batch_size, **options),
+        {"batch_size": NUMBERS, "epochs": some(NUMBERS), "drop_remainder": FLAGS}
+        | {"seed": without(NUMBERS, "None", "huge")},
+    ),
+    "distribute_dataset": (
+        distributed,
+        {"micro_batches": NUMBERS, "split": WORDS, "remainder": WORDS},
+    ),
+    "replicate_model_fn": (
+        model_of,
+        {"max_programs": PROGRAMS, "donate": FLAGS, "remainder": WORDS, "compat": WORDS}
+        | {"loss_reduction": WORDS, "variable_placement": WORDS},
+    ),
+    "EarlyStopping": (
+        lambda metric="loss", patience=1, **options: tj.EarlyStopping(
+            metric, patience, **options
+        ),
+        {"patience": NUMBERS, "mode": WORDS, "metric": without(FLAGS, "text")},
+    ),
+    "Best": (
+        lambda **options: tj.Best("loss", **options),
+        {"mode": WORDS, "keep": WORDS, "restore": FLAGS},
+    ),
+}
+CHOICES = sorted(
+    (builder, option, value)
+    for builder, (_, options) in BUILDERS.items()
+    for option, values in options.items()
+    for value in values
+)
+
+
+def check_option(builder, option, value):
+    build, options = BUILDERS[builder]
+    required = {"every": 1} if builder == "Check" else {}
+    call = required | {option: options[option][value]}
+    refuse(lambda: build(**call), option)
+
+
+@pytest.mark.slow
+@few(80)
+@given(st.sampled_from(CHOICES))
+def test_drawn_options_are_refused_by_name(choice):
+    check_option(*choice)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_all_odd_options_are_refused_by_name(builder):
+    for choice in CHOICES:
+        if choice[0] == builder:
+            check_option(*choice)
+
+
+@pytest.mark.slow
+def test_odd_options_of_a_loop_are_refused_by_name(steps):
+    def run(step=steps.train, **options):
+        tj.run(step, steps.state, [good()], progress=False, **options)
+
+    def evaluate(evaluate=steps.evaluate, **options):
+        tj.evaluate(evaluate, steps.state, [good()], **options)
+
+    place, batch = steps.train.place_batches, good()
+    drawn = [
+        *[(run, name, x) for name in LOOP for x in NUMBERS.values()],
+        *[(evaluate, name, x) for name in LOOP for x in NUMBERS.values()],
+        *[(run, "steps", x) for x in some(NUMBERS).values()],
+        *[(run, "step", x) for x in (None, 3, "step", tj.run, steps.evaluate)],
+        *[(evaluate, "evaluate", x) for x in (None, 3, "step", metric_fn)],
+        *[(functools.partial(place, [batch]), "steps", x) for x in NUMBERS.values()],
+    ]
+    for call, name, value in drawn:
+        refuse(functools.partial(call, **{name: value}), f"{name}=")
+    for batches in ([], (), "ab", None, batch, [batch] * 3):
+        refuse(functools.partial(place, batches, 2), "batches must be")
+
+
+# Leaves of which trees are made, or that parameters may be.
+PARAMS = LEAVES.keys() - {
+    *("None", "nested None", "number", "list", "ragged", "PerTower", "Weighted"),
+    *("TowerLocal", "BCOO", "BCSR", "rows without a row", "scalar", "no rows"),
+    *("array without dims", "rows of nothing", "one dim more", "too few rows"),
+    "too many rows",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARAMS))
+def test_odd_params_and_keys_are_refused_by_name(name, steps):
+    leaf = LEAVES[name]()
+    refuse(lambda: steps.train.init({"w": leaf}), "params['w']")
+    if name not in ("keys", "bool"):
+        refuse(lambda: steps.train.init(start(), rng=leaf), "rng")

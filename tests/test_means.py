@@ -1,0 +1,195 @@
+"""A sum of means: several terms of a loss, each with its own denominator."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import layouts, mirrored
+
+import towerjax as tj
+
+EPS = np.finfo(np.float32).eps
+SIZE, FACTOR, DECAY, RATE = 22, 0.3, 0.01, 0.5
+
+
+def data(seed=0):
+    """Some towers have hardly a label, and weights grow from the first to the last."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(SIZE, 5)).astype(np.float32),
+        "y": rng.normal(size=SIZE).astype(np.float32),
+        "labelled": (rng.random(SIZE) < np.linspace(0.1, 1, SIZE)).astype(np.float32),
+        "weight": (rng.random(SIZE) ** 3).astype(np.float32),
+    }
+
+
+def params():
+    return {"w": np.float32([0.3, -0.2, 0.5, 0.1, -0.4])}
+
+
+def losses(params, batch):
+    hidden = batch["x"] @ params["w"]
+    return (jnp.tanh(hidden) - batch["y"]) ** 2, hidden**2
+
+
+def loss_fn(params, batch, tower):
+    first, second = losses(params, batch)
+    ce = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
+    aux = tj.Weighted.mean(second, batch["weight"] * tower.weight)
+    return ce + FACTOR * aux + tj.shared(DECAY * (params["w"] ** 2).sum())
+
+
+def oracle(w, batch):
+    """The terms, and the gradient, in NumPy float64 of the whole batch."""
+    x, y = batch["x"].astype(float), batch["y"].astype(float)
+    hidden = x @ w
+    error = np.tanh(hidden) - y
+    parts = [batch[name] / batch[name].sum(dtype=float) for name in WEIGHTS]
+    terms = [parts[0] @ error**2, FACTOR * (parts[1] @ hidden**2), DECAY * (w @ w)]
+    slope = parts[0] * 2 * error * (1 - np.tanh(hidden) ** 2)
+    return terms, (slope + FACTOR * parts[1] * 2 * hidden) @ x + 2 * DECAY * w
+
+
+WEIGHTS = ("labelled", "weight")
+NAMES = ("loss/0", "loss/1", "loss/shared")
+
+
+@layouts
+def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
+    step = tj.build_train_step(
+        loss_fn,
+        optax.sgd(RATE),
+        mirrored(T, D, local),
+        micro_batches=A,
+        remainder="pad",
+    )
+    state, w = step.init(params()), params()["w"].astype(float)
+    for seed in range(3):
+        terms, grad = oracle(w, data(seed))
+        state, metrics = step(state, data(seed))
+        found = [metrics[name] for name in NAMES]
+        np.testing.assert_allclose(found, terms, rtol=200 * EPS)
+        np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
+        w = w - RATE * grad
+    np.testing.assert_allclose(state.params["w"], w, atol=400 * EPS)
+
+
+def test_a_step_of_ones_own_takes_several_sums():
+    """Two gradients of sums of means in one tower function, one after another."""
+
+    def tower_fn(state, batch, tower):
+        of_loss = tj.value_and_grad(loss_fn)
+        loss, first = of_loss(state.params, batch, tower)
+        swapped = {**batch, "labelled": batch["weight"], "weight": batch["labelled"]}
+        _, second = of_loss(state.params, swapped, tower)
+        return {"loss": loss, "first": first, "second": second}
+
+    def update_fn(state, merged):
+        grads = jax.tree.map(
+            lambda g, h: 2 * g - h, merged["first"].value, merged["second"].value
+        )
+        after = jax.tree.map(lambda p, g: p - RATE * g, state.params, grads)
+        return dataclasses.replace(state, params=after), {"loss": merged["loss"]}
+
+    strategy = mirrored(4, 2)
+    step = tj.build_step(
+        tower_fn, update_fn, strategy, micro_batches=2, remainder="pad"
+    )
+    state, metrics = step(step.init(params()), data())
+    w, swapped = params()["w"].astype(float), data()
+    swapped["labelled"], swapped["weight"] = swapped["weight"], swapped["labelled"]
+    terms, first = oracle(w, data())
+    _, second = oracle(w, swapped)
+    np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
+    expected = w - RATE * (2 * first - second)
+    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
+
+
+def test_several_means_cost_one_small_reduction_more():
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
+    text = step.program(step.init(params()), data()).call.as_text()
+    found = [x for x in text.splitlines() if " all-reduce(" in x]
+    assert len(found) == 2 and any(re.search(r"f32\[2\]", x) for x in found), found
+
+
+def test_one_mean_and_what_is_shared_need_one_pass():
+    def loss(params, batch, tower):
+        mean = tj.Weighted.mean(losses(params, batch)[0], batch["labelled"])
+        return 2.0 * (mean + tj.shared(DECAY * (params["w"] ** 2).sum()))
+
+    strategy = mirrored(2, 2)
+    step = tj.build_train_step(loss, optax.sgd(RATE), strategy, micro_batches=11)
+    state = step.init(params())
+    text = step.program(state, data()).call.as_text()
+    assert len(re.findall(r" all-reduce\(", text)) == 1
+    state, metrics = step(state, data())
+    w, batch = params()["w"].astype(float), {**data(), "weight": np.zeros(SIZE)}
+    batch["weight"][:] = 1
+    terms, grad = oracle(w, batch)
+    hidden = batch["x"].astype(float) @ w
+    aux = FACTOR * 2 * (hidden @ batch["x"]) / SIZE
+    np.testing.assert_allclose(metrics["loss"], 2 * (terms[0] + terms[2]), rtol=1e-5)
+    expected = w - RATE * 2 * (grad - aux)
+    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
+
+
+@pytest.mark.slow
+def test_several_means_have_the_same_bits_on_any_devices():
+    ends = set()
+    for devices in (1, 2, 4):
+        strategy = mirrored(4, devices, "scan", cross_tower_ops=tj.PinnedTree())
+        step = tj.build_train_step(
+            loss_fn, optax.sgd(RATE), strategy, micro_batches=3, remainder="pad"
+        )
+        state = step.init(params())
+        for seed in range(3):
+            state, metrics = step(state, data(seed))
+        ends.add((np.asarray(state.params["w"]).tobytes(), float(metrics["loss"])))
+    assert len(ends) == 1
+
+
+def refused(loss, text, error=ValueError, **options):
+    step = tj.build_train_step(loss, optax.sgd(RATE), mirrored(2, 2), **options)
+    with pytest.raises(error, match=text):
+        step.check(params(), data())
+
+
+def test_what_is_no_sum_of_means_is_refused_by_name():
+    def differs(params, batch, tower):
+        return loss_fn(params, batch, tower) + tj.shared(batch["y"].sum())
+
+    refused(differs, r"loss\.shared depends on batch\['y'\]", tj.ReplicationError)
+    refused(
+        lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "which no row has a part in"
+    )
+    refused(loss_fn, "has its own", loss_reduction=tj.Reduction.MEAN)
+    refused(lambda p, b, t: loss_fn(p, b, t) + tj.shared(p["w"]), "one number")
+
+
+def test_padding_that_one_term_does_not_mask_is_refused():
+    def loss(params, batch, tower):
+        first, second = losses(params, batch)
+        return tj.Weighted.mean(first, tower.weight) + tj.Weighted.mean(second)
+
+    step = tj.build_train_step(loss, optax.sgd(RATE), mirrored(4, 2), remainder="pad")
+    with pytest.raises(ValueError, match=r"loss\.terms\[1\]\.sum"):
+        step(step.init(params()), data())
+
+
+def test_where_weights_cannot_be_known_it_is_said():
+    def tower_fn(state, batch, tower):
+        grad = jax.jit(lambda p: tj.value_and_grad(loss_fn)(p, batch, tower))
+        loss, grads = grad(state.params)
+        return {"loss": loss, "grads": grads}
+
+    step = tj.build_step(tower_fn, lambda s, m: (s, {}), mirrored(2, 2))
+    with pytest.raises(ValueError, match="stands inside a jit"):
+        step(step.init(params()), data())
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
+    mean = tj.Weighted.mean(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="several denominators"):
+        optimizer.compute_gradients(lambda w: w * mean + mean, np.float32(1))

@@ -1,0 +1,300 @@
+"""Models that a step takes as ``jit(value_and_grad(loss))`` on one device does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import towerjax as tj
+
+ONE_DEVICE = {
+    "one": lambda: tj.OneDevice("cpu:0"),
+    "four towers": lambda: tj.Mirrored(["cpu:0"], towers=4),
+    "in turn": lambda: tj.Mirrored(["cpu:0"], towers=2, local="scan"),
+}
+SEVERAL_DEVICES = {
+    "two devices": lambda: tj.Mirrored(["cpu:0", "cpu:1"], towers=4),
+    "by pmap": lambda: tj.Mirrored(["cpu:0", "cpu:1"], executor="pmap"),
+    "four devices": lambda: tj.Mirrored([f"cpu:{i}" for i in range(4)]),
+}
+PLACES = ONE_DEVICE | SEVERAL_DEVICES
+
+
+def data():
+    rng = np.random.default_rng(3)
+    params = {"w": rng.normal(size=3), "b": rng.normal(size=3)}
+    x, weights = rng.normal(size=(8, 3)), rng.uniform(0.2, 2, size=8)
+    return jax.tree.map(np.float32, (params, {"x": x, "weights": weights}))
+
+
+def check_step(losses_fn, strategy, params, batch):
+    """A step with SGD is the weighted mean's gradient, as one device makes it."""
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(
+            losses_fn(params, batch["x"]), tower.weight * batch["weights"]
+        )
+
+    @jax.jit
+    def expected(params):
+        losses, weights = losses_fn(params, batch["x"]), batch["weights"]
+        return (losses * weights).sum() / weights.sum()
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy)
+    state, metrics = step(step.init(params), batch)
+    loss, grads = jax.value_and_grad(expected)(params)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-5)
+    jax.tree.map(
+        lambda before, after, g: np.testing.assert_allclose(
+            (before - np.asarray(after)) / 0.5, g, rtol=1e-3, atol=1e-5
+        ),
+        params,
+        state.params,
+        grads,
+    )
+
+
+def compares_types(params, x):
+    """As Equinox's closure conversion: a function of types, called with values."""
+
+    def fn(params, x):
+        return jnp.tanh(x * params["w"] + params["b"]).sum()
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def losses(row):
+        converted = jax.make_jaxpr(fn)(*jax.tree.map(shape, (params, row)))
+        given = [jax.typeof(leaf) for leaf in jax.tree.leaves((params, row))]
+        assert converted.in_avals == given, "different dynamic arguments"
+        (out,) = jax.core.eval_jaxpr(
+            converted.jaxpr, converted.consts, *jax.tree.leaves((params, row))
+        )
+        return out**2
+
+    return jax.vmap(losses)(x)
+
+
+def sharded_by_itself(params, x):
+    """A model that says where its activations are, on a mesh of its own."""
+    devices = np.array(jax.devices()[:1])
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    h = jax.lax.with_sharding_constraint(jnp.tanh(x * params["w"][None]), sharding)
+    return ((h + params["b"][None]) ** 2).sum(axis=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [compares_types, sharded_by_itself])
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_one_device_takes_what_jit_takes(name, model):
+    check_step(model, ONE_DEVICE[name](), *data())
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("name", SEVERAL_DEVICES)
+def test_types_are_those_of_one_device_on_several(name):
+    check_step(compares_types, SEVERAL_DEVICES[name](), *data())
+
+
+def test_a_check_takes_what_jit_takes():
+    params, batch = data()
+
+    def loss_fn(params, batch, tower):
+        losses = compares_types(params, batch["x"])
+        worst = losses.max()
+        return tj.TowerOutput(tj.Weighted.mean(losses, tower.weight), {"worst": worst})
+
+    strategy = tj.Mirrored(["cpu:0"], towers=4)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    with pytest.raises(tj.ReplicationError, match=r"metrics\['worst'\] depends on bat"):
+        step.check(params, batch)
+
+
+def solved(params, x, *, solver, noise=False):
+    diffrax = pytest.importorskip("diffrax")
+
+    def drift(t, y, args):
+        return -jnp.tanh(args["w"]) * y + args["b"]
+
+    def losses(row):
+        terms = diffrax.ODETerm(drift)
+        if noise:
+            path = diffrax.VirtualBrownianTree(0, 1, 1e-2, (3,), jax.random.key(0))
+            spread = lambda t, y, args: 0.1 * jnp.diag(args["b"])  # noqa: E731
+            terms = diffrax.MultiTerm(terms, diffrax.ControlTerm(spread, path))
+        kind = getattr(diffrax, solver)()
+        exact = diffrax.PIDController(rtol=1e-4, atol=1e-6)
+        control = diffrax.ConstantStepSize() if noise else exact
+        out = diffrax.diffeqsolve(
+            terms, kind, 0, 1, 0.1, row, params, stepsize_controller=control
+        )
+        return (out.ys[-1] ** 2).sum()
+
+    return jax.vmap(losses)(x)
+
+
+SOLVERS = {
+    "Tsit5": functools.partial(solved, solver="Tsit5"),
+    "Kvaerno5": functools.partial(solved, solver="Kvaerno5"),
+    "Euler": functools.partial(solved, solver="Euler", noise=True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "solver, name",
+    [
+        ("Tsit5", "two devices"),
+        ("Kvaerno5", "one"),
+        ("Euler", "four towers"),
+    ],
+)
+def test_diffrax(solver, name):
+    pytest.importorskip("diffrax")
+    params, batch = data()
+    with jax.numpy_rank_promotion("allow"):
+        check_step(SOLVERS[solver], PLACES[name](), params, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["one", "four towers", "two devices"])
+def test_stateful_layers_of_equinox(name):
+    eqx = pytest.importorskip("equinox")
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "rows", mode="batch")
+
+    def losses_fn(params, x):
+        model = eqx.combine(params, fixed)
+        one = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="rows")
+        # Two rows at a time: what a tower has, so that batches are the same on all.
+        y = jnp.concatenate([one(x[i : i + 2], state)[0] for i in range(0, len(x), 2)])
+        return ((y - 0.3) ** 3).sum(axis=-1)
+
+    params, fixed = eqx.partition(norm, eqx.is_inexact_array)
+    params = jax.tree.map(lambda p: np.asarray(p) + np.float32(0.5), params)
+    with jax.numpy_rank_promotion("allow"):
+        check_step(losses_fn, PLACES[name](), params, data()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["one", "four towers", "two devices"])
+def test_closure_conversion_of_equinox(name):
+    eqx = pytest.importorskip("equinox")
+
+    def losses_fn(params, x):
+        def losses(row):
+            fn = eqx.filter_closure_convert(
+                lambda row: jnp.tanh(row * params["w"] + params["b"]).sum(), row
+            )
+            return fn(row) ** 2
+
+        return jax.vmap(losses)(x)
+
+    check_step(losses_fn, PLACES[name](), *data())
+
+
+def factored(params, x, *, solver):
+    lineax = pytest.importorskip("lineax")
+
+    def losses(row):
+        matrix = jnp.outer(row, row) + jnp.diag(1 + params["b"] ** 2)
+        matrix = lineax.MatrixLinearOperator(matrix)
+        value = lineax.linear_solve(matrix, params["w"], getattr(lineax, solver)())
+        return value.value @ row
+
+    return jax.vmap(losses)(x)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "solver, name",
+    [
+        ("LU", "one"),
+        ("QR", "four towers"),
+        ("LU", "two devices"),
+        ("QR", "two devices"),
+        ("SVD", "two devices"),
+    ],
+)
+def test_factorisations_of_lineax(solver, name):
+    pytest.importorskip("lineax")
+    with jax.numpy_rank_promotion("allow"):
+        check_step(functools.partial(factored, solver=solver), PLACES[name](), *data())
+
+
+def of_lineax(kind):
+    def solve(operator, w):
+        lineax = pytest.importorskip("lineax")
+        shape = jax.ShapeDtypeStruct(w.shape, w.dtype)
+        tags = lineax.positive_semidefinite_tag if kind == "CG" else ()
+        matrix = lineax.FunctionLinearOperator(operator, shape, tags)
+        solver = getattr(lineax, kind)(rtol=1e-6, atol=1e-6)
+        return lineax.linear_solve(matrix, w, solver).value
+
+    return solve
+
+
+def of_jax(kind):
+    solver = getattr(jax.scipy.sparse.linalg, kind)
+    return lambda operator, w: solver(operator, w, tol=1e-7)[0]
+
+
+SOLVE = {
+    "jax cg": of_jax("cg"),
+    "jax gmres": of_jax("gmres"),
+    "jax bicgstab": of_jax("bicgstab"),
+    "lineax CG": of_lineax("CG"),
+    "lineax GMRES": of_lineax("GMRES"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "solver, name",
+    [(solver, "two devices") for solver in SOLVE]
+    + [
+        ("jax cg", "one"),
+        ("jax gmres", "four towers"),
+        ("lineax CG", "four towers"),
+        ("jax bicgstab", "four devices"),
+        ("lineax GMRES", "four devices"),
+    ],
+)
+def test_solvers_of_an_operator_of_all_towers(solver, name):
+    params, batch = data()
+
+    def loss_fn(params, batch, tower):
+        weights = tower.weight * batch["weights"]
+        mean = lambda v: tower.reduce(tj.Reduction.MEAN, v)  # noqa: E731
+
+        def operator(v):
+            rows = weights * (batch["x"] @ mean(v))
+            return mean(v + params["b"] ** 2 * v + rows @ batch["x"])
+
+        z = mean(SOLVE[solver](operator, params["w"]))
+        return tj.Weighted.mean((batch["x"] @ z - 1) ** 2, weights)
+
+    @jax.value_and_grad
+    def expected(params):
+        rows = batch["x"].T * batch["weights"] @ batch["x"] / num_towers
+        z = jnp.linalg.solve(jnp.diag(1 + params["b"] ** 2) + rows, params["w"])
+        return jnp.average((batch["x"] @ z - 1) ** 2, weights=batch["weights"])
+
+    strategy, num_towers = PLACES[name](), 1 if name == "one" else 4
+    step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy)
+    with jax.numpy_rank_promotion("allow"):
+        state, metrics = step(step.init(params), batch)
+    loss, grads = expected(params)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    for key, grad in grads.items():
+        after = params[key] - 0.5 * grad
+        np.testing.assert_allclose(state.params[key], after, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,304 @@
+"""A tower function sees one axis of all towers, wherever they lie."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax import lax
+from layouts import mirrored
+
+import towerjax as tj
+from towerjax.proof.mirrored import ReplicationError
+
+PLACES = [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)]
+
+
+def every_collective(tower, x):
+    """One of each kind of what JAX has, of a tower's ``[T, 3]``."""
+    axis, T = tower.axis_names, tower.num_towers
+    pairs = [(t, (t + 1) % T) for t in range(T) if t != 1]
+    groups = [[t for t in range(T) if t % 2 == odd] for odd in range(min(2, T))]
+
+    def added(carry, _):
+        return carry + lax.psum(x * carry, axis), None
+
+    whole = {
+        "psum": lax.psum(x, axis),
+        "pmean": lax.pmean(x, axis),
+        "pmax": jax.jit(lambda x: lax.pmax(x, axis))(x),
+        "pmin": jax.vmap(lambda row: lax.pmin(row, axis))(x),
+        "all_gather": lax.all_gather(x, axis),
+        "dim 1": lax.all_gather(x, axis[0], axis=1),
+        "tiled": lax.all_gather(x, axis, tiled=True),
+        "T": lax.axis_size(axis[0]) + 0 * lax.psum(1, axis),
+    }
+    own = {
+        "axis_index": lax.axis_index(axis),
+        "ppermute": lax.ppermute(x, axis, pairs),
+        "all_to_all": lax.all_to_all(x, axis, 0, 0, tiled=True),
+        "psum_scatter": lax.psum_scatter(x, axis),
+        "tiled scatter": lax.psum_scatter(x, axis, tiled=True),
+        "in groups": lax.psum(x, axis, axis_index_groups=groups),
+        "gathered in groups": lax.all_gather(x, axis, axis_index_groups=groups),
+        "scan": lax.scan(added, x, None, length=2)[0],
+        "cond": lax.cond(T > 0, lambda: lax.psum(x, axis), lambda: x) - x,
+    }
+    return whole, own
+
+
+def every_collective_in_numpy(x):
+    """The same of all towers' ``[T, T, 3]``: what all have, and what each has."""
+    T = len(x)
+    total, once = x.sum(0), x + (x * x).sum(0)
+    whole = {
+        "psum": total,
+        "pmean": x.mean(0),
+        "pmax": x.max(0),
+        "pmin": x.min(0),
+        "all_gather": x,
+        "dim 1": x.swapaxes(0, 1),
+        "tiled": x.reshape(T * T, 3),
+        "T": T,
+    }
+    moved = np.roll(x, 1, axis=0) * (np.arange(T) != 2 % T)[:, None, None]
+    odd = np.arange(T) % 2
+    own = {
+        "axis_index": np.arange(T),
+        "ppermute": moved if T > 1 else x,
+        "all_to_all": x.swapaxes(0, 1),
+        "psum_scatter": total,
+        "tiled scatter": total[:, None],
+        "in groups": np.stack([x[odd == o].sum(0) for o in odd]),
+        "gathered in groups": np.stack([x[odd == o] for o in odd]),
+        "scan": once + (x * once).sum(0),
+        "cond": total - x,
+    }
+    return whole, own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "T, D, options",
+    [*((T, D, {}) for T, D in PLACES), (6, 3, {"executor": "pmap"})],
+)
+def test_every_collective_is_over_all_towers(T, D, options):
+    x = np.random.default_rng(0).normal(size=(T, T, 3))
+    rows = tj.PerTower(x.astype(np.float32))
+    found = mirrored(T, D, **options).call_for_each_tower(every_collective, rows)
+
+    for got, wanted in zip(found, every_collective_in_numpy(x), strict=True):
+        for name in wanted:
+            value = got[name].values if isinstance(got[name], tj.PerTower) else None
+            if value is None:  # proved the same on all
+                value = np.broadcast_to(got[name], np.shape(wanted[name]))
+            np.testing.assert_allclose(
+                value, wanted[name], rtol=2e-6, atol=2e-5, err_msg=name
+            )
+
+
+def test_groups_of_several_sizes_are_refused():
+    def tower_fn(tower, x):
+        groups = [[0], [1, 2, 3]]
+        return lax.psum(x, tower.axis_names, axis_index_groups=groups)
+
+    rows = tj.PerTower(np.arange(4.0))
+    with pytest.raises(ValueError, match=r"psum with axis_index_groups=.* tower.all_g"):
+        mirrored(4, 2).call_for_each_tower(tower_fn, rows)
+
+
+@jax.custom_batching.custom_vmap
+def contradicted(x):
+    return 2 * x
+
+
+@contradicted.def_vmap
+def _(axis_size, in_batched, x):
+    return 3 * x, in_batched[0]
+
+
+def _first(b, tower):
+    first, *_ = tower.axis_names
+    assert next(iter(tower.axis_names)) == tower.axis_names[0] == first
+    return b - lax.pmean(b.mean(0, keepdims=True), first)
+
+
+def _by_their_number(b, tower):
+    if len(tower.axis_names) == 2:
+        return b * b[0, 0]
+    return b - lax.pmean(b.mean(0, keepdims=True), tower.axis_names)
+
+
+# What a loss makes of its rows, and what NumPy makes of all rows.
+OF_ROWS = {
+    "first": (_first, lambda x: x - x.mean(0)),
+    "by their number": (_by_their_number, lambda x: x - x.mean(0)),
+    "written out": (
+        lambda b, tower: b - lax.pmean(b.mean(0, keepdims=True), "batch"),
+        lambda x: x - x.mean(0),
+    ),
+    "a rule that contradicts": (
+        lambda b, tower: contradicted(b),
+        lambda x: 2 * x,
+    ),
+    "such a rule in a scan": (
+        lambda b, tower: lax.map(contradicted, b),
+        lambda x: 2 * x,
+    ),
+}
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("T, D", [(1, 1), (6, 1), (6, 2), (6, 6)])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_step_is_the_same_wherever_towers_lie(name, T, D):
+    of_rows, in_numpy = OF_ROWS[name]
+    rng = np.random.default_rng(1)
+    x, w = rng.normal(size=(18, 3)) + np.arange(18)[:, None] / 4, rng.uniform(size=18)
+    params = np.array([0.5, -1, 2], np.float32)
+
+    def loss_fn(params, batch, tower):
+        errors = (of_rows(batch["x"], tower) @ params) ** 2
+        return tj.Weighted((errors * batch["w"]).sum(), batch["w"].sum())
+
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.01), mirrored(T, D, axis_name="batch")
+    )
+    batch = {"x": x.astype(np.float32), "w": w.astype(np.float32)}
+    state, metrics = step(step.init(params), batch)
+
+    y = in_numpy(x)
+    errors = y @ params.astype(np.float64)
+    grads = 2 * (w * errors) @ y / w.sum()
+    np.testing.assert_allclose(metrics["loss"], (w @ errors**2) / w.sum(), rtol=3e-6)
+    np.testing.assert_allclose(state.params, params - 0.01 * grads, rtol=3e-6)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("strategy", [mirrored(T, D) for T, D in PLACES])
+def test_there_is_one_name(strategy):
+    names = strategy.call_for_each_tower(lambda tower: tower.axis_names)
+    assert names == ("towerjax_tower",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tj.OneDevice("cpu:0", axis_name="batch"),
+        mirrored(4, 1, axis_name="batch"),
+        mirrored(4, 2, axis_name="batch"),
+        mirrored(4, 4, axis_name="batch"),
+    ],
+)
+def test_a_layer_may_have_a_name_of_its_own(strategy):
+    x = np.random.default_rng(2).normal(size=(12, 3)) + np.arange(12)[:, None]
+    norm = nn.BatchNorm(use_running_average=False, momentum=0, axis_name="batch")
+    variables = norm.init(jax.random.key(0), jnp.zeros((1, 3)))
+
+    def tower_fn(tower, x):
+        assert tower.axis_names == ("batch",)
+        return norm.apply(variables, x, mutable=["batch_stats"])[1]["batch_stats"]
+
+    T = strategy.num_towers
+    rows = x.astype(np.float32).reshape(T, 12 // T, 3)
+    if T == 1:
+        stats = strategy.call_for_each_tower(tower_fn, rows[0])
+    else:
+        stats = strategy.call_for_each_tower(tower_fn, tj.PerTower(rows))
+    # No PerTower: proved the same on every tower.
+    np.testing.assert_allclose(stats["mean"], x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(stats["var"], x.var(0), rtol=1e-5)
+
+
+def test_a_forgotten_reduction_is_refused_under_any_name():
+    def loss_fn(params, batch, tower):
+        loss = tj.Weighted.mean(batch @ params, tower.weight)
+        own = lax.ppermute(batch.mean(), "batch", [(0, 1), (1, 0), (2, 3), (3, 2)])
+        return tj.TowerOutput(loss, metrics={"m": own})
+
+    strategy = mirrored(4, 2, axis_name="batch")
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    with pytest.raises(ReplicationError, match="'m'"):
+        step(step.init(jnp.ones(3)), np.ones((12, 3), np.float32))
+
+
+@pytest.mark.slow
+def test_code_in_a_derivative_has_the_axis_too():
+    mean = jax.custom_vjp(lambda x, axis: lax.pmean(x, axis), nondiff_argnums=(1,))
+
+    def backward(axis, _, cotangent):
+        return (3 * lax.pmean(cotangent, axis),)  # none that JAX would find
+
+    mean.defvjp(lambda x, axis: (mean(x, axis), None), backward)
+
+    def tower_fn(tower, x):
+        return jax.grad(lambda x: (x * mean(x, tower.axis_names)).sum())(x)
+
+    x = np.random.default_rng(3).normal(size=(4, 5))
+    rows = tj.PerTower(x.astype(np.float32))
+    got = mirrored(4, 2).call_for_each_tower(tower_fn, rows)
+    np.testing.assert_allclose(got, 4 * x.mean(0), rtol=2e-5)
+
+
+@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("axis", ["towerjax_device", "towerjax_local"])
+def test_the_axes_of_devices_are_not_for_towers(axis, T, D):
+    def tower_fn(tower, x):
+        return tower.reduce(tj.Reduction.SUM, x) + lax.psum(x, axis)
+
+    with pytest.raises((ValueError, NameError), match=f"axis.*{axis}"):
+        mirrored(T, D).call_for_each_tower(tower_fn, tj.PerTower(np.arange(4.0)))
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (dict(axis_name=""), "axis_name='' must be a name of its own"),
+        (dict(axis_name=None), "axis_name=None must be a name of its own"),
+        (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name of its"),
+        (dict(axis_name="batch", local="scan"), "local='scan' runs the towers of a"),
+    ],
+)
+def test_bad_names_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        tj.Mirrored(towers=4, **options)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4), (1, 1)])
+@pytest.mark.parametrize("rule", ["jvp", "fwd", "bwd"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
+    def added_at_next(axis, x):
+        pairs = [(t, (t + 1) % T) for t in range(T)]
+        return lax.psum(x, axis) + 2 * lax.ppermute(x, axis, pairs)
+
+    def call_of(axis):
+        if rule == "jvp":
+            call = jax.custom_jvp(lambda x: added_at_next(axis, x))
+            call.defjvp(lambda x, dx: (call(*x), added_at_next(axis, 3 * dx[0])))
+            return call
+        call = jax.custom_vjp(lambda x: x + 0 * lax.psum(x, axis))
+        if rule == "fwd":
+            fwd = lambda x: (x, added_at_next(axis, x))  # noqa: E731
+            call.defvjp(fwd, lambda total, g: (total * g,))
+        else:
+            call.defvjp(lambda x: (x, None), lambda _, g: (added_at_next(axis, g),))
+        return call
+
+    def total(rows):
+        def tower_fn(tower, x):
+            return (tower.id + 1.0) * call_of(tower.axis_names)(x)
+
+        return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
+
+    strategy, rows, counts = mirrored(T, D), np.arange(T) + 3.0, np.arange(T) + 1.0
+    got = (jax.jit if jit else lambda f: f)(jax.grad(total))(jnp.float32(rows))
+    expected = {
+        "jvp": 3 * (counts.sum() + 2 * np.roll(counts, -1)),
+        "fwd": counts * (rows.sum() + 2 * np.roll(rows, 1)),
+        "bwd": counts.sum() + 2 * np.roll(counts, 1),
+    }
+    np.testing.assert_allclose(got, expected[rule], rtol=1e-6)

@@ -1,0 +1,193 @@
+"""The state in parts: the same numbers, less on each device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+SHARDED = ("sharded_optimizer", "sharded")
+OPTIMIZERS = {
+    "momentum": optax.sgd(0.01, momentum=0.9),
+    "clipped adamw": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1)
+    ),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "every second": optax.MultiSteps(optax.adam(1e-2), 2),
+}
+
+
+def mirrored(state="mirrored", towers=8, devices=4, **options):
+    names = [f"cpu:{i}" for i in range(devices)]
+    return tj.Mirrored(names, towers=towers, state=state, **options)
+
+
+def start():
+    rng = np.random.default_rng(0)
+    sizes = {"w1": (6, 16), "b1": (16,), "w2": (16, 3), "odd": (3,), "n": ()}
+    draw = {n: rng.normal(size=size) for n, size in sizes.items()}
+    return {n: np.asarray(x, np.float32) for n, x in draw.items()}
+
+
+def rows(size=48, seed=1):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, 6)).astype(np.float32)
+    y = rng.normal(size=(size, 3)).astype(np.float32)
+    return {"x": x, "y": y, "weight": rng.uniform(0.05, 1, size).astype(np.float32)}
+
+
+def loss_fn(params, batch, tower):
+    hidden = jnp.tanh(batch["x"] @ params["w1"] + params["b1"][None])
+    out = hidden @ params["w2"] * (1 + params["n"]) + params["odd"][None]
+    losses = ((out - batch["y"]) ** 2).sum(-1)
+    return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
+
+
+def build(state="mirrored", optimizer="clipped adamw", **options):
+    given = {k: options.pop(k) for k in ("local", "devices") if k in options}
+    strategy = mirrored(state, **given)
+    return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy, **options)
+
+
+def assert_same(state, expected):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        # Adam of a tiny gradient has its sign, whatever rounds it.
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+def bytes_a_device(tree):
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(tree)]
+    return sum(x.nbytes for x in shards)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("state", SHARDED)
+def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
+    sharded, whole = build(state, optimizer), build(optimizer=optimizer)
+    a, b = sharded.init(start()), whole.init(start())
+    for seed in range(3):
+        a, found = sharded(a, rows(seed=seed))
+        b, expected = whole(b, rows(seed=seed))
+        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
+    assert_same(a, b)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("state", SHARDED)
+def test_a_device_holds_its_part_alone(state, steps):
+    step = build(state)
+    first = step.init(start())
+    batches = [rows(seed=i) for i in range(steps)]
+    after, _ = tj.run(step, first, batches, steps_per_call=steps, progress=False)
+    even = 6 * 16 + 16 + 16 * 3  # what four devices divide; 4 numbers are not even
+    moments = 2 * (even // 4 + 4) * 4 + 4
+    assert bytes_a_device(after.opt_state) == moments
+    parts = even // 4 + 4 if state == "sharded" else even + 4
+    assert bytes_a_device(after.params) == parts * 4
+    batch = step.place_batch(rows()) if steps == 1 else step.place_batches(batches, 3)
+    program = step.program(after, batch)
+    memory = program.call.memory_analysis()
+    whole = build().program(build().init(start()), batch).call.memory_analysis()
+    assert memory.argument_size_in_bytes < whole.argument_size_in_bytes - even * 4
+    assert memory.alias_size_in_bytes >= moments + parts * 4 - 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", SHARDED)
+def test_the_optimizers_state_is_not_gathered(state):
+    step = build(state, optimizer="momentum")
+    text = step.program(step.init(start()), rows()).call.as_text()
+    gathered = [line for line in text.splitlines() if " all-gather(" in line]
+    # Parameters once: before the towers, or after the update.
+    assert 1 <= len(gathered) <= 4
+    assert text.count(" all-reduce(") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", SHARDED)
+def test_evaluation_prediction_and_the_function_take_sharded_states(state):
+    step, batch = build(state), rows(10)
+    sharded = step.init(start())
+    strategy = step.strategy
+
+    def metric_fn(params, batch, tower):
+        return {"loss": loss_fn(params, batch, tower)}
+
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    plain = tj.build_eval_step(metric_fn, mirrored())
+    expected = plain(start(), batch)["loss"].value
+    np.testing.assert_allclose(evaluate(sharded, batch)["loss"].value, expected, 1e-6)
+    np.testing.assert_allclose(evaluate(start(), batch)["loss"].value, expected, 1e-6)
+    predict = tj.build_predict_step(lambda p, b, tower: b["x"] @ p["w1"], strategy)
+    np.testing.assert_allclose(
+        predict(sharded, batch), batch["x"] @ start()["w1"], rtol=1e-5, atol=1e-6
+    )
+    after, _ = jax.jit(step.fn)(sharded, rows())
+    again, _ = step(sharded, rows())
+    assert_same(after, again)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["mirrored", "sharded_optimizer", "sharded"])
+@pytest.mark.parametrize("state", ["mirrored", "sharded"])
+def test_checkpoints_go_from_one_layout_and_number_of_devices_to_another(
+    state, to, tmp_path
+):
+    batches = [rows(seed=i) for i in range(4)]
+
+    def go(state, devices, count, folder):
+        step = build(state, devices=devices)
+        saver = folder and tj.Checkpointer(folder, every=2, batches="count")
+        return tj.run(
+            step,
+            step.init(start()),
+            batches[:count],
+            checkpointer=saver,
+            progress=False,
+        )[0]
+
+    whole = go("mirrored", 4, 4, None)
+    go(state, 4, 2, tmp_path)
+    resumed = go(to, 2, 4, tmp_path)
+    assert int(resumed.step) == 4
+    assert_same(resumed, whole)
+
+
+def test_a_state_of_another_layout_is_refused_and_placed():
+    mirrored_step, step = build(), build("sharded")
+    state = mirrored_step.init(start())
+    with pytest.raises(ValueError, match=r"params\['w1'\] is mirrored.*step.place"):
+        step(state, rows())
+    step(step.place(state), rows())
+    with pytest.raises(ValueError, match=r"params\['b1'\] is sharded.*step.place"):
+        mirrored_step(step.init(start()), rows())
+
+
+def test_nan_is_refused_named_and_changes_nothing():
+    step = build("sharded", check=tj.Check(every=1))
+    state, bad = step.init(start()), rows()
+    bad["y"][5, 0] = np.inf
+    state, _ = step(state, bad)
+    with pytest.raises(tj.NonFiniteError, match="tower 0"):
+        step.settle()
+    assert_same(state.params, start())
+
+
+def test_what_cannot_be_sharded_is_refused():
+    with pytest.raises(ValueError, match="state='no' must be one of"):
+        mirrored("no")
+    with pytest.raises(ValueError, match="executor='shard_map'"):
+        mirrored("sharded", executor="pmap")
+    with pytest.raises(ValueError, match="PinnedTree"):
+        mirrored("sharded", cross_tower_ops=tj.PinnedTree())
+    with pytest.raises(ValueError, match="state='sharded'.*build_train_step"):
+        tj.estimator.replicate_model_fn(
+            lambda variables, features, mode: None, devices=mirrored("sharded")
+        )

@@ -1,0 +1,247 @@
+"""Batches with sparse leaves: each tower has its own rows' entries, as dense ones."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import sparse
+
+import towerjax as tj
+
+WIDTH = 5
+W = np.float32([2, -1, 3, 0.5, 7])
+
+
+def dense_rows(examples, seed=0):
+    """Half of the entries are 0, and so are whole rows: some towers have none."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(examples, WIDTH)) * (rng.random((examples, WIDTH)) < 0.5)
+    x[2:5] = 0
+    return x.astype(np.float32)
+
+
+def bcoo(x, **layout):
+    """In no order, one entry in two parts, and one that only fills up."""
+    if layout:  # each row's entries where they are
+        columns = np.broadcast_to(np.arange(WIDTH)[:, None], (*x.shape, 1))
+        return sparse.BCOO((x, columns), shape=x.shape)
+    indices = np.argwhere(x)[::-1]
+    values = x[tuple(indices.T)]
+    values = np.concatenate([values, values[:1] / 2, [np.float32(9)]])
+    values[0] /= 2
+    indices = np.concatenate([indices, indices[:1], [x.shape]])
+    return sparse.BCOO((values, indices), shape=x.shape)
+
+
+def dense(leaf):
+    """The leaf as an array, by hand: compiles nothing."""
+    out = np.zeros(leaf.dense_shape if hasattr(leaf, "dense_shape") else leaf.shape)
+    if isinstance(leaf, tj.sparse.IndexedRows):
+        np.add.at(out, leaf.indices, leaf.values)
+    elif leaf.n_batch:
+        out[:] = leaf.data
+    else:
+        np.add.at(out, tuple(np.asarray(leaf.indices).T), leaf.data)
+    return out
+
+
+def batch_of(examples, seed=0, **layout):
+    x, rng = dense_rows(examples, seed), np.random.default_rng(100 + seed)
+    y, weight = rng.normal(size=(2, examples)).astype(np.float32)
+    return {"x": bcoo(x, **layout), "y": y, "weight": np.abs(weight)}, x
+
+
+def loss_fn(params, batch, tower):
+    errors = (batch["x"] @ params - batch["y"]) ** 2
+    return tj.Weighted.mean(errors, tower.weight * batch["weight"])
+
+
+def next_w(w, x, batch, rate=0.1):
+    """One step of gradient descent by hand, in float64."""
+    x, y, weight = (np.float64(a) for a in (x, batch["y"], batch["weight"]))
+    return w - rate * 2 * (weight * (x @ w - y)) @ x / weight.sum()
+
+
+GRIDS = pytest.mark.parametrize(
+    "T, D, options", [(1, 1, {}), (3, 1, {}), (4, 4, {}), (4, 2, {"local": "scan"})]
+)
+
+
+def mirrored(T, D, options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+@pytest.mark.few_fast(1)
+@GRIDS
+@pytest.mark.parametrize("layout", [{}, {"n_batch": 1}], ids=["rows", "batched"])
+def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
+    batch, x = batch_of(7, **layout)
+    predict = tj.build_predict_step(
+        lambda w, batch, tower: {"y": batch["x"] @ w, "x": batch["x"].todense()},
+        mirrored(T, D, options),
+    )
+    out = predict(W, batch)
+    np.testing.assert_allclose(out["y"], np.float64(x) @ W, rtol=1e-6)
+    np.testing.assert_array_equal(out["x"], x)
+
+
+@pytest.mark.slow
+@GRIDS
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_training_is_that_on_the_dense_rows(T, D, options, micro_batches):
+    strategy, options = mirrored(T, D, options), {"remainder": "pad"}
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), strategy, micro_batches=micro_batches, **options
+    )
+    state, expected = step.init(W), np.float64(W)
+    for number, examples in enumerate((9, 5, 9)):
+        batch, x = batch_of(examples, seed=number)
+        state, metrics = step(state, batch)
+        expected = next_w(expected, x, batch)
+        np.testing.assert_allclose(state.params, expected, rtol=1e-6, atol=1e-6)
+
+
+def model_fn(variables, features, labels, mode, tower):
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+    predictions = {"y": features @ variables.params}
+    if mode is tj.estimator.Mode.PREDICT:
+        return tj.estimator.ModelSpec(mode, predictions=predictions)
+    loss, train_op = optimizer.minimize(
+        lambda w: tj.Weighted.mean(
+            (features @ w - labels["y"]) ** 2, tower.weight * labels["weight"]
+        ),
+        variables,
+    )
+    return tj.estimator.ModelSpec(
+        mode, loss=loss, train_op=train_op, predictions=predictions
+    )
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("T, D", [(2, 1), (4, 2)])
+def test_a_model_function_gets_its_own_rows(T, D):
+    model = tj.estimator.replicate_model_fn(model_fn, devices=mirrored(T, D, {}))
+    batch, x = batch_of(7)
+    features, labels = batch["x"], {k: v for k, v in batch.items() if k != "x"}
+    variables = model.init(
+        tj.TrainState.create(W, tj.estimator.TowerOptimizer(optax.sgd(0.1)))
+    )
+    spec = model(variables, features, labels, tj.estimator.Mode.TRAIN)
+    np.testing.assert_allclose(spec.predictions["y"], np.float64(x) @ W, rtol=1e-6)
+    expected = next_w(np.float64(W), x, batch)
+    np.testing.assert_allclose(spec.train_op.params, expected, rtol=1e-6)
+
+
+def test_the_example_of_four_rows():
+    x = sparse.BCOO(
+        (np.float32([1, 2, 3, 4]), np.array([[0, 0], [0, 1], [0, 2], [3, 0]])),
+        shape=(4, 3),
+    )
+    predict = tj.build_predict_step(
+        lambda w, batch, tower: batch @ w, mirrored(2, 1, {})
+    )
+    assert predict(np.ones(3, np.float32), x).tolist() == [6, 0, 0, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_data_is_cut_by_rows(seed, steps_per_call):
+    """Shuffled and in order, prefetched, one step and two a call, an uneven end."""
+    data, x = batch_of(23)
+    strategy = mirrored(4, 2, {})
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    source = tj.batches(data, 6, epochs=2, seed=seed)
+    state, _ = tj.run(
+        step, step.init(W), source, steps_per_call=steps_per_call, progress=False
+    )
+    rows = {**data, "x": x}
+    expected = np.float64(W)
+    for batch in tj.batches(rows, 6, epochs=2, seed=seed):
+        expected = next_w(expected, batch["x"], batch)
+    np.testing.assert_allclose(state.params, expected, rtol=1e-5)
+
+
+def test_batches_hold_the_rows_and_nothing_else():
+    data, x = batch_of(11)
+    rows = tj.sparse.IndexedRows(x[1::2], np.arange(11)[1::2], x.shape)
+    batched = bcoo(x, n_batch=1)
+    data = {"a": data["x"], "b": rows, "c": batched, "d": x}
+    for batch in tj.batches(data, 4, seed=5):
+        order = batch["d"]
+        np.testing.assert_array_equal(dense(batch["a"]), order)
+        np.testing.assert_array_equal(dense(batch["c"]), order)
+        odd = [(x[1::2] == row).all(1).any() and row.any() for row in order]
+        kept = np.where(np.array(odd)[:, None], order, 0)
+        np.testing.assert_array_equal(dense(batch["b"]), kept)
+
+
+@pytest.mark.slow
+def test_a_data_set_is_distributed_by_rows():
+    strategy = mirrored(4, 2, {})
+    pairs = [batch_of(n, seed=n) for n in (8, 9, 3)]
+    predict = tj.build_predict_step(
+        lambda w, batch, tower: batch["x"] @ w, strategy, max_programs=3
+    )
+    placed = strategy.distribute_dataset([batch for batch, _ in pairs])
+    for batch, (_, x) in zip(placed, pairs, strict=True):
+        np.testing.assert_allclose(predict(W, batch), np.float64(x) @ W, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_few_programs_serve_batches_of_any_number_of_entries():
+    """One kind of batch, whose towers have from none to 60 entries."""
+    predict = tj.build_predict_step(
+        lambda w, x, tower: x @ w, mirrored(2, 2, {}), max_programs=1
+    )
+    x = np.arange(60, dtype=np.float32).reshape(2, 30)
+    for entries in (0, 3, 30, 1, 17, 29, 9, 30):
+        indices = np.argwhere(np.arange(30) < entries * np.ones((2, 1)))
+        cut = sparse.BCOO((x[tuple(indices.T)], indices), shape=x.shape)
+        out = predict(np.ones(30, np.float32), cut)
+        np.testing.assert_allclose(out, x[:, :entries].sum(1), rtol=1e-6)
+    assert len(predict._runner.programs) <= 3
+    change = re.escape("batch was float32[2, 30] and is float32[4, 30]")
+    with pytest.raises(ValueError, match=change):
+        predict(
+            np.ones(30, np.float32), sparse.BCOO((cut.data, cut.indices), shape=(4, 30))
+        )
+
+
+BAD = {
+    "bcsr": (sparse.BCSR.fromdense(np.eye(4)), "batch['x'] is a BCSR, which does not"),
+    "coo": (sparse.COO.fromdense(jnp.eye(4)), "BCOO.fromdense(x.todense())"),
+    "negative": (
+        sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
+        "batch['x'] has the index -1, but entries are counted from 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_other_formats_are_refused(name):
+    x, text = BAD[name]
+    predict = tj.build_predict_step(
+        lambda w, batch, tower: batch["y"], mirrored(2, 1, {})
+    )
+    with pytest.raises(ValueError, match=re.escape(text)):
+        predict(np.float32(1), {"x": x, "y": np.ones(4)})
+
+
+def test_sparse_outputs_are_refused():
+    predict = tj.build_predict_step(lambda w, x, tower: {"same": x}, mirrored(2, 1, {}))
+    with pytest.raises(ValueError, match=r"predictions\['same'\] is a BCOO, whose ent"):
+        predict(np.float32(1), sparse.BCOO.fromdense(np.eye(4)))
+
+
+def test_where_entries_would_be_taken_for_examples_they_are_refused():
+    data = [{"x": sparse.BCOO.fromdense(np.eye(4))}] * 2
+    placed = mirrored(2, 1, {}).distribute_dataset(data, split="elements")
+    with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
+        next(iter(placed))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1, {}))
+    with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
+        step.check(jax.ShapeDtypeStruct((4,), jnp.float32), data[0])

@@ -1,0 +1,194 @@
+"""What is one value of T towers' values? A Reduction, applied inside or outside."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
+from towerjax.types import PyTree, Reduction, named_leaves
+from towerjax.types.leaves import is_key, key_data, like_key
+from towerjax.types.options import is_whole
+
+
+def check_reduction(reduction: Any) -> None:
+    """Raise unless it is a member of ``Reduction`` that gives one value."""
+    if not isinstance(reduction, Reduction):
+        raise ValueError(
+            f"reduction is {reduction!r}; write tj.Reduction.SUM, MEAN or"
+            " ONLY_FIRST_TOWER."
+        )
+    if reduction is Reduction.NONE:
+        raise ValueError(
+            "Reduction.NONE says that the value is not to be reduced, so it has no one"
+            " value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own"
+            " with unwrap."
+        )
+
+
+def check_addable(reduction: Any, value: PyTree) -> None:
+    """Raise unless the reduction gives one value of such values."""
+    check_reduction(reduction)
+    if reduction is not Reduction.ONLY_FIRST_TOWER and any(
+        map(is_key, jax.tree.leaves(value))
+    ):
+        raise ValueError(
+            f"{reduction!r} of a random key, which is no number. Use"
+            " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
+        )
+
+
+def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
+    """One value of the towers' values that lie side by side."""
+    check_reduction(reduction)
+
+    def one(x: jax.Array) -> jax.Array:
+        x = jnp.asarray(x)
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return x[0]
+        # jnp.sum and jnp.mean add bfloat16 in float32 and round once.
+        return x.sum(axis=0) if reduction is Reduction.SUM else x.mean(axis=0)
+
+    return jax.tree.map(one, stacked)
+
+
+def reduce_over_towers(
+    reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
+) -> PyTree:
+    """One value of the towers' values, from inside a tower; the same on each.
+
+    The same dtypes as `reduce_stacked`, on one tower as on many.
+    """
+    check_addable(reduction, value)
+
+    def one(x: jax.Array) -> jax.Array:
+        x = strong(x)
+        dtype = reduced_dtype(reduction, x.dtype)
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return _first_towers(x, tower_id, axes.names) if axes.names else x
+        # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
+        x = x.astype(addable(dtype))
+        total = lax.psum(x, axes.names) if axes.names else x
+        if reduction is Reduction.MEAN:
+            total = total / axes.num_towers
+        return total.astype(dtype)
+
+    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _first_towers(
+    x: jax.Array, tower_id: jax.Array, names: tuple[str, ...]
+) -> jax.Array:
+    bits = as_bits(x)
+    bits = jnp.where(tower_id == 0, bits, jnp.zeros_like(bits))
+    return from_bits(lax.psum(bits, names), x.dtype)
+
+
+@_first_towers.defjvp
+def _first_towers_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    x, tower_id = primals
+    if tangents[0].dtype == jax.dtypes.float0:
+        return _first_towers(x, tower_id, names), tangents[0]
+    tangent = jnp.where(tower_id == 0, tangents[0], jnp.zeros_like(tangents[0]))
+    return _first_towers(x, tower_id, names), lax.psum(tangent, names)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Numbers as integers of the same bits, to which adding 0 changes nothing.
+
+    As floats, -0.0 would become 0.0, and NaNs lose their bits.
+    """
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return x
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `as_bits`."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return bits.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return lax.bitcast_convert_type(bits, dtype)
+    parts = lax.bitcast_convert_type(bits, jnp.finfo(dtype).dtype)
+    return lax.complex(parts[..., 0], parts[..., 1])
+
+
+def strong(x: Any) -> jax.Array:
+    """The array with a dtype that others do not override."""
+    x = jnp.asarray(x)
+    return jnp.asarray(x, x.dtype)
+
+
+def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
+    """The dtype of a reduced value."""
+    # A sum or mean of floats is of their dtype.
+    if reduction is Reduction.ONLY_FIRST_TOWER or jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    reduce = jnp.sum if reduction is Reduction.SUM else jnp.mean
+    return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
+
+
+def addable(dtype: Any) -> Any:
+    """The dtype to add in: 16-bit floats in float32, booleans as integers."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
+
+
+def add_pairwise(rows: jax.Array) -> jax.Array:
+    """The rows added in one fixed order: neighbours, then their sums, and so on."""
+    while rows.shape[0] > 1:
+        paired = rows.shape[0] // 2 * 2
+        sums = rows[0:paired:2] + rows[1:paired:2]
+        rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums
+    return rows[0]
+
+
+def check_axis(axis: Any) -> None:
+    """Raise unless it is the number of one dim."""
+    if not is_whole(axis):
+        raise ValueError(
+            f"axis={axis!r} must be an int, one dim of a tower's value. For several"
+            " dims, call once and then use jnp on the result."
+        )
+
+
+def check_dim(value: PyTree, axis: int) -> None:
+    """Raise unless every leaf has the dim."""
+    check_axis(axis)
+    for name, x in named_leaves("value", value):
+        if not -jnp.ndim(x) <= axis < jnp.ndim(x):
+            raise ValueError(
+                f"axis={axis} is not a dim of {name} of shape {jnp.shape(x)}."
+            )
+
+
+def join_rows(rows: jax.Array, axis: int) -> jax.Array:
+    """Values that lie side by side, joined along a dim of theirs."""
+    axis %= rows.ndim - 1
+    shape = list(rows.shape[1:])
+    shape[axis] *= rows.shape[0]
+    return jnp.moveaxis(rows, 0, axis).reshape(shape)
+
+
+def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
+    """The towers' values side by side, from inside a tower; the same on each."""
+
+    def one(x: jax.Array) -> jax.Array:
+        x = strong(x)
+        shape = (axes.num_towers, *x.shape)
+        # One axis at a time: JAX gathers over a vmap axis and a mesh axis apart.
+        if LOCAL_AXIS in axes.names:
+            x = lax.all_gather(x, LOCAL_AXIS)
+        if axes.device_axis:
+            x = lax.all_gather(x, DEVICE_AXIS)
+        return x.reshape(shape)
+
+    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)

@@ -1,0 +1,285 @@
+"""What are some rows of a large array? Values and indices, not yet added up."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.collectives.duplicates import (
+    existing_rows,
+    poison,
+    set_rows,
+    sum_duplicates,
+)
+from towerjax.collectives.reduce import addable
+from towerjax.types import PyTree
+
+_HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedRows:
+    """Some rows of an array ``[N, ...]``, all others being 0.
+
+    A row that is named twice counts twice: rows of the same index are added when they
+    are applied. So the SUM of several towers' rows is all of them, end to end, and
+    nothing of size ``N`` travels.
+
+    An index below 0 or from ``N`` on names no row, which would be dropped, or wrapped
+    round, without a word. It raises a ValueError where indices are known before
+    tracing: NumPy's here, JAX's when they are applied. Where they are traced, all of
+    the result becomes what ``jnp.take`` fills in: NaN, or for integers the smallest
+    (signed) or largest (unsigned). To fill up to a fixed ``r``, add rows of zeros at
+    an index that there is.
+
+    Attributes:
+      values: ``[r, ...]``, the rows.
+      indices: ``[r]``, an integer dtype, which rows of the array they are.
+      dense_shape: ``[N, ...]``, the shape of the array; static. Leading dims of both
+        ``values`` and ``indices``, such as ``[T]``, are several of them side by side.
+
+    Raises:
+      ValueError: Shapes do not fit, indices are no integers, values are booleans, or
+        an index names no row.
+
+    Example:
+      >>> rows = IndexedRows(np.ones((2, 3)), np.array([1, 1]), (4, 3))
+      >>> rows.to_dense()[1].tolist()
+      [2.0, 2.0, 2.0]
+
+    Source:
+      ``IndexedSlices`` of TensorFlow (2015).
+    """
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Check what is known: leaves may be tracers, or of no array at all."""
+        object.__setattr__(self, "dense_shape", tuple(self.dense_shape))
+        if not self.dense_shape:
+            raise ValueError("IndexedRows.dense_shape is (), which has no rows.")
+        if not isinstance(self.indices, _HAS_SHAPE):
+            return
+        if self.indices.dtype == jax.dtypes.float0:  # the tangent of integers
+            return
+        _check_dtype(self.indices)
+        if isinstance(self.values, _HAS_SHAPE):
+            _check_values(self.values)
+            _check_shapes(self)
+        if isinstance(self.indices, np.ndarray):
+            self.check_range()
+
+    def to_dense(self) -> jax.Array:
+        """The array ``dense_shape`` that holds these rows, and 0 elsewhere.
+
+        Returns:
+          An array of the dtype of the values.
+
+        Raises:
+          ValueError: An index names no row.
+        """
+        dtype = jnp.asarray(self.values).dtype
+        return self.add_to(jnp.zeros(self.dense_shape, dtype))
+
+    def add_to(self, array: jax.Array) -> jax.Array:
+        """``array`` with these rows added; rows of the same index all count.
+
+        Args:
+          array: Shape ``dense_shape``.
+
+        Returns:
+          An array of the same shape and dtype; 16-bit floats are added in float32
+          and rounded once.
+
+        Raises:
+          ValueError: ``array`` is of another shape, or of a dtype that cannot hold
+            the values; an index names no row.
+        """
+        array = jnp.asarray(array)
+        _check_fits(self, array)
+        values, num_rows = jnp.asarray(self.values), array.shape[0]
+        _check_holds(array.dtype, values.dtype)
+        indices = jnp.asarray(self.indices)
+        # A small integer may not hold the number of rows.
+        if indices.dtype.itemsize < 4:
+            indices = indices.astype(jnp.int32)
+        wide = addable(array.dtype)
+        added = array.astype(wide).at[indices].add(values.astype(wide))
+        added = added.astype(array.dtype)
+        if not isinstance(indices, Tracer):
+            return added
+        exist = ((indices >= 0) & (indices < num_rows)).all()
+        return jnp.where(exist, added, poison(array.dtype))
+
+    def check_range(self, name: str = "IndexedRows") -> None:
+        """Raise unless each index names a row, where indices are known.
+
+        Args:
+          name: What errors call these rows.
+
+        Raises:
+          ValueError: One does not; traced indices are not looked at.
+        """
+        if isinstance(self.indices, Tracer):
+            return
+        indices, num_rows = np.asarray(self.indices), self.dense_shape[0]
+        bad = indices[(indices < 0) | (indices >= num_rows)]
+        if bad.size:
+            raise ValueError(
+                f"{name}.indices has {', '.join(str(i) for i in bad[:5])}"
+                f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
+                f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index"
+                " that there is."
+            )
+
+    # NumPy's arrays then leave `array + rows` to `__radd__`, as JAX's do.
+    __array_ufunc__ = None
+
+    def __radd__(self, array: Any) -> jax.Array:
+        """``array + rows``, of the array's dtype; so ``optax.apply_updates`` adds rows.
+
+        As `add_to`, but nothing of size ``N`` is read or written: an index that names
+        no row poisons these rows alone, at the nearest indices; and a wider float may
+        be added, in its own dtype and rounded once, as optax adds updates.
+        """
+        array = jnp.asarray(array)
+        _check_fits(self, array)
+        values, num_rows = jnp.asarray(self.values), array.shape[0]
+        wide = addable(jnp.promote_types(array.dtype, values.dtype))
+        if not jnp.issubdtype(array.dtype, jnp.inexact):
+            _check_holds(array.dtype, values.dtype)
+        elif jnp.issubdtype(wide, jnp.complexfloating):
+            _check_holds(addable(array.dtype), values.dtype)
+        if wide == array.dtype:
+            values, indices = existing_rows(values, self.indices, num_rows)
+            return array.at[indices].add(values.astype(wide))
+        # Only these rows in the wider dtype, each once, or roundings would add up.
+        values, indices = sum_duplicates(values.astype(wide), self.indices, num_rows)
+        rows = array.at[indices].get(mode="fill", fill_value=0).astype(wide) + values
+        return set_rows(array, indices, rows.astype(array.dtype))
+
+
+def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
+    if array.shape != rows.dense_shape or np.ndim(rows.indices) != 1:
+        raise ValueError(
+            f"IndexedRows of an array of shape {rows.dense_shape}, with indices of"
+            f" shape {np.shape(rows.indices)}, cannot be added to an array of shape"
+            f" {array.shape}. Both shapes must be the same, and indices [r]."
+        )
+    rows.check_range()
+
+
+def _check_dtype(indices: Any) -> None:
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"IndexedRows.indices are {indices.dtype}; they say which rows, so give"
+            " integers, such as int32."
+        )
+
+
+def _check_values(values: Any) -> None:
+    if values.dtype == np.bool_:
+        raise ValueError(
+            "IndexedRows.values are bool, which do not add up. Give numbers, such as"
+            " values.astype(jnp.int32)."
+        )
+
+
+def _check_holds(dtype: Any, values: Any) -> None:
+    if jnp.promote_types(dtype, values) != dtype:
+        raise ValueError(
+            f"IndexedRows of {values} cannot be added to an array of {dtype}, which"
+            f" does not hold them. Cast the values, rows.values.astype({str(dtype)!r}),"
+            f" or the array to {jnp.promote_types(dtype, values)}."
+        )
+
+
+def _check_shapes(rows: IndexedRows) -> None:
+    indices, values = np.shape(rows.indices), np.shape(rows.values)
+    if not indices or values != (*indices, *rows.dense_shape[1:]):
+        expected = ", ".join(str(n) for n in ("r", *rows.dense_shape[1:]))
+        raise ValueError(
+            f"IndexedRows of an array of shape {rows.dense_shape} got values of shape"
+            f" {values} and indices of shape {indices}. Give values [{expected}] and"
+            " indices [r], one for each row."
+        )
+
+
+def is_rows(x: Any) -> bool:
+    """Is it ``IndexedRows``?"""
+    return isinstance(x, IndexedRows)
+
+
+def is_sparse(x: Any) -> bool:
+    """Is it an array of which only some entries are stored?"""
+    # Imported by who has such an array; it takes as long as all of towerjax.
+    module = sys.modules.get("jax.experimental.sparse")
+    return (
+        is_rows(x)
+        or isinstance(x, getattr(module, "JAXSparse", ()))
+        or type(x).__module__.startswith("scipy.sparse.")
+    )
+
+
+def dense_shape(x: Any) -> tuple[int, ...]:
+    """The shape of an array, dense or sparse."""
+    return x.dense_shape if is_rows(x) else x.shape
+
+
+def rebuilt(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+    """A sparse array of the kind of another."""
+    if is_rows(leaf):
+        return IndexedRows(values, indices, shape)
+    aux = {"shape": shape, "indices_sorted": False, "unique_indices": False}
+    return type(leaf).tree_unflatten(aux, (values, indices))
+
+
+def in_parts(rows: PyTree, parts: int) -> PyTree:
+    """A tower's rows in parts, side by side."""
+
+    def split(x: Any) -> Any:
+        return x.reshape((parts, x.shape[0] // parts) + x.shape[1:])
+
+    def one(x: Any) -> Any:
+        if not is_sparse(x):
+            return split(x)
+        shape = (num_rows(x) // parts, *dense_shape(x)[1:])
+        values, indices = map(split, jax.tree.leaves(x))
+        return rebuilt(x, values, indices, shape)
+
+    return jax.tree.map(one, rows, is_leaf=is_sparse)
+
+
+def rows_of(dense: jax.Array) -> IndexedRows:
+    """All rows of an array."""
+    dense = jnp.asarray(dense)
+    if not dense.ndim:
+        raise ValueError("rows_of got a scalar, which has no rows; give [N, ...].")
+    indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
+    return IndexedRows(dense, indices, dense.shape)
+
+
+def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """``fn`` of each array of a tree, and of the values of each ``IndexedRows``."""
+
+    def one(x: Any, *rest: Any) -> Any:
+        rest = tuple(r.values if is_rows(r) else r for r in rest)
+        if not is_rows(x):
+            return fn(x, *rest)
+        return dataclasses.replace(x, values=fn(x.values, *rest))
+
+    return jax.tree.map(one, tree, *others, is_leaf=is_rows)
+
+
+def num_rows(rows: Any) -> int:
+    """How many rows a tower's part of a batch has."""
+    first = jax.tree.leaves(rows, is_leaf=is_sparse)[0]
+    return dense_shape(first)[0]

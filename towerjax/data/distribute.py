@@ -1,0 +1,376 @@
+"""How does a data set reach all towers of all processes? In rounds, one a step.
+
+A round is one global batch split over the towers, or one element for each tower.
+Several processes either go through the same data, of which each places its own
+towers' part, or each has a part of its own; then they tell each other, by the job's
+coordinator, how much each has, so that none waits for a peer whose data has ended.
+"""
+
+import dataclasses
+import itertools
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from towerjax.data import feed
+from towerjax.data.passes import Pass, ResumablePass, Stream
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import (
+    Remainder,
+    check_remainder,
+    count_examples,
+    counts_of_towers,
+    fit_batch,
+    pad_rows,
+    refuse_sparse,
+    refuse_wrapping,
+)
+from towerjax.data.sources import (
+    InputContext,
+    as_arrays,
+    check_source,
+    is_function,
+    opened,
+)
+from towerjax.data.sparse_rows import Room, SparseRows, room_for
+from towerjax.mesh.placement import Placement, place_own_rows, place_rows
+from towerjax.mesh.processes import Exchange, from_first_process
+from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types.options import check_whole
+
+Split: TypeAlias = Literal["batch", "elements"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a data set is distributed; see ``strategy.distribute_dataset``."""
+
+    split: Split
+    remainder: Remainder
+    micro_batches: int
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_remainder(self.remainder)
+        check_whole("micro_batches", self.micro_batches, 1)
+        check_whole("prefetch", self.prefetch, 0)
+        if self.split not in get_args(Split):
+            raise ValueError(
+                f"split={self.split!r} is not one of 'batch' (an element is a global"
+                " batch, split over the towers), 'elements' (each tower gets an"
+                " element of its own)."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeBatches:
+    """A round is one batch, split over the towers.
+
+    As of `_Elements`: ``pull`` gives the next round and its sizes, None where the data
+    ends; ``rows`` how many each tower needs for it; ``build`` the round with so many,
+    leaves ``[towers * rows, ...]``; ``counts`` how many of each tower's are examples.
+    """
+
+    towers: int
+    options: InputOptions
+    may_be_empty: bool
+    rooms: list[Room] = dataclasses.field(default_factory=list)
+
+    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+        shares = self.towers * self.options.micro_batches
+        for whole in elements:
+            if self.may_be_empty:  # no process knows how much room others need
+                refuse_sparse(whole)
+            sparse, batch = SparseRows.put_aside(whole)
+            if self.may_be_empty and _is_empty(batch):
+                return (sparse, batch), [0]
+            if self.options.remainder == "drop" and count_examples(batch) < shares:
+                continue
+            batch, num_valid = fit_batch(batch, shares, self.options.remainder)
+            return (sparse, batch), [num_valid]
+        return None
+
+    def rows(self, sizes: list[int]) -> int:
+        each = -(-sizes[0] // (self.towers * self.options.micro_batches))
+        return each * self.options.micro_batches
+
+    def build(self, taken: PyTree, rows: int) -> PyTree:
+        size, (sparse, batch) = self.towers * rows, taken
+        if _is_empty(batch):
+            return jax.tree.map(
+                lambda x: np.zeros((size, *x.shape[1:]), x.dtype), batch
+            )
+        batch = pad_rows(jax.tree.map(lambda x: x[:size], batch), size)
+        parts = self.options.micro_batches
+        room = room_for(sparse.needed(rows // parts), self.rooms)
+        return sparse.put_back(batch, self.towers, parts, room)
+
+    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
+        return counts_of_towers(sizes[0], rows, self.towers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Elements:
+    """A round is one element for each tower."""
+
+    towers: int
+    options: InputOptions
+    may_be_empty: bool
+
+    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+        # Copied one by one: a loader may reuse its buffer for the next.
+        taken = [
+            _element(jax.tree.map(feed.own_copy, x))
+            for x in itertools.islice(elements, self.towers)
+        ]
+        sizes = [count_examples(rows) for rows, _ in taken]
+        for rows, _ in taken:
+            refuse_wrapping(rows)
+        _refuse_unlike([rows for rows, _ in taken])
+        missing = self.towers - len(taken)
+        if not taken or (missing and self.options.remainder == "drop"):
+            return None
+        uneven = missing or len(set(sizes)) > 1
+        if uneven and self.options.remainder != "pad":
+            raise ValueError(
+                f"{self.towers} towers take an element each, but got {len(taken)} of"
+                f" sizes {sizes}. Use remainder='pad' (rows of weight 0; use"
+                " tower.weight in the loss), or give elements of one size"
+                + (", or remainder='drop' for the end." if missing else ".")
+            )
+        return taken + [taken[-1]] * missing, sizes + [0] * missing
+
+    def rows(self, sizes: list[int]) -> int:
+        parts = self.options.micro_batches
+        return -(-max(sizes) // parts) * parts
+
+    def build(self, taken: PyTree, rows: int) -> PyTree:
+        padded = [pad_rows(element, rows) for element, _ in taken]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
+
+    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
+        return np.array(sizes, np.int32)
+
+
+def _is_empty(batch: PyTree) -> bool:
+    """Is it this process's part, without rows, of a round that others have rows of?"""
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and all(np.shape(x)[:1] == (0,) for x in leaves)
+
+
+def _element(element: PyTree) -> tuple[PyTree, bool]:
+    """An element with a dim over examples, and whether it had none."""
+    leaves = named_leaves("element", element)
+    if bare := any(np.ndim(leaf) == 0 for _, leaf in leaves):
+        element = jax.tree.map(
+            lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
+        )
+    return element, bare
+
+
+def _refuse_unlike(elements: list[PyTree]) -> None:
+    """Raise unless elements differ in their sizes alone."""
+
+    def kind(element: PyTree) -> str:
+        leaves = named_leaves("element", element)
+        return ", ".join(f"{name} {x.dtype}[b, {x.shape[1:]}]" for name, x in leaves)
+
+    kinds = [kind(element) for element in elements]
+    for tower, other in enumerate(kinds):
+        if other != kinds[0]:
+            raise ValueError(
+                f"The elements of one step are of one kind, but tower 0 got {kinds[0]}"
+                f" and tower {tower} {other}. Only dim 0 may differ."
+            )
+
+
+class _Part(NamedTuple):
+    """What to place, ``[T]`` numbers of examples, is it bare, the place after it."""
+
+    tree: PyTree
+    counts: np.ndarray
+    bare: bool
+    after: dict[str, Any]
+
+
+class DistributedDataset:
+    """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
+
+    Go through it as often as its source allows; each time it starts anew. Steps and
+    `run` take its elements as they take batches.
+
+    Attributes:
+      prefetches: A thread of its own places batches in advance.
+    """
+
+    prefetches = True
+
+    @property
+    def comes_again(self) -> bool:
+        """Does another process surely go through the same? Of a list it does."""
+        return isinstance(self._source, Sequence)
+
+    def __init__(
+        self, placement: Placement, source: Any, options: InputOptions
+    ) -> None:
+        processes = placement.num_processes
+        self._own_part = check_source(source)
+        self._placement, self._source, self._options = placement, source, options
+        here = jax.process_index() if processes > 1 else 0
+        self._context = InputContext(here, processes, placement.num_towers)
+        towers = placement.num_towers // (processes if self._own_part else 1)
+        kind = _WholeBatches if options.split == "batch" else _Elements
+        self._asks_peers = self._own_part and processes > 1
+        self._rounds = kind(towers, options, may_be_empty=self._asks_peers)
+        shares = placement.num_towers * options.micro_batches
+        self._placer = Placer(placement, shares=shares, remainder=options.remainder)
+        name = np.frombuffer(uuid.uuid4().bytes, np.uint8)
+        self._name = from_first_process(name) if self._asks_peers else name
+        self._passes = 0
+
+    def __iter__(self) -> Pass:
+        """A pass through the batches, some of them in advance.
+
+        It has ``get_state`` and ``set_state`` where the source's iterator has them, as
+        that of `batches`, and every process goes through the same.
+        """
+        self._passes += 1
+        number, elements = self._passes, None
+        if not is_function(self._source):
+            elements = opened(self._source, self._context)
+
+        def begin(rows: int) -> Stream:
+            return self._stream(number, elements, rows)
+
+        if hasattr(elements, "get_state") and hasattr(elements, "set_state"):
+            return ResumablePass(begin, elements)
+        return Pass(begin)
+
+    def _stream(self, number: int, elements: Any, rows: int) -> Stream:
+        stopped = threading.Event()
+        return feed.prefetch(
+            self._parts(number, stopped, elements, rows),
+            self._place,
+            depth=self._options.prefetch,
+            on_stop=stopped.set,  # the thread may wait for a peer
+        )
+
+    def per_tower(self) -> Iterator[PyTree]:
+        """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.
+
+        Yields:
+          Leaves ``[T, b, ...]``; ``[T, ...]`` where elements have no dim over
+          examples.
+
+        Raises:
+          ValueError: Rows were padded, which nothing here would tell from examples.
+        """
+        for placed in self:
+            if placed.padded:
+                raise ValueError(
+                    f"per_tower: towers have {placed.counts.tolist()} examples in"
+                    f" {placed.rows} rows, and what is yielded does not say which rows"
+                    " are padding. Use remainder='drop' or 'error', or go through the"
+                    " data set itself: placed.per_tower() and placed.counts."
+                )
+            yield placed.per_tower()
+
+    def _parts(
+        self, number: int, stopped: threading.Event, source: Any, most_rows: int
+    ) -> Iterator[_Part]:
+        if source is None:
+            source = opened(self._source, self._context)
+        elements = map(as_arrays, source)
+        peers, last = self._peers(number, stopped), None
+        while True:
+            pulled, sizes_of_all = self._pull(elements, peers)
+            if self._is_end(sizes_of_all, is_first=last is None):
+                return
+            taken = last = last if pulled is None else pulled[0]
+            rows = self._rows(sizes_of_all, most_rows)
+            if rows == 0:  # nothing is left of a round that one process has no part of
+                continue
+            most_rows = max(rows, most_rows)
+            counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
+            bare = rows == 1 and isinstance(taken, list)
+            bare = bare and all(was_bare for _, was_bare in taken or ())
+            tree = self._rounds.build(taken, rows)
+            place = getattr(source, "get_state", lambda: None)()
+            after = {"elements": place, "rows": most_rows}
+            yield _Part(tree, np.concatenate(counts), bare, after)
+
+    def _peers(self, number: int, stopped: threading.Event) -> Exchange | None:
+        if not self._asks_peers:
+            return None
+        name = f"{self._name.tobytes().hex()}/{number}"
+        return Exchange(name, "the input", stopped)
+
+    def _pull(
+        self, elements: Iterator[PyTree], peers: Exchange | None
+    ) -> tuple[tuple[PyTree, list[int]] | None, list[Any]]:
+        """This process's part of the next round, and the sizes of all parts."""
+        if peers is None:
+            pulled = self._rounds.pull(elements)
+            return pulled, [None if pulled is None else pulled[1]]
+        try:
+            pulled = self._rounds.pull(elements)
+        except Exception as error:  # the others would wait for this part
+            peers.all({"failed": f"{type(error).__name__}: {error}"})
+            raise
+        told = peers.all({"sizes": None if pulled is None else pulled[1]})
+        for process, part in enumerate(told):
+            if "failed" in part:
+                raise ValueError(
+                    f"The input of process {process} failed: {part['failed']}"
+                )
+        return pulled, [part["sizes"] for part in told]
+
+    def _is_end(self, sizes_of_all: list[Any], *, is_first: bool) -> bool:
+        ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
+        if len(ended) == len(sizes_of_all):
+            return True
+        if ended and self._options.remainder == "error":
+            raise ValueError(
+                f"The input of the processes {ended} ended before that of the others."
+                " Give each process as many batches, or say remainder='pad' (rows of"
+                " weight 0) or 'drop' (stop where the first one ends)."
+            )
+        if ended and is_first and self._options.remainder == "pad":
+            raise ValueError(
+                f"The input of the processes {ended} is empty, but others have"
+                " batches. Give each process a part."
+            )
+        return bool(ended) and self._options.remainder == "drop"
+
+    def _rows(self, sizes_of_all: list[Any], most_rows: int) -> int:
+        needed = [self._rounds.rows(sizes) for sizes in sizes_of_all if sizes]
+        if self._options.remainder == "pad":
+            return max(*needed, most_rows)
+        if self._options.remainder == "error" and len(set(needed)) > 1:
+            raise ValueError(
+                f"The processes gave {needed} rows for each of their towers; one step"
+                " takes as many of each. Use equal batches, or remainder='pad'."
+            )
+        return min(needed)
+
+    def _counts(self, sizes: list[int] | None, rows: int) -> np.ndarray:
+        if sizes is None:
+            towers = self._placement.num_towers // self._context.num_processes
+            return np.zeros(towers, np.int32)
+        return self._rounds.counts(sizes, rows)
+
+    def _place(self, part: _Part) -> tuple[PlacedBatch, dict[str, Any]]:
+        if self._asks_peers:
+            arrays = place_own_rows(part.tree, self._placement)
+            placed = self._placer.placed(arrays, part.counts)
+        else:
+            arrays = place_rows(part.tree, self._placement, Layout.PER_TOWER)
+            placed = self._placer.placed(arrays, part.counts, batch=part.tree)
+        if part.bare:
+            placed = dataclasses.replace(placed, bare=True)
+        return placed, part.after

@@ -1,0 +1,214 @@
+"""How do batches reach the devices in time? Cut, grouped, and placed in advance."""
+
+import atexit
+import contextlib
+import itertools
+import math
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from towerjax.data.cut import Batches, Cut
+from towerjax.data.shard import count_examples, without_shared
+from towerjax.data.sparse_rows import SparseRows
+from towerjax.types import PyTree
+from towerjax.types.options import check_flag, check_whole
+
+Pulled = TypeVar("Pulled")
+Placed = TypeVar("Placed")
+
+_END: Any = object()
+
+
+def batches(
+    data: PyTree,
+    batch_size: int,
+    *,
+    epochs: int | None = 1,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+) -> Batches:
+    """The data cut into global batches, epoch after epoch.
+
+    The last batch of an epoch is smaller where ``batch_size`` does not divide the
+    examples; what happens to it is the step's ``remainder``.
+
+    Args:
+      data: A pytree of NumPy arrays ``[N, ...]``; ``IndexedRows`` and ``BCOO`` too.
+      batch_size: ``B``, examples of a batch over all towers.
+      epochs: How often to go through the data; None never ends.
+      seed: None keeps the order, and batches are views of the data. A number
+        shuffles anew each epoch, the same way for the same ``(seed, epoch)``.
+      drop_remainder: Leave the smaller last batch of each epoch out?
+
+    Returns:
+      An iterator of pytrees ``[B, ...]``, which knows where it is: ``.at(step)`` goes
+      on from there at once, also where it shuffles, and `run` sets it back to the last
+      batch that was used.
+
+    Raises:
+      ValueError: At once: the data is malformed, or a number is out of range.
+
+    Example:
+      >>> [b.tolist() for b in batches(np.arange(5), 2)]
+      [[0, 1], [2, 3], [4]]
+    """
+    num_examples = count_examples(SparseRows.put_aside(without_shared(data)[0])[1])
+    check_whole("batch_size", batch_size, 1)
+    if epochs is not None:
+        check_whole("epochs", epochs, 1)
+    if seed is not None:
+        check_whole("seed", seed, 0, math.inf)
+    check_flag("drop_remainder", drop_remainder)
+    if drop_remainder and num_examples < batch_size:
+        raise ValueError(
+            f"drop_remainder leaves nothing of {num_examples} examples in batches of"
+            f" {batch_size}."
+        )
+    return Batches(data, Cut(num_examples, batch_size, epochs, seed, drop_remainder))
+
+
+def in_groups(
+    iterable: Iterable[PyTree], size: int, *, copies: bool = True
+) -> Iterator[list[PyTree]]:
+    """Lists of ``size`` batches; the last may be shorter."""
+    iterator = iter(iterable)
+    failure: BaseException | None = None
+    while failure is None:
+        group: list[PyTree] = []
+        try:
+            for batch in itertools.islice(iterator, size):
+                group.append(jax.tree.map(own_copy, batch) if copies else batch)
+        except BaseException as error:
+            failure = error
+        if group:
+            yield group
+        if failure is None and len(group) < size:
+            return
+    raise failure
+
+
+def own_copy(leaf: Any) -> Any:
+    """A copy of an array that a loader may write again."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+@contextlib.contextmanager
+def closing_iterator(
+    iterable: Iterable[Pulled], *, is_ours: bool = False
+) -> Iterator[Iterator[Pulled]]:
+    """What an iterable gives, for a ``with`` that closes what it opened.
+
+    An iterator that the caller passed in stays open: it may be gone on with.
+    """
+    iterator = iter(iterable)
+    try:
+        yield iterator
+    finally:
+        close = getattr(iterator, "close", None)
+        is_ours = is_ours or iterator is not iterable
+        # A loader that hangs in a thread cannot be closed; the thread's end says so.
+        if is_ours and close is not None and not getattr(iterator, "gi_running", False):
+            close()
+
+
+def prefetch(
+    iterable: Iterable[Pulled],
+    place: Callable[[Pulled], Placed],
+    *,
+    depth: int,
+    on_stop: Callable[[], None] = lambda: None,
+) -> Generator[Placed, None, None]:
+    """What an iterable gives, pulled and placed by a thread while devices work.
+
+    Order is kept. An exception of the iterable, or of ``place``, arrives where it
+    occurred, after all that came before it. Closing the generator stops the
+    thread, which at most finishes the element it is at; one that was pulled in
+    advance is gone then.
+    """
+    if depth == 0:
+        yield from map(place, iterable)
+        return
+    feeder = _Feeder(iterable, place, depth, on_stop)
+    try:
+        # A thread that still runs while Python ends can abort the process.
+        atexit.register(feeder.stop)
+        feeder.thread.start()
+        while True:
+            placed, failure, ended = feeder.next()
+            if failure is not None:
+                raise failure
+            if ended:
+                return
+            yield placed
+            del placed
+    finally:
+        feeder.stop()
+
+
+class _Feeder:
+    """The thread that fills a queue, and how to stop it."""
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        place: Callable[[Any], Any],
+        depth: int,
+        on_stop: Callable[[], None],
+    ) -> None:
+        self._iterable, self._place, self._on_stop = iterable, place, on_stop
+        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None, bool]]
+        self._ready = queue.SimpleQueue()
+        # Counts what may still be made, so that depth bounds the memory exactly.
+        self._room = threading.Semaphore(depth)
+        self._stopped = threading.Event()
+        self.thread = threading.Thread(
+            target=self._fill, name="towerjax-prefetch", daemon=True
+        )
+
+    def _fill(self) -> None:
+        try:
+            iterator = iter(self._iterable)
+            while True:
+                self._room.acquire()
+                if self._stopped.is_set():
+                    return
+                element = next(iterator, _END)
+                if element is _END:
+                    self._ready.put((None, None, True))
+                    return
+                self._ready.put((self._place(element), None, False))
+        except BaseException as failure:
+            self._ready.put((None, failure, False))
+
+    def next(self) -> tuple[Any, BaseException | None, bool]:
+        """``(placed, failure, ended)``, waiting for it."""
+        item = self._ready.get()
+        self._room.release()
+        return item
+
+    def stop(self, *, patience_s: float = 5.0) -> None:
+        """End the thread; a loader that hangs cannot be interrupted, so say it."""
+        if self._stopped.is_set():
+            return
+        try:
+            atexit.unregister(self.stop)
+            self._on_stop()
+        finally:  # Ctrl-C could strike before
+            self._stopped.set()
+            self._room.release()
+        if self.thread.ident is not None:
+            self.thread.join(patience_s)
+        if self.thread.is_alive():
+            warnings.warn(
+                f"The input is still busy with one batch {patience_s:g} s after the"
+                " run stopped; its thread ends when that batch is there. Give the"
+                " loader a timeout.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,64 @@
+"""How many kinds of batch does a step compile for? As many as were said, or a few."""
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+
+from towerjax.collectives.sparse_rows import dense_shape, is_sparse
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import Signature, batch_signature, explain_change, with_shared
+
+_MOST = 8
+
+
+class Kinds:
+    """The kinds of batch that a step has compiled for.
+
+    Attributes:
+      seen: The kinds so far, in order.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self.seen: dict[Signature, None] = {}
+        self._most, self._warns = most or _MOST, most is None
+
+    def allowed(self, batch: PlacedBatch) -> Signature:
+        """The batch's kind, to be put into ``seen`` once it is compiled."""
+        towers = batch.counts.shape[-1]
+        dense = functools.partial(_dense, towers=towers)
+        arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
+        arrays = with_shared(arrays, batch.args[2])
+        kind = batch_signature(arrays)
+        if not self.seen or kind in self.seen:
+            return kind
+        change = (
+            "The batch has changed since the step was compiled:\n"
+            + explain_change(list(self.seen)[-1], kind)
+            + "\n"
+        )
+        if len(self.seen) >= self._most:
+            raise ValueError(
+                change + "Make it like the first one (a smaller last batch is filled up"
+                " under remainder='pad'; tj.batches(..., drop_remainder=True) leaves it"
+                " out). If batches of several shapes are meant, build the step or the"
+                f" model with max_programs=... (now {self._most}): each shape compiles"
+                " once."
+            )
+        if self._warns and len(self.seen) == 1:
+            warnings.warn(
+                change + f"It compiles anew, as up to {self._most} kinds of batch do,"
+                " without a further warning. Give all batches one shape, or build the"
+                " step or the model with max_programs=2 (or more), where they are"
+                " meant.",
+                stacklevel=2,
+            )
+        return kind
+
+
+def _dense(x: Any, towers: int) -> Any:
+    if not is_sparse(x):
+        return x
+    rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
+    return jax.ShapeDtypeStruct((towers * rows, *shape), jax.tree.leaves(x)[0].dtype)

@@ -1,0 +1,309 @@
+"""How does a batch get onto the devices of its towers? Fitted, placed, counted."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from towerjax.collectives.sparse_rows import is_sparse, num_rows
+from towerjax.data.shard import (
+    Remainder,
+    Signature,
+    batch_signature,
+    counts_of_towers,
+    explain_change,
+    fit_batch,
+    rows_of_towers,
+    with_shared,
+    without_shared,
+)
+from towerjax.data.sparse_rows import Room, SparseRows, room_for
+from towerjax.mesh.placement import Placement, place_own, place_rows
+from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types.leaves import refuse_unheld
+from towerjax.types.options import check_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedBatch:
+    """A global batch, or several stacked ones, on the devices of its towers.
+
+    Attributes:
+      args: What a program takes of it: ``(arrays, num_valid, shared)`` with leaves
+        ``[B, ...]``, ``[T]`` int32, each tower's number of examples, and a list of what
+        is `Shared`; for ``K`` steps ``(arrays, num_valid, shared, count)`` with
+        ``[K, B, ...]``, ``[K, T]``, ``[K, ...]``, ``()``.
+      counts: ``[T]``, or ``[count, T]`` for several steps: how many of each tower's
+        rows are examples.
+      rows: ``b``, how many rows each tower has.
+      signature: As `batch_signature` gives it, of ``arrays`` and ``shared``.
+      placement: The towers and devices that it was placed for.
+      fingerprint: Of the first batch of a kind, when every one of several processes
+        has it whole: what must be the same on all of them.
+      bare: Is each tower's part one element without a dim over examples?
+    """
+
+    args: tuple[PyTree, ...]
+    counts: np.ndarray
+    rows: int
+    signature: Signature
+    placement: Placement
+    fingerprint: str | None = None
+    bare: bool = False
+
+    def __post_init__(self) -> None:
+        """Counted once: the loops look at each step."""
+        steps = self.counts.reshape(-1, self.counts.shape[-1])
+        examples = tuple(int(n) for n in steps.sum(axis=1))
+        object.__setattr__(self, "num_examples", examples)
+        object.__setattr__(self, "padded", bool((steps < self.rows).any()))
+
+    num_examples: tuple[int, ...] = dataclasses.field(init=False)
+    padded: bool = dataclasses.field(init=False)
+
+    @property
+    def arrays(self) -> PyTree:
+        """The batch itself, on the devices."""
+        return self.args[0]
+
+    @property
+    def num_steps(self) -> int | None:
+        """``K``, how many steps fit in; None for a batch of a single step."""
+        return None if len(self.args) == 3 else self.args[1].shape[0]
+
+    def check(self, placement: Placement) -> None:
+        """Raise unless it was placed for these towers and devices."""
+        mine, yours = self.placement, placement
+        if mine is yours or (mine.devices, mine.num_towers) == (
+            yours.devices,
+            yours.num_towers,
+        ):
+            return
+        raise ValueError(
+            f"The batch was placed for {mine.num_towers} towers on"
+            f" {', '.join(mine.devices)}, but the step has {yours.num_towers} towers on"
+            f" {', '.join(yours.devices)}. Place it with the step's own strategy."
+        )
+
+    def per_tower(self) -> PerTower:
+        """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
+        num_towers = self.counts.shape[-1]
+
+        def split(x: jax.Array) -> jax.Array:
+            return x if self.bare else rows_of_towers(x, num_towers)
+
+        return jax.tree.map(lambda x: PerTower(split(x)), self.arrays)
+
+
+class Placer:
+    """Checks, fits and places the batches of one step."""
+
+    def __init__(
+        self, placement: Placement, *, shares: int, remainder: Remainder
+    ) -> None:
+        self.placement = placement
+        self._shares: int = shares
+        self._remainder: Remainder = remainder
+        # Of all batches so far, also of one that the step refused afterwards.
+        self.full_sizes: set[int] = set()
+        self._rooms: list[Room] = []
+        self._counts: dict[bytes, jax.Array] = {}
+        self._numbers: dict[int, jax.Array] = {}
+        self._signatures: dict[Signature, Signature] = {}
+
+    def expect(self, sizes: Iterable[int]) -> None:
+        """Pad as if batches of these sizes had been placed before."""
+        self.full_sizes.update(n for n in sizes if n % self._shares == 0)
+
+    def place(self, batch: PyTree) -> PlacedBatch:
+        """One batch for one step.
+
+        A smaller batch than one before is padded up to the smallest such, under
+        ``remainder="pad"``, so that it needs no program of its own.
+        """
+        batch, shared = without_shared(batch)
+        [batch], [counts] = self._fitted([batch])
+        arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
+        return self.placed(arrays, counts, self._placed_shared(shared), batch)
+
+    def placed(
+        self,
+        arrays: PyTree,
+        counts: np.ndarray,
+        shared: Sequence[PyTree] = (),
+        batch: PyTree = None,
+    ) -> PlacedBatch:
+        """A batch that lies on the devices already."""
+        rows, shared = _rows_of_tower(arrays, self.placement.num_towers), [*shared]
+        signature, is_new = self._signature(arrays, shared)
+        fingerprint = None
+        if batch is not None and is_new and self.placement.num_processes > 1:
+            fingerprint = _fingerprint((batch, shared))
+        args = (arrays, self._placed_counts(counts), shared)
+        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
+
+    def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
+        """Up to ``steps`` batches stacked, for one call of that many steps."""
+        check_whole("steps", steps, 1)
+        if not isinstance(batches, list | tuple) or not 1 <= len(batches) <= steps:
+            raise ValueError(
+                f"batches must be a list of 1 to {steps} batches (steps={steps}), but"
+                f" is {batches!r}."
+            )
+        if isinstance(batches[0], PlacedBatch):
+            return self._stack_placed(batches, steps)
+        parts = [without_shared(batch) for batch in batches]
+        rows, counts = self._fitted([rows for rows, _ in parts])
+        shared = [self._placed_shared(held) for _, held in parts]
+        counts = np.stack(counts)
+        _refuse_unlike([batch_signature(batch) for batch in rows])
+        filled = rows + [rows[-1]] * (steps - len(rows))
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
+        arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
+        return self._several(arrays, counts, shared, steps, stacked)
+
+    def _stack_placed(self, batches: Sequence[PlacedBatch], steps: int) -> PlacedBatch:
+        _refuse_unlike([batch.signature for batch in batches])
+        for batch in batches:
+            batch.check(self.placement)
+        arrays = [batch.arrays for batch in batches]
+        arrays += [arrays[-1]] * (steps - len(arrays))
+        counts = np.stack([batch.counts for batch in batches])
+        stacked = stack_on_devices(arrays, self.placement)
+        shared = [batch.args[2] for batch in batches]
+        return self._several(stacked, counts, shared, steps, None)
+
+    def _several(
+        self,
+        arrays: PyTree,
+        counts: np.ndarray,
+        shared: list[list[PyTree]],
+        steps: int,
+        batch: PyTree,
+    ) -> PlacedBatch:
+        missing = np.zeros((steps - len(counts), counts.shape[1]), np.int32)
+        num_valid = np.concatenate([counts, missing])
+        num_valid = place_rows(num_valid, self.placement, Layout.PER_TOWER_STEPS)
+        rows = _rows_of_tower(arrays, self.placement.num_towers, dim=1)
+        _refuse_unlike([batch_signature(held) for held in shared])
+        shared = shared + [shared[-1]] * (steps - len(shared))
+        held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
+        signature, is_new = self._signature(arrays, held)
+        fingerprint = None
+        if batch is not None and is_new and self.placement.num_processes > 1:
+            fingerprint = _fingerprint((batch, held))
+        args = (arrays, num_valid, held, self._number(len(counts)))
+        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
+
+    def _fitted(
+        self, batches: Sequence[PyTree]
+    ) -> tuple[list[PyTree], list[np.ndarray]]:
+        """The batches of one call, alike in their sparse leaves, and their counts."""
+        aside = [SparseRows.put_aside(batch) for batch in batches]
+        fitted = [self._fit(batch) for _, batch in aside]
+        counts = [self._split_counts(*pair) for pair in fitted]
+        needed: Room = {}
+        for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
+            size = jax.tree.leaves(batch)[0].shape[0] // self._shares
+            for i, count in sparse.needed(size).items():
+                needed[i] = max(needed.get(i, 0), count)
+        towers = self.placement.num_towers
+        of_all = towers, self._shares // towers, room_for(needed, self._rooms)
+        pairs = zip(aside, fitted, strict=True)
+        return [sparse.put_back(b, *of_all) for (sparse, _), (b, _) in pairs], counts
+
+    def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
+        arrays = [
+            x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray | jax.Array)
+        ]
+        rows = max((x.shape[:1] for x in arrays), default=())
+        larger = (size for size in self.full_sizes if (size,) >= rows)
+        batch, num_valid = fit_batch(
+            batch, self._shares, self._remainder, full_size=min(larger, default=None)
+        )
+        self.full_sizes.add(jax.tree.leaves(batch)[0].shape[0])
+        return batch, num_valid
+
+    def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:
+        num_towers = self.placement.num_towers
+        rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
+        return counts_of_towers(num_valid, rows, num_towers)
+
+    def _placed_shared(self, held: list[PyTree]) -> list[PyTree]:
+        """What is no rows, on all devices; what lies there already as it is."""
+        refuse_unheld("tj.Shared in the batch", held)
+        sharding = self.placement.sharding(Layout.MIRRORED)
+
+        def one(x: Any) -> Any:
+            is_array = isinstance(x, jax.Array)
+            if is_array and x.sharding.is_equivalent_to(sharding, x.ndim):
+                return x
+            return place_own(x, self.placement, Layout.MIRRORED)
+
+        return jax.tree.map(one, held)
+
+    def _signature(
+        self, arrays: PyTree, shared: list[PyTree]
+    ) -> tuple[Signature, bool]:
+        """The one object for all batches of a kind, and whether it is the first."""
+        signature = batch_signature(with_shared(arrays, shared) if shared else arrays)
+        known = self._signatures.setdefault(signature, signature)
+        return known, known is signature
+
+    def _placed_counts(self, counts: np.ndarray) -> jax.Array:
+        """The counts on the towers' devices; the few that occur are placed once."""
+        key = counts.tobytes()
+        if key not in self._counts:
+            if len(self._counts) > 64:
+                self._counts.clear()
+            self._counts[key] = place_rows(counts, self.placement, Layout.PER_TOWER)
+        return self._counts[key]
+
+    def _number(self, number: int) -> jax.Array:
+        if number not in self._numbers:
+            self._numbers[number] = place_own(
+                np.int32(number), self.placement, Layout.MIRRORED
+            )
+        return self._numbers[number]
+
+
+def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:
+    first = jax.tree.leaves(arrays, is_leaf=is_sparse)[0]
+    return num_rows(first) if is_sparse(first) else first.shape[dim] // num_towers
+
+
+def _refuse_unlike(signatures: Sequence[Signature]) -> None:
+    for signature in signatures[1:]:
+        if signature != signatures[0]:
+            raise ValueError(
+                "steps_per_call stacks batches of one kind, but one changed:\n"
+                + explain_change(signatures[0], signature)
+                + "\nMake all batches alike, or use steps_per_call=1."
+            )
+
+
+def _fingerprint(batch: PyTree) -> str:
+    """What the batch holds, in short: to be compared between processes."""
+    leaves, treedef = jax.tree.flatten(batch)
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
+    kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    return f"{treedef} of {kinds}, contents {digest.hexdigest()[:12]}"
+
+
+def stack_on_devices(trees: Sequence[PyTree], placement: Placement) -> PyTree:
+    """Batches that lie on the devices, stacked there."""
+    sharding = placement.sharding(Layout.PER_TOWER_STEPS)
+    return jax.tree.map(lambda *leaves: _stack(leaves, sharding=sharding), *trees)
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _stack(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
+    return lax.with_sharding_constraint(jnp.stack(leaves), sharding)

@@ -1,0 +1,286 @@
+"""How does a global batch become tower slices? Checks, padding, weights."""
+
+import dataclasses
+import functools
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives.sparse_rows import is_sparse
+from towerjax.types import PyTree, Shared, named_leaves
+from towerjax.types.leaves import held_dtype, problem_of, refuse_unheld
+
+Remainder: TypeAlias = Literal["pad", "drop", "error"]
+
+
+def check_remainder(remainder: str) -> None:
+    """Raise unless the rule for uneven batches is one that there is."""
+    if remainder not in get_args(Remainder):
+        raise ValueError(
+            f"remainder={remainder!r} is not one of 'pad' (rows of weight 0 fill the"
+            " batch up), 'drop' (the rows over are left out), 'error'."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Signature:
+    """What must stay the same from step to step for one program to serve them all.
+
+    Attributes:
+      treedef: The batch's tree.
+      leaves: Each leaf's shape and dtype.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.treedef, self.leaves))
+
+    def __hash__(self) -> int:
+        """Looked up at every step, so computed once."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """The same tree of the same shapes and dtypes?"""
+        return self is other or (
+            isinstance(other, Signature)
+            and self.treedef == other.treedef
+            and self.leaves == other.leaves
+        )
+
+
+def batch_signature(batch: PyTree) -> Signature:
+    """The signature of a batch."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+
+def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
+    """The rows of a batch, and what its `Shared` leaves held."""
+    held: list[PyTree] = []
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Shared):
+            return x
+        held.append(x.value)
+        return Shared(None)
+
+    return jax.tree.map(one, batch, is_leaf=lambda x: isinstance(x, Shared)), held
+
+
+def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
+    """The inverse of `without_shared`, but that the trees stand there bare."""
+    left = iter(held)
+    return jax.tree.map(
+        lambda x: next(left) if isinstance(x, Shared) else x,
+        rows,
+        is_leaf=lambda x: isinstance(x, Shared),
+    )
+
+
+def count_examples(batch: PyTree) -> int:
+    """``B``: how many examples the batch holds, once its leaves agree on that."""
+    refuse_sparse(batch)
+    leaves = named_leaves("batch", batch)
+    if not leaves:
+        raise ValueError(
+            f"The batch holds no arrays: {batch!r}. Pass a pytree of arrays whose"
+            " dim 0 runs over examples."
+        )
+    bad = [
+        f"{name} is {_describe(leaf)}"
+        for name, leaf in leaves
+        if not isinstance(leaf, np.ndarray | jax.Array)
+        or leaf.ndim == 0
+        or problem_of(leaf)
+    ]
+    if bad:
+        raise ValueError(
+            "Every leaf of a batch is an array of numbers, dim 0 of which runs over"
+            " examples, but "
+            + "; ".join(bad)
+            + ". Wrap lists in np.asarray, and what is the same for all rows in"
+            " tj.Shared(...)."
+        )
+    sizes = {leaf.shape[0] for _, leaf in leaves}
+    if len(sizes) > 1:
+        found = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in leaves)
+        raise ValueError(
+            "All leaves of a batch have the same number of examples in dim 0, but"
+            f" got {found}. Split or pad them alike before the step."
+        )
+    size = sizes.pop()
+    if size == 0:
+        raise ValueError(
+            f"The batch is empty: {leaves[0][0]} has shape {leaves[0][1].shape}. Skip"
+            " batches without examples in the input."
+        )
+    return size
+
+
+def refuse_sparse(rows: PyTree, root: str = "batch") -> None:
+    """Raise where sparse leaves come to what does not split or join them by rows."""
+    leaves = named_leaves(root, rows, is_sparse)
+    found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}, whose entries would be taken for examples here. Make"
+            " it dense: x.todense(), or x.to_dense() of IndexedRows. What splits such"
+            " leaves is a step, a model and tj.batches, which take global batches."
+        )
+
+
+def refuse_wrapping(batch: PyTree) -> None:
+    """Raise where integers would wrap round on their way to the devices.
+
+    Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
+    """
+    bad = []
+    for name, leaf in named_leaves("batch", batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu":
+            continue
+        held = held_dtype(leaf.dtype)
+        if held.itemsize == leaf.dtype.itemsize or not leaf.size:
+            continue
+        limits, ends = np.iinfo(held), (leaf.min(), leaf.max())
+        wrong = [x for x in ends if not limits.min <= x <= limits.max]
+        bad += [f"{name} holds {x} of {leaf.dtype}" for x in wrong[:1]]
+    if bad:
+        raise ValueError(
+            f"{'; '.join(bad)}, but on the devices integers have 32 bits and would wrap"
+            " round. Make them smaller (ids modulo a table's size), or say"
+            " jax.config.update('jax_enable_x64', True)."
+        )
+
+
+def _describe(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray | jax.Array):
+        kind = "a scalar" if leaf.ndim == 0 else "an array"
+        return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
+    return f"{leaf!r} of type {type(leaf).__name__}"
+
+
+def fit_batch(
+    batch: PyTree, shares: int, remainder: Remainder, *, full_size: int | None = None
+) -> tuple[PyTree, int]:
+    """The batch with a number of rows that all towers can share, and its examples.
+
+    Padding repeats the last row, so that a padded row is as harmless as a real
+    one; it never counts, because its weight is 0.
+    """
+    size = count_examples(batch)
+    refuse_wrapping(batch)
+    over = size % shares
+    if remainder == "pad":
+        target = size + (shares - over if over else 0)
+        if full_size is not None and size <= full_size:
+            target = full_size
+        return pad_rows(batch, target), size
+    if over == 0:
+        return batch, size
+    if remainder == "error":
+        name = named_leaves("batch", batch)[0][0]
+        raise ValueError(
+            f"{name} has {size} examples, which {shares} towers (times micro-batches)"
+            f" cannot share evenly: {size} = {size // shares} * {shares} + {over}. Use"
+            f" a batch size that {shares} divides, or say remainder='pad' (rows of"
+            " weight 0; use tower.weight in the loss) or remainder='drop'."
+        )
+    if size < shares:
+        raise ValueError(
+            f"remainder='drop' leaves nothing of a batch of {size} examples for"
+            f" {shares} towers (times micro-batches). Use remainder='pad'."
+        )
+    return jax.tree.map(lambda x: x[: size - over], batch), size - over
+
+
+def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
+    """As `fit_batch`, of shapes alone."""
+    refuse_unheld("batch", batch, shapes=True)
+    leaves, treedef = jax.tree.flatten(batch)
+    # A broadcast zero takes no memory, and is checked as a batch is.
+    stand_ins = [
+        np.broadcast_to(np.zeros((), np.bool_), x.shape) if hasattr(x, "shape") else x
+        for x in leaves
+    ]
+    size = count_examples(jax.tree.unflatten(treedef, stand_ins))
+    rows_alone = [np.zeros(size, np.bool_)] * len(leaves)
+    _, fitted = fit_batch(jax.tree.unflatten(treedef, rows_alone), shares, remainder)
+    rows = fitted + -fitted % shares
+    dtypes = [held_dtype(x.dtype) for x in leaves]
+    shapes = [
+        jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype)
+        for x, dtype in zip(leaves, dtypes, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, shapes)
+
+
+def pad_rows(batch: PyTree, size: int) -> PyTree:
+    """The batch with its last row repeated until it has ``size`` rows."""
+
+    def pad(x: Any) -> Any:
+        missing = size - x.shape[0]
+        if missing == 0:
+            return x
+        library = jnp if isinstance(x, jax.Array) else np
+        return library.concatenate([x, library.repeat(x[-1:], missing, axis=0)])
+
+    return jax.tree.map(pad, batch)
+
+
+def rows_of_towers(batch: PyTree, num_towers: int) -> PyTree:
+    """Each tower's rows, side by side."""
+    # Never -1: where a row has no elements, JAX cannot tell how many rows there are.
+    return jax.tree.map(
+        lambda x: x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:]), batch
+    )
+
+
+def end_to_end(rows: PyTree) -> PyTree:
+    """The inverse of `rows_of_towers`."""
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), rows
+    )
+
+
+def explain_change(expected: Signature, got: Signature) -> str:
+    """Which leaves differ between two signatures, one bullet a leaf."""
+    before, after = _signature_leaves(expected), _signature_leaves(got)
+    lines = []
+    for name in sorted(before.keys() | after.keys()):
+        old, new = before.get(name), after.get(name)
+        if old is None:
+            lines.append(f"  * batch{name} is new: {new}")
+        elif new is None:
+            lines.append(f"  * batch{name} is missing; it was {old}")
+        elif old != new:
+            lines.append(f"  * batch{name} was {old} and is {new}")
+    if not lines:
+        lines.append(
+            f"  * the containers were {expected.treedef} and are {got.treedef}"
+        )
+    return "\n".join(lines)
+
+
+def _signature_leaves(signature: Signature) -> dict[str, str]:
+    texts = [f"{dtype}{list(shape)}" for shape, dtype in signature.leaves]
+    tree = jax.tree.unflatten(signature.treedef, texts)
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): text for path, text in paths}
+
+
+def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
+    """How many of each tower's rows are examples, when the examples come first."""
+    left = num_valid - rows * np.arange(num_towers, dtype=np.int32)
+    return np.clip(left, 0, rows).astype(np.int32)
+
+
+def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
+    """Which rows are examples."""
+    here = first_row + jnp.arange(rows)
+    here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
+    return (here < num_valid).astype(jnp.float32)

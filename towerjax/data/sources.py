@@ -1,0 +1,129 @@
+"""What may be fed? Iterables, functions, and the loaders of other libraries."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """What a function that makes one process's input is told.
+
+    Attributes:
+      process_index: Which process, from 0.
+      num_processes: ``P``.
+      num_towers: ``T``, of all processes.
+
+    Example:
+      >>> InputContext(process_index=1, num_processes=2, num_towers=8).part_of(64)
+      32
+    """
+
+    process_index: int
+    num_processes: int
+    num_towers: int
+
+    @property
+    def towers_here(self) -> int:
+        """``T / P``: how many towers this process feeds."""
+        return self.num_towers // self.num_processes
+
+    def part_of(self, batch_size: int) -> int:
+        """This process's share of a global batch.
+
+        Args:
+          batch_size: ``B``, examples of a batch over all towers.
+
+        Returns:
+          ``B / P``.
+
+        Raises:
+          ValueError: The processes do not divide it.
+        """
+        if batch_size % self.num_processes:
+            raise ValueError(
+                f"A global batch of {batch_size} examples cannot be shared evenly by"
+                f" {self.num_processes} processes. Use a multiple of"
+                f" {self.num_processes}."
+            )
+        return batch_size // self.num_processes
+
+
+def check_source(source: Any) -> bool:
+    """Does each process get a part of its own from it?"""
+    if isinstance(source, Mapping | np.ndarray | jax.Array | str | bytes):
+        raise ValueError(
+            f"distribute_dataset goes through an iterable of batches, but got a"
+            f" {type(source).__name__}. Cut the data into batches with"
+            " tj.batches(data, batch_size), or pass [batch]."
+        )
+    if not is_function(source):
+        return False
+    if not callable(source):
+        raise ValueError(
+            f"distribute_dataset cannot go through {source!r}. Pass an iterable of"
+            " batches, a loader, or a function that returns one."
+        )
+    required = _required_arguments(source)
+    if required > 1:
+        raise ValueError(
+            f"distribute_dataset calls the function {source!r} with one argument, a"
+            f" tj.towers.InputContext, or with none, but it needs {required}."
+        )
+    return required == 1
+
+
+def _required_arguments(fn: Callable[..., Any]) -> int:
+    parameters = inspect.signature(fn).parameters.values()
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def opened(source: Any, context: InputContext) -> Iterator[Any]:
+    """An iterator through the source."""
+    if is_function(source):
+        made = source(context) if _required_arguments(source) else source()
+        if is_function(made):
+            raise ValueError(
+                f"The function given to distribute_dataset returned"
+                f" {made!r}, which cannot be gone through. Return an iterable of"
+                " batches, or a loader."
+            )
+        source = made
+    # tf.data offers its elements without their tensors.
+    return iter(getattr(source, "as_numpy_iterator", lambda: source)())
+
+
+def is_function(source: Any) -> bool:
+    """Is it none that can be gone through itself?"""
+    return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
+
+
+def as_arrays(element: PyTree) -> PyTree:
+    """The element as a tree of NumPy or JAX arrays."""
+    return jax.tree.map(_as_array, element)
+
+
+def _as_array(leaf: Any) -> Any:
+    """Tensors of other libraries by what they offer; everything else as it is."""
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return leaf
+    if hasattr(leaf, "detach"):  # PyTorch: out of its graph, off its device
+        leaf = leaf.detach().cpu()
+        if "bfloat16" in str(leaf.dtype):  # which NumPy does not know
+            return jnp.from_dlpack(leaf)
+    if hasattr(leaf, "numpy"):
+        return np.asarray(leaf.numpy())
+    if hasattr(leaf, "__array__"):
+        return np.asarray(leaf)
+    return leaf

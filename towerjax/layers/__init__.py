@@ -1,0 +1,1 @@
+"""What helps inside models: batch norm, tables with sparse gradients."""

@@ -1,0 +1,138 @@
+"""What is ``flax.linen.BatchNorm`` on several towers? A layer that knows its tower."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from flax.linen.dtypes import canonicalize_dtype
+
+from towerjax.layers.batch_norm.normalize import Moments, normalize, scaled
+from towerjax.layers.batch_norm.options import (
+    BatchNormOptions,
+    Statistics,
+    refuse,
+    refuse_flax_only,
+)
+from towerjax.towers.tower import Tower
+
+
+class TowerBatchNorm(linen.Module):
+    """``flax.linen.BatchNorm`` that is the batch norm of all towers' examples.
+
+    The variables are those of ``linen.BatchNorm``: ``params`` with ``scale`` and
+    ``bias``, ``batch_stats`` with ``mean`` and ``var``, which in training are to be
+    mutable. Padded rows do not count, and the numbers do not depend on how many towers
+    share the batch. See `towerjax.layers.batch_norm.normalize` for the formula.
+
+    Attributes:
+      use_running_average: Normalise by the running statistics? Here or at the call.
+      axis: The feature dim of the input, or several.
+      momentum: How much of the running statistics a step keeps.
+      epsilon: Added to the variance.
+      dtype: Of the result; None takes the input's and the parameters'.
+      param_dtype: Of scale and bias.
+      use_bias: Is a bias added?
+      use_scale: Is the result scaled?
+      bias_init: Makes the bias.
+      scale_init: Makes the scale.
+      axis_name: Refused: the towers are passed at the call.
+      axis_index_groups: Refused.
+      use_fast_variance: True is refused: the variance takes two passes.
+      force_float32_reductions: False is refused: statistics are float32 or wider.
+      statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
+        `towerjax.layers.batch_norm.options.BatchNormOptions`.
+
+    Raises:
+      ValueError: An argument cannot be honoured.
+
+    Example:
+      >>> norm = TowerBatchNorm(use_running_average=False)
+      >>> x = jnp.array([[1.0], [3.0]])
+      >>> variables = norm.init(jax.random.key(0), x, None)
+      >>> y, updated = norm.apply(variables, x, None, mutable=["batch_stats"])
+      >>> y.round(3).ravel().tolist()
+      [-1.0, 1.0]
+    """
+
+    use_running_average: bool | None = None
+    axis: int | tuple[int, ...] = -1
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Any = dataclasses.field(default_factory=linen.initializers.zeros_init)
+    scale_init: Any = dataclasses.field(default_factory=linen.initializers.ones_init)
+    axis_name: Any = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = False
+    force_float32_reductions: bool = True
+    statistics: Statistics = "synchronised"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured."""
+        refuse_flax_only(self.axis_name, self.axis_index_groups, self.use_fast_variance)
+        if not self.force_float32_reductions:
+            text = "Statistics are float32 or wider. Leave it out."
+            refuse("force_float32_reductions", False, text)
+        self._options()
+        super().__post_init__()
+
+    def _options(self) -> BatchNormOptions:
+        return BatchNormOptions(
+            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
+        )
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        tower: Tower | None,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.typing.ArrayLike | None = None,
+    ) -> jax.Array:
+        """The normalised input.
+
+        Args:
+          x: ``[b, ...]``, this tower's rows.
+          tower: The ``Tower``; None where there is one, whose rows all count. To be
+            written out, because to forget it would be to normalise each tower alone.
+          use_running_average: As the attribute.
+          mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
+            many dims as ``x``; multiplied by ``tower.weight``.
+
+        Returns:
+          Like ``x``.
+
+        Raises:
+          ValueError: As `towerjax.layers.batch_norm.normalize.normalize`.
+        """
+        options = self._options()
+        frozen = options.statistics == "frozen"
+        use_running_average = frozen or linen.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        shape = [x.shape[i] for i in options.feature_axes(x.ndim)]
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
+        y, running = normalize(
+            x,
+            None if self.is_initializing() else tower,
+            Moments(mean.value, var.value),
+            mask=mask,
+            options=options,
+            use_running_average=use_running_average,
+        )
+        if not (use_running_average or self.is_initializing()):
+            mean.value, var.value = running.mean, running.var
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
+        return scaled(y, scale, bias, options).astype(dtype)

@@ -1,0 +1,204 @@
+"""What is the batch norm of rows on several towers? A function of sums over all."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from towerjax.layers.batch_norm.options import BatchNormOptions
+from towerjax.metrics.weighted import Weighted
+from towerjax.towers.tower import Tower
+from towerjax.types import Reduction
+
+_DEFAULTS = BatchNormOptions()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """A mean and a (biased) variance of each feature.
+
+    Attributes:
+      mean: ``[c]``, or the shape of the feature dims.
+      var: Like ``mean``.
+    """
+
+    mean: jax.Array
+    var: jax.Array
+
+
+def normalize(
+    x: jax.Array,
+    tower: Tower | None,
+    running: Moments,
+    *,
+    mask: jax.typing.ArrayLike | None = None,
+    options: BatchNormOptions = _DEFAULTS,
+    use_running_average: bool = False,
+) -> tuple[jax.Array, Moments]:
+    """The input less its mean, over its deviation; and the next running statistics.
+
+    With weights ``w`` (1 for an example, 0 for padding) the mean is ``sum w x / sum w``
+    and the variance ``sum w (x - mean)^2 / sum w``, sums over the rows of all towers:
+    two passes over ``x``, each followed by one sum over towers. It differentiates as
+    it stands: the transpose of a sum over towers is such a sum, so a tower's gradient
+    is that of *all* towers' losses by its own input, and the reduction of a step makes
+    of them the gradient of the whole batch.
+
+    Where no row counts, on any tower, the running statistics normalise and stay.
+
+    Source:
+      S. Ioffe and C. Szegedy, Batch Normalization, 2015, arXiv:1502.03167.
+    """
+    _check_tower(tower)
+    x = jnp.asarray(x)
+    axes = options.feature_axes(x.ndim)
+    x = x.astype(options.statistics_dtype(x.dtype))
+    used = running
+    if not (use_running_average or options.statistics == "frozen"):
+        weight = _weights(x, tower, mask, axes)
+        meeting = tower if options.statistics == "synchronised" else None
+        total, batch = _moments(x, weight, axes, meeting)
+        # Rather than NaN: what counts no row is normalised as in an evaluation.
+        used = _where(total > 0, batch, running)
+        running = _where(total > 0, _moved(running, batch, options.momentum), running)
+    y = x - _spread(used.mean.astype(x.dtype), x, axes)
+    deviation = lax.rsqrt(used.var.astype(x.dtype) + options.epsilon)
+    return y * _spread(deviation, x, axes), running
+
+
+def scaled(
+    y: jax.Array,
+    scale: jax.Array | None,
+    bias: jax.Array | None,
+    options: BatchNormOptions,
+) -> jax.Array:
+    """The normalised input times a scale plus a bias of each feature."""
+    axes = options.feature_axes(y.ndim)
+    if scale is not None:
+        y = y * _spread(scale.astype(y.dtype), y, axes)
+    if bias is not None:
+        y = y + _spread(bias.astype(y.dtype), y, axes)
+    return y
+
+
+def _spread(values: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Values of features, with as many dims as ``x``."""
+    return values.reshape([x.shape[i] if i in axes else 1 for i in range(x.ndim)])
+
+
+def _where(condition: jax.Array, yes: Moments, no: Moments) -> Moments:
+    def one(yes: jax.Array, no: jax.Array) -> jax.Array:
+        return jnp.where(condition.reshape(condition.shape or (1,) * no.ndim), yes, no)
+
+    return jax.tree.map(one, yes, no)
+
+
+def _moved(running: Moments, batch: Moments, momentum: float) -> Moments:
+    def one(old: jax.Array, new: jax.Array) -> jax.Array:
+        moved = momentum * old + (1 - momentum) * lax.stop_gradient(new)
+        return moved.astype(old.dtype)
+
+    return jax.tree.map(one, running, batch)
+
+
+def _check_tower(tower: Any) -> None:
+    if tower is not None and not isinstance(tower, Tower):
+        raise ValueError(
+            f"Batch norm got {tower!r} as its tower. Write norm(x, tower,"
+            " use_running_average=...) with the Tower that the tower function got, or"
+            " norm(x, None, ...) where there is one tower and every row counts."
+        )
+
+
+def _weights(
+    x: jax.Array,
+    tower: Tower | None,
+    mask: jax.typing.ArrayLike | None,
+    axes: tuple[int, ...],
+) -> jax.Array | None:
+    """What each element counts, with as many dims as ``x``; None where all count 1."""
+    weight = None if mask is None else _mask(x, mask)
+    if tower is None or (mask is not None and tower._num_valid is None):
+        return weight
+    rows = tower.weight
+    if 0 in axes or x.shape[:1] != rows.shape:
+        raise ValueError(
+            f"Batch norm got x of shape {x.shape}, whose feature dims are {axes}, in a"
+            f" tower of {rows.shape[0]} rows. Dim 0 of x must run over the tower's"
+            " rows, which count by tower.weight; for anything else pass tower=None and"
+            " mask=..., which has one tower."
+        )
+    rows = rows.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - 1))
+    return rows if weight is None else rows * weight
+
+
+def _mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
+    if isinstance(mask, list | tuple):
+        mask = np.asarray(mask)
+    Weighted(0.0, mask)  # refuses what is negative
+    shape = np.shape(mask)
+    if len(shape) < x.ndim:
+        fits = x.shape[: len(shape)] == shape
+    else:
+        fits = len(shape) == x.ndim and all(
+            m in (1, n) for m, n in zip(shape, x.shape, strict=True)
+        )
+    if not fits:
+        raise ValueError(
+            f"Batch norm got a mask of shape {shape} for x of shape {x.shape}. A mask"
+            f" has the leading dims of x, here {x.shape[:1]} for one weight a row, or"
+            f" as many dims as x, each of its size or 1."
+        )
+    mask = jnp.asarray(mask, x.dtype)
+    return mask.reshape(shape + (1,) * (x.ndim - len(shape)))
+
+
+def _moments(
+    x: jax.Array,
+    weight: jax.Array | None,
+    axes: tuple[int, ...],
+    tower: Tower | None,
+) -> tuple[jax.Array, Moments]:
+    """What all rows count, ``()`` or of the features' shape, and their moments."""
+    over = tuple(i for i in range(x.ndim) if i not in axes)
+    if weight is None:
+        weight = jnp.ones((1,) * x.ndim, x.dtype)
+    else:
+        # Not only times 0, which of NaN is NaN, in the gradient too.
+        x = jnp.where(weight != 0, x, 0)
+    repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
+    count = weight.sum(over) * repeated
+    features = tuple(x.shape[i] for i in axes)
+    if math.prod(count.shape) == 1 and math.prod(features) != 1:
+        count = count.reshape(())
+    else:
+        count = jnp.broadcast_to(count, features)
+    total, addends = _sums(tower, count, (weight * x).sum(over))
+    mean = _ratio(addends, total)
+    squares = weight * (x - _spread(mean, x, axes)) ** 2
+    _, addends = _sums(tower, None, squares.sum(over))
+    return total, Moments(mean, _ratio(addends, total))
+
+
+def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
+    weight = weight.reshape(weight.shape or (1,) * total.ndim)
+    return Weighted(total, weight).value
+
+
+def _sums(
+    tower: Tower | None, count: jax.Array | None, addends: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Both, summed over towers; side by side, so that one message takes them."""
+    if tower is None:
+        return count, addends
+    if count is None:
+        return None, tower.reduce(Reduction.SUM, addends)
+    both = jnp.concatenate([count.ravel(), addends.ravel()])
+    both = tower.reduce(Reduction.SUM, both)
+    counts, sums = jnp.split(both, [count.size])
+    return counts.reshape(count.shape), sums.reshape(addends.shape)

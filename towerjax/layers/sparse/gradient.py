@@ -1,0 +1,330 @@
+"""What is the gradient of a large table? Of the rows that were looked up, in rows."""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.layers.sparse.lookup import Lookup, lookup_of
+from towerjax.proof.origin import Site, line_of
+from towerjax.types import PyTree, leaf_name
+
+Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
+"""Which leaves: a predicate on their paths, or their paths or last names."""
+
+# Their output is their operand, row by row.
+_ROW_BY_ROW = frozenset(("convert_element_type", "copy", "copy_p"))
+_CALLS = frozenset(("jit", "pjit"))
+
+
+def sparse_value_and_grad(
+    fn: Callable[..., Any], sparse: Selection, *, has_aux: bool = False
+) -> Callable[..., Any]:
+    """As ``jax.value_and_grad(fn)``, with gradients of tables in ``IndexedRows``.
+
+    A table ``[N, ...]`` of which ``fn`` looks up ``r`` rows has a gradient of these
+    rows; nothing of size ``N`` is made. Rows that are looked up twice are there
+    twice: they add up when they are applied.
+
+    Any lookup of whole rows counts: ``table[ids]``, ``jnp.take(table, ids, axis=0)``
+    in each mode, ``table[i]``, ``table[:n]``, Flax's ``Embed``, under ``jax.jit`` and
+    ``jax.vmap`` too, and of a table cast to another float dtype. An id below 0 or from
+    ``N`` on does what it does in JAX: counted from the end, clipped, wrapped; where
+    its gradient is lost, its row is of zeros, at an index that exists.
+
+    ``fn`` is traced to a jaxpr. Each lookup in it becomes one of the table as a
+    constant, plus a zero for each number looked up; the derivative by these zeros is
+    the gradient of the rows.
+
+    Args:
+      fn: A function of ``params`` and others; returns a scalar, or with ``has_aux``
+        ``(scalar, aux)``.
+      sparse: Which leaves of ``params`` are tables: a predicate on the leaf's path as
+        ``jax.tree_util.keystr`` writes it, such as ``"['words']['embedding']"``; or
+        such paths, or last names, such as ``["embedding"]``, which select every leaf
+        so called. The ``.value`` of a box, such as Flax's variables, is no name. None
+        at all is ``jax.value_and_grad``.
+      has_aux: ``fn`` returns ``(scalar, aux)``.
+
+    Returns:
+      ``(params, *args, **kwargs) -> (value, grads)``, or ``((value, aux), grads)``:
+      grads are like ``params``, with an ``IndexedRows`` for each table; of no rows
+      where none was looked up.
+
+    Raises:
+      ValueError: When called: ``sparse`` names a leaf that is not there, or is true
+        of none; a table is a scalar, or is used other than by looking up rows where
+        ``fn`` itself runs, such as in a ``lax.scan`` or multiplied whole; names the
+        leaf, the primitive and the line.
+      TypeError: As ``jax.value_and_grad``; a table is not of real floats.
+
+    Example:
+      >>> params = {"table": jnp.ones((1000, 2)), "scale": jnp.array(3.0)}
+      >>> def loss(params, ids):
+      ...     return (params["table"][ids] * params["scale"]).sum()
+      >>> gradient = sparse_value_and_grad(loss, ["table"])
+      >>> value, grads = gradient(params, jnp.array([7]))
+      >>> grads["table"].indices.tolist(), grads["table"].values.tolist()
+      ([7], [[3.0, 3.0]])
+      >>> float(grads["scale"])
+      2.0
+
+    Source:
+      ``IndexedSlices``, the gradient of ``tf.gather`` in TensorFlow (2015).
+    """
+
+    @functools.wraps(fn)
+    def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        selected = _select(sparse, [path for path, _ in with_paths])
+        leaves = [leaf for _, leaf in with_paths]
+        names = [leaf_name("params", path) for path, _ in with_paths]
+        tables = {i: _Table(names[i], i, leaves[i]) for i in selected}
+        for table in tables.values():
+            _check_table(table)
+
+        def of_leaves(leaves: list[Any]) -> Any:
+            return fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+
+        out, grads = _value_and_grad(of_leaves, leaves, tables, has_aux)
+        return out, jax.tree.unflatten(treedef, grads)
+
+    return value_and_grad
+
+
+class _Table(NamedTuple):  # a selected leaf inside the jaxpr, cast by equations
+    name: str
+    leaf: int
+    array: Any
+    casts: tuple[JaxprEqn, ...] = ()
+
+
+class _Read(NamedTuple):  # one lookup that happened
+    leaf: int
+    lookup: Lookup
+    output: jax.ShapeDtypeStruct
+
+
+class _Walk:
+    """What one evaluation of the jaxpr looked up, in order; and the zeros to add."""
+
+    def __init__(self, zeros: list[Any] | None) -> None:
+        self.zeros = zeros
+        self.reads: list[_Read] = []
+        self.rows: list[Any] = []
+
+    def read(
+        self, jaxpr: Jaxpr, eqn: JaxprEqn, lookup: Lookup, operands: list[Any]
+    ) -> Any:
+        table = operands[0]
+        (out,) = _bind(jaxpr, eqn, [table.array, *operands[1:]])
+        if self.zeros is not None:
+            out = _differentiated_by(out, self.zeros[len(self.reads)])
+        struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
+        self.reads.append(_Read(table.leaf, lookup, struct))
+        self.rows.append(lookup.rows(operands[1:]))
+        return _cast(jaxpr, out, table.casts)
+
+
+def _value_and_grad(
+    fn: Callable[..., Any], leaves: list[Any], tables: dict[int, _Table], has_aux: bool
+) -> tuple[Any, list[Any]]:
+    flat = _Flat(fn, has_aux)
+    closed = jax.make_jaxpr(flat.run)(leaves)
+    reads: list[_Read] = []
+
+    def run(dense: dict[int, Any], zeros: list[Any] | None) -> tuple[Any, Any]:
+        walk = _Walk(zeros)
+        inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
+        outs = _evaluate(closed.jaxpr, closed.consts, inputs, walk, None)
+        outs = [_whole(closed.jaxpr, x) for x in outs]
+        reads[:] = walk.reads
+        value, aux = flat.split(outs)
+        return value, (aux, walk.rows)
+
+    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
+    jax.eval_shape(functools.partial(run, zeros=None), dense)
+    zeros = [jnp.zeros(x.output.shape, x.output.dtype) for x in reads]
+    (value, (aux, rows)), (grads, by_lookup) = jax.value_and_grad(
+        run, argnums=(0, 1), has_aux=True
+    )(dense, zeros)
+    for i, table in tables.items():
+        found = [
+            _rows_of(x, cotangent, *which)
+            for x, cotangent, which in zip(reads, by_lookup, rows, strict=True)
+            if x.leaf == i
+        ]
+        grads[i] = _joined(jnp.asarray(table.array), found)
+    out = (value, flat.with_kept(aux)) if has_aux else value
+    return out, [grads[i] for i in range(len(leaves))]
+
+
+class _Flat:
+    """A function of leaves to leaves; what of aux is no tracer stays here."""
+
+    def __init__(self, fn: Callable[..., Any], has_aux: bool) -> None:
+        self.fn, self.has_aux = fn, has_aux
+
+    def run(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
+        out, aux = self.fn(leaves), None
+        if self.has_aux:
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(
+                    f"With has_aux=True fn must return (scalar, aux), not {out!r}."
+                )
+            out, aux = out
+        self.kept, self.aux_treedef = jax.tree.flatten(aux)
+        self.value_treedef = jax.tree.structure(out)
+        return out, [x for x in self.kept if isinstance(x, Tracer)]
+
+    def split(self, outs: list[Any]) -> tuple[Any, list[Any]]:
+        count = self.value_treedef.num_leaves
+        return jax.tree.unflatten(self.value_treedef, outs[:count]), outs[count:]
+
+    def with_kept(self, outs: list[Any]) -> Any:
+        traced = iter(outs)
+        aux = [next(traced) if isinstance(x, Tracer) else x for x in self.kept]
+        return jax.tree.unflatten(self.aux_treedef, aux)
+
+
+def _evaluate(
+    jaxpr: Jaxpr, consts: Any, inputs: list[Any], walk: _Walk, outer: Site | None
+) -> list[Any]:
+    env = dict(zip(jaxpr.constvars + jaxpr.invars, [*consts, *inputs], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        outs = _apply(jaxpr, eqn, [read(v) for v in eqn.invars], walk, outer)
+        env |= dict(zip(eqn.outvars, outs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _apply(
+    jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], walk: _Walk, outer: Site | None
+) -> list[Any]:
+    tables = [x for x in operands if isinstance(x, _Table)]
+    name = eqn.primitive.name
+    if not tables:
+        return _bind(jaxpr, eqn, operands)
+    if name in _CALLS:
+        closed = eqn.params["jaxpr"]
+        return _evaluate(closed.jaxpr, closed.consts, operands, walk, (eqn, outer))
+    if name == "stop_gradient":
+        return _bind(jaxpr, eqn, [_whole(jaxpr, x) for x in operands])
+    if len(tables) == 1 and tables[0] is operands[0]:
+        out: Any = eqn.outvars[0].aval
+        floats = jnp.issubdtype(out.dtype, jnp.floating)
+        if name in _ROW_BY_ROW and floats:
+            return [tables[0]._replace(casts=(*tables[0].casts, eqn))]
+        if lookup := lookup_of(eqn):
+            return [walk.read(jaxpr, eqn, lookup, operands)]
+    line = line_of((eqn, outer))
+    raise ValueError(
+        f"{tables[0].name} is selected by `sparse`, but {name} uses it otherwise than"
+        f" by looking up whole rows{line and f', at {line}'}. Look up its rows outside"
+        f" of {name}, as in table[ids], and use these; or leave it out of `sparse`,"
+        " which makes its gradient dense."
+    )
+
+
+def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """The one equation applied, with the source line that it came from."""
+    given = [
+        (v, x)
+        for v, x in zip(eqn.invars, operands, strict=True)
+        if not isinstance(v, Literal)
+    ]
+    invars, values = [v for v, _ in given], [x for _, x in given]
+    one = jaxpr.replace(constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn])
+    return eval_jaxpr(one, [], *values)
+
+
+def _cast(jaxpr: Jaxpr, x: Any, casts: tuple[JaxprEqn, ...]) -> Any:
+    for eqn in casts:
+        (x,) = _bind(jaxpr, eqn, [x])
+    return x
+
+
+def _whole(jaxpr: Jaxpr, x: Any) -> Any:
+    return _cast(jaxpr, x.array, x.casts) if isinstance(x, _Table) else x
+
+
+@jax.custom_jvp
+def _differentiated_by(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """``x``, bit for bit, with the derivative of ``x + zero`` by ``zero`` alone."""
+    del zero
+    return x
+
+
+@_differentiated_by.defjvp
+def _differentiated_by_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[1]
+
+
+def _rows_of(
+    read: _Read, cotangent: jax.Array, indices: jax.Array, counted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    values = read.lookup.by_row(cotangent)
+    mask = counted.reshape(counted.shape + (1,) * (values.ndim - 1))
+    return jnp.where(mask, values, jnp.zeros((), values.dtype)), indices
+
+
+def _joined(table: jax.Array, found: list[tuple[jax.Array, jax.Array]]) -> IndexedRows:
+    none = jnp.zeros((0, *table.shape[1:]), table.dtype), jnp.zeros(0, jnp.int32)
+    values = jnp.concatenate([values for values, _ in found or [none]])
+    indices = jnp.concatenate([indices for _, indices in found or [none]])
+    return IndexedRows(values, indices, table.shape)
+
+
+def _check_table(table: _Table) -> None:
+    dtype = jnp.asarray(table.array).dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{table.name} is selected by `sparse`, but is {dtype}; gradients are of"
+            " real floats."
+        )
+    if not jnp.ndim(table.array):
+        raise ValueError(
+            f"{table.name} is selected by `sparse`, but is a scalar, which has no"
+            " rows. Leave it out of `sparse`."
+        )
+
+
+def _select(sparse: Selection, paths: list[Any]) -> list[int]:
+    names = [jax.tree_util.keystr(path) for path in paths]
+    if callable(sparse):
+        selected = [i for i, name in enumerate(names) if sparse(name)]
+        missing = [] if selected else ["`sparse` is true of no leaf"]
+    else:
+        wanted = [sparse] if isinstance(sparse, str) else list(sparse)
+        called = [
+            {name, _last_name(path)} for name, path in zip(names, paths, strict=True)
+        ]
+        selected = [i for i, both in enumerate(called) if both.intersection(wanted)]
+        missing = [
+            f"`sparse` names {name!r}, which is no leaf"
+            for name in wanted
+            if not any(name in both for both in called)
+        ]
+    if missing:
+        raise ValueError(
+            f"{'; '.join(missing)}. The leaves of params are"
+            f" {', '.join(names) or 'none'}. Give a path, or its last name."
+        )
+    return selected
+
+
+def _last_name(path: tuple[Any, ...]) -> str:
+    """The last name of a path, such as ``embedding``; boxes have none of their own."""
+    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
+        path = path[:-1]
+    if not path:
+        return ""
+    return jax.tree_util.keystr(path[-1:], simple=True)

@@ -1,0 +1,186 @@
+"""What does an optimizer do if all it sees of a table is some of its rows?"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from towerjax.collectives.duplicates import set_rows, sum_duplicates
+from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.types import PyTree, named_leaves
+
+Owners = Sequence[int | None]
+"""For each leaf of an optimizer's state, the table whose shape it has."""
+
+
+class UpdateProgram(NamedTuple):
+    """What an optimizer's update is made of.
+
+    Attributes:
+      primitives: Their names, in order.
+      numbers: The whole numbers in it, such as at which count something happens.
+    """
+
+    primitives: tuple[str, ...]
+    numbers: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowWise:
+    """An optimizer of a tree whose leaves are taken one by one.
+
+    Attributes:
+      optimizer: An optax transformation that takes extra arguments.
+      treedef: Of the parameters.
+      names: Of its leaves, for errors.
+    """
+
+    optimizer: optax.GradientTransformationExtraArgs
+    treedef: Any
+    names: tuple[str, ...]
+
+    def owners(
+        self, params: Sequence[Any], tables: Sequence[int], opt_state: PyTree
+    ) -> Owners:
+        """Which leaves of the state have the rows of a table.
+
+        Those whose shape changes when the table is one row longer. Nothing is
+        computed, so it sees through ``masked``, ``partition`` and other wrappers.
+        """
+        structs = [_struct(x) for x in params]
+        expected = self._state_of(structs)
+        self._check_state(expected, opt_state)
+        shapes = [shape for _, shape in expected]
+        owners: list[int | None] = [None] * len(shapes)
+        for table in tables:
+            shape = structs[table].shape
+            longer = list(structs)
+            longer[table] = jax.ShapeDtypeStruct(
+                (shape[0] + 1, *shape[1:]), structs[table].dtype
+            )
+            changed = self._state_of(longer)
+            for i, (name, other) in enumerate(changed):
+                if len(changed) != len(shapes) or other != shapes[i]:
+                    if len(changed) != len(shapes) or shapes[i] != shape:
+                        raise ValueError(
+                            f"{self.names[table]} is of rows, but the optimizer keeps"
+                            f" {name} of it, which has not the shape {shape} of the"
+                            " parameter, so it has no rows. Give a dense gradient:"
+                            " leave the leaf out of `sparse`, or use rows.to_dense()."
+                        )
+                    owners[i] = table
+        return owners
+
+    def program(
+        self, params: Sequence[Any], extra_args: Mapping[str, Any]
+    ) -> UpdateProgram:
+        """The program of one update; only traced."""
+        tree = jax.tree.unflatten(self.treedef, [_struct(x) for x in params])
+
+        def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
+            return self.optimizer.update(grads, state, params, **extra_args)
+
+        state = jax.eval_shape(self.optimizer.init, tree)
+        closed = jax.make_jaxpr(update)(tree, state, tree)
+        eqns = list(_all_eqns(closed.jaxpr))
+        atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
+        return UpdateProgram(
+            tuple(eqn.primitive.name for eqn in eqns),
+            frozenset(int(x) for x in (*atoms, *closed.consts) if _is_whole(x)),
+        )
+
+    def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
+        state = jax.eval_shape(
+            self.optimizer.init, jax.tree.unflatten(self.treedef, params)
+        )
+        return [(name, tuple(x.shape)) for name, x in named_leaves("opt_state", state)]
+
+    def _check_state(self, expected: Any, opt_state: PyTree) -> None:
+        got = [(name, np.shape(x)) for name, x in named_leaves("opt_state", opt_state)]
+        if got != expected:
+            differing = sorted({*map(str, got)} ^ {*map(str, expected)})
+            raise ValueError(
+                "opt_state is not what optimizer.init(params) gives:"
+                f" {', '.join(differing[:4]) or 'the order of leaves'} differ. Give the"
+                " state of this optimizer and these parameters."
+            )
+
+    def update(
+        self,
+        grads: Sequence[Any],
+        opt_state: PyTree,
+        params: Sequence[Any],
+        owners: Owners,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[list[Any], PyTree]:
+        """One update, of which the optimizer sees rows where ``grads`` has rows."""
+        indices, inner_grads = {}, list(grads)
+        for i, grad in enumerate(grads):
+            if is_rows(grad):
+                values = jnp.asarray(grad.values)
+                summed, indices[i] = sum_duplicates(
+                    values, grad.indices, grad.dense_shape[0]
+                )
+                inner_grads[i] = summed.astype(values.dtype)
+
+        def rows_of(x: Any, table: int | None) -> Any:
+            if table not in indices:
+                return x
+            return jnp.asarray(x).at[indices[table]].get(mode="fill", fill_value=0)
+
+        def scattered(x: Any, rows: Any, table: int | None) -> Any:
+            if table not in indices:
+                return rows
+            return set_rows(jnp.asarray(x), indices[table], rows)
+
+        state, state_def = jax.tree.flatten(opt_state)
+        updates, new_state = self.optimizer.update(
+            jax.tree.unflatten(self.treedef, inner_grads),
+            jax.tree.unflatten(state_def, map(rows_of, state, owners)),
+            jax.tree.unflatten(
+                self.treedef, [rows_of(x, i) for i, x in enumerate(params)]
+            ),
+            **extra_args,
+        )
+        pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
+        new_state = [scattered(*pair) for pair in pairs]
+        updates = self.treedef.flatten_up_to(updates)
+        for i, which in indices.items():
+            updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
+        return updates, jax.tree.unflatten(state_def, new_state)
+
+
+def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    def is_inner(x: Any) -> bool:
+        return isinstance(x, Jaxpr | ClosedJaxpr)
+
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for x in filter(is_inner, jax.tree.leaves(dict(eqn.params), is_leaf=is_inner)):
+            yield from _all_eqns(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+
+
+def _is_whole(x: Any) -> bool:
+    real = any(
+        jnp.issubdtype(jnp.result_type(x), k) for k in (jnp.integer, jnp.floating)
+    )
+    return real and np.ndim(x) == 0 and float(x).is_integer()
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+
+
+def _as_rows(
+    values: jax.Array, indices: jax.Array, shape: tuple[int, ...]
+) -> IndexedRows:
+    """Rows to apply; those that only fill up are zeros, at an index that exists."""
+    exist = indices < shape[0]
+    mask = exist.reshape(exist.shape + (1,) * (values.ndim - 1))
+    values = jnp.where(mask, values, jnp.zeros((), values.dtype))
+    return IndexedRows(values, jnp.where(exist, indices, indices[:1]), shape)

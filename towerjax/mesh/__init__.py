@@ -1,0 +1,1 @@
+"""Where are towers and values? Devices, placement, processes."""

@@ -1,0 +1,227 @@
+"""Which processes make up the job, and which of them is this one?"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from towerjax.types.options import check_whole, is_whole
+
+# Process 0 is the chief, or worker 0 where there is none.
+JOBS = ("chief", "worker")
+EXAMPLE = (
+    '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]},'
+    ' "task": {"type": "worker", "index": 0}}'
+)
+_NOT_JOBS = {
+    "ps": "towers keep their parameters on every device, so there are no parameter"
+    " servers: leave 'ps' out, and start no process for it",
+    "evaluator": "the evaluator is not part of the job: leave it out, and start it as"
+    " a process of its own",
+    "master": "that job is called 'chief' here",
+}
+_ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(?P<port>[0-9]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The processes of a job, as one of them sees it.
+
+    Attributes:
+      process_id: Which process this is, from 0.
+      num_processes: How many there are.
+      coordinator: ``"host:port"`` at which process 0 listens; None for one process,
+        and where JAX found the cluster.
+      how: Where this is written, in words.
+    """
+
+    process_id: int
+    num_processes: int
+    coordinator: str | None
+    how: str
+
+
+def check_address(address: Any, name: str) -> str:
+    """The address, if it is a ``"host:port"``."""
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None:
+        raise ValueError(
+            f"{name}={address!r} is not an address. Write 'host:port', such as"
+            " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
+        )
+    if not 1 <= int(found["port"]) <= 65535:
+        raise ValueError(
+            f"{name}={address!r} has port {found['port']}; a port is one of 1 to 65535."
+        )
+    return address
+
+
+def check_member(
+    coordinator: Any, num_processes: Any, process_id: Any, *, how: str
+) -> Cluster:
+    """The cluster of which these three speak."""
+    check_address(coordinator, f"{how}: coordinator")
+    check_whole(f"{how}: num_processes", num_processes)
+    if not is_whole(process_id) or not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"{how}: process_id={process_id!r} must be a whole number from 0 to"
+            f" {num_processes - 1}, since num_processes={num_processes}."
+        )
+    return Cluster(process_id, num_processes, coordinator, how)
+
+
+def parse_spec(
+    spec: Any,
+    task_type: Any = None,
+    task_id: Any = None,
+    *,
+    how: str = "cluster_spec",
+) -> Cluster:
+    """The cluster that a specification like ``TF_CONFIG`` describes.
+
+    The processes are the chief, if there is one, and the workers in the order in
+    which they are listed; the first is process 0, at whose address all meet. The
+    other addresses are checked and count; nothing listens there.
+
+    Args:
+      spec: ``{"chief": ["host:port"], "worker": ["host:port", ...]}``, or
+        ``{"cluster": {...}, "task": {"type": ..., "index": ...}}``.
+      task_type: ``"chief"`` or ``"worker"``; None where ``spec`` names the task.
+      task_id: The place in that list, from 0; None where ``spec`` names the task.
+      how: Where this is written, in words; errors begin with it.
+
+    Returns:
+      A `Cluster`.
+
+    Raises:
+      ValueError: The specification is wrong; says what to write instead.
+
+    Example:
+      >>> hosts = {"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]}
+      >>> parse_spec(hosts, "worker", 1).process_id
+      2
+    """
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"{how}: {spec!r} is not a mapping. Write such as {EXAMPLE}.")
+    jobs = spec
+    if "cluster" in spec or "task" in spec:
+        if "cluster" not in spec:
+            raise ValueError(
+                f"{how} has no 'cluster'. Write such as {EXAMPLE}, or leave all of it"
+                " out for a job of one process."
+            )
+        jobs = spec["cluster"]
+        task_type, task_id = _task_of(spec, task_type, task_id, how)
+    addresses = _addresses(jobs, how)
+    _check_task(addresses, task_type, task_id, how)
+    order = [(job, i) for job in JOBS for i in range(len(addresses.get(job, ())))]
+    first, index = order[0]
+    return Cluster(
+        order.index((task_type, task_id)), len(order), addresses[first][index], how
+    )
+
+
+def parse_json(text: str, *, how: str) -> Cluster:
+    """The cluster that a JSON text like ``TF_CONFIG`` describes."""
+    try:
+        spec = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{how}: {text!r} is not JSON ({error}). Write such as {EXAMPLE}."
+        ) from error
+    if isinstance(spec, dict) and "cluster" not in spec:
+        spec.setdefault("task", None)
+    return parse_spec(spec, how=how)
+
+
+def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, Any]:
+    """The task that either the specification names or the arguments do."""
+    named = task_type is not None or task_id is not None
+    if spec.get("task") is None:
+        return task_type, task_id
+    if named:
+        raise ValueError(
+            f"{how}: 'task' says {spec['task']!r}, and task_type={task_type!r} and"
+            f" task_id={task_id!r} say it again. Name the task once."
+        )
+    task = spec["task"]
+    if not isinstance(task, Mapping):
+        raise ValueError(
+            f"{how}: 'task' is {task!r}, which is not a mapping. Write such as"
+            ' {"type": "worker", "index": 0}.'
+        )
+    return task.get("type"), task.get("index")
+
+
+def _addresses(jobs: Any, how: str) -> dict[str, list[str]]:
+    """Job -> addresses, all checked."""
+    if not isinstance(jobs, Mapping):
+        raise ValueError(
+            f"{how}: 'cluster' is {jobs!r}, which is not a mapping. Write such as"
+            ' {"worker": ["host-a:2222", "host-b:2222"]}.'
+        )
+    for job, tasks in jobs.items():
+        if job not in JOBS:
+            advice = _NOT_JOBS.get(job, "the jobs are 'chief' and 'worker'")
+            raise ValueError(f"{how}: job {job!r} cannot be here: {advice}.")
+        if not isinstance(tasks, list | tuple):
+            raise ValueError(
+                f"{how}: job {job!r} is {tasks!r}, which is not a list. Write such as"
+                ' ["host-a:2222"].'
+            )
+        for index, address in enumerate(tasks):
+            check_address(address, f"{how}: {job}[{index}]")
+    _check_addresses(jobs, how)
+    return {job: list(tasks) for job, tasks in jobs.items() if tasks}
+
+
+def _check_addresses(jobs: Any, how: str) -> None:
+    named = [address.lower() for tasks in jobs.values() for address in tasks]
+    if not named:
+        raise ValueError(
+            f"{how}: the cluster {dict(jobs)!r} has no tasks. Write such as"
+            ' {"worker": ["host-a:2222", "host-b:2222"]}, or leave all of it out for'
+            " a job of one process."
+        )
+    chiefs = jobs.get("chief", ())
+    if len(chiefs) > 1:
+        raise ValueError(
+            f"{how}: there are {len(chiefs)} chiefs, {list(chiefs)!r}; there can be"
+            " one. Make the others workers."
+        )
+    twice = sorted({address for address in named if named.count(address) > 1})
+    if twice:
+        raise ValueError(
+            f"{how}: {', '.join(twice)} stands for more than one task. Give each"
+            " process a port of its own."
+        )
+
+
+def _check_task(
+    addresses: dict[str, list[str]], task_type: Any, task_id: Any, how: str
+) -> None:
+    """Raise unless the task is one of the cluster's."""
+    if task_type is None or task_id is None:
+        raise ValueError(
+            f"{how}: which task is this process? Got type {task_type!r} and index"
+            f" {task_id!r}; both are needed, such as 'worker' and 0."
+        )
+    if not isinstance(task_type, str) or task_type not in addresses:
+        advice = "Use one of " + " or ".join(repr(job) for job in addresses) + "."
+        if isinstance(task_type, str) and task_type in _NOT_JOBS:
+            advice = _NOT_JOBS[task_type].capitalize() + "."
+        raise ValueError(
+            f"{how}: this process is of job {task_type!r}, which the cluster does not"
+            f" have. {advice}"
+        )
+    if not is_whole(task_id):
+        raise ValueError(
+            f"{how}: the index of the task is {task_id!r}; write an int, such as 0."
+        )
+    last = len(addresses[task_type]) - 1
+    if not 0 <= task_id <= last:
+        raise ValueError(
+            f"{how}: there is no task {task_id} in job {task_type!r}, whose tasks are"
+            f" {'0' if last == 0 else f'0 to {last}'}."
+        )

@@ -1,0 +1,116 @@
+"""Which device does a name mean? ``"platform:index"`` and back."""
+
+import re
+from typing import Any, TypeAlias
+
+import jax
+
+Device: TypeAlias = Any
+"""A ``jax.Device``, which type checkers take for a variable."""
+
+
+_NAME = re.compile(
+    r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
+)
+"""``"gpu:0"``, and what TensorFlow called it in a job of one process."""
+
+
+def canonical_device_name(device: Any) -> str:
+    """``"platform:index"`` of a device or of one of its names.
+
+    ``"cuda:0"`` and ``"rocm:0"`` are ``"gpu:0"``; the index counts within the
+    platform.
+    """
+    if isinstance(device, jax.Device):
+        peers = jax.devices(device.platform)
+        return f"{_canonical_platform(device.platform)}:{peers.index(device)}"
+    found = _NAME.fullmatch(str(device).lower())
+    if found is None:
+        raise ValueError(
+            f"devices: {device!r} is not a device name. Write 'platform:index', such"
+            " as 'gpu:0' or 'cpu:3', or pass a jax.Device."
+        )
+    platform, index = found.groups()
+    return f"{_canonical_platform(platform)}:{int(index)}"
+
+
+def _canonical_platform(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def canonical_device_names(devices: Any) -> tuple[str, ...]:
+    """The canonical names of several devices of one platform, in their order."""
+    if not isinstance(devices, tuple | list):
+        single = isinstance(devices, str | jax.Device)
+        example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
+        raise ValueError(
+            f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
+            f" such as devices={example}."
+        )
+    if not devices:
+        raise ValueError(
+            "devices is empty; name at least one, or leave it out to use all."
+        )
+    names = tuple(canonical_device_name(device) for device in devices)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
+            " several towers on a device write towers=..., not the device twice."
+        )
+    platforms = sorted({name.split(":")[0] for name in names})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"devices are of several platforms, {' and '.join(platforms)}, in {names};"
+            " one program runs on one platform. Name devices of one."
+        )
+    return names
+
+
+def platform_devices(platform: str) -> list[Device]:
+    """The devices of a platform; an empty list where JAX has no such platform."""
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # JAX's word for a platform that it does not have
+        return []
+
+
+def first_of_each_process(gpus: int) -> tuple[str, ...]:
+    """The names of the first so many GPUs of each process, process after process."""
+    platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
+    devices = platform_devices(platform)
+    names: list[str] = []
+    for process in range(jax.process_count()):
+        own = [i for i, d in enumerate(devices) if d.process_index == process]
+        if len(own) < wanted:
+            raise ValueError(
+                f"num_gpus={gpus} of each process, but process {process} has"
+                f" {len(own)}. Ask for at most that many, or name the devices."
+            )
+        names += [f"{platform}:{i}" for i in own[:wanted]]
+    return tuple(names)
+
+
+def find_device(name: str) -> Device:
+    """The device of that canonical name."""
+    platform, _, index = name.partition(":")
+    found = platform_devices(platform)
+    if int(index) < len(found):
+        return found[int(index)]
+    if found:
+        have = f"{len(found)} of platform {platform!r}: {platform}:0"
+        have += f" to {platform}:{len(found) - 1}" if len(found) > 1 else ""
+    else:
+        have = f"none of platform {platform!r}; the default one is"
+        have += f" {jax.default_backend()!r} with {len(jax.devices())}"
+    hint = ""
+    if platform == "cpu":
+        hint = (
+            " For more CPU devices call"
+            f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before JAX"
+            " is first used."
+        )
+    raise ValueError(
+        f"devices: {name!r} is not on this machine, which has {have}. Name devices"
+        f" that it has, or ask for towers=... and let them share a device.{hint}"
+    )

@@ -1,0 +1,335 @@
+"""Where do towers and values live? Meshes, layouts, placing a tree.
+
+``T`` towers lie on ``D`` devices, ``k = T / D`` local towers on each, device after
+device: tower ``t`` is local tower ``t % k`` of device ``t // k``.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from towerjax.mesh.devices import Device, find_device, platform_devices
+from towerjax.mesh.processes import from_first_process, require_same
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import held_dtype, is_key, key_data, like_key, refuse_unheld
+
+# Names that nobody writes by chance: a psum over the device axis alone would leave out
+# the towers of the same device. Users have the tower axis, which is all towers.
+DEVICE_AXIS = "towerjax_device"
+LOCAL_AXIS = "towerjax_local"
+TOWER_AXIS = "towerjax_tower"
+
+SPECS = {
+    Layout.MIRRORED: PartitionSpec(),
+    Layout.PER_TOWER: PartitionSpec(DEVICE_AXIS),
+    Layout.PER_TOWER_STEPS: PartitionSpec(None, DEVICE_AXIS),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerAxes:
+    """Which named axes a tower can meet the others over.
+
+    Attributes:
+      num_devices: ``D``.
+      num_local: ``k``, towers on a device.
+      device_axis: Is the device axis bound? Not on one device, where nothing
+        has to travel.
+      in_turn: Do the local towers run one after another (``local="scan"``)?
+      platform: ``"cpu"``, ``"gpu"`` ...: the device's, for choices of method.
+      devices: The devices' names in the order of the device axis; empty where they
+        are absent.
+      num_processes: ``P``; process ``p`` has devices ``p D / P`` and following.
+      tower_axis: The name of all towers in a tower function; see `one_axis`.
+    """
+
+    num_devices: int
+    num_local: int
+    device_axis: bool
+    in_turn: bool
+    platform: str
+    devices: tuple[str, ...] = ()
+    num_processes: int = 1
+    tower_axis: str = TOWER_AXIS
+
+    @property
+    def num_towers(self) -> int:
+        """``T``."""
+        return self.num_devices * self.num_local
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The axis over devices, when there are several."""
+        return (DEVICE_AXIS,) if self.device_axis else ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All bound tower axes, outermost first."""
+        together = self.num_local > 1 and not self.in_turn
+        return self.device_names + ((LOCAL_AXIS,) if together else ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """``T`` towers on ``D`` named devices, and how they are run there.
+
+    Attributes:
+      devices: Canonical names, ``("cpu:0", "cpu:1")``; tower order.
+      num_towers: ``T``, a multiple of ``len(devices)``.
+      local: ``"vmap"`` or ``"scan"``.
+      executor: ``"shard_map"`` or ``"pmap"``.
+      axis_name: The name of all towers in a tower function.
+    """
+
+    devices: tuple[str, ...]
+    num_towers: int
+    local: str
+    executor: str
+    axis_name: str = TOWER_AXIS
+
+    @property
+    def num_devices(self) -> int:
+        """``D``."""
+        return len(self.devices)
+
+    @property
+    def platform(self) -> str:
+        """The platform of the first device."""
+        return self.devices[0].split(":")[0]
+
+    def tower_on(self, device: str) -> int:
+        """The tower that runs on a device."""
+        k = self.axes.num_local
+        if device in self.devices and k == 1:
+            return self.devices.index(device)
+        if device not in self.devices:
+            has = f"has no tower; towers run on {', '.join(self.devices)}"
+        else:
+            first = self.devices.index(device) * k
+            has = f"has the towers {first} to {first + k - 1}"
+        raise ValueError(f"{device} {has}. Name the tower by its number.")
+
+    @property
+    def axes(self) -> TowerAxes:
+        """The axes that a tower meets the others over on these devices."""
+        return TowerAxes(
+            num_devices=self.num_devices,
+            num_local=self.num_towers // self.num_devices,
+            device_axis=self.num_devices > 1,
+            in_turn=self.local == "scan",
+            platform=self.platform,
+            devices=self.devices,
+            num_processes=self.num_processes,
+            tower_axis=self.axis_name,
+        )
+
+    @property
+    def abstract_axes(self) -> TowerAxes:
+        """The same towers, each on a device of its own, none of which exists."""
+        return TowerAxes(
+            num_devices=self.num_towers,
+            num_local=1,
+            device_axis=True,
+            in_turn=self.local == "scan",
+            platform=self.platform,
+            num_processes=self.num_processes,
+            tower_axis=self.axis_name,
+        )
+
+    @property
+    def runs_one_tower_a_device(self) -> bool:
+        """Is a device's program, as traced, one tower's program?"""
+        one_each = 1 < self.num_devices == self.num_towers
+        return one_each and self.executor == "shard_map"
+
+    @property
+    def shares_devices(self) -> bool:
+        """Do several towers run on a device at once, under ``vmap``?"""
+        return self.num_towers > self.num_devices and self.local == "vmap"
+
+    @functools.cached_property
+    def num_processes(self) -> int:
+        """``P``: how many processes share the devices; 1 where they are absent."""
+        present = platform_devices(self.platform)
+        indices = [int(name.split(":")[1]) for name in self.devices]
+        if max(indices) >= len(present):
+            return 1
+        return len({present[index].process_index for index in indices})
+
+    @functools.cached_property
+    def jax_devices(self) -> tuple[Device, ...]:
+        """The devices themselves, in tower order."""
+        devices = tuple(find_device(name) for name in self.devices)
+        _check_processes(devices)
+        if self.num_processes > 1 and self.executor == "pmap":
+            raise ValueError(
+                f"executor='pmap' runs on the devices of one process, and these belong"
+                f" to {self.num_processes}. Use executor='shard_map'."
+            )
+        return devices
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """A mesh of one Auto axis over the devices."""
+        axis_types = (AxisType.Auto,)
+        return Mesh(np.array(self.jax_devices), (DEVICE_AXIS,), axis_types=axis_types)
+
+    def sharding(self, layout: Layout) -> NamedSharding:
+        """How a value of that layout is split over the devices."""
+        return NamedSharding(self.mesh, SPECS[layout])
+
+    def shardings(self, layouts: PyTree, values: PyTree) -> PyTree:
+        """A tree of layouts, and what they are of -> a sharding for each leaf."""
+
+        def of(layout: Layout, part: PyTree) -> PyTree:
+            if layout is Layout.SHARDED:
+                return jax.tree.map(self._split, part)
+            sharding = self.sharding(layout)
+            return jax.tree.map(lambda _: sharding, part)
+
+        return jax.tree.map(of, layouts, values)
+
+    def _split(self, x: Any) -> NamedSharding:
+        """The longest dim that the devices divide is split over them."""
+        shape, spec = np.shape(x), SPECS[Layout.MIRRORED]
+        dims = [i for i, n in enumerate(shape) if n and n % self.num_devices == 0]
+        if dims:
+            dim = max(dims, key=lambda i: shape[i])
+            spec = PartitionSpec(*[None] * dim, DEVICE_AXIS)
+        return NamedSharding(self.mesh, spec)
+
+
+def _check_processes(devices: tuple[Device, ...]) -> None:
+    """Raise unless all are of this process, or of all processes evenly, in order."""
+    owners = [device.process_index for device in devices]
+    own, all_processes = jax.process_index(), list(range(jax.process_count()))
+    if set(owners) == {own}:
+        return
+    counts = {p: owners.count(p) for p in all_processes}
+    if owners != sorted(owners) or len(set(counts.values())) > 1:
+        raise ValueError(
+            f"The devices belong to the processes {owners}. In a job of"
+            f" {len(all_processes)} processes name as many devices of each, process"
+            " after process, or leave devices out to use all."
+        )
+
+
+def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
+    """A copy of the tree on the placement's devices.
+
+    A copy always: ``device_put`` alone may share the caller's buffer, and a
+    donated state would then delete or overwrite the caller's array. Of several
+    processes, each of which calls this, the first one's values are taken.
+    """
+    refuse_unheld("value", tree)
+    if placement.num_processes == 1:
+        copied = jax.tree.map(_own_copy, tree)
+        return jax.device_put(copied, placement.shardings(layouts, copied))
+    leaves, treedef = jax.tree.flatten(tree)
+    on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
+    if on_host:
+        own = [_own_copy(key_data(leaves[i])) for i in on_host]
+        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
+        advice = "Run the same program on every process."
+        require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
+        for i, first in zip(on_host, from_first_process(own), strict=True):
+            leaves[i] = like_key(first, leaves[i])
+    return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts)
+
+
+def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
+    """As `place`, but each of several processes places its own values.
+
+    For what is the same on all by construction, and for rows of which each places
+    its own. Asks no other process, so that a thread may call it.
+    """
+    shardings = placement.shardings(layouts, tree)
+    if placement.num_processes == 1:
+        return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
+    return jax.tree.map(_place_on_processes, tree, shardings)
+
+
+def _own_copy(leaf: Any) -> Any:
+    if is_key(leaf):
+        return leaf.copy()
+    if isinstance(leaf, jax.Array):
+        return np.array(leaf)
+    return np.array(leaf, dtype=held_dtype(np.asarray(leaf).dtype))
+
+
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Each process places the shards of its own devices."""
+    if is_key(leaf):
+        data = _place_on_processes(jax.random.key_data(leaf), sharding)
+        impl = jax.random.key_impl(leaf)
+        return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl))(data)
+    if _is_global(leaf):
+        if leaf.sharding.device_set == sharding.device_set:
+            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        leaf = jax.jit(jnp.copy, out_shardings=whole)(leaf)
+    host = _own_copy(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
+
+
+def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
+    """Rows on the devices of their towers; host arrays are copied first.
+
+    On the CPU, placing an aligned NumPy array shares its memory, so a loader
+    that reuses its buffer would rewrite a batch in flight.
+    """
+    if placement.num_processes > 1:
+        return place_own(tree, placement, layout)
+    owned = jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else _own_copy(x), tree
+    )
+    return jax.device_put(owned, placement.sharding(layout))
+
+
+def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
+    """This process's rows with its own towers, as its part of a global array."""
+    sharding = placement.sharding(Layout.PER_TOWER)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, _own_copy(x)), tree
+    )
+
+
+def waited(out: PyTree) -> PyTree:
+    """The results, computed where unawaited ones could stop the devices for good.
+
+    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    devices deadlock and abort the process.
+    """
+    spread = [
+        x
+        for x in jax.tree.leaves(out)
+        if isinstance(x, jax.Array)
+        and not isinstance(x, Tracer)
+        and len(x.sharding.device_set) > 1
+    ]
+    if spread and next(iter(spread[0].sharding.device_set)).platform == "cpu":
+        jax.block_until_ready(spread)
+    return out
+
+
+def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
+    """The tree whole on each process, so that the host can read it."""
+    if placement.num_processes == 1:
+        return tree
+    mirrored = placement.sharding(Layout.MIRRORED)
+    return waited(_resharded(tree, sharding=mirrored))
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _resharded(tree: PyTree, *, sharding: NamedSharding) -> PyTree:
+    return jax.lax.with_sharding_constraint(tree, sharding)

@@ -1,0 +1,145 @@
+"""What must several processes agree on, and how do they hear of each other?
+
+Everything here is called by every process of a job, in the same order.
+"""
+
+import hashlib
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from towerjax.types import PyTree
+
+
+def require_same(what: str, text: str, advice: str) -> None:
+    """Raise, on every process, unless it is the same on all of them."""
+    if jax.process_count() == 1:
+        return
+    _check_devices()
+    digest = hashlib.sha256(text.encode()).digest()
+    own = np.frombuffer(digest, np.uint8)
+    all_of_them = np.asarray(multihost_utils.process_allgather(own))
+    differing = [
+        p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
+    ]
+    if differing:
+        shown = text if len(text) <= 400 else f"{len(text)} characters of text"
+        raise ValueError(
+            f"{what} must be the same on all {jax.process_count()} processes, but"
+            f" process{'es' if len(differing) > 1 else ''}"
+            f" {', '.join(map(str, differing))} and process 0 differ. On process"
+            f" {jax.process_index()}: {shown}. {advice}"
+        )
+
+
+def _check_devices() -> None:
+    """Raise unless all processes have as many devices."""
+    owners = [device.process_index for device in jax.devices()]
+    counts = [owners.count(process) for process in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The processes of this job have {counts} devices each; they need the same"
+            " number. Set JAX_NUM_CPU_DEVICES or CUDA_VISIBLE_DEVICES alike for all."
+        )
+
+
+def from_first_process(tree: PyTree) -> PyTree:
+    """Process 0's values, on every process."""
+    if jax.process_count() == 1:
+        return tree
+    _check_devices()
+    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+def asked_to_end(number: int) -> bool:
+    """Was one of several processes sent SIGTERM, and is this where all stop?
+
+    All call it after each step. JAX holds the signal back in such a job, and lets all
+    processes stop after the same step.
+    """
+    is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
+    if jax.process_count() == 1 or not is_on:
+        return False
+    return bool(multihost_utils.reached_preemption_sync_point(number))
+
+
+class Stopped(Exception):
+    """Nobody wants the answer any more."""
+
+
+class Exchange:
+    """Small values handed round between processes, from any thread.
+
+    They travel by the job's coordinator and not by the devices, so that a thread
+    which prepares input never meets a running step.
+    """
+
+    def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
+        self._name, self._what, self._stopped = name, what, stopped
+        self._client = _coordinator_client()
+        self._round = 0
+
+    def all(self, own: Any) -> list[Any]:
+        """Every process's value of this round, in the order of processes."""
+        prefix, mine = f"towerjax/{self._name}/{self._round}", jax.process_index()
+        self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
+        peers = range(jax.process_count())
+        values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
+        if self._round > 1:  # all have read the round before the last
+            old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
+            self._client.key_value_delete(old)
+        self._round += 1
+        return [json.loads(value) for value in values]
+
+    def _wait_for(self, key: str, peer: int) -> str:
+        """The peer's value. One that is dead ends the job by JAX's own heartbeat."""
+        for waited_s in itertools.count():
+            if self._stopped.is_set():
+                raise Stopped
+            try:
+                return self._client.blocking_key_value_get(key, 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if waited_s == 10:
+                print(
+                    f"process {jax.process_index()} waits for {self._what} of process"
+                    f" {peer}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        raise AssertionError("counting does not end")
+
+
+def _coordinator_client() -> Any:
+    """JAX's client of the job's key-value store; JAX offers it under no public name."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def first_process_says(make: Callable[[], Any]) -> Any:
+    """What process 0 finds out, on every process; its error too."""
+    if jax.process_count() == 1:
+        return make()
+    failure, said = None, b""
+    if jax.process_index() == 0:
+        try:
+            said = json.dumps({"value": make()}).encode()
+        except Exception as error:  # the others wait for what it says
+            failure, said = error, json.dumps({"error": str(error)}).encode()
+    size = int(from_first_process(np.array(len(said))))
+    own = np.frombuffer(said, np.uint8) if said else np.zeros(size, np.uint8)
+    heard = json.loads(from_first_process(own).tobytes())
+    if failure is not None:
+        raise failure
+    if "error" in heard:
+        raise ValueError(f"Process 0 says: {heard['error']}")
+    return heard["value"]

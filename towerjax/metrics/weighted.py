@@ -1,0 +1,225 @@
+"""What may be averaged? Weighted, a numerator with its denominator; a sum of such."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from towerjax.types import ArrayLike
+
+
+def _refuse_negative(weight: Any) -> None:
+    """Raise for a weight that is known before tracing and negative."""
+    if isinstance(weight, int | float | np.ndarray | np.generic):
+        lowest = np.min(weight, initial=0)
+        if lowest < 0:
+            raise ValueError(
+                f"Weighted.weight must be >= 0, got {lowest}. A weight counts"
+                " examples: mask an example with weight 0, and put a sign into the sum."
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A numerator and a denominator that travel together.
+
+    The only thing that may be averaged: towers, micro-batches and batches merge
+    by adding both fields, and ``value`` divides once, at the end. So unequal
+    weights, padding and empty towers are exact. ``merge`` pools two sets of rows
+    into one mean; ``+`` makes a sum of two means, which is not that.
+
+    Attributes:
+      sum: The weighted total, shape ``()`` for a loss or any shape for a metric; or a
+        pytree of arrays, such as a gradient, all divided by the one weight.
+      weight: What the total is divided by, broadcastable to ``sum``, >= 0.
+
+    Raises:
+      ValueError: A ``weight`` that is a number or a NumPy array holds a negative.
+
+    Example:
+      >>> first = Weighted.mean(np.array([1.0, 2.0]), np.array([1.0, 1.0]))
+      >>> second = Weighted.mean(np.array([6.0, 9.0]), np.array([1.0, 0.0]))
+      >>> float(first.merge(second).value)
+      3.0
+    """
+
+    sum: Any
+    weight: ArrayLike
+    __array_ufunc__ = None  # so that numbers of NumPy ask for __radd__ and __rmul__
+
+    def __post_init__(self) -> None:
+        """Refuse weights that are negative where that can be known."""
+        _refuse_negative(self.weight)
+
+    @classmethod
+    def mean(cls, values: ArrayLike, weight: ArrayLike | None = None) -> "Weighted":
+        """The mean of ``values`` in which each example counts by its weight.
+
+        ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
+        An element of weight 0 is left out even when its value is NaN. Its gradient
+        is not: NaN times 0 is NaN, so replace bad inputs before the model, with
+        ``jnp.where``, or build the step with ``guard="gradients"``.
+
+        Args:
+          values: Shape ``[b, ...]`` or ``()``, numbers or booleans.
+          weight: Shape equal to the leading dims of ``values`` (``[b]`` for
+            per-example weights), >= 0; None counts every element once.
+
+        Returns:
+          A ``Weighted`` of two scalars.
+
+        Raises:
+          ValueError: ``weight`` is negative where that is known before tracing, or
+            its shape is not a leading part of the shape of ``values``.
+
+        Example:
+          >>> float(Weighted.mean(np.array([1.0, 5.0]), np.array([3.0, 1.0])).value)
+          2.0
+        """
+        values = jnp.asarray(values)
+        values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        if weight is None:
+            return cls(values.sum(), jnp.asarray(values.size, values.dtype))
+        _refuse_negative(weight)
+        weight = jnp.asarray(weight)
+        if values.shape[: weight.ndim] != weight.shape:
+            raise ValueError(
+                f"Weighted.mean got values of shape {values.shape} and weights of shape"
+                f" {weight.shape}. Weights must have the leading dims of the values,"
+                f" here {values.shape[:1]} for one weight per example."
+            )
+        weight = weight.astype(values.dtype)
+        weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
+        weight = jnp.broadcast_to(weight, values.shape)
+        counted = jnp.where(weight != 0, values * weight, 0)
+        return cls(counted.sum(), weight.sum())
+
+    def merge(self, other: "Weighted") -> "Weighted":
+        """Both sums and both weights added, as for every metric state."""
+        total = jax.tree.map(operator.add, self.sum, other.sum)
+        return Weighted(total, self.weight + other.weight)
+
+    def __add__(self, other: Any) -> "Means":
+        """The sum of two means, each with its own denominator; see `Means`."""
+        return Means((self,)) + other
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: ArrayLike) -> "Weighted":
+        """The mean times a number that all towers share."""
+        if isinstance(factor, Weighted | Means):
+            return NotImplemented
+        return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
+
+    __rmul__ = __mul__
+
+    def compute(self) -> Any:
+        """``value``; in NumPy, in their precision, where both fields are of NumPy."""
+        kinds = np.ndarray | np.generic
+        if not (isinstance(self.sum, kinds) and isinstance(self.weight, kinds)):
+            return self.value
+        empty = self.weight == 0
+        return np.where(empty, 0.0, self.sum / np.where(empty, 1.0, self.weight))
+
+    @property
+    def value(self) -> Any:
+        """``sum / weight``; 0 where the weight is 0, never NaN from an empty set.
+
+        The leaves of a tree are multiplied with the inverse, made once.
+        """
+        weight = jnp.asarray(self.weight)
+        empty = weight == 0
+        if jax.tree_util.all_leaves([self.sum]):
+            total = jnp.asarray(self.sum)
+            return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
+        # Once and behind a barrier: XLA turns some divisions by the same scalar into
+        # products with its inverse and others not, and then bits depend on D.
+        scale = lax.optimization_barrier(Weighted(1.0, weight).value)
+        return jax.tree.map(lambda x: x * scale.astype(x.dtype), self.sum)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """A sum of means, each with its own denominator, and of what all towers share.
+
+    Such as ``ce + 0.1 * aux + tj.shared(l2)``: a loss of several terms, exact over
+    towers, micro-batches and padding. Made by ``+`` of ``Weighted``.
+
+    Attributes:
+      terms: One ``Weighted`` or several.
+      shared: ``()``, a number that is the same on every tower, which is proved.
+
+    Example:
+      >>> first, second = Weighted(6.0, 3.0), Weighted(1.0, 4.0)
+      >>> float((first + 2 * second + shared(10.0)).value)
+      12.5
+    """
+
+    terms: tuple[Weighted, ...]
+    shared: Any = 0.0
+    __array_ufunc__ = None
+
+    @property
+    def value(self) -> Any:
+        """Each term's value and what is shared, added."""
+        return sum((term.value for term in self.terms), self.shared)
+
+    def __add__(self, other: Any) -> "Means":
+        """With further terms."""
+        if isinstance(other, int | float) and other == 0:  # where sum() starts
+            return self
+        if isinstance(other, Weighted):
+            other = Means((other,))
+        if not isinstance(other, Means):
+            raise ValueError(
+                f"A mean + {type(other).__name__}: what is added to a mean says whether"
+                " it is a mean of rows, tj.Weighted.mean(...), or one number that all"
+                " towers share, tj.shared(x)."
+            )
+        return Means((*self.terms, *other.terms), self.shared + other.shared)
+
+    __radd__ = __add__
+
+    def __mul__(self, factor: ArrayLike) -> "Means":
+        """Each term times a number that all towers share."""
+        terms = tuple(term * factor for term in self.terms)
+        return Means(terms, self.shared * factor)
+
+    __rmul__ = __mul__
+
+
+def shared(value: ArrayLike) -> Means:
+    """A term of a loss that is no mean of rows: the same on every tower, counted once.
+
+    Such as a penalty on the parameters. That it is the same is proved.
+
+    Args:
+      value: ``()``, floating.
+
+    Returns:
+      What is added to a ``Weighted``.
+
+    Example:
+      >>> float((Weighted(6.0, 3.0) + shared(0.5)).value)
+      2.5
+    """
+    return Means((), value)
+
+
+class UnknownWeights(ValueError):
+    """A loss of several means was differentiated where their weights are not known."""
+
+    def __init__(self) -> None:
+        """Say what to write."""
+        super().__init__(
+            "A sum of several means has several denominators, of which towers learn in"
+            " a step: differentiate it with tj.value_and_grad in a tower function of"
+            " tj.build_step, or pass it to tj.build_train_step. Elsewhere return each"
+            " mean by itself."
+        )

@@ -1,0 +1,345 @@
+"""How is a compiled train step called? With a state and a batch, both checked."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import jax
+
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import Remainder, check_remainder
+from towerjax.mesh.placement import place
+from towerjax.step.checking import Check, Checked, Verdicts
+from towerjax.step.engine import Guard, OnNonfinite, repeated_recipe
+from towerjax.step.given_state import (
+    check_is_state,
+    check_state,
+    is_usable,
+    with_numbers_placed,
+)
+from towerjax.step.program import Program, Runner
+from towerjax.step.recipe import Recipe
+from towerjax.step.report.dispatch import timed
+from towerjax.step.report.step_report import StepReport, report_of
+from towerjax.step.state import (
+    TrainState,
+    split_state,
+    state_layout,
+)
+from towerjax.towers.strategies import Strategy
+from towerjax.types import PyTree, Reduction
+from towerjax.types.options import check_choice, check_flag, check_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a train step treats its batch and its loss; see `build_train_step`."""
+
+    loss_reduction: Reduction | None = None
+    micro_batches: int = 1
+    remainder: Remainder = "error"
+    on_nonfinite: OnNonfinite = "raise"
+    guard: Guard = "loss"
+    donate: bool = True
+    max_programs: int | None = 1
+    check: Check | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_remainder(self.remainder)
+        check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        check_choice("guard", self.guard, get_args(Guard))
+        allowed = (None, Reduction.SUM, Reduction.MEAN)
+        if self.loss_reduction not in allowed:
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} must be Reduction.SUM or"
+                " Reduction.MEAN for a scalar loss, or None for tj.Weighted."
+            )
+        check_whole("micro_batches", self.micro_batches)
+        if self.max_programs is not None:
+            check_whole("max_programs", self.max_programs)
+        check_flag("donate", self.donate)
+        self._check_check()
+
+    def _check_check(self) -> None:
+        if self.check is None:
+            return
+        if not isinstance(self.check, Check):
+            raise ValueError(
+                f"check={self.check!r} must be a tj.Check, such as"
+                " tj.Check(every=100), or None."
+            )
+        if self.check.nonfinite and self.on_nonfinite != "raise":
+            raise ValueError(
+                f"check={self.check!r} raises where something is not finite, and"
+                f" on_nonfinite={self.on_nonfinite!r} says to go on. Say"
+                " tj.Check(..., nonfinite=False), or on_nonfinite='raise'."
+            )
+
+
+class CompiledStep:
+    """A pure training step: ``(state, batch) -> (state, metrics)``.
+
+    Compiled at its first call, once. What makes its state, its subclasses know.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        options: StepOptions,
+        *,
+        counts_examples: bool = False,
+    ) -> None:
+        self.strategy, self.options = strategy, options
+        self.counts_examples = counts_examples
+        self._runner = self._run(recipe)
+        self._repeated: dict[int, Runner] = {}
+        self._placer = Placer(
+            strategy.placement,
+            shares=strategy.num_towers * options.micro_batches,
+            remainder=options.remainder,
+        )
+        self._verdicts = Verdicts(
+            strategy.placement, refusals=options.on_nonfinite == "raise"
+        )
+
+    def _run(self, recipe: Recipe) -> Runner:
+        max_programs = self.options.max_programs
+        return Runner(recipe, self.strategy.placement, max_programs=max_programs)
+
+    def _check(self, state: Any) -> None:
+        layout = state_layout(self.strategy)
+        placement = self.strategy.placement
+        check_state(state, placement, layout, counts=self.counts_examples)
+
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start a loop from: the same, its numbers on the devices.
+
+        Args:
+          state: On the step's devices, but for numbers.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        return self._ready(state, self._runner)
+
+    def place(self, state: TrainState) -> TrainState:
+        """A copy of a state on this step's devices, e.g. one from other devices.
+
+        Args:
+          state: A ``TrainState`` of the same number of towers, or its host copy.
+
+        Returns:
+          The state, placed.
+
+        Raises:
+          ValueError: Its tower-local variables have another number of towers.
+        """
+        check_is_state(state)
+        placed = place(state, self.strategy.placement, state_layout(self.strategy))
+        self._check(placed)
+        return placed
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        if not isinstance(batch, PlacedBatch):
+            return self._placer.place(batch)
+        batch.check(self.strategy.placement)
+        if batch.rows % self.options.micro_batches:
+            raise ValueError(
+                f"The placed batch gives each tower {batch.rows} rows, which"
+                f" {self.options.micro_batches} micro-batches cannot share. Say"
+                " micro_batches=... where it is placed, or use other batch sizes."
+            )
+        return batch
+
+    def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
+        """Up to ``steps`` batches stacked, for one call that does them all.
+
+        Args:
+          batches: One to ``steps`` batches.
+          steps: ``K``, the most steps of a call; one program serves any number.
+
+        Returns:
+          A ``PlacedBatch`` for ``dispatch``.
+
+        Raises:
+          ValueError: A batch is malformed, does not divide, or is unlike the others.
+        """
+        return self._placer.place_several(batches, steps)
+
+    @property
+    def batch_rows(self) -> frozenset[int]:
+        """How many rows the batches so far had once they were padded."""
+        return frozenset(self._placer.full_sizes)
+
+    def expect_batch_rows(self, sizes: Iterable[int]) -> None:
+        """Pad smaller batches as if batches of these sizes had been placed before.
+
+        Args:
+          sizes: As ``batch_rows`` of the step in another process.
+        """
+        self._placer.expect(sizes)
+
+    def program(self, state: TrainState, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: The state.
+          batch: A global batch, or one placed before.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        batch = self.place_batch(batch)
+        runner = self._runner_for(batch)
+        return runner.program(split_state(self._ready(state, runner)), batch)
+
+    def _ready(self, state: Any, runner: Runner) -> TrainState:
+        """The state as the runner takes it: checked, its numbers on the devices."""
+        check_is_state(state)
+        expected = self._before_first_call(state)
+        for program in itertools.islice(runner.programs.values(), 1):
+            carry, clock = program.call.args_info[0][:2]
+            expected = TrainState(**carry, **clock)
+        placed = with_numbers_placed(state, self.strategy.placement, expected)
+        self._check(placed)
+        return placed
+
+    def _before_first_call(self, state: TrainState) -> TrainState:
+        """A state with the dtypes that the step takes, as far as they are known."""
+        return state
+
+    def report(
+        self, state: TrainState, batch: PyTree, *, timed_calls: int = 0
+    ) -> StepReport:
+        """What the compiler made of the step for such a batch.
+
+        Args:
+          state: The state; it is kept.
+          batch: A global batch, or one placed before.
+          timed_calls: So many calls are timed, on a copy of the state, which needs
+            its memory once more; 0 times none.
+
+        Returns:
+          A ``StepReport``: collectives, FLOPs, memory, buffers, times.
+
+        Raises:
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
+          >>> state = step.init({"w": np.ones((), np.float32)})
+          >>> step.report(state, {"x": np.ones(4, np.float32)}).collectives
+          ()
+        """
+        check_whole("timed_calls", timed_calls, 0)
+        batch, keeps = self.place_batch(batch), not self.options.donate
+        program, timing = self.program(state, batch), None
+        if timed_calls:
+            carry, clock = split_state(self.place(state))
+
+            def call(carry: Any) -> Any:
+                out = program.call(carry, clock, *batch.args)
+                return (carry if keeps else out[0]), out[1:]
+
+            timing = timed(call, carry, timed_calls)
+        recipe, placement = self._runner_for(batch).recipe, self.strategy.placement
+        return report_of(program, recipe, placement, keeps=keeps, timing=timing)
+
+    def _runner_for(self, batch: PlacedBatch) -> Runner:
+        steps = batch.num_steps
+        if steps is None:
+            return self._runner
+        if steps not in self._repeated:
+            self._repeated[steps] = self._run(repeated_recipe(self._runner.recipe))
+        return self._repeated[steps]
+
+    def dispatch(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
+        """The step, without looking at whether its loss was finite.
+
+        Args:
+          state: The state; donated.
+          batch: A placed batch, or several stacked.
+
+        Returns:
+          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool,
+          and NaN, infinite or False when the step was refused; with a check it is a
+          ``Checked`` of that. For stacked batches metrics and ``guarded`` are
+          ``[K]``, of which the first so many count.
+        """
+        runner = self._runner_for(batch)
+        several = self.strategy.placement.num_processes > 1
+        if several or batch.signature not in runner.programs or not is_usable(state):
+            # Of several processes, JAX would give each its own numbers.
+            state = self._ready(state, runner)
+        try:
+            out = runner(split_state(state), batch)
+        except (TypeError, ValueError):
+            # JAX refuses a wrong state before it runs; say it in our words.
+            if (placed := self._ready(state, runner)) is state:
+                raise
+            out = runner(split_state(placed), batch)
+        carry, now, metrics, finite, *found = out
+        guarded = metrics["loss"] if finite is None else finite
+        guarded = Checked(guarded, found[0]) if found else guarded
+        return dataclasses.replace(state, **carry, **now), metrics, guarded
+
+    def __call__(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The next state, and the metrics of this step.
+
+        Args:
+          state: As ``init`` or a step returned it. Donated: not usable afterwards,
+            unless the step was built with ``donate=False``.
+          batch: A global batch, a pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          ``(state, metrics)``: ``metrics["loss"]`` is the one global loss, and each
+          metric state its value over the global batch.
+
+        Raises:
+          ValueError: A malformed batch or a state that is not this step's, before
+            anything is compiled; nothing is lost.
+          NonFiniteError: With ``on_nonfinite="raise"``, at the first call after a
+            step whose loss was not finite has run, at most 16 calls later; of several
+            processes at the same call on all, so up to 16 later; `settle`, for the end
+            of a loop, waits for the last. That step changed nothing, and ``state`` is
+            still usable. With a check also where it found what the guard passes.
+          DesyncError: With a check, likewise, where devices differed.
+        """
+        self._verdicts.check()
+        after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
+        self._verdicts.add(state.step, guarded)
+        return after, metrics
+
+    def settle(self) -> None:
+        """Wait for the steps so far and look at each: for the end of a loop.
+
+        Raises:
+          NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
+          DesyncError: With a check: the devices' copies of the state differed.
+        """
+        self._verdicts.settle()

@@ -1,0 +1,293 @@
+"""How do passes and an update become one step? Merged values in, the next state out."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.metrics.state import is_metric
+from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
+from towerjax.proof.mirrored import ReplicationError
+from towerjax.step.checking import Check
+from towerjax.step.one_pass import Pass
+from towerjax.step.recipe import Recipe, Run, Stage
+from towerjax.step.returned import filled
+from towerjax.step.state import (
+    BATCH_LAYOUT,
+    CARRY_LAYOUT,
+    CLOCK_LAYOUT,
+    TrainState,
+    split_state,
+)
+from towerjax.step.update import accept_or_keep, checked_like
+from towerjax.towers.outputs import metric_values
+from towerjax.types import Layout, PerTower, PyTree, Sum
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+Guard = Literal["loss", "gradients"]
+IN_LAYOUTS: dict[str, PyTree] = {
+    "state": CARRY_LAYOUT,
+    "clock": CLOCK_LAYOUT,
+    **BATCH_LAYOUT,
+}
+"""The layouts of what a step takes: what is donated of a state, and what is not."""
+
+OUT_LAYOUTS = {
+    "state": CARRY_LAYOUT,
+    "clock": Layout.MIRRORED,
+    "metrics": Layout.MIRRORED,
+    "finite": Layout.MIRRORED,
+}
+"""The layouts of what a step returns."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engine:
+    """A step before it is compiled: towers, pass after pass, and one update.
+
+    Attributes:
+      passes: At least one; each is given what the one before it came to.
+      update_fn: ``(state, merged) -> (state, metrics)``, of global values.
+      on_nonfinite: Is a step whose ``guard`` is not finite refused?
+      guard: What has to be finite: ``metrics["loss"]`` (or all metrics, where there is
+        none of that name), or with ``"gradients"`` also all that towers add up.
+    """
+
+    passes: tuple[Pass, ...]
+    update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]]
+    on_nonfinite: OnNonfinite
+    guard: Guard
+
+    @functools.cached_property
+    def stages(self) -> tuple["_Stages", ...]:
+        """The passes as functions of global values."""
+        return tuple(_Stages.of(one) for one in self.passes)
+
+    def step(
+        self,
+        run: Run,
+        carry: dict[str, Any],
+        clock: dict[str, Any],
+        *batch: PyTree,
+    ) -> tuple[Any, ...]:
+        """The whole step, of global values."""
+        state = TrainState(**carry, **clock)
+        merged, finite, found = self._merged(run, self.stages, state, batch)
+
+        def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
+            before = TrainState(**carry, **clock)
+            with _no_collectives():
+                updated = self.update_fn(before, merged)
+            after, metrics = _checked_update(before, updated)
+            accepted, values, whole = _values(metrics)
+            if finite is not None:
+                accepted, whole = accepted & finite, whole & finite
+            by_loss = finite is None and "loss" in values
+            carry, now = split_state(after)
+            now = {name: x for name, x in now.items() if x is not clock[name]}
+            now["step"] = clock["step"] + 1
+            return accepted, carry, (now, values, None if by_loss else whole)
+
+        if self.on_nonfinite == "ignore":
+            _, carry, rest = judged(carry)
+        else:
+            carry, rest = accept_or_keep(judged, carry)
+        return carry, *rest, *(() if found is None else (found,))
+
+    def located(self, run: Run, carry: Any, clock: Any, *args: PyTree) -> tuple[Any]:
+        """The towers alone, of which is told what is not finite."""
+        batch, at = args[:3], args[3:]
+        for i in at:
+            batch = jax.tree.map(lambda x, i=i: x[i], batch)
+        state = TrainState(**carry, **clock)
+        values = self._merged(run, self._locating, state, batch)
+        return (values[2].flags,)
+
+    @functools.cached_property
+    def _locating(self) -> tuple["_Stages", ...]:
+        looks = Check(every=1, desync=False)
+        last = dataclasses.replace(self.passes[-1], check=looks, finite=False)
+        return (*self.stages[:-1], _Stages.of(last))
+
+    @staticmethod
+    def _merged(
+        run: Run,
+        stages: tuple["_Stages", ...],
+        state: TrainState,
+        batch: tuple[PyTree, ...],
+    ) -> tuple[PyTree, jax.Array | None, Any]:
+        """What the last pass came to; is all of it finite; what its check found."""
+        merged: tuple[Any, ...] = ()
+        whole, found = [], None
+        for stage in stages:
+            out = stage.run(run, state, *batch, merged)
+            tree, own, finite, found = out
+            merged = (filled(tree, {"own": own}),)
+            whole += [] if finite is None else [finite]
+        finite = functools.reduce(jnp.logical_and, whole) if whole else None
+        return merged[0], finite, found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stages:
+    """A pass; and of a loss of several means one for its weights, and one with them."""
+
+    plain: Stage
+    weights: Stage
+    weighted: Stage
+
+    @classmethod
+    def of(cls, one: Pass) -> "_Stages":
+        weights = dataclasses.replace(one, weights="summed", finite=False, check=None)
+        weighted = dataclasses.replace(one, weights="given")
+        return cls(one.stage(), weights.stage(), weighted.stage())
+
+    def run(self, run: Run, *args: Any) -> Any:
+        """What the pass comes to."""
+        try:
+            return run(self.plain, *args)
+        except UnknownWeights:
+            weights = run(self.weights, *args)[0]
+            return run(self.weighted, *args[:-1], (*args[-1], weights))
+
+
+def _checked_update(
+    before: TrainState, updated: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """The next state and the metrics, once they are what a step can go on from."""
+    if not (isinstance(updated, tuple) and len(updated) == 2):
+        raise ValueError(
+            f"update_fn returned a {type(updated).__name__}; it returns (state,"
+            " metrics), such as (dataclasses.replace(state, params=...), {'loss':"
+            " merged['loss']})."
+        )
+    after, metrics = updated
+    if not isinstance(after, TrainState):
+        raise ValueError(
+            f"update_fn returned a {type(after).__name__} as the state. Return"
+            " dataclasses.replace(state, params=..., opt_state=...)."
+        )
+    if not hasattr(metrics, "items"):
+        raise ValueError(
+            f"update_fn returned a {type(metrics).__name__} as metrics. Return a"
+            " mapping of names to arrays and metric states, {} for none."
+        )
+    for field in dataclasses.fields(TrainState):
+        was, now = getattr(before, field.name), getattr(after, field.name)
+        if now is not was:
+            now = checked_like(was, now, f"state.{field.name}", "update_fn")
+            after = dataclasses.replace(after, **{field.name: now})
+    return after, dict(metrics)
+
+
+def _values(metrics: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
+    """Is the step accepted; each metric as one value; are the guarded ones finite?"""
+    values = {name: _value(name, x) for name, x in metrics.items()}
+    loss = metrics.get("loss")
+    has_examples = jnp.bool_(True)
+    terms = loss.terms if isinstance(loss, Means) else (loss,)
+    terms = [term for term in terms if isinstance(term, Weighted)]
+    for term in terms:
+        # A sum that is not finite shows even where the weight is 0.
+        values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
+    if terms:  # no examples, nothing to learn
+        has_examples = sum(term.weight for term in terms) != 0
+    looked_at = [values["loss"]] if "loss" in values else jax.tree.leaves(values)
+    finite = [
+        jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    whole = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
+    return whole & has_examples, values, whole
+
+
+def _value(name: str, x: Any) -> Any:
+    if is_metric(x):
+        return metric_values({name: x})[name]
+    if isinstance(x, Sum | Means | PerTower):
+        x = x.values if isinstance(x, PerTower) else x.value
+    if not (hasattr(x, "dtype") or isinstance(x, int | float)):
+        raise ValueError(
+            f"metrics[{name!r}] is a {type(x).__name__}. A metric of a step is one"
+            " array or one state, tj.Sum or tj.PerTower: make one of each part, and"
+            " leave tj.Rows to an evaluation."
+        )
+    return jnp.asarray(x)
+
+
+@contextlib.contextmanager
+def _no_collectives() -> Iterator[None]:
+    """Around an update: says that towers have met before it."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ReplicationError(
+            f"The update communicates: {error}. It sees what the towers add up to,"
+            " once, after they have met: leave the collective out, or return what is to"
+            " be reduced from the towers, as tj.Weighted or tj.Sum."
+        ) from error
+
+
+def one_step_recipe(
+    step: Callable[..., Any],
+    carry_layout: dict[str, Layout],
+    *,
+    donate: bool,
+    checks: bool = False,
+) -> Recipe:
+    """The recipe of a single step."""
+    out_layouts = {**OUT_LAYOUTS, "state": carry_layout}
+    if checks:
+        out_layouts["found"] = Layout.MIRRORED
+    in_layouts = {**IN_LAYOUTS, "state": carry_layout}
+    return Recipe(step, in_layouts, out_layouts, donate=donate)
+
+
+def locating_recipe(engine: Engine, recipe: Recipe) -> Recipe:
+    """The recipe that tells what of a step is not finite, and keeps the state."""
+    out_layouts = {"flags": Layout.MIRRORED}
+    return Recipe(engine.located, recipe.in_layouts, out_layouts, donate=False)
+
+
+def repeated_recipe(recipe: Recipe) -> Recipe:
+    """Several steps in one program."""
+
+    def steps(
+        run: Run,
+        carry: Any,
+        clock: Any,
+        *args: PyTree,
+    ) -> Any:
+        *batches, count = args
+
+        def at(carry: Any, now: Any, i: Any) -> Any:
+            batch = jax.tree.map(lambda x: x[i], batches)
+            return recipe.fn(run, carry, {**clock, **now}, *batch)
+
+        _, now, *shapes = jax.eval_shape(lambda: at(carry, {}, 0))
+        now = {name: clock[name] for name in now}
+        kept = jax.tree.map(
+            lambda s: jnp.zeros((batches[1].shape[0], *s.shape), s.dtype), tuple(shapes)
+        )
+
+        def body(i: jax.Array, done: Any) -> Any:
+            carry, now, kept = done
+            carry, now, *results = at(carry, now, i)
+            kept = jax.tree.map(
+                lambda buffer, x: buffer.at[i].set(x), kept, tuple(results)
+            )
+            return carry, now, kept
+
+        # The count is a value, not a shape: a shorter last call is no new program.
+        carry, now, kept = lax.fori_loop(0, count, body, (carry, now, kept))
+        return carry, now, *kept
+
+    stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
+    in_layouts = {**recipe.in_layouts, **stacked, "count": Layout.MIRRORED}
+    return dataclasses.replace(recipe, fn=steps, in_layouts=in_layouts)

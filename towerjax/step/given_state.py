@@ -1,0 +1,158 @@
+"""Can a step go on from this state? Its numbers placed, the rest checked."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.mesh.placement import Placement, place
+from towerjax.step.state import TrainState, split_state
+from towerjax.types import Layout, named_leaves
+from towerjax.types.html_form import layout_of
+
+
+def with_numbers_placed(
+    state: TrainState, placement: Placement, expected: TrainState
+) -> TrainState:
+    """The state with each number that lies elsewhere put on the towers' devices.
+
+    Such as a learning rate that was written into the optimizer's state. Of several
+    processes, each of which calls this, the first one's numbers are taken.
+    """
+    _check_not_donated(state)
+    named, treedef = named_leaves("state", state), jax.tree.structure(state)
+    leaves, at = [leaf for _, leaf in named], set(placement.jax_devices)
+    away = [
+        i
+        for i, x in enumerate(leaves)
+        if np.shape(x) == () and not (isinstance(x, jax.Array) and x.devices() == at)
+    ]
+    if not away:
+        return state
+    numbers = [leaves[i] for i in away]
+    if jax.tree.structure(expected) == treedef:
+        types = [jnp.result_type(x) for x in jax.tree.leaves(expected)]
+        numbers = [_number(*named[i], types[i]) for i in away]
+    for i, number in zip(away, place(numbers, placement, Layout.MIRRORED), strict=True):
+        leaves[i] = number
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _number(name: str, value: Any, dtype: Any) -> Any:
+    """The value in the dtype, unless it needs another one."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return value
+    plain = np.asarray(value).item()
+    if jnp.result_type(plain, dtype) != dtype:
+        raise ValueError(
+            f"{name} is {value!r}, but the step takes {dtype} there, which cannot hold"
+            " it. Write a number of that kind."
+        )
+    return np.asarray(plain, dtype)
+
+
+def is_usable(state: Any) -> bool:
+    """Is it a state on devices whose buffers no step has taken over?
+
+    Looks at one leaf, in a moment: JAX 0.10 does not raise but abort the process
+    when several CPU devices are given a donated array.
+    """
+    if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
+        return False
+    leaf = state.params
+    while isinstance(leaf, dict | list | tuple) and leaf:
+        leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
+    if not isinstance(leaf, jax.Array):
+        leaf = jax.tree.leaves(state.params)[0]
+    return isinstance(leaf, jax.Array) and not leaf.is_deleted()
+
+
+def check_is_state(state: Any, make: str = "step.init(params).") -> None:
+    """Raise unless it is a ``TrainState``; ``make`` says how one is made."""
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
+            f" {make}"
+        )
+
+
+def check_state(
+    state: Any,
+    placement: Placement,
+    layout: TrainState,
+    *,
+    counts: bool | None = None,
+) -> None:
+    """Raise unless the state was made for these towers and devices.
+
+    Numbers may lie anywhere: `with_numbers_placed` puts them there.
+    """
+    check_is_state(state)
+    _check_counts(state, counts)
+    wrong_towers = [
+        f"{name} has {np.shape(x)[:1]} copies"
+        for name, x in named_leaves("state.local", state.local)
+        if np.shape(x)[:1] != (placement.num_towers,)
+    ]
+    if wrong_towers:
+        raise ValueError(
+            f"The state was made for another number of towers than"
+            f" {placement.num_towers}: {'; '.join(wrong_towers)}. Read its tower-local"
+            " variables with tj.towers.read_local and start them anew with"
+            " step.init(state.params, local=...)."
+        )
+    _check_not_donated(state)
+    expected = set(placement.jax_devices)
+    elsewhere = [
+        f"{name} is on {_where(x)}"
+        for name, x in named_leaves("state", state)
+        if np.shape(x) and (not isinstance(x, jax.Array) or x.devices() != expected)
+    ]
+    expects = placement.shardings(layout, state)
+    pairs = zip(named_leaves("state", state), jax.tree.leaves(expects), strict=True)
+    elsewhere = elsewhere or [
+        f"{name} is {layout_of(x)}"
+        for (name, x), sharding in pairs
+        if np.shape(x) and not x.sharding.is_equivalent_to(sharding, x.ndim)
+    ]
+    if elsewhere:
+        shown = "; ".join(elsewhere[:4]) + (" ..." if len(elsewhere) > 4 else "")
+        raise ValueError(
+            f"The state lies elsewhere than the strategy says, whose devices are"
+            f" {list(placement.devices)}: {shown}. Move it with step.place(state)."
+        )
+
+
+def _check_counts(state: TrainState, counts: bool | None) -> None:
+    if counts is not None and counts != (state.seen is not None):
+        raise ValueError(
+            "The step counts examples, but state.seen is None. Begin a count with"
+            " step.place(dataclasses.replace(state,"
+            " seen=tj.metrics.ExampleCount.none()))."
+            if counts
+            else "state.seen counts examples, but the step was built without"
+            " example_ids and would leave its own out. Pass example_ids=..., or end the"
+            " count with dataclasses.replace(state, seen=None)."
+        )
+
+
+def _check_not_donated(state: TrainState) -> None:
+    gone = [
+        name
+        for name, x in named_leaves("state", state)
+        if isinstance(x, jax.Array) and x.is_deleted()
+    ]
+    carried = len(jax.tree.leaves(split_state(state)[0]))
+    if gone:
+        what = "The state" if len(gone) >= carried else ", ".join(gone)
+        raise ValueError(
+            f"{what} was donated to an earlier step. Go on with the state which that"
+            " step returned, or build the step with donate=False to keep both."
+        )
+
+
+def _where(x: Any) -> str:
+    if not isinstance(x, jax.Array):
+        return f"the host ({type(x).__name__})"
+    return ", ".join(sorted(str(device) for device in x.devices()))

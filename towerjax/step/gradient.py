@@ -1,0 +1,86 @@
+"""What is the gradient of one tower? Of its loss sum, with the weight of its loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.towers.outputs import as_tower_output, widened
+from towerjax.towers.tower import Tower
+from towerjax.types import PyTree, Reduction, Sum, TowerOutput
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, loss_reduction: Reduction | None = None
+) -> Callable[..., tuple[Any, Weighted | Sum]]:
+    """A tower's loss with its gradient, which merge over towers as they stand.
+
+    The sum is differentiated, and nothing is divided: the gradient of the one loss of
+    all towers is the towers' gradients added, over their weights added.
+
+    A sum of means (``ce + 0.1 * aux``) has several denominators, and towers learn of
+    each other's before they differentiate: the step then runs the loss once more for
+    the weights alone, of which the compiler keeps little, and sums a few numbers more.
+    The weights must not depend on the parameters.
+
+    Args:
+      loss_fn: ``(params, *args) -> Weighted | Means | TowerOutput``, such as a
+        `LossFn`; of several means one of ``args`` is the `Tower`.
+      loss_reduction: What a bare scalar loss means; None refuses it.
+
+    Returns:
+      ``(params, *args) -> (loss, grads)``: the loss as it is, or where the function
+      returned one a ``TowerOutput``; ``grads`` a ``Weighted`` whose ``sum`` is like
+      ``params``, at least float32, and whose ``weight`` is the loss's; of several means
+      a ``Sum`` of such. Both have the gradient of the merged loss as their ``value``.
+
+    Raises:
+      ValueError: The loss is no floating scalar, or does not say how it is reduced.
+
+    Example:
+      >>> import numpy as np
+      >>> loss_fn = lambda w, x: Weighted.mean(w * x, np.array([1.0, 3.0]))
+      >>> loss, grads = value_and_grad(loss_fn)(2.0, np.array([1.0, 2.0]))
+      >>> float(loss.value), float(grads.value)
+      (3.5, 1.75)
+    """
+
+    def run(params: PyTree, *args: Any) -> tuple[Any, Weighted | Sum]:
+        tower = next((x for x in args if isinstance(x, Tower)), None)
+        if tower is not None and tower.note_weights:
+            returned = loss_fn(params, *args)
+            out = as_tower_output(returned, loss_reduction)
+            if isinstance(out.loss, Means) and len(out.loss.terms) > 1:
+                tower.note_weights([term.weight for term in out.loss.terms])
+            given = out if isinstance(returned, TowerOutput) else out.loss
+            return given, Sum(jax.tree.map(jnp.zeros_like, params))
+
+        def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
+            returned = loss_fn(params, *args)
+            out = as_tower_output(returned, loss_reduction)
+            given = out if isinstance(returned, TowerOutput) else out.loss
+            total, weight = _total(out.loss, tower)
+            return total, (given, weight)
+
+        grads, (given, weight) = jax.grad(of_sums, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
+        return given, Sum(grads) if weight is None else Weighted(grads, weight)
+
+    return run
+
+
+def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
+    """What of one tower is differentiated, and what the sum of it is divided by."""
+    if isinstance(loss, Weighted):
+        return loss.sum, loss.weight
+    if len(loss.terms) == 1:
+        (term,) = loss.terms
+        return term.sum + term.weight * loss.shared, term.weight
+    weights, parts = [lax.stop_gradient(term.weight) for term in loss.terms], 1
+    if tower is not None:
+        weights, parts = tower.weights_of_all()
+    means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
+    return sum(means, jnp.asarray(loss.shared / parts)), None

@@ -1,0 +1,215 @@
+"""What do the towers say without training? Evaluation and prediction steps."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import Remainder, check_remainder
+from towerjax.mesh.placement import on_every_process, place
+from towerjax.step.given_state import check_state
+from towerjax.step.one_pass import Pass
+from towerjax.step.program import Program, Runner
+from towerjax.step.recipe import Recipe, Run
+from towerjax.step.report.dispatch import timed
+from towerjax.step.report.step_report import StepReport, report_of
+from towerjax.step.returned import filled
+from towerjax.step.state import BATCH_LAYOUT, TrainState, state_layout
+from towerjax.towers.outputs import check_metrics, check_rows
+from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.tower import Tower
+from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
+from towerjax.types.leaves import refuse_unheld
+from towerjax.types.options import check_whole
+
+
+def _model_of(state: Any, strategy: Strategy) -> TrainState:
+    """What of a state an evaluation reads; parameters alone will do."""
+    if isinstance(state, TrainState):
+        return dataclasses.replace(state, opt_state=(), seen=None)
+    refuse_unheld("params", state)
+    number: Any = np.int32(0)
+    alone = TrainState(number, state, (), {}, jax.random.key(0))
+    return place(alone, strategy.placement, state_layout(strategy))
+
+
+class InferenceStep:
+    """A pure step ``(state, batch) -> result``; see the builders.
+
+    Made by `build_eval_step` and `build_predict_step`.
+    """
+
+    def __init__(
+        self,
+        tower_fn: Callable[..., dict[str, PyTree]],
+        strategy: Strategy,
+        remainder: Remainder,
+        max_programs: int | None,
+    ) -> None:
+        check_remainder(remainder)
+        if max_programs is not None:
+            check_whole("max_programs", max_programs)
+        self.strategy, placement = strategy, strategy.placement
+        stage = Pass(tower_fn, strategy, reads_local=True).stage()
+
+        def towers(
+            run: Run, state: TrainState, *batch: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            tree, own, *_ = run(stage, state, *batch, ())
+            return tree, own
+
+        in_layouts = {"state": state_layout(strategy), **BATCH_LAYOUT}
+        out_layouts = {"merged": Layout.MIRRORED, "own": Layout.PER_TOWER}
+        recipe = Recipe(towers, in_layouts, out_layouts, donate=False)
+        self._runner = Runner(recipe, placement, max_programs=max_programs)
+        self._placer = Placer(
+            placement, shares=strategy.num_towers, remainder=remainder
+        )
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers."""
+        if not isinstance(batch, PlacedBatch):
+            return self._placer.place(batch)
+        batch.check(self.strategy.placement)
+        if batch.num_steps is not None:
+            raise ValueError(
+                f"The placed batch holds {batch.num_steps} steps' batches for a train"
+                " step; evaluation and prediction take one. Use place_batch."
+            )
+        return batch
+
+    def program(self, state: Any, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be."""
+        model = _model_of(state, self.strategy)
+        return self._runner.program((model,), self.place_batch(batch))
+
+    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+        """What the compiler made of the step for such a batch."""
+        check_whole("timed_calls", timed_calls, 0)
+        batch, placement = self.place_batch(batch), self.strategy.placement
+        program, timing = self.program(state, batch), None
+        if timed_calls:
+            model = _model_of(state, self.strategy)
+
+            def call(model: Any) -> Any:
+                return model, program.call(model, *batch.args)
+
+            timing = timed(call, model, timed_calls)
+        recipe = self._runner.recipe
+        return report_of(program, recipe, placement, keeps=False, timing=timing)
+
+    def __call__(self, state: Any, batch: PyTree) -> Any:
+        """The result for one global batch."""
+        batch = self.place_batch(batch)
+        model = _model_of(state, self.strategy)
+        try:
+            tree, own = self._runner((model,), batch)
+        except (TypeError, ValueError) as error:
+            # JAX refuses a wrong state before it runs; say it in our words.
+            if isinstance(state, TrainState):
+                check_state(state, self.strategy.placement, state_layout(self.strategy))
+            error.add_note(
+                "This step compiles for one kind of state: give it a TrainState each"
+                " time or parameters alone each time, of the same tree and shapes."
+            )
+            raise
+        own = on_every_process(own, self.strategy.placement)
+        if batch.padded:
+            # By way of the host: a slice on the devices compiles for every new size.
+            kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
+            own = [
+                jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[kept]), x)
+                if isinstance(x, Rows)
+                else x
+                for x in own
+            ]
+        own = [x.value if isinstance(x, Rows) else x for x in own]
+        (result,) = filled(tree, {"own": own}).values()
+        return result
+
+
+def build_eval_step(
+    metric_fn: MetricFn,
+    strategy: Strategy,
+    *,
+    remainder: Remainder = "pad",
+    max_programs: int | None = None,
+) -> InferenceStep:
+    """A step that computes metrics over a global batch.
+
+    The result holds metric states, ``Weighted`` or others of ``tj.metrics``: merge
+    those of several batches, then compute; so a metric over a data set is exact
+    however it is cut (`evaluate` does both). Tower-local variables are read by
+    their own reduction.
+
+    Args:
+      metric_fn: ``(params, batch, tower) -> {name: state}``.
+      strategy: Which towers, where.
+      remainder: For a batch that ``T`` does not divide, as in `build_train_step`.
+      max_programs: How many kinds of batch may compile; None is 8, with a warning
+        at the second.
+
+    Returns:
+      ``evaluate(state, batch) -> {name: state}``.
+
+    Raises:
+      ValueError: An option is not one that there is, or arguments are swapped.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def metric_fn(params, batch, tower):
+      ...     return {"mean": tj.Weighted.mean(params * batch["x"], tower.weight)}
+      >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
+      >>> x = np.array([1, 2, 6], np.float32)
+      >>> float(evaluate(jnp.float32(2.0), {"x": x})["mean"].value)
+      6.0
+    """
+    check_roles("build_eval_step", metric_fn=metric_fn, strategy=strategy)
+
+    def tower_fn(state: TrainState, batch: PyTree, tower: Tower) -> dict[str, Any]:
+        metrics = metric_fn(state.params, batch, tower)
+        return {"metrics": check_metrics(metrics, loss_is_free=True)}
+
+    return InferenceStep(tower_fn, strategy, remainder, max_programs)
+
+
+def build_predict_step(
+    predict_fn: PredictFn,
+    strategy: Strategy,
+    *,
+    remainder: Remainder = "pad",
+    max_programs: int | None = None,
+) -> InferenceStep:
+    """A step that computes one output row for each example, in their order.
+
+    Args:
+      predict_fn: ``(params, batch, tower) -> outputs``, leaves ``[b, ...]``.
+      strategy: Which towers, where.
+      remainder: For a batch that ``T`` does not divide; padding is cut off again.
+      max_programs: How many kinds of batch may compile; None is 8, with a warning
+        at the second.
+
+    Returns:
+      ``predict(state, batch) -> outputs``, leaves ``[B, ...]``.
+
+    Raises:
+      ValueError: An option is not one that there is, or arguments are swapped.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> predict = build_predict_step(
+      ...     lambda params, batch, tower: params * batch["x"], tj.Mirrored(towers=2))
+      >>> predict(jnp.float32(2.0), {"x": np.array([1, 2, 6], np.float32)}).tolist()
+      [2.0, 4.0, 12.0]
+    """
+    check_roles("build_predict_step", predict_fn=predict_fn, strategy=strategy)
+
+    def tower_fn(state: TrainState, batch: PyTree, tower: Tower) -> dict[str, Any]:
+        outputs = predict_fn(state.params, batch, tower)
+        return {"predictions": Rows(check_rows(outputs, tower.rows))}
+
+    return InferenceStep(tower_fn, strategy, remainder, max_programs)

@@ -1,0 +1,317 @@
+"""What does a pass do on a device? Its towers; what they return, merged by type."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
+
+from towerjax.collectives.base import sum_over_towers
+from towerjax.collectives.sparse_rows import in_parts, num_rows
+from towerjax.data.shard import rows_of_towers, with_shared
+from towerjax.mesh.placement import TowerAxes
+from towerjax.metrics.over_towers import folded_over_towers
+from towerjax.metrics.state import merged_rows
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
+from towerjax.step.nonfinite import Flags, flags, side_by_side
+from towerjax.step.recipe import Stage
+from towerjax.step.returned import filled, is_typed, key_of, split
+from towerjax.step.state import BATCH_LAYOUT, STATE_LAYOUT, TrainState, state_layout
+from towerjax.towers.local_towers import over_local_towers
+from towerjax.towers.strategies import Strategy
+from towerjax.towers.tower import Tower, TowerInputs, branches_explained
+from towerjax.towers.tower_local import (
+    local_values,
+    read_local_over_towers,
+    with_local_values,
+)
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PerTower, PyTree, Rows, Sum
+
+_PARTS = {"loss": ("loss", "loss"), "grads": ("gradient", "params")}
+_PARTS["metrics"] = ("metric", "metrics")
+_ORDER = ("loss", "gradient", "metric", "value")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """All towers once, and the merge of what they return.
+
+    Attributes:
+      tower_fn: ``(state, rows, tower, *merged) -> tree`` of one tower; ``merged`` is
+        what the pass before this one came to.
+      strategy: Which towers, where, and how they reduce.
+      micro_batches: ``A``: a tower's rows are worked off in this many parts.
+      reads_local: Do towers see what their tower-local variables are together?
+      finite: Is it told whether all that is added, but for metrics, is finite?
+      check: What is looked at besides; None is nothing.
+      weights: ``"summed"``: the pass is made for the denominators of the means that
+        its towers differentiate, and comes to these alone; ``"given"``: ``merged``
+        ends with them.
+    """
+
+    tower_fn: Callable[..., PyTree]
+    strategy: Strategy
+    micro_batches: int = 1
+    reads_local: bool = False
+    finite: bool = False
+    check: Check | None = None
+    weights: Literal["summed", "given"] | None = None
+
+    def stage(self) -> Stage:
+        """The pass as a function of global values; see `on_device`."""
+        in_layouts = {
+            "state": STATE_LAYOUT,
+            **BATCH_LAYOUT,
+            "merged": Layout.MIRRORED,
+        }
+        out_layouts = {
+            "": Layout.MIRRORED,
+            "own": Layout.PER_TOWER,
+            "finite": Layout.MIRRORED,
+            "found": Layout.MIRRORED,
+        }
+        return Stage(self.on_device, in_layouts, out_layouts, counted=self.counted)
+
+    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
+        """The pass as each device runs it."""
+        ops = self.strategy.cross_tower_ops
+
+        def run(
+            state: TrainState,
+            batch: PyTree,
+            num_valid: jax.Array,
+            shared: list[PyTree],
+            merged: PyTree,
+        ) -> tuple[PyTree, PyTree, jax.Array | None, Findings | None]:
+            copies, common = None, None
+            if self.check is not None:
+                layout = state_layout(self.strategy)
+                copies = copies_on_device(state, self.check, axes, layout)
+                if self.check.nonfinite:
+                    part = ("parameter", "params", state.params)
+                    common = flags([part], due=self.check.is_due(state.step))
+                    num_valid = after(common.table, num_valid)
+                if copies is not None:
+                    num_valid = after(copies.prints, num_valid)
+            towers = self._towers(axes, state, batch, num_valid, shared, merged)
+            sums, (tree, folded, own, flagged) = towers
+            sums = sum_over_towers(ops, sums, axes)
+            added, shown, due = sums.tree()
+            folded = [folded_over_towers(x, axes) for x in folded]
+            tree = jax.tree.map(lambda x: x[0], tree)
+            tree = filled(tree, {"added": added, "shown": shown, "folded": folded})
+            finite, found = None, None
+            if self.finite:
+                finite = sums.finite(len(jax.tree.leaves(added)))
+            if self.check is not None:
+                if common is not None:
+                    flagged = side_by_side(common, flagged)
+                found = findings(copies, flagged, due > 0, axes)
+            return tree, [_end_to_end(x) for x in own], finite, found
+
+        return run
+
+    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A device's values in which padded rows would count, before the merge."""
+
+        def run(*args: PyTree) -> PyTree:
+            towers = self._towers(axes, *args)
+            (added, shown, _), (tree, folded, *_) = towers
+            tree = jax.tree.map(lambda x: None, tree)
+            return filled(tree, {"added": added, "shown": shown, "folded": folded})
+
+        return run
+
+    def _towers(
+        self,
+        axes: TowerAxes,
+        state: TrainState,
+        batch: PyTree,
+        num_valid: jax.Array,
+        shared: list[PyTree],
+        merged: PyTree,
+    ) -> tuple[PyTree, PyTree]:
+        """What this device's towers add up, and what each keeps, ``[k, ...]``."""
+        inputs = TowerInputs(self.strategy, axes, state.step, state.rng, state.extra)
+        ops, read = self.strategy.cross_tower_ops, None
+        if self.reads_local:
+            read = read_local_over_towers(state.local, ops, axes)
+
+        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+            own = (*own, read)
+            tree, pools = self._tower(inputs, tower_id, state, own, shared, merged)
+            due, flagged = None, None
+            if self.check is not None:
+                # Is any device's check due? Sent along; a collective more is dear.
+                due = self.check.is_due(state.step).astype(jnp.float32)
+                if self.check.nonfinite:
+                    flagged = _flagged(tree, pools, due > 0)
+            sums = (pools["added"], pools["shown"], due)
+            return sums, (tree, pools["folded"], pools["own"], flagged)
+
+        rows = rows_of_towers(batch, axes.num_local)
+        own = (rows, num_valid, local_values(state.local))
+        stacked, number = ops.needs_every_tower, state.step
+        return over_local_towers(tower_fn, axes, own, stack_sums=stacked, number=number)
+
+    def _tower(
+        self,
+        inputs: TowerInputs,
+        tower_id: jax.Array,
+        state: TrainState,
+        own: PyTree,
+        shared: list[PyTree],
+        merged: PyTree,
+    ) -> tuple[PyTree, dict[str, list[Any]]]:
+        """What one tower returns, over its micro-batches."""
+        rows, num_valid, local, read = own
+        part = num_rows(rows) // self.micro_batches
+
+        def of_part(
+            index: Any, rows: PyTree, local: PyTree
+        ) -> tuple[PyTree, dict[str, list[Any]]]:
+            several = self.micro_batches > 1
+            seen = local if read is None else read
+            tower = inputs.tower(
+                tower_id,
+                seen,
+                num_valid,
+                part,
+                first_row=index * part if several else 0,
+                micro_batch=index if several else None,
+            )
+            here = dataclasses.replace(
+                state, local=with_local_values(state.local, seen)
+            )
+            rows = with_shared(rows, shared) if shared else rows
+            return split(self._returned(here, rows, tower, merged), part)
+
+        if self.micro_batches == 1:
+            return of_part(0, rows, local)
+        parts = in_parts(rows, self.micro_batches)
+        return _in_turn(of_part, self.micro_batches, parts, local)
+
+    def _returned(
+        self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
+    ) -> PyTree:
+        """What the function returns; or the denominators that it asks for."""
+        noted: list[Sum] = []
+        if self.weights == "given":
+            *merged, known = merged
+            parts = self.micro_batches
+            tower = dataclasses.replace(tower, _known=iter(known), _parts=parts)
+        elif self.weights == "summed":
+            trace = get_opaque_trace_state()
+
+            def note(weights: list[Any]) -> None:
+                _refuse_inside(trace)
+                noted.append(Sum(weights))
+
+            tower = dataclasses.replace(tower, _note=note)
+        with branches_explained():
+            out = self.tower_fn(state, rows, tower, *merged)
+        return noted if self.weights == "summed" else out
+
+
+def _refuse_inside(trace: Any) -> None:
+    """Raise where a gradient is made inside of another transformation."""
+    if get_opaque_trace_state() != trace:
+        raise ValueError(
+            "tj.value_and_grad of a sum of several means stands inside a jit, scan,"
+            " cond or vmap, where its weights cannot be seen from outside. Call it"
+            " outside of them."
+        )
+
+
+def _flagged(tree: PyTree, pools: PyTree, due: jax.Array) -> Flags:
+    """What is not finite of one tower, when the check is due."""
+    tree = filled(tree, {"added": pools["added"], "shown": pools["shown"]})
+    parts = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
+        if not is_typed(x):
+            continue
+        first = key_of(path[0]) if path else "result"
+        part, root = _PARTS.get(first, ("value", first))
+        is_one = part != "gradient" and jax.tree_util.all_leaves([getattr(x, "sum", x)])
+        of_tree = isinstance(x, Weighted) and not is_one
+        x = x.value if isinstance(x, Sum) else x.sum if of_tree else x
+        rest = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        parts.append((part, "/".join(filter(None, [root, rest])), x))
+    parts.sort(key=lambda found: _ORDER.index(found[0]))
+    return flags(parts, due=due)
+
+
+def _in_turn(
+    of_part: Callable[..., Any], count: int, parts: PyTree, local: PyTree
+) -> tuple[PyTree, dict[str, list[Any]]]:
+    """A tower's parts one after another, what they return joined by kind.
+
+    The function is traced once; what is added is held once.
+    """
+    first = jax.tree.map(lambda x: x[0], parts)
+    args = (jnp.int32(0), first, local)
+    closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
+    treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+    own = shapes[1]["own"]
+    if any(isinstance(x, PerTower) for x in own):
+        raise ValueError(
+            "A tower of several micro-batches returned tj.PerTower, of which each part"
+            " has one. Return tj.Sum, tj.Weighted or tj.Rows."
+        )
+    locals_ = [x for x in own if isinstance(x, TowerLocal)]
+    _check_follows(locals_, local)
+
+    def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
+        total, local = carry
+        out = run(*jax.tree.leaves((numbered[0], numbered[1], local)))
+        tree, pools = jax.tree.unflatten(treedef, out)
+        added = pools["added"], pools["shown"]
+        rows = [x for x in pools["own"] if isinstance(x, Rows)]
+        if locals_:
+            after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
+            leaves = jax.tree.leaves(after)
+            local = jax.tree.unflatten(jax.tree.structure(local), leaves)
+        total = jax.tree.map(jnp.add, total, added)
+        return (total, local), (tree, pools["folded"], rows)
+
+    added = shapes[1]["added"], shapes[1]["shown"]
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
+    numbered = (jnp.arange(count, dtype=jnp.int32), parts)
+    (added, local), (tree, folded, rows) = lax.scan(body, (zeros, local), numbered)
+    joined = iter([jax.tree.map(_flat, x) for x in rows])
+    after = iter(jax.tree.leaves(local))
+    own = [
+        next(joined) if isinstance(x, Rows) else jax.tree.map(lambda _: next(after), x)  # noqa: B023
+        for x in own
+    ]
+    pools = {"added": added[0], "shown": added[1], "own": own}
+    pools["folded"] = [merged_rows(x) for x in folded]
+    return jax.tree.map(lambda x: x[-1], tree), pools
+
+
+def _check_follows(returned: list[TowerLocal], local: PyTree) -> None:
+    """Raise unless the next part can go on from the variables that one returned."""
+
+    def types(tree: PyTree) -> list[Any]:
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    if returned and types(returned) != types(local):
+        raise ValueError(
+            "A tower of several micro-batches returned tower-local variables"
+            f" {types(returned)}, but state.local holds {types(local)}. Return all of"
+            " state.local, changed, so that the next part goes on from it."
+        )
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _end_to_end(x: Any) -> Any:
+    """The rows of a device's towers, one after another; what is no rows as it is."""
+    return jax.tree.map(_flat, x) if isinstance(x, Rows) else x

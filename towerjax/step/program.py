@@ -1,0 +1,176 @@
+"""When is a step proved and compiled? Once for each kind of batch, then only called."""
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.data.kinds import Kinds
+from towerjax.data.placer import PlacedBatch
+from towerjax.mesh.in_flight import in_flight_on
+from towerjax.mesh.interrupt import InterruptGuard
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.processes import require_same
+from towerjax.proof.equation import arrays_in
+from towerjax.step.proving import Proof, Proving
+from towerjax.step.recipe import Recipe
+from towerjax.towers.executors import lower_on_devices, shapes_of
+from towerjax.types import PyTree, named_leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Attributes:
+      call: The executable: global arrays in, global arrays out.
+      proof: Why its mirrored results are the same on every tower.
+      seconds: How long tracing, proving and compiling took.
+    """
+
+    call: Any
+    proof: Proof
+    seconds: float
+
+
+def prepare(
+    recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
+) -> tuple[Proof, Callable[[], Program]]:
+    """The step proved, and a function that compiles it."""
+    start = time.perf_counter()
+    proving = Proving(placement, on_devices=True)
+    given = dict(zip(recipe.in_layouts, args, strict=True))
+    ins = {
+        name: placement.shardings(layout, given[name])
+        for name, layout in recipe.in_layouts.items()
+    }
+    outs = jax.tree.map(placement.sharding, {**recipe.out_layouts, "state": ()})
+    # The next state lies as the state does, leaf by leaf.
+    outs["state"] = ins.get("state")
+    jitted = jax.jit(
+        functools.partial(recipe.fn, proving),
+        in_shardings=tuple(ins.values()),
+        out_shardings=tuple(outs[name] for name in recipe.out_layouts),
+        donate_argnums=(0,) if recipe.donate else (),
+    )
+    traced = jitted.trace(*shapes_of(args))
+    proof = proving.proof()
+
+    def compile_it() -> Program:
+        lowered = lower_on_devices(traced, placement)
+        if placement.num_processes > 1:
+            require_same(
+                "The step's program",
+                _fingerprint(traced, lowered),
+                "Loss, optimizer with its numbers, options and what functions close"
+                " over must be the same on all.",
+            )
+        # An interrupt inside the compiler can end the process (JAX 0.10).
+        guard = InterruptGuard()
+        with guard.installed(), guard:
+            compiled = lowered.compile()
+        return Program(compiled, proof, time.perf_counter() - start)
+
+    return proof, compile_it
+
+
+def _fingerprint(traced: Any, lowered: Any) -> str:
+    """The program, with what is in the arrays that its text calls arguments."""
+    digest = hashlib.sha256()
+    for array in [*traced.jaxpr.consts, *arrays_in(traced.jaxpr.jaxpr)]:
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        # An array over several processes is one already.
+        if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
+            digest.update(np.asarray(array).tobytes())
+    return f"{lowered.as_text()}{digest.hexdigest()}"
+
+
+class Runner:
+    """A step's programs: finds the one for a batch, and makes it the first time."""
+
+    def __init__(
+        self, recipe: Recipe, placement: Placement, *, max_programs: int | None
+    ) -> None:
+        self.recipe, self.placement = recipe, placement
+        self.programs: dict[Any, Program] = {}
+        self._masked: set[Any] = set()  # kinds of batch that may be padded
+        self._kinds = Kinds(max_programs)
+        self._in_flight = in_flight_on(placement.devices)
+        several_cpus = placement.platform == "cpu" and placement.num_devices > 1
+        self._aborts = recipe.donate and several_cpus
+
+    def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
+        """The program for such a batch, compiled if it is the first of its kind."""
+        program = self.programs.get(batch.signature)
+        if program is not None:
+            if batch.padded and batch.signature not in self._masked:
+                self._refuse_unread_weight(batch, program.proof)
+                self._masked.add(batch.signature)
+            return program
+        kind = self._kinds.allowed(batch)
+        if self.placement.num_processes > 1:
+            require_same(
+                "The global batch",
+                batch.fingerprint or repr(batch.signature),
+                "A step takes the whole batch on every process and places its own"
+                " towers' part. Give the input one seed, or feed each process a part of"
+                " its own with strategy.distribute_dataset(lambda context: ...).",
+            )
+        args = (*first, *batch.args)
+        proof, compile_it = prepare(self.recipe, self.placement, args)
+        self._refuse_unread_weight(batch, proof)
+        self._kinds.seen[kind] = None
+        self.programs[batch.signature] = program = compile_it()
+        return program
+
+    def _refuse_unread_weight(self, batch: PlacedBatch, proof: Proof) -> None:
+        if not batch.padded:
+            return
+        if unmasked := proof.unmasked():
+            unmasked.sort(key=len)  # so that losses come before gradients
+            shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
+            raise ValueError(
+                f"A batch of {min(batch.num_examples)} examples was padded, but"
+                f" {shown} does not depend on tower.weight, so padding"
+                " would count. Write tj.Weighted.mean(losses, tower.weight), or use"
+                " remainder='drop' or 'error'."
+            )
+
+    def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
+        """The step's results."""
+        program = self.programs.get(batch.signature)
+        if program is None or (batch.padded and batch.signature not in self._masked):
+            program = self.program(first, batch)
+        if self._aborts:
+            _refuse_what_aborts(first[0], batch.args[2])
+        out = program.call(*first, *batch.args)
+        self._in_flight.add(out[1:] or out)  # the first of several is donated
+        return out
+
+
+def _refuse_what_aborts(donated: PyTree, shared: PyTree) -> None:
+    """Raise where two leaves are one array, or one was donated before.
+
+    JAX does so by itself but on several CPU devices, where it aborts the process.
+    """
+    leaves = jax.tree.leaves((donated, shared))
+    if any(x.is_deleted() for x in leaves if isinstance(x, jax.Array)):
+        raise ValueError("An array was donated to an earlier step.")
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    seen: dict[int, str] = {}
+    pairs = [*named_leaves("", donated), *named_leaves("tj.Shared", shared)]
+    for name, leaf in pairs:
+        if id(leaf) in seen:
+            raise ValueError(
+                f"{name} is the same array as {seen[id(leaf)]}, and one buffer cannot"
+                " be donated twice. Make it a copy, jnp.copy(...), or say donate=False."
+            )
+        seen[id(leaf)] = name

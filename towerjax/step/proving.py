@@ -1,0 +1,214 @@
+"""Is a step the same on every tower? Each of its stages is traced and analysed."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.proof.analysis import analyse
+from towerjax.proof.found import Analysis
+from towerjax.proof.mirrored import prove_mirrored, refuse_draws
+from towerjax.step.recipe import Recipe, Stage
+from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
+from towerjax.types import Layout, PyTree, leaf_name, name_by_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What the analysis of a traced step found.
+
+    Attributes:
+      analysis: Every output's dependence on the tower, and the collectives.
+      unmasked: Gives the counted sums that depend on the rows of the batch and not
+        on which of them are examples. Looked for when a batch is padded.
+    """
+
+    analysis: Analysis
+    unmasked: Callable[[], list[str]]
+
+
+def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
+    """The proof that what a step declares mirrored is the same on every tower.
+
+    Traces its towers, each on a device of its own that is absent.
+    """
+    proving = Proving(placement, on_devices=False)
+    jax.eval_shape(functools.partial(recipe.fn, proving), *shapes_of(args))
+    return proving.proof()
+
+
+def trace_tower(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Any:
+    """The whole step as one tower runs it, its update included."""
+    axes = placement.abstract_axes
+
+    def inline(stage: Stage, *args: PyTree) -> PyTree:
+        return stage.on_device(axes)(*args)
+
+    layouts = tuple(recipe.in_layouts.values())
+    fn = functools.partial(recipe.fn, inline)
+    return trace_one_tower(fn, axes, layouts, args)[0].jaxpr
+
+
+class Proving:
+    """Runs the stages of a step, each of which it proves the first time."""
+
+    def __init__(self, placement: Placement, *, on_devices: bool) -> None:
+        self._placement, self._on_devices = placement, on_devices
+        self._traced: dict[Any, tuple[Proof, Any, PyTree]] = {}
+        # What is traced for the devices is one tower's program: prove that one.
+        self._same = on_devices and placement.runs_one_tower_a_device
+
+    def __call__(self, stage: Stage, *args: PyTree) -> PyTree:
+        """The stage's results, of global values."""
+        leaves, treedef = jax.tree.flatten(shapes_of(args))
+        key = (id(stage), treedef, tuple((x.shape, x.dtype) for x in leaves))
+        if key not in self._traced:
+            self._traced[key] = self._prove(stage, jax.tree.unflatten(treedef, leaves))
+        _, jaxpr, out = self._traced[key]
+        placement = self._placement
+        layouts = tuple(stage.in_layouts.values()), tuple(stage.out_layouts.values())
+        if not self._on_devices:
+            return _zeros(out, layouts[1], placement.num_towers)
+        device_fn = stage.on_device(placement.axes)
+        if self._same:
+            device_fn = _as_function(jaxpr, out)
+        run = over_devices(device_fn, placement, *layouts, is_traced=self._same)
+        return run(*args)
+
+    def _prove(self, stage: Stage, args: PyTree) -> tuple[Proof, Any, PyTree]:
+        placement = self._placement
+        axes = placement.axes if self._same else placement.abstract_axes
+        layouts = tuple(stage.in_layouts.values())
+        jaxpr, out = trace_one_tower(stage.on_device(axes), axes, layouts, args)
+        proof = _prove_body(stage, jaxpr.jaxpr, args, out, axes)
+        refuse_draws(proof.analysis, shared=placement.shares_devices)
+        return proof, jaxpr, out
+
+    def proof(self) -> Proof:
+        """Of all stages so far."""
+        proofs = [proof for proof, *_ in self._traced.values()]
+
+        def unmasked() -> list[str]:
+            return [name for proof in proofs for name in proof.unmasked()]
+
+        return Proof(Analysis.joined([proof.analysis for proof in proofs]), unmasked)
+
+
+def _as_function(jaxpr: Any, out: PyTree) -> Callable[..., PyTree]:
+    """The function that was traced."""
+    run, treedef = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
+    return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
+
+
+def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
+    """Values of the shapes that a stage's results have in the global view."""
+
+    def of_layout(layout: Layout, tree: PyTree) -> PyTree:
+        def zeros(x: Any) -> jax.Array:
+            rows = x.shape[:1] if layout is Layout.MIRRORED else ()
+            if layout is Layout.PER_TOWER:
+                rows = (x.shape[0] * num_towers,)
+            shape = rows + x.shape[1:]
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                data = jax.eval_shape(jax.random.key_data, x)
+                numbers = jnp.zeros(shape + data.shape[x.ndim :], data.dtype)
+                impl = jax.random.key_impl(x)
+                return jax.random.wrap_key_data(numbers, impl=impl)
+            return jnp.zeros(shape, x.dtype)
+
+        return jax.tree.map(zeros, tree)
+
+    return jax.tree.map(of_layout, layouts, out)
+
+
+def _prove_body(
+    stage: Stage, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
+) -> Proof:
+    is_free = axes.num_towers == 1 and not stage.proved_alone
+    inputs = _names_where(
+        stage.in_layouts,
+        args,
+        lambda layout: layout is not Layout.MIRRORED and not is_free,
+    )
+    outputs = _names_where(
+        stage.out_layouts, out, lambda layout: layout is Layout.MIRRORED
+    )
+    # Arrays that the user's function closes over come first, the same on all towers.
+    closed_over = len(body.invars) - len(inputs)
+    names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
+    inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
+
+    def of_more_towers() -> Any:
+        more = dataclasses.replace(axes, num_devices=2 * axes.num_towers, num_local=1)
+        layouts = tuple(stage.in_layouts.values())
+        fn, size = stage.on_device(more), axes.num_towers
+        return trace_one_tower(fn, more, layouts, args, args_of=size)[0]
+
+    found = analyse(
+        body,
+        [None] * closed_over + inputs,
+        names,
+        constants=closed_over,
+        of_more_towers=of_more_towers,
+    )
+    prove_mirrored(found, outputs, advice=stage.advice)
+
+    return Proof(found, functools.partial(_unmasked, stage, args, axes))
+
+
+def _unmasked(stage: Stage, args: PyTree, axes: TowerAxes) -> list[str]:
+    """Counted sums that depend on rows, and not on which rows are examples."""
+    if stage.counted is None:
+        return []
+    layouts = tuple(stage.in_layouts.values())
+    jaxpr, out = trace_one_tower(stage.counted(axes), axes, layouts, args)
+    body, names = jaxpr.jaxpr, _all_names(stage.in_layouts, args)
+    by_rows = _depends(body, [n if n.startswith("batch") else None for n in names])
+    by_count = _depends(body, [n if n == "num_valid" else None for n in names])
+    sums = _names_by_key(out)
+    return [
+        name
+        for name, rows, count in zip(sums, by_rows, by_count, strict=True)
+        if rows and not count
+    ]
+
+
+def _depends(body: Any, inputs: list[str | None]) -> list[bool]:
+    """Which outputs depend on the named inputs; no axis, as no reduction ends that."""
+    return [found is not None for found in analyse(body, inputs, ("",)).outputs]
+
+
+def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
+    names = []
+    for root, value in zip(layouts, values, strict=True):
+        leaves = jax.tree_util.tree_leaves_with_path(value)
+        names += [
+            leaf_name(root, path) if root else name_by_key(path) for path, _ in leaves
+        ]
+    return names
+
+
+def _names_by_key(tree: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [name_by_key(path) for path, _ in leaves]
+
+
+def _names_where(
+    layouts: dict[str, PyTree], values: PyTree, wanted: Callable[[Layout], bool]
+) -> list[str | None]:
+    """Each leaf's name where its layout is wanted, else None; in tree order."""
+    flags: list[bool] = []
+    for layout, value in zip(layouts.values(), values, strict=True):
+        spread = jax.tree.map(
+            lambda one, part: jax.tree.map(lambda _, one=one: wanted(one), part),
+            layout,
+            value,
+        )
+        flags += jax.tree.leaves(spread)
+    names = _all_names(layouts, values)
+    return [name if flag else None for name, flag in zip(names, flags, strict=True)]

@@ -1,0 +1,1 @@
+"""What did the compiler make of a step? Its collectives, memory and work."""

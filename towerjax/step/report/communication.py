@@ -1,0 +1,126 @@
+"""What does a compiled program send, how often, and where is it written?"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from towerjax.proof.origin import is_library, shown
+from towerjax.step.report.hlo import Module, Operation
+
+_COLLECTIVES = frozenset(
+    "all-reduce all-gather all-to-all reduce-scatter collective-permute"
+    " collective-broadcast ragged-all-to-all".split()
+)
+_WHERE_STEPS_ARE_MADE = str(Path(__file__).parents[1] / "program.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCollective:
+    """One collective that the compiler left.
+
+    Attributes:
+      opcode: Such as ``"all-reduce"``.
+      bytes: What a device gives to it each time: its operands.
+      sent: What a device sends each time if it travels round a ring; see `ring_bytes`.
+      dtypes: Of the operands, each once.
+      num_devices: How many devices meet.
+      trips: How often in one call; of a loop of unknown trips 1.
+      trips_known: Is that so?
+      line: Like ``"train.py:12 (loss_fn)"``; a line of towerjax's own where no line of
+        the user's led there; ``""`` where the compiler does not say.
+    """
+
+    opcode: str
+    bytes: int
+    sent: int
+    dtypes: tuple[str, ...]
+    num_devices: int
+    trips: int
+    trips_known: bool
+    line: str
+
+
+def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
+    """What each of ``n`` devices sends when a collective travels round a ring.
+
+    Of ``b`` bytes of operands: all-reduce ``2 b (n - 1) / n``; reduce-scatter and
+    all-to-all ``b (n - 1) / n``; all-gather ``b (n - 1)``; a permute or broadcast
+    ``b``.
+    """
+    others = num_devices - 1
+    if others <= 0:
+        return 0
+    if opcode == "all-gather":
+        return operand_bytes * others
+    if opcode in ("collective-permute", "collective-broadcast"):
+        return operand_bytes
+    rounds = 2 if opcode == "all-reduce" else 1
+    return -(-rounds * operand_bytes * others // num_devices)
+
+
+def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
+    """Every collective of the program, in the order of its text from the entry on."""
+    return tuple(_walk(module, module.entry, 1, True))
+
+
+def _walk(
+    module: Module, computation: str, trips: int, known: bool
+) -> Iterator[CompiledCollective]:
+    for op in module.computations[computation].values():
+        called = op.called()
+        if op.opcode.removesuffix("-start") in _COLLECTIVES:
+            yield _collective(module, computation, op, trips, known)
+        elif op.opcode == "while":
+            more, is_known = op.trips or 1, known and op.trips is not None
+            for name in (called["condition"], called["body"]):
+                yield from _walk(module, name, trips * more, is_known)
+        elif op.opcode in ("call", "conditional") or "calls" in called:
+            for name in called.values():
+                yield from _walk(module, name, trips, known)
+
+
+def _collective(
+    module: Module, computation: str, op: Operation, trips: int, known: bool
+) -> CompiledCollective:
+    opcode = op.opcode.removesuffix("-start")
+    operands = module.operand_shapes(computation, op)
+    size, devices = sum(shape.bytes for shape in operands), _group_size(module, op)
+    return CompiledCollective(
+        opcode=opcode,
+        bytes=size,
+        sent=ring_bytes(opcode, size, devices),
+        dtypes=tuple(dict.fromkeys(shape.dtype for shape in operands)),
+        num_devices=devices,
+        trips=trips,
+        trips_known=known,
+        line=_line(module, op),
+    )
+
+
+def _group_size(module: Module, op: Operation) -> int:
+    """How many devices meet: in a list of groups, a grid, or axes of a mesh."""
+    text = op.attributes
+    if found := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
+        return len(found[1].split(","))
+    if found := re.search(r"\breplica_groups=\[(\d+),(\d+)\]", text):
+        return int(found[2])
+    if found := re.search(r"\breplica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[name]) for name, part in axes)
+    return module.num_devices
+
+
+def _line(module: Module, op: Operation) -> str:
+    """The innermost line of the user's that the step calls, else ours."""
+    stack = list(module.stack(op))
+    for file, line, function in stack:
+        if file == _WHERE_STEPS_ARE_MADE:
+            break  # further out are those who called the step
+        if not is_library(file):
+            return shown(Path(file), line, function)
+    for file, line, function in stack[:1]:
+        return shown(Path(file), line, function)
+    return ""

@@ -1,0 +1,240 @@
+"""What does the compiler's text say? Computations, operations, shapes, source lines."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)"
+    r"=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's element type, by XLA's name, and dims."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes; a ``pred`` has one, a ``token`` none."""
+        bits = re.match(r"[a-z]+?(\d+)", self.dtype)
+        width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
+        return -(-self.size * width // 8)
+
+    @property
+    def is_floating(self) -> bool:
+        """Of real or complex numbers?"""
+        return self.dtype[0] in "fbc"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One line of a computation.
+
+    Attributes:
+      name: Its own.
+      opcode: Such as ``"dot"``.
+      shapes: The results': several for a tuple.
+      operands: Names; of a parameter or constant, what stands in the brackets.
+      attributes: The rest of the line.
+    """
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    attributes: str
+
+    def called(self) -> dict[str, str]:
+        """The computations that it runs or combines by, by the attribute's name."""
+        if self.opcode.endswith(("-done", "-update")):
+            return {}  # named again by the end of what runs beside
+        found = {m[0].split("=")[0]: m[1] for m in _CALLED.finditer(self.attributes)}
+        if branches := _BRANCHES.search(self.attributes):
+            names = re.findall(r"%?([\w.\-]+)", branches[1])
+            found |= {f"branch {i}": name for i, name in enumerate(names)}
+        return found
+
+    def dims(self, attribute: str) -> tuple[int, ...]:
+        """The numbers in ``attribute={0,1}``; none where it is not there."""
+        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(x) for x in found[1].split(",") if x) if found else ()
+
+    @property
+    def op_name(self) -> str:
+        """What JAX calls it; of an argument, its path."""
+        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+    @property
+    def trips(self) -> int | None:
+        """Of a ``while``: how often, where the compiler knows it."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program's text, taken apart.
+
+    Attributes:
+      header: Its first line.
+      computations: Name -> its operations by name, in order.
+      entry: The name of the first one.
+      roots: Computation -> the name of its result's operation.
+      frames: Stack frame -> ``(file, line, function, the frame around it or 0)``.
+    """
+
+    header: str
+    computations: dict[str, dict[str, Operation]]
+    entry: str
+    roots: dict[str, str]
+    frames: dict[int, tuple[str, int, str, int]]
+
+    def operand_shapes(self, computation: str, operation: Operation) -> list[Shape]:
+        """The operands' shapes, tuples spread."""
+        there = self.computations[computation]
+        return [shape for name in operation.operands for shape in there[name].shapes]
+
+    @property
+    def parameters(self) -> list[Operation]:
+        """The program's arguments, in order."""
+        found = [
+            op
+            for op in self.computations[self.entry].values()
+            if op.opcode == "parameter"
+        ]
+        return sorted(found, key=lambda op: int(op.operands[0]))
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """The shapes of the program's results."""
+        return self.computations[self.entry][self.roots[self.entry]].shapes
+
+    @property
+    def aliased(self) -> frozenset[int]:
+        """The arguments whose buffers results take over, by number."""
+        pairs = re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}", self.header)
+        return frozenset(int(number) for number in pairs)
+
+    @property
+    def num_devices(self) -> int:
+        """On how many devices it runs."""
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)
+        return math.prod(int(count) for count in counts)
+
+    def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
+        """``(file, line, function)``, innermost first; nothing where none is told."""
+        text = operation.attributes
+        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', text):
+            yield found[1], int(found[2]), ""
+        found = re.search(r"\bstack_frame_id=(\d+)", text)
+        number = int(found[1]) if found else 0
+        while number in self.frames:
+            file, line, function, number = self.frames[number]
+            yield file, line, function
+
+
+def parse(text: str) -> Module:
+    """A compiled program's text, taken apart."""
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith("HloModule"):
+        raise ValueError(
+            f"This is not the text of a compiled program: {text[:60]!r}. Pass what"
+            " Compiled.as_text() gives."
+        )
+    computations, roots, entry = {}, {}, ""
+    inside: dict[str, Operation] = {}
+    for line in lines[1:]:
+        if head := _HEAD.match(line):
+            inside = computations[head[2]] = {}
+            name = head[2]
+            entry = name if head[1] else entry
+        elif (found := _OPERATION.match(line)) and computations:
+            inside[found[2]] = _operation(found[2], found[3])
+            if found[1]:
+                roots[name] = found[2]
+    return Module(lines[0], computations, entry, roots, _frames(text))
+
+
+def _operation(name: str, text: str) -> Operation:
+    """What stands after ``%name =``."""
+    if text.startswith("("):
+        end = _closing(text, 0) + 1
+    else:
+        end = text.index(" ")
+    shapes = tuple(_shape(m[1], m[2]) for m in _SHAPE.finditer(text[:end]))
+    opening = text.index("(", end)
+    opcode = text[end:opening].strip()
+    closing = _closing(text, opening)
+    inside = text[opening + 1 : closing]
+    if opcode in ("parameter", "constant"):
+        operands: tuple[str, ...] = (inside,)
+    else:
+        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Operation(name, opcode, shapes, operands, text[closing + 1 :])
+
+
+def _shape(dtype: str, dims: str) -> Shape:
+    sizes = dims.replace("<=", "").replace(" ", "").split(",")
+    return Shape(dtype, tuple(int(size) for size in sizes if size))
+
+
+def _closing(text: str, opening: int) -> int:
+    """Where the bracket closes that opens there; brackets in quotes do not count."""
+    depth, quoted = 0, False
+    for i in range(opening, len(text)):
+        char = text[i]
+        if char == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += (char == "(") - (char == ")")
+            if depth == 0:
+                return i
+    raise ValueError(f"A bracket does not close in the compiler's text: {text[:120]}")
+
+
+def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
+    """The tables at the head of the text; empty where there are none."""
+    parts = {
+        name: re.findall(r"^(\d+) (.*)$", body, re.MULTILINE)
+        for name, body in re.findall(
+            r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)",
+            text,
+            re.MULTILINE,
+        )
+    }
+    files = {int(i): x.strip('"') for i, x in parts.get("FileNames", [])}
+    functions = {int(i): x.strip('"') for i, x in parts.get("FunctionNames", [])}
+    places = {int(i): _numbers(x) for i, x in parts.get("FileLocations", [])}
+    frames = {int(i): _numbers(x) for i, x in parts.get("StackFrames", [])}
+    # Printed one higher than it is, where 0 is "no frame around": the first has none.
+    shift = int(frames.get(1, {}).get("parent_frame_id", 0) == 1)
+    found = {}
+    for i, frame in frames.items():
+        place = places[frame["file_location_id"]]
+        function = functions.get(place.get("function_name_id", 0), "")
+        parent = frame.get("parent_frame_id", 0) - shift
+        around = parent if 0 < parent < i else 0
+        found[i] = (files[place["file_name_id"]], place["line"], function, around)
+    return found
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(x) for name, x in re.findall(r"(\w+)=(\d+)", text)}

@@ -1,0 +1,189 @@
+"""What does a compiled program hold in memory, and which buffers are used again?"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from towerjax.step.report.hlo import Module, Operation, Shape
+from towerjax.types import PyTree, leaf_name
+
+_GROUPS = {"params": "parameters", "opt_state": "optimizer state", "local": "local"}
+_IN_GROUP = re.compile(r"^(?:\['|\.)(\w+)(?:'\])?(.*)$", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """One argument of the program, on one device.
+
+    Attributes:
+      name: The leaf's, such as ``"params['w']"``.
+      kind: ``"parameters"``, ``"optimizer state"``, ``"local"``, ``"batch"`` or
+        ``"other"``.
+      dtype: By XLA's name, ``"f32"``.
+      shape: A device's part of it.
+      bytes: A device's part of it.
+      donated: May a result take over the buffer?
+      aliased: Does one?
+      why_not: Why none does, where one could be asked to; else ``""``.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    donated: bool
+    aliased: bool
+    why_not: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device holds while the program runs, in bytes.
+
+    Attributes:
+      buffers: The arguments.
+      results: The results' buffers, those taken over from arguments included.
+      aliased: Of these, the ones taken over.
+      temporaries: What is held for a while in between.
+      code: The program itself, where the compiler says.
+    """
+
+    buffers: tuple[Buffer, ...]
+    results: int
+    aliased: int
+    temporaries: int
+    code: int
+
+    @property
+    def arguments(self) -> int:
+        """Bytes of all arguments that the program reads."""
+        return sum(buffer.bytes for buffer in self.buffers)
+
+    @property
+    def total(self) -> int:
+        """Arguments, results, temporaries and code; what is aliased, once."""
+        return (
+            self.arguments + self.results - self.aliased + self.temporaries + self.code
+        )
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of the arguments by kind, then of the rest; they add up to `total`."""
+        found: dict[str, int] = collections.defaultdict(int)
+        for buffer in self.buffers:
+            found[buffer.kind] += buffer.bytes
+        found["results not aliased"] = self.results - self.aliased
+        found["temporaries"] = self.temporaries
+        found["code"] = self.code
+        return dict(found)
+
+    @property
+    def not_donated(self) -> tuple[Buffer, ...]:
+        """The buffers that no result takes over, though one might."""
+        return tuple(buffer for buffer in self.buffers if buffer.why_not)
+
+
+def memory_of(
+    compiled: Any, module: Module, *, roots: Sequence[str], keeps: bool = False
+) -> Memory:
+    """What one device holds."""
+    leaves = _argument_leaves(compiled, roots)
+    results = collections.Counter(module.results)
+    donors = _matched(leaves, module.parameters)
+    wishes = collections.Counter(
+        p.shapes[0] for leaf, p in donors if p is not None and leaf.donated
+    )
+    buffers = []
+    for leaf, parameter in donors:
+        shape, size, aliased, why_not = Shape(leaf.dtype, leaf.shape), 0, False, ""
+        if parameter is not None:
+            shape = parameter.shapes[0]
+            size, aliased = shape.bytes, int(parameter.operands[0]) in module.aliased
+        if leaf.donated and parameter is None:
+            why_not = "the program does not read it"
+        elif leaf.donated and not aliased:
+            why_not = _reason(shape, wishes[shape], results[shape])
+        elif keeps and leaf.first and parameter is not None and not aliased:
+            why_not = "donate=False"
+        kinds = (*_named(leaf), shape.dtype, shape.dims, size)
+        buffers.append(Buffer(*kinds, leaf.donated, aliased, why_not))
+    analysis = compiled.memory_analysis()
+    return Memory(
+        buffers=tuple(buffers),
+        results=sum(shape.bytes for shape in module.results),
+        aliased=sum(buffer.bytes for buffer in buffers if buffer.aliased),
+        temporaries=analysis.temp_size_in_bytes,
+        code=analysis.generated_code_size_in_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """An argument's leaf as it was passed; ``path`` is below the argument."""
+
+    root: str
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    donated: bool
+    first: bool  # of the first argument
+
+
+def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
+    infos: PyTree = compiled.args_info
+    paths: Any = jax.tree_util.tree_leaves_with_path(infos)
+    found = []
+    for path, info in paths:
+        # The tree is (args, kwargs), and of args one a position.
+        position: int = path[1].idx
+        leaf = _Leaf(
+            root=roots[position],
+            path=leaf_name("", path[2:]),
+            dtype=str(info.dtype),
+            shape=tuple(info.shape),
+            donated=info.donated,
+            first=position == 0,
+        )
+        found.append(leaf)
+    return found
+
+
+def _matched(
+    leaves: list[_Leaf], parameters: list[Operation]
+) -> list[tuple[_Leaf, Operation | None]]:
+    """Each leaf with its parameter: the same order, unread ones left out."""
+    pairs: list[tuple[_Leaf, Operation | None]] = []
+    waiting = collections.deque(parameters)
+    for number, leaf in enumerate(leaves):
+        left = len(leaves) - number
+        fits = waiting and (
+            left == len(waiting)
+            or (
+                waiting[0].op_name.endswith(leaf.path)
+                and len(waiting[0].shapes[0].dims) >= len(leaf.shape)
+            )
+        )
+        pairs.append((leaf, waiting.popleft() if fits else None))
+    return pairs
+
+
+def _named(leaf: _Leaf) -> tuple[str, str]:
+    """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
+    found = _IN_GROUP.match(leaf.path)
+    if leaf.root in ("state", "clock") and found:
+        return found[1] + found[2], _GROUPS.get(found[1], "other")
+    is_batch = leaf.root in ("batch", "num_valid")
+    return leaf.root + leaf.path, "batch" if is_batch else "other"
+
+
+def _reason(shape: Shape, wishes: int, results: int) -> str:
+    if not results:
+        return f"no result is {shape}: dtype and shape must be the same"
+    if results < wishes:
+        return f"{wishes} buffers of {shape} are donated for {results} such results"
+    return "the compiler did not take it over"

@@ -1,0 +1,157 @@
+"""What did the compiler make of a step? What is sent, computed, held, waited for."""
+
+import dataclasses
+
+from towerjax.mesh.placement import Placement
+from towerjax.step.program import Program
+from towerjax.step.recipe import Recipe
+from towerjax.step.report.communication import CompiledCollective, collectives_of
+from towerjax.step.report.compiled_flops import flops_of
+from towerjax.step.report.dispatch import Timing
+from towerjax.step.report.formulas import Flops
+from towerjax.step.report.hlo import parse
+from towerjax.step.report.memory import Buffer, Memory, memory_of
+from towerjax.step.report.shown import Shown
+from towerjax.step.report.tables import (
+    Table,
+    in_bytes,
+    in_flops,
+    in_seconds,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport(Shown):
+    """What a compiled step does, on each device, in one call.
+
+    Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.
+
+    Attributes:
+      towers: ``T``.
+      devices: ``D``.
+      platform: Of the devices.
+      collectives: What is sent, how often, and where that is written.
+      flops: Loops counted as often as they run.
+      memory: By kind; which buffers are used again.
+      compile_s: For tracing, proving and compiling.
+      timing: Of a few calls; None where none was asked for.
+
+    Example:
+      >>> import jax, numpy as np, optax, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2, tower.weight)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
+      >>> state = step.init({"w": np.ones(3, np.float32)})
+      >>> report = step.report(state, {"x": np.ones((4, 3), np.float32)})
+      >>> report.collectives, report.memory.by_kind["parameters"]
+      ((), 12)
+    """
+
+    towers: int
+    devices: int
+    platform: str
+    collectives: tuple[CompiledCollective, ...]
+    flops: Flops
+    memory: Memory
+    compile_s: float
+    timing: Timing | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """What each device sends in one call, round rings."""
+        return sum(found.sent * found.trips for found in self.collectives)
+
+    def tables(self) -> tuple[Table, ...]:
+        """What is shown."""
+        return (
+            _of_step(self),
+            _of_collectives(self),
+            _of_memory(self.memory),
+            _of_buffers(self.memory),
+        )
+
+
+def report_of(
+    program: Program,
+    recipe: Recipe,
+    placement: Placement,
+    *,
+    keeps: bool,
+    timing: Timing | None,
+) -> StepReport:
+    """The report on a compiled program."""
+    module, roots = parse(program.call.as_text()), tuple(recipe.in_layouts)
+    return StepReport(
+        towers=placement.num_towers,
+        devices=placement.num_devices,
+        platform=placement.platform,
+        collectives=collectives_of(module),
+        flops=flops_of(module),
+        memory=memory_of(program.call, module, roots=roots, keeps=keeps),
+        compile_s=program.seconds,
+        timing=timing,
+    )
+
+
+def _of_step(report: StepReport) -> Table:
+    flops, timing = report.flops, report.timing
+    rows = [
+        ("matrix products and convolutions", in_flops(flops.matmul)),
+        ("other float arithmetic", in_flops(flops.other)),
+        ("sent", in_bytes(report.bytes_sent)),
+        ("memory", in_bytes(report.memory.total)),
+        ("tracing, proving and compiling", in_seconds(report.compile_s)),
+    ]
+    if timing is not None:
+        rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
+        rows.append(("until it is done", in_seconds(timing.step_s)))
+        if timing.step_s > 0 and not flops.notes:
+            rate = in_flops(flops.total / timing.step_s) + "/s"
+            rows.append(("achieved", rate))
+    title = (
+        f"{report.towers} towers on {report.devices} devices ({report.platform}),"
+        " each device in one call"
+    )
+    return Table(title, ("what", "how much"), tuple(rows), "; ".join(flops.notes))
+
+
+def _of_collectives(report: StepReport) -> Table:
+    rows = tuple(
+        (
+            found.opcode,
+            in_bytes(found.bytes),
+            in_bytes(found.sent),
+            f"{found.trips}" if found.trips_known else "unknown",
+            f"{found.num_devices}",
+            found.line,
+        )
+        for found in report.collectives
+    )
+    head = ("collective", "operands", "sent", "times", "devices", "where")
+    return Table("Collectives", head, rows, "" if rows else "None.")
+
+
+def _of_memory(memory: Memory) -> Table:
+    rows = tuple((kind, in_bytes(size)) for kind, size in memory.by_kind.items())
+    note = f"{in_bytes(memory.aliased)} of the results take over arguments' buffers."
+    total = ("together", in_bytes(memory.total))
+    return Table("Memory of a device", ("kind", "bytes"), (*rows, total), note)
+
+
+def _of_buffers(memory: Memory) -> Table:
+    rows = tuple(
+        (
+            buffer.name,
+            f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]",
+            in_bytes(buffer.bytes),
+            _fate(buffer),
+        )
+        for buffer in memory.buffers
+    )
+    return Table("Arguments", ("leaf", "on a device", "bytes", "buffer"), rows)
+
+
+def _fate(buffer: Buffer) -> str:
+    if buffer.aliased:
+        return "taken over"
+    return buffer.why_not or ("kept" if buffer.bytes else "not read")

@@ -1,0 +1,98 @@
+"""What may a tower return? Leaves whose types say what becomes of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.metrics.state import check, is_additive, is_metric, wide
+from towerjax.towers.outputs import check_rows
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Hole:
+    """Where a typed leaf was taken out of a tree: a node without leaves.
+
+    Attributes:
+      kind: ``"added"``; ``"shown"``, which is added too, but no guard looks at it;
+        ``"folded"``, merged one after another; or ``"own"``, each tower's.
+    """
+
+    kind: str
+
+    def tree_flatten(self) -> tuple[tuple[()], str]:
+        """No leaves; the kind."""
+        return (), self.kind
+
+    @classmethod
+    def tree_unflatten(cls, kind: str, children: Any) -> "Hole":
+        """The hole again."""
+        return cls(kind)
+
+
+def is_typed(x: Any) -> bool:
+    """Does its type say what becomes of it, when a tower returns it?"""
+    return isinstance(x, Sum | Rows | PerTower | TowerLocal) or is_metric(x)
+
+
+def split(out: PyTree, rows: int) -> tuple[PyTree, dict[str, list[Any]]]:
+    """What a tower returned, as a tree with holes and what was in them, by kind."""
+    pools: dict[str, list[Any]] = {"added": [], "shown": [], "folded": [], "own": []}
+
+    def one(path: tuple[Any, ...], x: Any) -> Any:
+        name = name_by_key(path)
+        if not is_typed(x):
+            return _array(name, x)
+        x = _checked(name, x, rows)
+        kind = "own"
+        if isinstance(x, Sum) or is_metric(x):
+            kind = "folded"
+            if isinstance(x, Sum) or is_additive(x):
+                is_metrics = bool(path) and key_of(path[0]) == "metrics"
+                kind = "shown" if is_metrics else "added"
+        pools[kind].append(x)
+        return Hole(kind)
+
+    tree = jax.tree_util.tree_map_with_path(one, out, is_leaf=is_typed)
+    return tree, pools
+
+
+def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
+    """The inverse of `split`, as far as the pools go."""
+    left = {kind: iter(pool) for kind, pool in pools.items()}
+
+    def one(x: Any) -> Any:
+        return next(left[x.kind]) if isinstance(x, Hole) and x.kind in left else x
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Hole))
+
+
+def key_of(entry: Any) -> str:
+    """An entry of a key path as one word."""
+    return jax.tree_util.keystr((entry,), simple=True)
+
+
+def _array(name: str, x: Any) -> jax.Array:
+    if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
+        return jnp.asarray(x)
+    raise ValueError(
+        f"{name} is {x!r} of type {type(x).__name__}. A tower returns arrays,"
+        " tj.Weighted and other metric states, tj.Sum, tj.Rows, tj.PerTower and"
+        " tj.TowerLocal."
+    )
+
+
+def _checked(name: str, x: Any, rows: int) -> Any:
+    """A typed leaf whose arrays are wide enough to be added, and of the right rows."""
+    if isinstance(x, Sum):
+        return Sum(jax.tree.map(lambda v: wide(jnp.asarray(v)), x.value))
+    if isinstance(x, Rows):
+        return Rows(check_rows(x.value, rows, name=name))
+    if is_metric(x):
+        return check(name, x)
+    return jax.tree.map(jnp.asarray, x)

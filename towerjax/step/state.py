@@ -1,0 +1,272 @@
+"""What does a step carry over? TrainState: made, placed, checked."""
+
+import dataclasses
+from dataclasses import fields as fields_of
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.processes import require_same
+from towerjax.metrics.example_count import ExampleCount
+from towerjax.step.trainable import trainable_flags
+from towerjax.towers.tower_local import checked_local, stacked_local
+from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types.html_form import leaf_table
+from towerjax.types.leaves import native, refuse_unheld
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step needs and changes: a plain pytree.
+
+    Attributes:
+      step: ``()`` int32, steps done.
+      params: The parameters, mirrored.
+      opt_state: The optimizer's state, mirrored.
+      local: A pytree of ``TowerLocal``, leaves ``[T, ...]``.
+      rng: ``()`` typed key; each step and tower derives its own from it.
+      seen: Which examples the steps have learned from, an ``ExampleCount``, mirrored;
+        None where the step was built without ``example_ids``.
+      extra: What does not train and is one value for all towers, mirrored: statistics,
+        codebooks, a target network; any pytree of arrays, or None.
+
+    Example:
+      >>> import towerjax as tj
+      >>> loss_fn = lambda params, batch, tower: tj.Weighted.mean(params * batch["x"])
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+      >>> int(step.init(jnp.float32(1.0)).step)
+      0
+    """
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    local: PyTree
+    rng: jax.Array
+    seen: ExampleCount | None = None
+    extra: PyTree = None
+
+    def __repr__(self) -> str:
+        """Its fields; of arrays that a step has taken over, shapes and dtypes."""
+        shown: Any = self
+        if any(map(_is_given_away, jax.tree.leaves(self))):
+            shown = jax.tree.map(lambda x: _Given(x) if _is_given_away(x) else x, self)
+        fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
+        return f"TrainState({', '.join(fields)})"
+
+    def _repr_html_(self) -> str:
+        leaves = [
+            (*leaf, "per tower" if field.name == "local" else None)
+            for field in fields_of(self)
+            for leaf in named_leaves(field.name, getattr(self, field.name))
+        ]
+        return leaf_table("TrainState", leaves)
+
+    @classmethod
+    def create(
+        cls,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        *,
+        local: PyTree = None,
+        rng: jax.Array | None = None,
+    ) -> "TrainState":
+        """The state before the first step, of one tower, on no particular device.
+
+        Args:
+          params: Floating arrays.
+          optimizer: Its ``init`` makes the optimizer state.
+          local: A pytree of ``TowerLocal``, each of one tower's value, or None.
+          rng: One key; None is ``jax.random.key(0)``.
+
+        Returns:
+          A ``TrainState``, for a model function; a train step's is made, and placed,
+          by its own ``init``.
+
+        Raises:
+          ValueError: As ``step.init``.
+
+        Example:
+          >>> int(TrainState.create(jnp.float32(1.0), optax.sgd(0.1)).step)
+          0
+        """
+        params = checked_params(params)
+        trainable_flags(params, True)
+        local = checked_local(local)
+        key = _one_key(rng)
+        return cls(jnp.int32(0), params, optimizer.init(params), local, key)
+
+
+def _is_given_away(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
+class _Given:
+    """An array that is no more, in a text."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._text = f"<{array.dtype}{list(array.shape)}, given to a step>"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+CARRY_LAYOUT = {
+    "params": Layout.MIRRORED,
+    "opt_state": Layout.MIRRORED,
+    "local": Layout.PER_TOWER,
+    "seen": Layout.MIRRORED,
+    "extra": Layout.MIRRORED,
+}
+"""What a step takes over and hands on, as a prefix tree of layouts; donated."""
+
+CLOCK_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
+"""What a step reads besides; kept, so that old step numbers can still be read."""
+
+_LAYOUTS: Any = {**CARRY_LAYOUT, **CLOCK_LAYOUT}
+STATE_LAYOUT = TrainState(**_LAYOUTS)
+"""The layout of each part of a state: the state's own type."""
+
+
+BATCH_LAYOUT = {
+    "batch": Layout.PER_TOWER,
+    "num_valid": Layout.PER_TOWER,
+    "shared": Layout.MIRRORED,
+}
+"""What a program takes of a batch: ``PlacedBatch.args``."""
+
+
+_SHARDED = {
+    "mirrored": (),
+    "sharded_optimizer": ("opt_state",),
+    "sharded": ("params", "opt_state"),
+}
+
+
+def carry_layout(strategy: Any) -> dict[str, Layout]:
+    """`CARRY_LAYOUT`, of parts sharded between steps, as the strategy says."""
+    return CARRY_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
+
+
+def state_layout(strategy: Any) -> TrainState:
+    """`STATE_LAYOUT`, of parts sharded between steps, as the strategy says."""
+    layouts: Any = {**carry_layout(strategy), **CLOCK_LAYOUT}
+    return TrainState(**layouts)
+
+
+def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A state as a program takes it: what is donated, and what is not."""
+    carry = {name: getattr(state, name) for name in CARRY_LAYOUT}
+    return carry, {"step": state.step, "rng": state.rng}
+
+
+def init_state(
+    params: PyTree,
+    opt_state: PyTree,
+    strategy: Any,
+    *,
+    local: PyTree,
+    rng: jax.Array | None,
+    extra: PyTree = None,
+    counts: bool = False,
+) -> TrainState:
+    """The state before the first step, a copy, placed where the steps want it.
+
+    On several processes every one starts with the values of process 0.
+    """
+    params, placement = checked_params(params), strategy.placement
+    refuse_unheld("opt_state", opt_state)
+    refuse_unheld("extra", extra)
+    local = stacked_local(local, placement.num_towers)
+    key = _one_key(rng)
+    if placement.num_processes > 1:
+        _check_processes(placement, (params, opt_state, local, key, extra))
+    state = TrainState(
+        step=np.int32(0),  # type: ignore[arg-type]
+        params=params,
+        opt_state=opt_state,
+        local=local,
+        rng=key,
+        seen=ExampleCount.none() if counts else None,
+        extra=jax.tree.map(native, extra),
+    )
+    return place(state, placement, state_layout(strategy))
+
+
+def _check_processes(placement: Placement, tree: PyTree) -> None:
+    """Raise unless all processes have the same towers and values of one kind."""
+    kinds = ", ".join(
+        f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
+        for root, part in zip(
+            ("params", "opt_state", "local", "rng", "extra"), tree, strict=True
+        )
+        for name, x in named_leaves(root, part)
+    )
+    advice = "Run the same program on every process."
+    require_same("The strategy's towers", f"{placement}", advice)
+    require_same("What step.init was given", kinds, advice)
+
+
+def abstract_params(params: PyTree) -> PyTree:
+    """The parameters as a state holds them, in shapes."""
+    _check_params(params, shapes=True)
+    params = jax.tree.map(native, params)
+    return jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
+
+
+def abstract_state(
+    params: PyTree,
+    opt_state: PyTree,
+    num_towers: int,
+    local: PyTree,
+    extra: PyTree = None,
+    counts: bool = False,
+) -> TrainState:
+    """The shapes of a state, without any device."""
+    refuse_unheld("opt_state", opt_state, shapes=True)
+    refuse_unheld("extra", extra, shapes=True)
+
+    def make(params: PyTree, opt_state: PyTree, extra: PyTree) -> TrainState:
+        stacked = jax.tree.map(jnp.asarray, stacked_local(local, num_towers))
+        opt_state, extra = jax.tree.map(jnp.asarray, (opt_state, extra))
+        seen = jax.tree.map(jnp.asarray, ExampleCount.none()) if counts else None
+        key = jax.random.key(0)
+        return TrainState(jnp.int32(0), params, opt_state, stacked, key, seen, extra)
+
+    return jax.eval_shape(make, abstract_params(params), opt_state, extra)
+
+
+def _check_params(params: PyTree, *, shapes: bool = False) -> None:
+    """Raise unless there are parameters, in dtypes that devices hold; of shapes too."""
+    if not jax.tree.leaves(params):
+        raise ValueError(f"params holds no arrays: {params!r}.")
+    refuse_unheld("params", params, shapes=shapes)
+
+
+def checked_params(params: PyTree) -> PyTree:
+    """The parameters as JAX arrays of the dtypes that a state holds."""
+    _check_params(params)
+    return jax.tree.map(lambda x: jnp.asarray(native(x)), params)
+
+
+def _one_key(rng: Any) -> jax.Array:
+    if rng is None:
+        return jax.random.key(0)
+    refuse_unheld("rng", rng)
+    rng = jnp.asarray(native(rng))
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        if rng.dtype != jnp.uint32 or rng.ndim != 1:
+            raise ValueError(
+                f"rng is {rng.dtype}{list(rng.shape)}; pass one key, such as"
+                " jax.random.key(0)."
+            )
+        rng = jax.random.wrap_key_data(rng)
+    if rng.shape:
+        raise ValueError(f"rng holds {rng.shape} keys; pass one, jax.random.key(0).")
+    return rng

@@ -1,0 +1,343 @@
+"""How is a step built? Of functions of one tower and of an update."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.data.shard import Remainder, fit_shapes, without_shared
+from towerjax.mesh.placement import place
+from towerjax.step.checking import Check
+from towerjax.step.compiled_step import CompiledStep, StepOptions
+from towerjax.step.engine import (
+    Engine,
+    Guard,
+    OnNonfinite,
+    locating_recipe,
+    one_step_recipe,
+)
+from towerjax.step.given_state import check_is_state
+from towerjax.step.nonfinite import Place
+from towerjax.step.one_pass import Pass
+from towerjax.step.program import Runner
+from towerjax.step.proving import Proof, Proving, prove
+from towerjax.step.state import (
+    TrainState,
+    abstract_state,
+    carry_layout,
+    init_state,
+    split_state,
+)
+from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.types import Layout, PyTree
+from towerjax.types.options import check_function
+
+
+class Step(CompiledStep):
+    """A pure step: ``(state, batch) -> (state, metrics)``.
+
+    Made by `build_step`. Compiled at its first call, once.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        strategy: Strategy,
+        options: StepOptions,
+        *,
+        counts_examples: bool = False,
+    ) -> None:
+        recipe = one_step_recipe(
+            engine.step,
+            carry_layout(strategy),
+            donate=options.donate,
+            checks=options.check is not None,
+        )
+        super().__init__(recipe, strategy, options, counts_examples=counts_examples)
+        self.engine = engine
+        self._locating: dict[int | None, Runner] = {}
+
+    @property
+    def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
+        """The step as a JAX function of global arrays, ``(state, batch)``.
+
+        For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
+        proved where it is traced. What the host does for a call is left out: nothing is
+        padded or placed, every row counts, nothing is donated, and a step that is
+        refused leaves the state as it was without a word.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
+          >>> batches = np.array([[1, 3], [5, 5]], np.float32)
+          >>> state, metrics = jax.lax.scan(step.fn, step.init(0.0), batches)
+          >>> float(state.params), metrics["loss"].tolist()
+          (5.0, [5.0, 9.0])
+        """
+        placement, recipe = self.strategy.placement, self._runner.recipe
+        shares = placement.num_towers * self.options.micro_batches
+
+        def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+            check_is_state(state)
+            batch, shared = without_shared(batch)
+            fit_shapes(batch, shares, "error")
+            batch, shared = jax.tree.map(jnp.asarray, (batch, shared))
+            rows = jax.tree.leaves(batch)[0].shape[0] // placement.num_towers
+            count = jnp.full(placement.num_towers, rows, jnp.int32)
+            run = Proving(placement, on_devices=True)
+            args = (*split_state(state), batch, count, shared)
+            carry, now, metrics, *_ = recipe.fn(run, *args)
+            return dataclasses.replace(state, **carry, **now), metrics
+
+        return fn
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+        rng: jax.Array | None = None,
+    ) -> TrainState:
+        """The state before the first step, placed where the steps want it.
+
+        Args:
+          params: Arrays; copied, so that yours stay usable.
+          opt_state: What ``update_fn`` keeps from step to step, such as
+            ``optimizer.init(params)``, or a dict of several; copied.
+          local: Tower-local variables: a pytree of ``TowerLocal``.
+          extra: Mirrored values that do not train, ``state.extra``: any pytree.
+          rng: One key; None is ``jax.random.key(0)``.
+
+        Returns:
+          A ``TrainState``.
+
+        Raises:
+          ValueError: A leaf is of a dtype that devices do not hold, ``local`` says no
+            reduction, or a device is not on this machine.
+        """
+        return init_state(
+            params,
+            opt_state,
+            self.strategy,
+            local=local,
+            rng=rng,
+            extra=extra,
+            counts=self.counts_examples,
+        )
+
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> Proof:
+        """The proof that the step's towers stay the same, without any device.
+
+        Args:
+          params: Arrays or ``jax.ShapeDtypeStruct``.
+          batch: A global batch, arrays or shapes ``[B, ...]``.
+          opt_state: As for `init`, arrays or shapes.
+          local: Tower-local variables, as for ``init``.
+          extra: As for `init`, arrays or shapes.
+
+        Returns:
+          The ``Proof``, with the collectives of the step.
+
+        Raises:
+          ReplicationError: A result depends on the tower, or a collective could
+            hang; names leaf and line.
+          ValueError: The batch is malformed, or does not divide.
+        """
+        args = self._shapes(params, batch, opt_state, local, extra)
+        return prove(self._runner.recipe, self.strategy.placement, args)
+
+    def _shapes(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        opt_state: PyTree,
+        local: PyTree,
+        extra: PyTree,
+    ) -> tuple[Any, ...]:
+        """What the step is called with, in shapes."""
+        placement = self.strategy.placement
+        state = abstract_state(
+            params,
+            opt_state,
+            placement.num_towers,
+            local,
+            extra,
+            counts=self.counts_examples,
+        )
+        count = jax.ShapeDtypeStruct((placement.num_towers,), jnp.int32)
+        shares = placement.num_towers * self.options.micro_batches
+        batch, shared = without_shared(batch)
+        shapes = fit_shapes(batch, shares, self.options.remainder)
+        shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
+        return (*split_state(state), shapes, count, shared)
+
+    def locate(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        number: int | None = None,
+        index: int = 0,
+    ) -> tuple[Place, ...]:
+        """Which towers' values of a step are not finite, before any reduction.
+
+        Runs the towers once more, in a program of its own: a refused step has left
+        the state as it was. Nothing is updated and nothing donated.
+
+        Args:
+          state: The state before the step, or after it if it was refused.
+          batch: The step's batch.
+          number: Which step it was, for ``tower.step`` and ``tower.rng``; None is the
+            state's.
+          index: Of several batches placed together, which one.
+
+        Returns:
+          The places, tower after tower.
+
+        Raises:
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
+          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
+          >>> place.tower, place.leaf, place.part, place.kind
+          (1, 'params/w', 'gradient', 'infinity')
+        """
+        placement = self.strategy.placement
+        state = self.start(state)
+        placed = self.place_batch(batch)
+        number = int(state.step) if number is None else number
+        args = (np.int32(number), np.int32(index))
+        at, index_at = place(args, placement, Layout.MIRRORED)
+        steps = placed.num_steps
+        if steps is not None:
+            args = (*placed.args[:3], index_at)
+            placed = dataclasses.replace(placed, args=args)
+        if steps not in self._locating:
+            recipe = self._runner_for(placed).recipe
+            self._locating[steps] = self._run(locating_recipe(self.engine, recipe))
+        carry, clock = split_state(dataclasses.replace(state, step=at))
+        (found,) = self._locating[steps]((carry, clock), placed)
+        return tuple(jax.device_get(found).places(number))
+
+
+def engine_of(
+    tower_fns: tuple[Callable[..., PyTree], ...],
+    update_fn: Callable[..., Any],
+    strategy: Strategy,
+    options: StepOptions,
+) -> Engine:
+    """A step of these functions, before it is compiled."""
+    last = len(tower_fns) - 1
+    passes = tuple(
+        Pass(
+            tower_fn,
+            strategy,
+            micro_batches=options.micro_batches,
+            finite=options.guard == "gradients",
+            check=options.check if number == last else None,
+        )
+        for number, tower_fn in enumerate(tower_fns)
+    )
+    return Engine(passes, update_fn, options.on_nonfinite, options.guard)
+
+
+def build_step(
+    tower_fn: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
+    update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    strategy: Strategy,
+    *,
+    micro_batches: int = 1,
+    remainder: Remainder = "error",
+    on_nonfinite: OnNonfinite = "raise",
+    guard: Guard = "loss",
+    donate: bool = True,
+    max_programs: int = 1,
+    check: Check | None = None,
+) -> Step:
+    """A step of your own: towers compute, what they return is merged, one update.
+
+    What becomes of a leaf that a tower returns, its type says: ``Weighted`` and other
+    metric states are merged over micro-batches and towers and divided once; ``Sum`` is
+    added; ``Rows`` are the rows of the batch again; of ``PerTower`` and ``TowerLocal``
+    each tower keeps its own, ``[T, ...]``; and a bare array is proved to be the same on
+    every tower, or refused.
+
+    Several passes are how towers learn of each other in the middle of a step: each
+    is given what the one before it came to, the whole of it, rows included.
+
+    Args:
+      tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
+        several, ``(state, batch, tower, merged) -> tree`` from the second on.
+      update_fn: ``(state, merged) -> (state, metrics)``, once, of global values.
+        ``merged`` holds the types that towers returned: ``merged["grads"].value``;
+        ``metrics`` are a mapping of names to arrays or metric states. The step itself
+        adds 1 to ``state.step``.
+      strategy: Which towers, where, and how they reduce.
+      micro_batches: ``A``: each tower works its rows off in so many parts. What
+        ``tower.reduce`` and ``tower.all_gather`` give is then of one part's rows.
+      remainder: For a batch that ``T * A`` does not divide; see `build_train_step`.
+      on_nonfinite: See `build_train_step`.
+      guard: What has to be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
+        where none has that name; ``"gradients"`` is also all that towers add up, but
+        for what they return under ``"metrics"``.
+      donate: May the next state take over the state's buffers?
+      max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
+      check: See `build_train_step`; a tower's NaN is looked for in its last pass.
+
+    Returns:
+      A `Step`.
+
+    Raises:
+      ValueError: An option is not one that there is.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+      >>> def tower_fn(state, batch, tower):
+      ...     loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+      ...     return {"loss": loss, "grads": grads, "square": tj.Sum(grads.sum**2)}
+      >>> def update_fn(state, merged):
+      ...     params = state.params - 0.5 * merged["grads"].value
+      ...     metrics = {"loss": merged["loss"], "square": merged["square"]}
+      ...     return dataclasses.replace(state, params=params), metrics
+      >>> step = build_step(tower_fn, update_fn, tj.Mirrored(towers=2))
+      >>> state, metrics = step(step.init(0.0), np.array([1, 5], np.float32))
+      >>> float(state.params), float(metrics["loss"]), float(metrics["square"])
+      (3.0, 13.0, 104.0)
+    """
+    check_roles("build_step", strategy=strategy)
+    tower_fns = (tower_fn,) if callable(tower_fn) else tuple(tower_fn)
+    for one in tower_fns or (None,):
+        check_function("tower_fn", one, "tower_fn(state, batch, tower)")
+    check_function("update_fn", update_fn, "update_fn(state, merged)")
+    options = StepOptions(
+        micro_batches=micro_batches,
+        remainder=remainder,
+        on_nonfinite=on_nonfinite,
+        guard=guard,
+        donate=donate,
+        max_programs=max_programs,
+        check=check,
+    )
+    return Step(engine_of(tower_fns, update_fn, strategy, options), strategy, options)

@@ -1,0 +1,347 @@
+"""How is a train step built? Of a loss function and an optimizer."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from towerjax.data.shard import Remainder
+from towerjax.metrics.example_cells import ExampleIds, as_addends, count_rows, from_sums
+from towerjax.metrics.example_count import ExampleCount
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.checking import Check
+from towerjax.step.compiled_step import StepOptions
+from towerjax.step.engine import Guard, OnNonfinite
+from towerjax.step.gradient import value_and_grad
+from towerjax.step.optimizers import may_need_more
+from towerjax.step.proving import Proof, trace_tower
+from towerjax.step.returned import is_typed
+from towerjax.step.state import TrainState, abstract_params, checked_params
+from towerjax.step.step import Step, engine_of
+from towerjax.step.trainable import (
+    Trainable,
+    check_trainable,
+    trainable_flags,
+    trained_part,
+    with_trained,
+)
+from towerjax.step.update import apply_update, checked_like
+from towerjax.towers.outputs import check_local, check_metrics
+from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.tower import Tower
+from towerjax.towers.tower_local import with_local_values
+from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.types.options import check_function
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A loss function and an optimizer, as a tower function and an update.
+
+    Attributes:
+      loss_fn: The user's function.
+      optimizer: Any optax transformation.
+      loss_reduction: What a scalar loss means, or None.
+      example_ids: Which examples the function's rows are; None counts none.
+      trainable: Which parameters are trained; None is the floating ones.
+      parts: ``T A``, how many micro-batches of all towers are counted together.
+    """
+
+    loss_fn: LossFn
+    optimizer: optax.GradientTransformation
+    loss_reduction: Reduction | None = None
+    example_ids: ExampleIds | None = None
+    trainable: Trainable | None = None
+    parts: int = 1
+
+    def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
+        """What one tower returns."""
+        flags = trainable_flags(state.params, self.trainable)
+
+        def loss_fn(part: PyTree, *args: Any) -> Any:
+            return self.loss_fn(with_trained(part, state.params, flags), *args)
+
+        of_loss = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
+        out, grads = of_loss(trained_part(state.params, flags), rows, tower)
+        out = out if isinstance(out, TowerOutput) else TowerOutput(out)
+        local = check_local(
+            tower.local, tower.local if out.local is None else out.local
+        )
+        returned = {
+            "loss": out.loss,
+            "grads": grads,
+            "metrics": check_metrics(out.metrics, loss_is_free=False),
+            "local": with_local_values(state.local, local),
+        }
+        if out.extra is not None:
+            returned["extra"] = out.extra
+        if self.example_ids is not None:
+            cells = count_rows(self.example_ids, rows, tower.weight)
+            returned["seen"] = Sum(as_addends(cells, self.parts))
+        return returned
+
+    def update(
+        self, state: TrainState, merged: dict[str, Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state, of what the towers came to."""
+        loss, grads = merged["loss"], merged["grads"]
+        if self.loss_reduction is Reduction.SUM:
+            loss, grads = (
+                dataclasses.replace(x, weight=jnp.ones_like(x.weight))
+                for x in (loss, grads)
+            )
+        flags = trainable_flags(state.params, self.trainable)
+        part = trained_part(state.params, flags)
+        part, opt_state = apply_update(
+            self.optimizer, _mean(grads), state.opt_state, part, loss.value
+        )
+        params = with_trained(part, state.params, flags)
+        changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
+        if "extra" in merged:
+            changed["extra"] = _next_extra(state.extra, merged["extra"])
+        if "seen" in merged:
+            cells = from_sums(merged["seen"].value, self.parts)
+            before: Any = state.seen  # an ExampleCount, as `check_state` has seen
+            changed["seen"] = before + ExampleCount(cells)
+        metrics = {"loss": loss, **merged["metrics"]}
+        if isinstance(loss, Means):
+            metrics |= {f"loss/{i}": term for i, term in enumerate(loss.terms)}
+            metrics["loss/shared"] = loss.shared
+        return dataclasses.replace(state, **changed), metrics
+
+
+def _next_extra(before: PyTree, merged: PyTree) -> PyTree:
+    """What towers returned for ``state.extra``, merged, in the dtypes that it has."""
+    values = jax.tree.map(
+        lambda x: x.value if isinstance(x, Weighted | Sum) else x,
+        merged,
+        is_leaf=is_typed,
+    )
+    if jax.tree.structure(values) == jax.tree.structure(before):
+        values = jax.tree.map(lambda x, old: x.astype(old.dtype), values, before)
+    return checked_like(before, values, "state.extra", "TowerOutput(extra=...)")
+
+
+def _mean(grads: Weighted | Sum) -> PyTree:
+    """The gradient; of a lone array made as of a tree, so that bits are the same."""
+    if isinstance(grads, Sum):
+        return grads.value
+    return dataclasses.replace(grads, sum=[grads.sum]).value[0]
+
+
+class TrainStep(Step):
+    """A pure training step: ``(state, batch) -> (state, metrics)``.
+
+    Made by `build_train_step`. Compiled at its first call, once.
+    """
+
+    def __init__(
+        self, training: Training, strategy: Strategy, options: StepOptions
+    ) -> None:
+        parts = strategy.num_towers * options.micro_batches
+        self.training = dataclasses.replace(training, parts=parts)
+        self.optimizer = training.optimizer
+        engine = engine_of(
+            (self.training.tower,), self.training.update, strategy, options
+        )
+        counts = training.example_ids is not None
+        super().__init__(engine, strategy, options, counts_examples=counts)
+
+    def init(
+        self,
+        params: PyTree,
+        *,
+        local: PyTree = None,
+        extra: PyTree = None,
+        rng: jax.Array | None = None,
+    ) -> TrainState:
+        """The state before the first step, placed where the steps want it.
+
+        Args:
+          params: Arrays; copied, so that yours stay usable.
+          local: Tower-local variables: a pytree of ``TowerLocal``.
+          extra: Mirrored values that do not train; towers see ``tower.extra``, and
+            return the next as ``TowerOutput(extra=...)``.
+          rng: One key; None is ``jax.random.key(0)``.
+
+        Returns:
+          A ``TrainState``, whose ``opt_state`` the optimizer's ``init`` made.
+
+        Raises:
+          ValueError: A leaf of ``params`` that is trained is not floating, ``local``
+            says no reduction, or a device is not on this machine.
+        """
+        part = self._trained(checked_params(params))
+        made = self.optimizer.init(part)
+        if may_need_more(made):
+            update = functools.partial(apply_update, self.optimizer)
+            jax.eval_shape(update, part, made, part, jnp.float32(0))
+        return super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
+
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> Proof:
+        """The proof that the step's towers stay the same, without any device.
+
+        Args:
+          params: Arrays or ``jax.ShapeDtypeStruct``.
+          batch: A global batch, arrays or shapes ``[B, ...]``.
+          local: Tower-local variables, as for ``init``.
+          extra: As for ``init``, arrays or shapes.
+
+        Returns:
+          The ``Proof``, with the collectives of the step.
+
+        Raises:
+          ReplicationError: A result depends on the tower, or a collective could
+            hang; names leaf and line.
+          ValueError: The batch is malformed, or does not divide.
+
+        Example:
+          >>> import towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
+          >>> strategy = tj.Mirrored(towers=4096)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
+          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          >>> proof.analysis.collectives[0].primitive
+          'psum'
+        """
+        made = self._fresh(params)
+        return super().check(params, batch, opt_state=made, local=local, extra=extra)
+
+    def trace_tower(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> Any:
+        """The jaxpr of what one tower does, its update included.
+
+        Args:
+          params: As for `check`.
+          batch: As for `check`.
+          local: As for `check`.
+          extra: As for `check`.
+
+        Returns:
+          The jaxpr.
+
+        Raises:
+          ValueError: As `check`.
+        """
+        args = self._shapes(params, batch, self._fresh(params), local, extra)
+        return trace_tower(self._runner.recipe, self.strategy.placement, args)
+
+    def _fresh(self, params: PyTree) -> PyTree:
+        part = self._trained(abstract_params(params))
+        return jax.eval_shape(self.optimizer.init, part)
+
+    def _trained(self, params: PyTree) -> PyTree:
+        return trained_part(params, trainable_flags(params, self.training.trainable))
+
+    def _before_first_call(self, state: TrainState) -> TrainState:
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        fresh = jax.eval_shape(self.optimizer.init, self._trained(state.params))
+        return dataclasses.replace(state, step=number, opt_state=fresh)
+
+
+def build_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    strategy: Strategy,
+    *,
+    loss_reduction: Reduction | None = None,
+    trainable: Trainable | None = None,
+    micro_batches: int = 1,
+    remainder: Remainder = "error",
+    on_nonfinite: OnNonfinite = "raise",
+    guard: Guard = "loss",
+    donate: bool = True,
+    max_programs: int = 1,
+    check: Check | None = None,
+    example_ids: ExampleIds | None = None,
+) -> TrainStep:
+    """A step that trains one tower function on all towers.
+
+    With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t
+    w_t``; the step differentiates the sums, adds gradients and weights over towers
+    and micro-batches in one reduction, divides once and updates once.
+
+    Args:
+      loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, pure.
+      optimizer: Any optax transformation; it sees the whole reduced gradient.
+      strategy: Which towers, where, and how they reduce.
+      loss_reduction: What a bare scalar loss means: SUM is the total over towers,
+        MEAN the mean of the towers' values. None refuses bare scalars. A total is
+        a bare scalar with SUM; ``Weighted(total, 1)`` would divide by ``T``.
+      trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
+        as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
+        trains the floating ones. The others, of any dtype, are seen by the loss, get no
+        gradient, are not sent, and the optimizer does not know of them.
+      micro_batches: ``A``: each tower works its rows off in so many parts. What
+        ``tower.reduce`` and ``tower.all_gather`` give is then of one part's rows.
+      remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
+        weight 0, ``"drop"`` the rows over, or ``"error"``. Padded rows do enter
+        the statistics of Flax's batch norm, and not those of ``TowerBatchNorm``;
+        see ``docs/batch_norm.md``.
+      on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
+        ``"skip"`` leave parameters, optimizer state and local variables as they
+        were, and ``"raise"`` says so; ``"ignore"`` updates all the same.
+      guard: ``"loss"``, or ``"gradients"``: the loss and every gradient, which
+        reads each gradient once more.
+      donate: May the next state take over the state's buffers?
+      max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
+      check: Such as ``tj.Check(every=100)``: what the step looks at besides; None is
+        nothing, and the program has nothing of it.
+      example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
+        weights)``: counts each example in ``state.seen``, for `check_examples`; see
+        ``docs/each_example_once.md``.
+
+    Returns:
+      A `TrainStep`.
+
+    Raises:
+      ValueError: An option is not one that there is, or arguments are swapped.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     errors = batch["x"] * params["w"] - batch["y"]
+      ...     return tj.Weighted.mean(errors**2, tower.weight)
+      >>> step = build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+      >>> state = step.init({"w": 0.0})
+      >>> batch = {"x": np.ones(4, np.float32), "y": np.full(4, 3.0, np.float32)}
+      >>> state, metrics = step(state, batch)
+      >>> float(metrics["loss"]), round(float(state.params["w"]), 6)
+      (9.0, 0.6)
+    """
+    check_roles(
+        "build_train_step", loss_fn=loss_fn, optimizer=optimizer, strategy=strategy
+    )
+    check_trainable(trainable)
+    if example_ids is not None:
+        check_function("example_ids", example_ids, "example_ids(batch)")
+    options = StepOptions(
+        loss_reduction=loss_reduction,
+        micro_batches=micro_batches,
+        remainder=remainder,
+        on_nonfinite=on_nonfinite,
+        guard=guard,
+        donate=donate,
+        max_programs=max_programs,
+        check=check,
+    )
+    training = Training(loss_fn, optimizer, loss_reduction, example_ids, trainable)
+    return TrainStep(training, strategy, options)

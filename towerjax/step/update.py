@@ -1,0 +1,155 @@
+"""How do reduced gradients become the next parameters? Through optax, once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend.core import Literal
+from jax.extend.source_info_util import user_context
+
+from towerjax.step.optimizers import check_updates, given_loss
+from towerjax.step.row_updates import RowUpdates
+from towerjax.types import PyTree, named_leaves
+
+
+def apply_update(
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    loss: jax.Array,
+) -> tuple[PyTree, PyTree]:
+    """The next parameters and optimizer state.
+
+    The optimizer sees the full reduced gradient, so that clipping by global norm,
+    layer-wise scaling and schedules mean what they mean on one device.
+    """
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    optimizer = given_loss(optimizer)
+    updates, next_state = optimizer.update(grads, opt_state, params, value=loss)
+    check_updates(updates, params)
+    next_params = optax.apply_updates(params, updates)
+    return (
+        checked_like(params, next_params, "state.params", "the optimizer's updates"),
+        checked_like(opt_state, next_state, "state.opt_state", "the optimizer"),
+    )
+
+
+def accept_or_keep(
+    step: Callable[..., tuple[jax.Array, PyTree, PyTree]], carry: PyTree, *args: PyTree
+) -> tuple[PyTree, PyTree]:
+    """What ``step(carry, *args)`` makes of the carry where it accepts it itself.
+
+    What the verdict depends on is computed first. Each new value is selected where it
+    is made, and what follows is computed from the selected one; of rows that are
+    written into a table, the rows. When the step is accepted that is the same value;
+    when not, nothing of what follows is used. Selecting at the end would keep a value
+    and its successor alive at once, which costs a copy of the whole state at every
+    step, and a branch would make the update wait for the last gradient.
+    """
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry, *args)
+    jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
+    walk = _Walk(closed, jax.tree.leaves((carry, *args)))
+    verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
+    first = _needed(jaxpr.eqns, verdict)
+    for eqn in first:
+        walk.evaluate(eqn)
+    accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
+    others = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_first]
+    made = {var for eqn in others for var in eqn.outvars}
+    olds: dict[Any, Any] = {}
+    for var, old in zip(after, before, strict=True):
+        if not isinstance(var, Literal) and var in made:
+            olds.setdefault(var, old)
+    rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=False)))
+    for eqn in others:
+        guarded = rows.guarded(eqn, [walk.read(x) for x in eqn.invars])
+        for var in walk.evaluate(eqn, guarded):
+            if var in olds and not rows.keep(var, olds[var]):
+                walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
+
+    def kept(var: Any, old: Any) -> Any:
+        if not isinstance(var, Literal) and olds.get(var) is old:
+            return walk.values[var]
+        # A constant, an input handed on, what the verdict needs, or a value that
+        # another leaf has too.
+        return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
+
+    leaves = [kept(*pair) for pair in zip(after, before, strict=True)]
+    rest = [walk.read(var) for var in jaxpr.outvars[1 + len(before) :]]
+    return (
+        jax.tree.unflatten(jax.tree.structure(carry), leaves),
+        jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
+    )
+
+
+class _Walk:
+    """The values of a jaxpr that is evaluated equation by equation."""
+
+    def __init__(self, closed: Any, inputs: list[Any]) -> None:
+        self.values: dict[Any, Any] = dict(
+            zip(closed.jaxpr.invars, inputs, strict=True)
+        )
+        self.values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+
+    def read(self, var: Any) -> Any:
+        """The value of a variable or a literal."""
+        return var.val if isinstance(var, Literal) else self.values[var]
+
+    def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> list[Any]:
+        """Evaluate an equation, in its line's name; the variables that it made."""
+        operands = [self.read(x) for x in eqn.invars] if operands is None else operands
+        params = eqn.primitive.get_bind_params(eqn.params)
+        info = eqn.source_info
+        with user_context(info.traceback, name_stack=info.name_stack):
+            out = eqn.primitive.bind(*operands, **params)
+        outs = out if eqn.primitive.multiple_results else [out]
+        self.values.update(zip(eqn.outvars, outs, strict=True))
+        return list(eqn.outvars)
+
+
+def _needed(eqns: list[Any], var: Any) -> list[Any]:
+    """The equations on which a value depends, and those with effects, in order."""
+    wanted, needed = {var} if not isinstance(var, Literal) else set(), []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(out in wanted for out in eqn.outvars):
+            needed.append(eqn)
+            wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
+    return needed[::-1]
+
+
+def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
+    """``after``, once it has the shapes and dtypes of ``before``.
+
+    A step whose state changes its type compiles again at every call.
+    """
+    same_tree = jax.tree.structure(before) == jax.tree.structure(after)
+    if not same_tree or _types(before) != _types(after):
+        raise ValueError(_explain_types(before, after, root, culprit))
+    # Drops the weak type of what was computed with Python numbers.
+    after = jax.tree.map(jnp.asarray, after)
+    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
+
+
+def _types(tree: PyTree) -> list[tuple[tuple[int, ...], Any]]:
+    return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+
+
+def _explain_types(before: PyTree, after: PyTree, root: str, culprit: str) -> str:
+    was, now = (
+        {name: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for name, x in leaves}
+        for leaves in (named_leaves(root, before), named_leaves(root, after))
+    )
+    bad = [
+        f"{name} was {was.get(name, 'absent')} and becomes {now.get(name, 'absent')}"
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+    return (
+        "The step would change the type of its state, and so compile anew each time: "
+        + ("; ".join(bad) or "its containers change")
+        + f". Look at {culprit}."
+    )

@@ -1,0 +1,260 @@
+"""What is compared? A step by towerjax, by hand, by jit, by pmap; a bare reduction."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.checking import Check
+from towerjax.step.state import TrainState
+from towerjax.step.train import build_train_step
+from towerjax.tools.bench.model import Model
+from towerjax.towers.executors import jit_on_devices, over_devices, shapes_of
+from towerjax.towers.strategies import Strategy
+from towerjax.types import Layout, PyTree
+
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+
+
+def sgd() -> optax.GradientTransformation:
+    """The optimizer of all contenders: every framework has the same formula."""
+    return optax.sgd(LEARNING_RATE, MOMENTUM)
+
+
+@dataclasses.dataclass
+class Contender:
+    """A compiled step and its state.
+
+    Attributes:
+      call: ``(state, batch) -> (state, loss)``.
+      params: What of a state is awaited.
+      state: The present state.
+      batch: A placed batch.
+      compile_seconds: What tracing, (proving) and compiling took.
+      loss: What the last call returned.
+      program: The compiler's own text, of a step built by towerjax.
+    """
+
+    call: Callable[[Any, Any], tuple[Any, Any]]
+    params: Callable[[Any], PyTree]
+    state: Any
+    batch: Any
+    compile_seconds: float
+    loss: Any = None
+    program: str = ""
+
+    def run(self) -> Any:
+        """Start one call."""
+        self.state, self.loss = self.call(self.state, self.batch)
+        return self.params(self.state), self.loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a step has to do.
+
+    Attributes:
+      model: What is trained.
+      params: Its parameters, on the host.
+      batch: The global batch, on the host.
+      micro_batches: ``A``.
+      steps_per_call: ``K``, each of the same batch.
+      optimizer: Any optax transformation.
+    """
+
+    model: Model
+    params: PyTree
+    batch: PyTree
+    micro_batches: int = 1
+    steps_per_call: int = 1
+    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=sgd)
+
+    def train(
+        self, state: Any, batch: PyTree, mean: Callable[[PyTree], PyTree]
+    ) -> tuple[Any, jax.Array]:
+        """One step as people write it."""
+        params, opt_state = state
+
+        def loss_fn(params: PyTree, rows: PyTree) -> jax.Array:
+            return self.model.losses(params, rows).mean()
+
+        value_and_grad = jax.value_and_grad(loss_fn)
+        if self.micro_batches == 1:
+            loss, grads = mean(value_and_grad(params, batch))
+        else:
+            parts = jax.tree.map(self._in_parts, batch)
+            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+
+            def add(total: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+                return jax.tree.map(lax.add, total, value_and_grad(params, rows)), None
+
+            total, _ = lax.scan(add, zeros, parts)
+            part = jax.tree.map(lambda x: x / self.micro_batches, total)
+            loss, grads = mean(part)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def _in_parts(self, x: jax.Array) -> jax.Array:
+        rows = x.shape[0] // self.micro_batches
+        return x.reshape(self.micro_batches, rows, *x.shape[1:])
+
+    def repeat(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+        """The step, or several in one program."""
+        if self.steps_per_call == 1:
+            return step
+        return lambda state, batches: lax.scan(step, state, batches)
+
+    def stacked(self) -> tuple[PyTree, Layout]:
+        """The batch as `repeat` wants it, and its layout."""
+        if self.steps_per_call == 1:
+            return self.batch, Layout.PER_TOWER
+        copies = [self.batch] * self.steps_per_call
+        batch = jax.tree.map(lambda *leaves: np.stack(leaves), *copies)
+        return batch, Layout.PER_TOWER_STEPS
+
+
+def by_hand(work: Work, placement: Placement) -> Contender:
+    """``jit(shard_map(...))`` with ``pmean(gradients)``, as people write it."""
+
+    def mean(value: PyTree) -> PyTree:
+        return lax.pmean(value, DEVICE_AXIS) if placement.num_devices > 1 else value
+
+    def device_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        return work.repeat(lambda state, rows: work.train(state, rows, mean))(
+            state, batch
+        )
+
+    return _compiled(work, placement, device_step, by_shard_map=True)
+
+
+def by_jit(work: Work, placement: Placement) -> Contender:
+    """Plain ``jit`` of the global step with sharded inputs."""
+
+    def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        return work.repeat(lambda state, rows: work.train(state, rows, lambda x: x))(
+            state, batch
+        )
+
+    return _compiled(work, placement, step, by_shard_map=False)
+
+
+def _compiled(
+    work: Work, placement: Placement, step: Any, *, by_shard_map: bool
+) -> Contender:
+    host_batch, layout = work.stacked()
+    layouts, out = (Layout.MIRRORED, layout), (Layout.MIRRORED, Layout.MIRRORED)
+    state = (work.params, work.optimizer.init(work.params))
+    state = place(state, placement, Layout.MIRRORED)
+    batch = place(host_batch, placement, layout)
+    start = time.perf_counter()
+    if by_shard_map:
+        step = over_devices(step, placement, layouts, out)
+    jitted = jit_on_devices(step, placement, layouts, out, donate=True)
+    call = jitted.lower(shapes_of(state), shapes_of(batch)).compile()
+    seconds = time.perf_counter() - start
+    return Contender(call, lambda state: state[0], state, batch, seconds)
+
+
+def by_pmap(work: Work, placement: Placement) -> Contender:
+    """``jax.pmap`` as people wrote it: a copy of the state on each device."""
+    num_devices, axis = placement.num_devices, "device"
+
+    def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        return work.train(state, batch, lambda value: lax.pmean(value, axis))
+
+    def split(x: np.ndarray) -> np.ndarray:
+        return x.reshape(num_devices, x.shape[0] // num_devices, *x.shape[1:])
+
+    def copies(x: Any) -> np.ndarray:
+        return np.stack([np.asarray(x)] * num_devices)
+
+    state = jax.tree.map(copies, (work.params, work.optimizer.init(work.params)))
+    batch = jax.tree.map(split, work.batch)
+    devices = list(placement.jax_devices)
+    start = time.perf_counter()
+    pmapped = jax.pmap(step, axis_name=axis, devices=devices, donate_argnums=(0,))
+    call = pmapped.lower(state, batch).compile()
+    seconds = time.perf_counter() - start
+    state, batch = jax.device_put((state, batch), call.input_shardings[0])
+    return Contender(call, lambda state: state[0], state, batch, seconds)
+
+
+def by_towerjax(
+    work: Work, strategy: Strategy, *, check: Check | None = None
+) -> Contender:
+    """The step, built by towerjax."""
+
+    def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
+        return Weighted.mean(work.model.losses(params, batch), tower.weight)
+
+    step = build_train_step(
+        loss_fn,
+        work.optimizer,
+        strategy,
+        micro_batches=work.micro_batches,
+        check=check,
+    )
+    state = step.init(work.params)
+    several, steps = work.steps_per_call > 1, work.steps_per_call
+    if several:
+        batch = step.place_batches([work.batch] * steps, steps)
+    else:
+        batch = step.place_batch(work.batch)
+    start = time.perf_counter()
+    program = step.program(state, batch)
+    seconds = time.perf_counter() - start
+
+    def call(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        # As `run` calls it, which looks at the verdicts when they are there.
+        dispatch = step.dispatch(state, batch) if several else step(state, batch)
+        return dispatch[0], dispatch[1]["loss"]
+
+    text = program.call.as_text()
+    return Contender(
+        call, lambda state: state.params, state, batch, seconds, program=text
+    )
+
+
+CHAIN = 8
+
+
+def bare_reduction(work: Work, strategy: Strategy) -> Contender:
+    """Only what travels in a step, `CHAIN` times, one after the other.
+
+    Sums a tree like the gradients and a loss over all towers, by the strategy's own
+    op; each time of the result before, so that none can be merged or left out.
+    """
+    placement, ops = strategy.placement, strategy.cross_tower_ops
+    axes = placement.axes
+    # A factor for each tower: pmap wants an argument that is split.
+    layouts, out = (Layout.MIRRORED, Layout.PER_TOWER), (Layout.MIRRORED,) * 2
+
+    def each_tower(x: jax.Array) -> jax.Array:
+        return lax.broadcast(x, (axes.num_local,))
+
+    def device_fn(tree: PyTree, factors: jax.Array) -> tuple[PyTree, jax.Array]:
+        factor = factors[0]
+        for _ in range(CHAIN):
+            tree = jax.tree.map(lambda x: x * factor.astype(x.dtype), tree)
+            sent = jax.tree.map(each_tower, tree) if ops.needs_every_tower else tree
+            tree = ops.sum_over_towers(sent, axes).tree()
+            tree = lax.optimization_barrier(tree)
+        return tree, jax.tree.leaves(tree)[0].ravel()[0]
+
+    tree = place((work.params, np.float32(0)), placement, Layout.MIRRORED)
+    factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
+    factors = place(factors, placement, Layout.PER_TOWER)
+    start = time.perf_counter()
+    fn = over_devices(device_fn, placement, layouts, out)
+    jitted = jit_on_devices(fn, placement, layouts, out, donate=True)
+    call = jitted.lower(shapes_of(tree), shapes_of(factors)).compile()
+    seconds = time.perf_counter() - start
+    return Contender(call, lambda tree: tree, tree, factors, seconds)

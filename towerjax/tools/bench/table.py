@@ -1,0 +1,138 @@
+"""What are the cells of a report? Times, ratios and shares, with their intervals."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from towerjax.tools.bench.compare import Comparison
+from towerjax.tools.bench.grid import Trial
+from towerjax.tools.bench.protocol import Interval
+from towerjax.tools.bench.results import Result
+from towerjax.types.html_form import table
+
+WITHOUT = ("status", "why", "trials")
+COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
+
+
+def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
+    """Examples/s for each device, over those of the smallest trial of its kind.
+
+    Of its kind are trials that differ in ``T`` and ``D`` alone and have the same
+    batch, or else the same batch for each tower. One tower reduces nothing, so it
+    stands for each cross-tower op.
+    """
+    rate = result.examples_per_s
+    for kind in (_of_same_batch, _of_same_rows):
+        alike = [
+            other
+            for other in results
+            if other.examples_per_s is not None
+            and kind(other.trial) == kind(result.trial)
+            and (
+                other.trial.towers == 1
+                or other.trial.cross_tower_ops == result.trial.cross_tower_ops
+            )
+        ]
+        alike.sort(key=lambda other: (other.trial.devices, other.trial.towers))
+        if rate and alike and alike[0].trial != result.trial:
+            first = alike[0]
+            assert first.examples_per_s is not None
+            scale = first.trial.devices / result.trial.devices
+            return rate.over(first.examples_per_s).scaled(scale)
+    return None
+
+
+def _of_same_batch(trial: Trial) -> Trial:
+    alone = dataclasses.replace(trial, towers=1, devices=1)
+    return dataclasses.replace(alone, cross_tower_ops="AllReduce()")
+
+
+def _of_same_rows(trial: Trial) -> Trial:
+    rows = trial.batch // trial.towers
+    return dataclasses.replace(_of_same_batch(trial), batch=rows)
+
+
+def over_hand(result: Result, results: Sequence[Result]) -> Interval | None:
+    """The step over the hand-written one, of the same rounds where it has those."""
+    step, paired = result.interval("step_s"), result.interval("over_hand")
+    if paired is not None or step is None:
+        return paired
+    for other in results:
+        hand = other.interval("hand_s")
+        if hand and _one_step(other.trial) == _one_step(result.trial):
+            return step.over(hand)
+    return None
+
+
+def _one_step(trial: Trial) -> tuple[Any, ...]:
+    """What the hand-written step of a trial depends on."""
+    repeats = (trial.micro_batches, trial.steps_per_call)
+    return (trial.model, trial.devices, trial.batch, trial.dtype, *repeats)
+
+
+class Results(list[Result]):
+    """The results of a sweep: a list, and a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        caption = f"{len(self)} trials"
+        return table(caption, COLUMNS, rows_of(self))
+
+
+def rows_of(results: Sequence[Result]) -> list[list[str]]:
+    """The cells of the table, a row for each trial, under `COLUMNS`."""
+    rows = []
+    for result in results:
+        if result.status == "not available":
+            continue
+        step, rate = result.interval("step_s"), result.examples_per_s
+        if step is None or rate is None:
+            rows.append([result.trial.describe(), result.status, *["-"] * 4])
+            continue
+        over = _cell(over_hand(result, results), "{:.2f}")
+        rows.append(
+            [
+                result.trial.describe(),
+                _cell(step.scaled(1e3), "{:.3g}"),
+                f"{rate.median:,.0f}",
+                _cell(efficiency(result, results), "{:.2f}"),
+                over if "over_hand" in result.record or over == "-" else f"*{over}*",
+                _cell(result.interval("communication"), "{:.1%}"),
+            ]
+        )
+    return rows
+
+
+def _cell(value: Interval | None, form: str) -> str:
+    if value is None:
+        return "-"
+    low, high = form.format(value.low), form.format(value.high)
+    return f"{form.format(value.median)} [{low}, {high}]"
+
+
+def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """A table for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*[Text(cell.strip("*")) for cell in row])
+    return table
+
+
+def comparison_rows(found: Sequence[Comparison]) -> list[list[str]]:
+    """The cells of a comparison: trial, new over old, verdict."""
+    return [
+        [c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value] for c in found
+    ]
+
+
+def without_figures(results: Sequence[Result]) -> list[list[str]]:
+    """The cells of a table of trials that were not measured: status, why, which."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.status != "ok":
+            why = " ".join(str(result.record.get("error", "")).split())
+            trials = reasons.setdefault((result.status, why), [])
+            trials.append(result.trial.describe())
+    return [[*reason, "; ".join(trials)] for reason, trials in reasons.items()]

@@ -1,0 +1,161 @@
+"""What does one trial measure? Contenders in turns, in this process, as numbers."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.collectives.written import ops_of
+from towerjax.tools.bench.baseline import (
+    CHAIN,
+    Contender,
+    Work,
+    bare_reduction,
+    by_hand,
+    by_jit,
+    by_pmap,
+    by_towerjax,
+)
+from towerjax.tools.bench.grid import Trial
+from towerjax.tools.bench.models import find_model
+from towerjax.tools.bench.protocol import (
+    TimingProtocol,
+    calls_in,
+    in_turns,
+    interval_of_median,
+)
+from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
+
+NUM_LOSSES = 3
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+class CacheHits:
+    """How many programs this process took from the persistent cache so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_listener(self._note)
+
+    def _note(self, event: str, **_: Any) -> None:
+        self.count += event == _CACHE_HIT
+
+
+def run_trial(
+    trial: Trial, timing: TimingProtocol, hits: CacheHits | None = None
+) -> dict[str, Any]:
+    """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``.
+
+    The hand-written step has its turns in the same rounds, and on several devices the
+    bare reduction.
+    """
+    strategy, work = strategy_of(trial), work_of(trial, timing.seed)
+    before = hits.count if hits else 0
+    contenders = {trial.by: _contender(trial, work, strategy)}
+    from_cache = hits.count > before if hits else None
+    contenders["hand"] = by_hand(work, strategy.placement)
+    if trial.by == "towerjax" and trial.devices > 1:
+        contenders["communication"] = bare_reduction(work, strategy)
+    losses = first_losses(contenders[trial.by])
+    check_losses(losses, first_losses(contenders["hand"]), trial)
+    timed = list(contenders.values())
+    calls = calls_in(timing.seconds_per_round, timed, timing.warmup_calls)
+    table = in_turns(timed, rounds=timing.rounds, calls=calls, trim=timing.trim)
+    names = ["own", *list(contenders)[1:]]
+    return {
+        "compile_s": contenders[trial.by].compile_seconds,
+        "from_cache": from_cache,
+        "calls": calls,
+        "losses": losses,
+        **figures(table, names, trial.steps_per_call, timing),
+    }
+
+
+def figures(
+    table: np.ndarray, names: Sequence[str], steps: int, timing: TimingProtocol
+) -> dict[str, Any]:
+    """The numbers of a trial from its rounds."""
+    own = table[:, 0] / steps
+    values = {"step_s": own[:, 0], "return_s": own[:, 1]}
+    if "hand" in names:
+        hand = table[:, names.index("hand")] / steps
+        values |= {"hand_s": hand[:, 0], "over_hand": own[:, 0] / hand[:, 0]}
+    if "communication" in names:
+        bare = table[:, names.index("communication"), 0] / CHAIN
+        values["communication"] = bare / own[:, 0]
+    found: dict[str, Any] = {
+        name: dataclasses.asdict(interval_of_median(list(x), timing.confidence))
+        for name, x in values.items()
+    }
+    return {**found, "rounds_s": own[:, 0].tolist()}
+
+
+def strategy_of(trial: Trial) -> Strategy:
+    """The strategy that a trial names, on the first devices of this process."""
+    found = jax.devices()
+    if trial.devices > len(found):
+        raise ValueError(
+            f"The trial needs {trial.devices} devices; there are {len(found)} of"
+            f" {found[0].platform!r}."
+        )
+    names = tuple(f"{found[0].platform}:{i}" for i in range(trial.devices))
+    if trial.strategy == "one_device":
+        return OneDevice(names[0])
+    return Mirrored(
+        devices=names,
+        towers=trial.towers,
+        local="scan" if trial.strategy == "mirrored_scan" else "vmap",
+        executor="pmap" if trial.strategy == "mirrored_pmap" else "shard_map",
+        cross_tower_ops=ops_of(trial.cross_tower_ops),
+    )
+
+
+def work_of(trial: Trial, seed: int) -> Work:
+    """What a trial's step has to do."""
+    shares = trial.towers * trial.micro_batches
+    if trial.batch % shares:
+        raise ValueError(
+            f"A batch of {trial.batch} examples cannot be shared by {trial.towers}"
+            f" towers with {trial.micro_batches} micro-batches each. Use a multiple of"
+            f" {shares}."
+        )
+    model = find_model(trial.model, trial.dtype)
+    params, batch = model.init(seed), model.make_batch(seed + 1, trial.batch)
+    return Work(model, params, batch, trial.micro_batches, trial.steps_per_call)
+
+
+def _contender(trial: Trial, work: Work, strategy: Strategy) -> Contender:
+    if trial.by == "towerjax":
+        return by_towerjax(work, strategy)
+    return {"jit": by_jit, "pmap": by_pmap}[trial.by](work, strategy.placement)
+
+
+def first_losses(contender: Contender) -> list[float]:
+    """The losses of the first steps from the initial parameters."""
+    losses: list[float] = []
+    while len(losses) < NUM_LOSSES:
+        jax.block_until_ready(contender.run())
+        loss = np.asarray(contender.loss, np.float64).ravel()
+        # Several steps a call give one a step; pmap gives one a device, all the same.
+        is_of_steps = contender.loss.sharding.is_fully_replicated
+        losses += loss.tolist() if is_of_steps else [float(loss[0])]
+    return losses
+
+
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
+
+
+def check_losses(
+    losses: Sequence[float], expected: Sequence[float], trial: Trial
+) -> None:
+    """Raise unless both trained the same model from the same batch."""
+    rtol = _TOLERANCE[trial.dtype]
+    first = list(zip(losses, expected, strict=False))[:NUM_LOSSES]
+    if not np.allclose(*np.array(first).T, rtol=rtol, atol=0):
+        raise ValueError(
+            f"{trial.by} has the losses {losses[:NUM_LOSSES]} in its first steps, and"
+            f" the hand-written step {list(expected)[:NUM_LOSSES]}: not the same"
+            f" computation within {rtol}, so their times are not compared."
+        )

@@ -1,0 +1,73 @@
+"""How does a command speak? One help, one way of JSON, one sentence for an error."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from towerjax.loop.numbers import as_json
+from towerjax.tools.shell.codes import CLOSED, INTERRUPTED, NOT_STARTED, WRONG
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with code 2."""
+        self.exit(WRONG, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    summary: str,
+    description: str,
+    epilog: str,
+    as_json: bool = True,
+) -> argparse.ArgumentParser:
+    """The parser of a new command, for its arguments."""
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if as_json:
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def show(options: argparse.Namespace, text: str, fields: Mapping[str, Any]) -> None:
+    """Print a result, as text or as one JSON object."""
+    if options.json:
+        text = json.dumps(as_json(fields), indent=2, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def finished(options: argparse.Namespace) -> int:
+    """The exit code of a parsed command, which is run.
+
+    A ``ValueError`` is what the user can mend, and an ``OSError`` what the system
+    refused: both are said without where they were raised, unless ``options.traceback``.
+    """
+    try:
+        return options.run(options)
+    except BrokenPipeError:
+        # Whoever read the output is gone; Python must not flush into it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"towerjax {options.name}: interrupted\n")
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if options.traceback:
+            raise
+        sys.stderr.write(f"towerjax {options.name}: {error}\n")
+        return WRONG if isinstance(error, ValueError) else NOT_STARTED

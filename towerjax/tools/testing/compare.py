@@ -1,0 +1,142 @@
+"""Are two states or histories the same? Leaf by leaf, with the differences in ulps."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.loop.history import History
+from towerjax.towers.tower_local import read_variables
+from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import is_key
+
+_SHOWN = 20
+
+
+def assert_same(
+    a: PyTree, b: PyTree, rtol: float = 1e-5, *, bits: bool = False
+) -> None:
+    """Raise unless two trees are the same, leaf by leaf.
+
+    A leaf differs where ``|a - b| > rtol * max |b|``, the largest of the leaf's
+    elements: an element near 0 is as exact as the sums it was made of. NaN is the
+    same as NaN. Tower-local and mirrored variables are compared as the one value
+    that they are read as, so states of different numbers of towers can be compared.
+
+    Args:
+      a: A ``TrainState``, a ``History`` (steps and metrics), or any tree of arrays.
+      b: What it should be, of the same structure, shapes and dtypes.
+      rtol: The largest difference, in parts of the leaf's largest element.
+      bits: Must every bit be equal? Then ``rtol`` is not used.
+
+    Raises:
+      AssertionError: A leaf differs; each is named, with its largest difference,
+        where that is and how many ulps it is.
+      ValueError: ``rtol`` is negative, or a tower-local variable has no one value.
+
+    Example:
+      >>> assert_same({"w": np.ones(3)}, {"w": np.ones(3)}, bits=True)
+      >>> assert_same({"w": np.float32(1.0)}, {"w": np.float32(1.25)})
+      Traceback (most recent call last):
+      ...
+      AssertionError: 1 of 1 leaves differ (rtol=1e-05):
+        * a['w'] is 1.0 and should be 1.25 at (): they differ by 0.25 = 2.1e+06 ulps
+    """
+    if rtol < 0:
+        raise ValueError(f"rtol={rtol!r} must be >= 0.")
+    a, b = _readable(a), _readable(b)
+    left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
+    lines = [f"{name} is missing" for name in right if name not in left]
+    lines += [f"{name} should not be there" for name in left if name not in right]
+    if not lines and jax.tree.structure(a) != jax.tree.structure(b):
+        lines.append(
+            f"the containers are {jax.tree.structure(a)} and should be"
+            f" {jax.tree.structure(b)}"
+        )
+    for name in left:
+        if name in right:
+            lines += _difference(name, left[name], right[name], rtol, bits)
+    if lines:
+        how = "bit by bit" if bits else f"rtol={rtol:g}"
+        shown = [f"  * {line}" for line in lines[:_SHOWN]]
+        if len(lines) > _SHOWN:
+            shown.append(f"  * and {len(lines) - _SHOWN} more")
+        head = (
+            f"{len(lines)} of {len(left.keys() | right.keys())} leaves differ ({how})"
+        )
+        raise AssertionError("\n".join([f"{head}:", *shown]))
+
+
+def _readable(tree: PyTree) -> PyTree:
+    if isinstance(tree, History):
+        tree = {"steps": tree.steps, "metrics": dict(tree.metrics)}
+    if dataclasses.is_dataclass(tree) and jax.tree_util.all_leaves([tree]):
+        raise ValueError(
+            f"{type(tree).__name__} is no pytree of arrays. Pass a tj.TrainState, a"
+            " tj.History, or a tree of arrays."
+        )
+    return read_variables(tree)
+
+
+def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
+    """What is wrong with a leaf, as no text or one."""
+    a, b = _numbers(a), _numbers(b)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        kinds = [f"{x.dtype}{list(x.shape)}" for x in (a, b)]
+        return [f"{name} is {kinds[0]} and should be {kinds[1]}"]
+    if a.size == 0:
+        return []
+    if bits:
+        wrong = (_bytes(a) != _bytes(b)).any(axis=-1)
+    else:
+        wrong = _wrong(a, b, rtol)
+    if not wrong.any():
+        return []
+    gap = np.where(wrong, np.abs(_wide(a) - _wide(b)), -1.0)
+    at = np.unravel_index(np.argmax(np.where(np.isnan(gap), np.inf, gap)), a.shape)
+    place = tuple(int(i) for i in at)
+    text = f"{name} is {a[at]} and should be {b[at]} at {place}: they differ"
+    if np.isfinite(gap[at]):
+        text += f" by {gap[at]:.3g}{_ulps(a[at], b[at], gap[at])}"
+    if a.ndim:
+        text += f", and {int(wrong.sum())} of {a.size} elements do"
+    return [text]
+
+
+def _numbers(x: Any) -> np.ndarray:
+    if is_key(x):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    flat = np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8)
+    return flat.reshape(*x.shape, -1)
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
+
+
+def _wrong(a: np.ndarray, b: np.ndarray, rtol: float) -> np.ndarray:
+    if a.dtype.kind in "biu":
+        return a != b
+    a, b = _wide(a), _wide(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    finite = np.isfinite(a) & np.isfinite(b)
+    size = np.max(np.abs(np.where(np.isfinite(b), b, 0.0)))
+    gap = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
+    return ~same & (~finite | (gap > rtol * size))
+
+
+def _ulps(a: Any, b: Any, gap: float) -> str:
+    dtype = np.asarray(b).dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return ""
+    info = jnp.finfo(dtype)
+    size = max(abs(float(a)), abs(float(b)), float(info.tiny))
+    # The gap between neighbours of this size; the dtype need not be one of NumPy's.
+    spacing = 2.0 ** np.floor(np.log2(size)) * float(info.eps)
+    return f" = {gap / spacing:.2g} ulps"

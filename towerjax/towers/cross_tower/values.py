@@ -1,0 +1,287 @@
+"""What are the towers' values together? Unwrap, reduce, gather, map, send."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.collectives.reduce import check_addable, check_axis, check_reduction
+from towerjax.collectives.rows_over_towers import (
+    check_joins,
+    join_tower_rows,
+    reduce_rows,
+    reduce_stacked_rows,
+)
+from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.mesh.devices import find_device
+from towerjax.mesh.placement import Placement, place, waited
+from towerjax.metrics.weighted import Weighted
+from towerjax.towers.cross_tower.destinations import destination_names
+from towerjax.towers.cross_tower.travel import reduce_side_by_side
+from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PerTower, PyTree, Reduction
+
+
+def is_per_tower(x: Any) -> bool:
+    """Does it hold one value a tower?"""
+    return isinstance(x, PerTower | TowerLocal)
+
+
+def as_per_tower(x: Any) -> PerTower:
+    """The towers' values, without the reduction of a tower-local variable."""
+    if not isinstance(x, TowerLocal):
+        return x
+    # A tuple that a variable holds is a tree, of copies side by side.
+    apart = are_apart(x.value)
+    return PerTower(tuple(_rows(x.value)) if apart else x.value)
+
+
+def unwrap(value: Any) -> list[Any]:
+    """The towers' values as a list; ``[value]`` when it is one value."""
+    if not is_per_tower(value):
+        return [value]
+    rows = as_per_tower(value).values
+    return list(rows) if are_apart(rows) else _rows(rows)
+
+
+def _rows(side_by_side: PyTree) -> list[PyTree]:
+    """Each tower's tree of leaves ``[T, ...]``."""
+    towers = range(num_rows(side_by_side))
+    return [jax.tree.map(lambda x, t=t: x[t], side_by_side) for t in towers]
+
+
+def reduce_values(
+    strategy: Any,
+    reduction: Reduction,
+    value: PyTree,
+    *,
+    axis: int | None = None,
+    destinations: Any = None,
+) -> PyTree:
+    """One value of all towers' values."""
+    check_reduction(reduction)
+    if axis is not None:
+        check_axis(axis)
+    if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
+        raise ValueError(
+            f"axis={axis} adds up elements or takes their mean, which"
+            " Reduction.ONLY_FIRST_TOWER does not say. Write SUM or MEAN, or reduce"
+            " without axis and then over the dim."
+        )
+
+    if reduction is not Reduction.ONLY_FIRST_TOWER:
+        value = _whole_weighted(value, strategy.num_towers)
+
+    def one(x: Any) -> Any:
+        x = _per_tower_rows(x, strategy.num_towers)
+        if not is_per_tower(x):
+            x = _reduce_mirrored(strategy, reduction, x)
+            return x if axis is None else _reduce_with_axis(reduction, [x], axis)
+        x = as_per_tower(x)
+        check_addable(reduction, x)
+        if any(map(is_rows, jax.tree.leaves(x, is_leaf=is_rows))):
+            return _reduce_sparse(strategy, reduction, x.values, axis)
+        if axis is not None:
+            rows = _rows_of_towers(strategy, x)
+            return jax.tree.map(
+                lambda *r, axis=axis: _reduce_with_axis(reduction, r, axis), *rows
+            )
+        return PerTower(stacked_rows(x, strategy.num_towers, "The PerTower value"))
+
+    out = jax.tree.map(one, value, is_leaf=lambda x: is_per_tower(x) or is_rows(x))
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
+    stacked = [x.values for x in leaves if is_per_tower(x)]
+    one_value = iter(reduce_side_by_side(strategy, reduction, stacked))
+    leaves = [next(one_value) if is_per_tower(x) else x for x in leaves]
+    out = jax.tree.unflatten(treedef, leaves)
+    return out if destinations is None else send(out, destinations)
+
+
+def _whole_weighted(value: PyTree, num_towers: int) -> PyTree:
+    """Each ``Weighted`` with both fields per tower, where one is: they add together.
+
+    The weight of towers that all have as many examples comes back as one value.
+    """
+
+    def one(x: Any) -> Any:
+        fields = (x.sum, x.weight) if isinstance(x, Weighted) else ()
+        if not any(map(is_per_tower, fields)):
+            return x
+        return Weighted(*(_on_each_tower(field, num_towers) for field in fields))
+
+    return jax.tree.map(one, value, is_leaf=lambda x: isinstance(x, Weighted))
+
+
+def _on_each_tower(x: Any, num_towers: int) -> Any:
+    if is_per_tower(x):
+        return x
+    return PerTower(jnp.broadcast_to(x, (num_towers, *np.shape(x))))
+
+
+def _per_tower_rows(x: Any, num_towers: int) -> Any:
+    """``IndexedRows`` of ``PerTower`` values or indices as ``PerTower`` of it."""
+    if not is_rows(x) or not (is_per_tower(x.values) or is_per_tower(x.indices)):
+        return x
+
+    def side_by_side(field: Any) -> Any:
+        if is_per_tower(field):
+            return stacked_rows(as_per_tower(field), num_towers, "A field")
+        return jnp.broadcast_to(field, (num_towers, *np.shape(field)))
+
+    values, indices = side_by_side(x.values), side_by_side(x.indices)
+    return PerTower(IndexedRows(values, indices, x.dense_shape))
+
+
+def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) -> Any:
+    num_towers = strategy.num_towers
+    if axis is not None:
+        raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
+    if not are_apart(rows):
+        leaves, treedef = jax.tree.flatten(rows, is_leaf=is_rows)
+        out = [
+            reduce_stacked_rows(reduction, x, num_towers)
+            if is_rows(x)
+            else PerTower(stacked_rows(PerTower(x), num_towers, "The PerTower value"))
+            for x in leaves
+        ]
+        return jax.tree.unflatten(treedef, out)
+    if len(rows) != num_towers:
+        raise ValueError(
+            f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
+            f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
+        )
+    if not any(map(is_rows, rows)):
+        return _reduce_sparse_trees(strategy, reduction, rows)
+    return reduce_rows(reduction, list(rows))
+
+
+def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
+    """Of towers' trees that hold ``IndexedRows`` among others, leaf by leaf."""
+    treedefs = [jax.tree.structure(row, is_leaf=is_rows) for row in rows]
+    for tower, treedef in enumerate(treedefs):
+        if treedef != treedefs[0]:
+            raise ValueError(
+                f"The PerTower value holds {treedefs[0]} of tower 0 and {treedef} of"
+                f" tower {tower}. Give all towers one structure."
+            )
+
+    def one(*leaves: Any) -> Any:
+        if any(map(is_rows, leaves)):
+            return reduce_rows(reduction, list(leaves))
+        value = PerTower(tuple(leaves))
+        return PerTower(stacked_rows(value, strategy.num_towers, "The PerTower value"))
+
+    return jax.tree.map(one, *rows, is_leaf=is_rows)
+
+
+def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
+    if reduction is not Reduction.SUM or strategy.num_towers == 1:
+        # A copy: the caller may go on writing into a NumPy array.
+        numpys = np.ndarray | np.generic
+        return jax.tree.map(
+            lambda x: jnp.array(x) if isinstance(x, numpys) else x, value
+        )
+    known = not isinstance(value, Tracer) and not is_rows(value)
+    # In NumPy: while JAX traces, its own comparison would have no value.
+    if known and np.ndim(value) == 0 and np.asarray(value) == 0:
+        return value
+    if is_rows(value):
+        value = "IndexedRows"
+    elif np.ndim(value):
+        value = f"an array of shape {np.shape(value)}"
+    raise ValueError(
+        f"SUM of {value}, which is the same on all {strategy.num_towers} towers:"
+        f" did you mean {strategy.num_towers} times the value, or the value? Use"
+        " Reduction.MEAN for the value itself, or multiply by num_towers."
+    )
+
+
+def _rows_of_towers(strategy: Any, value: PerTower) -> list[Any]:
+    """Each tower's value; a tuple from ``map`` may leave out the last towers."""
+    rows = unwrap(value)
+    too_few = len(rows) < strategy.num_towers and not are_apart(value.values)
+    if not rows or too_few or len(rows) > strategy.num_towers:
+        raise ValueError(
+            f"The PerTower value holds {len(rows)} towers' values, but the strategy has"
+            f" {strategy.num_towers} towers. Stack one value for each tower."
+        )
+    return rows
+
+
+def _check_axis(row: jax.Array, axis: int) -> None:
+    if not -row.ndim <= axis < row.ndim:
+        raise ValueError(
+            f"axis={axis} is not a dim of a tower's value of shape {row.shape}."
+        )
+
+
+def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> Any:
+    rows = [jnp.asarray(row) for row in rows]
+    for row in rows:
+        _check_axis(row, axis)
+    # Joined and not added up row by row, so that bfloat16 is rounded once.
+    joined = _join(rows, axis, "reduce with")
+    if reduction is Reduction.SUM:
+        return joined.sum(axis=axis)
+    if joined.shape[axis]:
+        return joined.mean(axis=axis)
+    return Weighted(joined.sum(axis=axis), 0).value  # no elements: 0, never NaN
+
+
+def send(value: PyTree, destinations: Any) -> PyTree:
+    """The value on one device, or a copy on each of several."""
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+        raise ValueError(
+            f"destinations={destinations!r} inside a tower function or a step: a value"
+            " there lies on every device already. Leave destinations out."
+        )
+    names = destination_names(destinations)
+    for name in names:
+        find_device(name)
+    there = Placement(names, len(names), local="vmap", executor="shard_map")
+    return place(value, there, Layout.MIRRORED)
+
+
+def gather_values(strategy: Any, value: PerTower, axis: int) -> PyTree:
+    """All towers' values joined along a dim; sizes may differ along it alone."""
+    check_axis(axis)
+    value = _per_tower_rows(value, strategy.num_towers)
+    if not is_per_tower(value):
+        if strategy.num_towers > 1:
+            raise ValueError(
+                f"gather of a value that is the same on all {strategy.num_towers}"
+                " towers: it is one value and not a PerTower. Use it as it is, or tile"
+                " it for as many copies as there are towers."
+            )
+        value = PerTower((value,))
+    rows = _rows_of_towers(strategy, as_per_tower(value))
+    # A shape of IndexedRows is part of their structure, and may differ.
+    bare = [jax.tree.map(lambda x: 0, row, is_leaf=is_rows) for row in rows]
+    check_structures(bare, "gather: the PerTower value")
+
+    def joined(*leaves: Any) -> Any:
+        if any(map(is_rows, leaves)):
+            check_joins(leaves, axis)
+            return waited(join_tower_rows(list(leaves)))
+        leaves = tuple(map(jnp.asarray, leaves))
+        _check_axis(leaves[0], axis)
+        return _join(leaves, axis, "gather along")
+
+    return jax.tree.map(joined, *rows, is_leaf=is_rows)
+
+
+def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
+    def others(row: jax.Array) -> tuple[int, ...]:
+        return tuple(np.delete(row.shape, axis).tolist())
+
+    for tower, row in enumerate(rows):
+        if row.ndim != rows[0].ndim or others(row) != others(rows[0]):
+            raise ValueError(
+                f"{what} axis {axis}: tower {tower} has shape {row.shape} and"
+                f" tower 0 {rows[0].shape}; only dim {axis} may differ."
+            )
+    return waited(jnp.concatenate(rows, axis=axis))

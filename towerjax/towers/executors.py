@@ -1,0 +1,207 @@
+"""How does a program run on several devices? By shard_map or pmap, and jit.
+
+The only file that names these; `placement` says where the towers are, and
+`local_towers` how those of one device run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxlib.mlir.passmanager import PassManager
+
+from towerjax.mesh.placement import (
+    DEVICE_AXIS,
+    SPECS,
+    Placement,
+    TowerAxes,
+)
+from towerjax.types import Layout, PyTree
+
+_PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
+
+
+def over_devices(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    *,
+    is_traced: bool = False,
+) -> Callable[..., PyTree]:
+    """``device_fn`` on every device at once, as a function of global values."""
+    if placement.num_devices == 1:
+        return device_fn
+    if not is_traced:
+        device_fn = _without_mesh(device_fn, placement)
+    if placement.executor == "pmap":
+        return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
+    specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
+    return jax.shard_map(
+        device_fn,
+        mesh=placement.mesh,
+        in_specs=specs[0],
+        out_specs=specs[1],
+        # True would sum gradients over towers by itself, and refuses plain user
+        # code; what it proved, towerjax.proof proves.
+        check_vma=False,
+    )
+
+
+def _without_mesh(
+    device_fn: Callable[..., PyTree], placement: Placement
+) -> Callable[..., PyTree]:
+    """``device_fn``, traced as on one device: with a named axis and no mesh.
+
+    In a mesh values are of other types than under ``jit``, and libraries that compare
+    types refuse them.
+    """
+
+    def run(*args: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(args)
+        env = [(DEVICE_AXIS, placement.num_devices)]
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            traced, out = jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(
+                *jax.tree.unflatten(treedef, [shapes_of(x) for x in leaves])
+            )
+        values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return run
+
+
+def _over_devices_by_pmap(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+) -> Callable[..., PyTree]:
+    """The legacy path: the same global function by ``jax.pmap``.
+
+    Sizes are written out and never -1, which an array without elements would not tell.
+    """
+    num_devices = placement.num_devices
+
+    def split(x: jax.Array, axis: int) -> jax.Array:
+        dims = (num_devices, x.shape[axis] // num_devices)
+        return x.reshape(x.shape[:axis] + dims + x.shape[axis + 1 :])
+
+    def join(x: jax.Array, axis: int) -> jax.Array:
+        rows = x.shape[axis] * x.shape[axis + 1]
+        return x.reshape(x.shape[:axis] + (rows,) + x.shape[axis + 2 :])
+
+    def global_fn(*args: PyTree) -> PyTree:
+        args = tuple(jax.tree.map(_at_axis(split), tuple(in_layouts), args))
+        out = _pmapped(device_fn, placement, in_layouts, out_layouts, args)
+        return jax.tree.map(_at_axis(join), out_layouts, out)
+
+    return global_fn
+
+
+def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree]:
+    """``fn(x, axis)`` of each leaf ``x`` whose layout has an axis of devices."""
+
+    def of_tree(layout: Layout, tree: PyTree) -> PyTree:
+        axis = _PMAP_AXES[layout]
+        return tree if axis is None else jax.tree.map(lambda x: fn(x, axis), tree)
+
+    return of_tree
+
+
+def _pmapped(
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    args: tuple[PyTree, ...],
+) -> PyTree:
+    axes: list[int | None] = []
+
+    def add_axes(layout: Layout, part: PyTree) -> None:
+        axes.extend(_PMAP_AXES[layout] for _ in jax.tree.leaves(part))
+
+    jax.tree.map(add_axes, tuple(in_layouts), args)
+    leaves, treedef = jax.tree.flatten(args)
+    # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
+    # that, even where one argument has no leaves and another has several.
+    mapped = jax.pmap(
+        lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
+        axis_name=DEVICE_AXIS,
+        in_axes=tuple(axes),
+        out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
+        devices=list(placement.jax_devices),
+    )
+    return mapped(*leaves)
+
+
+def trace_one_tower(
+    device_fn: Callable[..., PyTree],
+    axes: TowerAxes,
+    in_layouts: Sequence[PyTree],
+    args: Sequence[PyTree],
+    *,
+    args_of: int | None = None,
+) -> tuple[Any, PyTree]:
+    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
+
+    Traced with a named axis and no mesh: in a mesh values are of other types than
+    under ``jit`` on one device, and libraries that compare types refuse them.
+    """
+
+    def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
+        shape = list(x.shape)
+        shape[axis] //= args_of or axes.num_devices
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))
+    env = [(DEVICE_AXIS, axes.num_devices)]
+    return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*shapes)
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The tree with each array replaced by the shape and dtype it has on a device."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        dtype = x.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(x.shape, dtype)
+
+    return jax.tree.map(shape_of, tree)
+
+
+def jit_on_devices(
+    fn: Callable[..., PyTree],
+    placement: Placement,
+    in_layouts: Sequence[PyTree],
+    out_layouts: PyTree,
+    *,
+    donate: bool,
+) -> Any:
+    """``jax.jit`` of a global function with each value where its layout says."""
+    shardings = jax.tree.map(placement.sharding, (tuple(in_layouts), out_layouts))
+    return jax.jit(
+        fn,
+        in_shardings=shardings[0],
+        out_shardings=shardings[1],
+        donate_argnums=(0,) if donate else (),
+    )
+
+
+def lower_on_devices(traced: Any, placement: Placement) -> Any:
+    """The traced program lowered; of towers in turn, in the same form on any devices.
+
+    For several devices XLA inlines calls and merges equal operations before anything
+    else. For one device it first rewrites operations by how often their operands are
+    used (a division by what is used once becomes a product with the inverse), and then
+    bits depend on ``D``. So for one device that is done here.
+    """
+    lowered = traced.lower()
+    if placement.local == "scan" and placement.num_devices == 1:
+        module = lowered.compiler_ir("stablehlo")
+        with module.context:
+            passes = PassManager.parse("builtin.module(inline,symbol-dce,cse)")
+            passes.run(module.operation)
+    return lowered

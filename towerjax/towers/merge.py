@@ -1,0 +1,143 @@
+"""How do towers meet? merge_call: one function sees all towers' values side by side."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from towerjax.collectives.reduce import gather_over_towers
+from towerjax.mesh.placement import TowerAxes
+from towerjax.towers.variables import MirroredVar, TowerLocal
+from towerjax.types import PerTower, PyTree
+
+
+def refuse_in_turn(axes: TowerAxes, what: str) -> None:
+    """Raise when the towers of a device run one after another and cannot meet."""
+    if axes.in_turn:
+        raise ValueError(
+            f"{what} needs all towers at once, but local='scan' runs the towers of a"
+            " device one after another. Use local='vmap', or return the value as"
+            " tj.Weighted in TowerOutput(metrics=...) and let the step reduce it."
+        )
+
+
+def is_mergeable(leaf: Any) -> bool:
+    """Is it a value that may differ from tower to tower, an array?"""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
+    """The towers' values as leaves ``[T, ...]``."""
+    rows = value.values
+    if are_apart(rows):
+        check_structures(rows, name)
+        rows = jax.tree.map(lambda *leaves: _stacked(leaves, name), *rows or [()])
+        rows = rows if value.values else np.zeros(0)
+    for x in jax.tree.leaves(rows):
+        if np.shape(x)[:1] != (num_towers,):
+            raise ValueError(
+                f"{name} has shape {np.shape(x)}, but dim 0 runs over the"
+                f" {num_towers} towers. Stack one value for each tower. A tuple of them"
+                " will do; a list is a tree of such arrays."
+            )
+    return jax.tree.map(jnp.asarray, rows)
+
+
+def are_apart(values: Any) -> bool:
+    """Are they the towers' values apart, in a tuple, and not side by side?"""
+    return type(values) is tuple
+
+
+def num_rows(rows: PyTree) -> int:
+    """How many towers' values lie side by side."""
+    counts = {np.shape(x)[:1] for x in jax.tree.leaves(rows)}
+    if len(counts) == 1 and counts != {()}:
+        return counts.pop()[0]
+    raise ValueError(
+        f"PerTower(values={rows!r}) holds no value for each tower: all of its arrays"
+        " need the same dim 0, which runs over towers. Stack one value for each tower,"
+        " or pass a tuple of them; what all towers share needs no PerTower."
+    )
+
+
+def check_structures(rows: Sequence[PyTree], name: str) -> None:
+    """Raise unless all towers' values have one structure."""
+    for tower, row in enumerate(rows):
+        first, other = jax.tree.structure(rows[0]), jax.tree.structure(row)
+        if other != first:
+            raise ValueError(
+                f"{name} holds {first} of tower 0 and {other} of tower {tower}, which"
+                " cannot lie side by side. Give all towers one structure."
+            )
+
+
+def _stacked(leaves: Sequence[Any], name: str) -> jax.Array:
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+            " cannot lie side by side. Pad them to one shape, join them with"
+            " strategy.gather, or reduce them with axis=..."
+        )
+    for tower, leaf in enumerate(leaves):
+        if not is_mergeable(leaf) and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"{name} holds {leaf!r} of tower {tower}, which is no array and no"
+                " number. Pass it to all towers alike, or number such values and pass"
+                " the numbers."
+            )
+    return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+
+
+@dataclasses.dataclass(frozen=True)
+class WithNames:
+    """A merge function whose last value is a mapping of the others, by name."""
+
+    func: Callable[..., PyTree]
+
+    def __call__(self, strategy: Any, *values: PyTree) -> PyTree:
+        """The function, with its own names."""
+        return self.func(strategy, *values[:-1], **values[-1])
+
+
+def merge_over_towers(
+    strategy: Any,
+    axes: TowerAxes,
+    tower_id: jax.Array,
+    merge_fn: Callable[..., PyTree],
+    values: tuple[PyTree, ...],
+) -> PyTree:
+    """``merge_fn(strategy, *per_tower_values)``, seen by every tower alike.
+
+    Every tower computes the same function of the same gathered values, so the
+    result needs no sending back, and it differentiates as it stands.
+    """
+    refuse_in_turn(axes, "tower.merge_call")
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, TowerLocal):
+            return jax.tree.map(lambda x: gather_over_towers(x, axes), leaf)
+        return PerTower(gather_over_towers(leaf, axes)) if is_mergeable(leaf) else leaf
+
+    def row_of(rows: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(rows, tower_id, keepdims=False)
+
+    def own_row(leaf: Any) -> Any:
+        if isinstance(leaf, TowerLocal):
+            return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
+        if not isinstance(leaf, PerTower):
+            return leaf
+        what = "A PerTower that merge_fn returned"
+        return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
+
+    is_variable = _is_a(MirroredVar | TowerLocal)
+    merged = merge_fn(strategy, *jax.tree.map(gather, values, is_leaf=is_variable))
+    return jax.tree.map(own_row, merged, is_leaf=_is_a(PerTower | TowerLocal))
+
+
+def _is_a(types: Any) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, types)

@@ -1,0 +1,231 @@
+"""How does a program over one axis of all towers run on the devices that there are?
+
+A tower function sees one axis of ``T`` towers, wherever they lie, so that the program
+that runs is the program that is proved. It is traced so; then each collective over that
+axis becomes one over the device axis and the towers of a device.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, primitives
+from jax.extend.linear_util import wrap_init
+
+from towerjax.collectives.reduce import gather_over_towers
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
+from towerjax.proof.equation import named_axes, open_jaxpr
+from towerjax.proof.hidden import is_hidden, opened
+from towerjax.proof.origin import is_ours, line_of
+from towerjax.types import PyTree
+
+# JAX itself does these over several axes at once.
+_REDUCTIONS = frozenset("psum pmax pmin".split())
+_CUSTOM = frozenset("custom_jvp_call custom_vjp_call".split())
+
+
+def first_tower_of_device(axes: TowerAxes) -> jax.Array:
+    """The id of the first local tower, ``()`` int32, inside a device function."""
+    if not axes.device_axis:
+        return jnp.int32(0)
+    return lax.axis_index(DEVICE_AXIS).astype(jnp.int32) * axes.num_local
+
+
+def on_these_devices(
+    tower_fn: Callable[..., PyTree], axes: TowerAxes
+) -> Callable[..., PyTree]:
+    """A tower function whose axis of all towers is made of those that are bound."""
+    if axes.in_turn and axes.num_towers > 1:
+        return tower_fn  # towers never meet: the axis is not there
+
+    def run(*args: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(args)
+        trees = []
+
+        def of_leaves(*leaves: Any) -> list[Any]:
+            out, tree = jax.tree.flatten(tower_fn(*jax.tree.unflatten(treedef, leaves)))
+            trees[:] = [tree]
+            return out
+
+        out = _Devices(axes).call(of_leaves, leaves)
+        return jax.tree.unflatten(trees[0], map(jnp.asarray, out))
+
+    return run
+
+
+class _Devices:
+    """Writes the programs of a step for some devices, each jaxpr once."""
+
+    def __init__(self, axes: TowerAxes) -> None:
+        self.axes = axes
+        # Rules of derivatives are traced later, where perhaps no axis is bound.
+        sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
+        self._env = [(axes.tower_axis, axes.num_towers)]
+        self._env += [(name, sizes[name]) for name in axes.names]
+        self._rules = {
+            "jvp_jaxpr_fun": self._jaxpr_of_rule,
+            "fwd_jaxpr_thunk": self._jaxpr_of_rule,
+            "bwd": self._backward,
+        }
+        self._done: dict[int, Any] = {}
+
+    def call(self, fn: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
+        """A function's arrays, its collectives being those that these devices have."""
+        traced = jax.make_jaxpr(fn, axis_env=self._env)(*leaves)
+        body = self.program(traced.jaxpr)
+        return jax.core.eval_jaxpr(body, traced.consts, *leaves)
+
+    def program(self, jaxpr: Any) -> Any:
+        """A jaxpr, closed or not, with collectives that these devices have."""
+        if id(jaxpr) not in self._done:
+            body = open_jaxpr(jaxpr)
+            eqns, new = [self._equation(eqn) for eqn in body.eqns], jaxpr
+            if any(a is not b for a, b in zip(eqns, body.eqns, strict=True)):
+                new = body.replace(eqns=eqns, effects=self._effects(body.effects))
+                new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
+            self._done[id(jaxpr)] = new, jaxpr  # kept, so that no other has its id
+        return self._done[id(jaxpr)][0]
+
+    def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
+        if self.axes.tower_axis in named_axes(eqn):
+            adds_up = eqn.primitive.name in _REDUCTIONS
+            if adds_up and eqn.params.get("axis_index_groups") is None:
+                return self._renamed(eqn)
+            if self.axes.names == (DEVICE_AXIS,):
+                return self._renamed(eqn)
+            return self._called(eqn, lambda *x: self._among_all(eqn, x))
+        own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(named_axes(eqn))
+        if own and not is_ours(eqn):
+            raise ValueError(_OWN.format(axis=own.pop(), line=line_of((eqn, None))))
+        if eqn.primitive.name == "custom_vmap_call":
+            # Its rule for several towers might say another thing than for one.
+            return self._called(eqn, jaxpr_as_fun(self.program(eqn.params["call"])))
+        params = {key: self._param(value) for key, value in eqn.params.items()}
+        if eqn.primitive.name in _CUSTOM:
+            for key in self._rules.keys() & params.keys():
+                new = functools.partial(self._rules[key], params[key])
+                params[key] = wrap_init(new, debug_info=params[key].debug_info)
+        if any(params[key] is not value for key, value in eqn.params.items()):
+            return eqn.replace(params=params, effects=self._effects(eqn.effects))
+        return self._unhidden(eqn) if is_hidden(eqn) else eqn
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, (Jaxpr, ClosedJaxpr)):
+            return self.program(value)
+        if not isinstance(value, tuple):
+            return value
+        parts = [self._param(part) for part in value]
+        if all(a is b for a, b in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+    def _jaxpr_of_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
+        """The program of a custom derivative, and what JAX wants to know with it."""
+        found = []
+        trace = lambda: found.extend(rule.call_wrapped(*zeros))  # noqa: E731
+        jax.make_jaxpr(trace, axis_env=self._env)()
+        return self.program(found[0]), *found[1:]
+
+    def _backward(self, rule: Any, *args: Any) -> Any:
+        """Custom cotangents; what stands for zeros goes in and out as it is."""
+        out = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            out[:] = [rule.call_wrapped(*_with_arrays(args, arrays))]
+            return _arrays_of(out)
+
+        arrays = self.call(of_arrays, _arrays_of(args))
+        return _with_arrays(out, arrays)[0]
+
+    def _unhidden(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Code that a primitive holds, written out where towers meet in it."""
+        sizes = {self.axes.tower_axis: self.axes.num_towers}
+        program = opened(eqn, sizes)
+        if program is None or self.program(program) is program:
+            return eqn
+        return self._called(eqn, jaxpr_as_fun(self.program(program)))
+
+    def _effects(self, effects: Any) -> set[Any]:
+        new: set[Any] = set()
+        for effect in effects:
+            is_axis = getattr(effect, "name", None) == self.axes.tower_axis
+            new |= {type(effect)(n) for n in self.axes.names} if is_axis else {effect}
+        return new
+
+    def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
+        key = "axes" if "axes" in eqn.params else "axis_name"
+        given, names = eqn.params[key], self.axes.names
+        if isinstance(given, tuple):
+            each = [names if x == self.axes.tower_axis else (x,) for x in given]
+            new: Any = tuple(x for part in each for x in part)
+        else:
+            [new] = names
+        params = {**eqn.params, key: new}
+        return eqn.replace(params=params, effects=self._effects(eqn.effects))
+
+    def _called(self, eqn: JaxprEqn, fn: Callable[..., Any]) -> JaxprEqn:
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        closed = jax.make_jaxpr(fn, axis_env=self._env)(*shapes)
+        return eqn.replace(
+            primitive=primitives.closed_call_p,
+            params={"call_jaxpr": closed},
+            effects=closed.effects,
+        )
+
+    def _among_all(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """A collective done by each tower for itself, on what all towers have."""
+        axes, params = self.axes, dict(eqn.params)
+        tower = first_tower_of_device(axes)
+        if LOCAL_AXIS in axes.names:
+            tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)
+        if eqn.primitive.name == "axis_index":
+            return [tower]
+        rows, size = gather_over_towers(list(operands), axes), axes.num_towers
+        if eqn.primitive.name == "ppermute":  # under vmap only of all towers
+            sources = np.full(size, -1)
+            for source, target in params["perm"]:
+                sources[target] = source
+            source = jnp.asarray(sources)[tower]
+            return [
+                jnp.where(source < 0, jnp.zeros_like(x[0]), x[source]) for x in rows
+            ]
+        groups = params.get("axis_index_groups")
+        if groups is not None:
+            if len({len(group) for group in groups}) > 1:
+                raise ValueError(_UNEVEN.format(name=eqn.primitive.name, groups=groups))
+            order = np.argsort(np.concatenate(groups))
+            size = len(groups[0])
+            group = jnp.asarray(order // size)[tower]
+            rows = [x[jnp.asarray(groups)[group]] for x in rows]
+            tower = jnp.asarray(order % size)[tower]
+            params["axis_index_groups"] = None
+        one = functools.partial(eqn.primitive.bind, **params)
+        out = jax.vmap(one, axis_name=axes.tower_axis, axis_size=size)(*rows)
+        return [x[tower] for x in jax.tree.leaves(out)]
+
+
+def _arrays_of(tree: PyTree) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> Any:
+    """The tree with others in place of its arrays."""
+    new = iter(arrays)
+    return jax.tree.map(lambda x: next(new) if isinstance(x, jax.Array) else x, tree)
+
+
+_OWN = (
+    "{line} names the axis {axis!r}, which is not all towers where several share a"
+    " device. Write tower.axis_names, or a name that you give:"
+    " tj.Mirrored(axis_name='batch')."
+)
+_UNEVEN = (
+    "{name} with axis_index_groups={groups}: groups of several sizes need a device for"
+    " each tower. Make them equal, or write tower.all_gather(x) and take the rows."
+)

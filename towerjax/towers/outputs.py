@@ -1,0 +1,179 @@
+"""What may a tower function return? Losses, metrics, rows and local values."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from towerjax.data.shard import refuse_sparse
+from towerjax.metrics.state import (
+    check,
+    compute,
+    described,
+    is_metric,
+)
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.proof.scale import COUNTS_EACH_TOWER
+from towerjax.types import PyTree, Reduction, TowerOutput, named_leaves
+
+
+def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
+    """What a loss function returned, with its loss as a ``Weighted`` of two scalars."""
+    out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
+    loss = out.loss
+    if isinstance(loss, Weighted | Means):
+        if loss_reduction is not None:
+            raise ValueError(
+                f"loss_reduction={loss_reduction!r} gives a meaning to a scalar loss,"
+                f" but the loss function returned tj.{type(loss).__name__}, which has"
+                " its own. Leave loss_reduction out."
+            )
+    elif isinstance(loss, tuple | list | dict) or loss is None:
+        raise ValueError(
+            f"The loss function returned a {type(loss).__name__}. Return tj.Weighted,"
+            " or tj.TowerOutput(loss=tj.Weighted(...), metrics={...}, local=...)."
+        )
+    elif loss_reduction is None:
+        raise ValueError(
+            "The loss function returned a bare scalar, which does not say how towers"
+            " of unequal weight share the mean. Return tj.Weighted.mean(losses,"
+            " tower.weight), or pass loss_reduction=tj.Reduction.SUM (the total over"
+            " towers) or tj.Reduction.MEAN (the mean of the towers' values)."
+        )
+    else:
+        if loss_reduction is Reduction.SUM:
+            loss = checkpoint_name(jnp.asarray(loss), COUNTS_EACH_TOWER)
+        loss = Weighted(loss, 1.0)
+    if isinstance(loss, Means):
+        return dataclasses.replace(out, loss=_checked_means(loss))
+    return dataclasses.replace(out, loss=_checked_loss(loss))
+
+
+def _checked_means(loss: Means) -> Means:
+    if not loss.terms:
+        raise ValueError(
+            "The loss function returned tj.shared(...) alone, which no row has a part"
+            " in. Add it to a mean of the rows: tj.Weighted.mean(losses, tower.weight)"
+            " + tj.shared(penalty)."
+        )
+    shared = jnp.asarray(loss.shared)
+    if shared.shape:
+        raise ValueError(
+            f"tj.shared(...) has shape {shared.shape}; it is one number, ()."
+        )
+    return Means(tuple(map(_checked_loss, loss.terms)), shared)
+
+
+def _checked_loss(loss: Weighted) -> Weighted:
+    total, weight = jnp.asarray(loss.sum), jnp.asarray(loss.weight)
+    if total.shape or weight.shape:
+        raise ValueError(
+            f"The loss is not a scalar: sum has shape {total.shape} and weight shape"
+            f" {weight.shape}. Use tj.Weighted.mean(losses, tower.weight), which adds"
+            " up the examples' losses."
+        )
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(
+            f"The loss has dtype {total.dtype}, which has no gradient; it must be"
+            " floating. Convert the losses before they are added."
+        )
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return Weighted(total.astype(wide), weight.astype(wide))
+
+
+def widened(dtype: Any) -> Any:
+    """The dtype in which values of ``dtype`` are added: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
+
+
+def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
+    """Metrics as a dict of states that can be added and of plain arrays."""
+    if not hasattr(metrics, "items"):
+        raise ValueError(
+            f"Metrics are a mapping of name to tj.Weighted, got {metrics!r}. Return"
+            " {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
+        )
+    if "loss" in metrics and not loss_is_free:
+        raise ValueError(
+            "metrics['loss'] is the name of the global loss; give yours another name."
+        )
+    bad = [
+        f"metrics[{name!r}] is {described(metric)}"
+        for name, metric in metrics.items()
+        if not isinstance(name, str) or not (_is_array(metric) or is_metric(metric))
+    ]
+    if bad:
+        raise ValueError(
+            "Each metric is one tj.Weighted, one state of tj.metrics or one array,"
+            f" under a name that is a string, but {'; '.join(bad)}. Give nested metrics"
+            " names of their own, such as 'group/part'."
+        )
+    return {
+        name: jnp.asarray(metric)
+        if _is_array(metric)
+        else check(f"metrics[{name!r}]", metric)
+        for name, metric in metrics.items()
+    }
+
+
+def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:
+    """The value of each merged state, inside a compiled step."""
+    values = {name: compute(state) for name, state in states.items()}
+    for name, value in values.items():
+        if not _is_array(value):
+            raise ValueError(
+                f"metrics[{name!r}].compute() returned a {type(value).__name__}. The"
+                " value of a train metric is one array: make a state of each part, or"
+                " leave it to an evaluation."
+            )
+    return {name: jnp.asarray(value) for name, value in values.items()}
+
+
+def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTree:
+    """Outputs, once each leaf has one row for each of the tower's rows."""
+    refuse_sparse(outputs, name)
+    bad = [
+        f"{leaf} has shape {jnp.shape(x)}"
+        for leaf, x in named_leaves(name, outputs)
+        if jnp.shape(x)[:1] != (rows,)
+    ]
+    if bad:
+        raise ValueError(
+            f"{name} are joined row by row, so each leaf has {rows} rows for a"
+            f" tower's {rows} rows, but " + "; ".join(bad) + "."
+        )
+    if not jax.tree.leaves(outputs):
+        raise ValueError(f"{name} are {outputs!r}, which holds no arrays.")
+    return jax.tree.map(jnp.asarray, outputs)
+
+
+def check_local(before: PyTree, after: PyTree) -> PyTree:
+    """The next local values, once they are like the ones before."""
+    old = dict(named_leaves("local", before))
+    new = dict(named_leaves("local", after))
+    bad = [f"{name} is missing" for name in old.keys() - new.keys()]
+    bad += [f"{name} is not in tower.local" for name in new.keys() - old.keys()]
+    if not bad and jax.tree.structure(before) != jax.tree.structure(after):
+        bad = [f"its containers changed to {jax.tree.structure(after)}"]
+    for name in sorted(old.keys() & new.keys()):
+        was, now = jnp.asarray(old[name]), jnp.asarray(new[name])
+        if (was.shape, was.dtype) != (now.shape, now.dtype):
+            bad.append(
+                f"{name} was {was.dtype}{list(was.shape)} and is"
+                f" {now.dtype}{list(now.shape)}"
+            )
+    if bad:
+        raise ValueError(
+            "TowerOutput.local must be like tower.local, but "
+            + "; ".join(sorted(bad))
+            + ". Start from tower.local, or give step.init(local=...) what the loss"
+            " function returns."
+        )
+    return after

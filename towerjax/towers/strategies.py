@@ -1,0 +1,325 @@
+"""Which towers, where, and how do they reduce? Mirrored and OneDevice."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
+from towerjax.collectives.base import ChecksDevices
+from towerjax.mesh.devices import (
+    canonical_device_name,
+    canonical_device_names,
+    first_of_each_process,
+)
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
+from towerjax.towers.cross_tower.job import JobMethods
+from towerjax.towers.cross_tower.methods import CrossTowerMethods
+from towerjax.types import short_repr
+from towerjax.types.html_form import table
+from towerjax.types.options import check_choice, check_whole
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mirrored(CrossTowerMethods, JobMethods):
+    """``T`` towers, mirrored parameters, one reduction a step.
+
+    Attributes:
+      devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
+        None takes every accelerator of every process, or the CPUs where there is
+        none. The index counts over all processes, process after process.
+      num_gpus: ``devices`` as the first so many GPUs of each process; 0 is the CPU.
+      num_gpus_per_worker: The same, by its other name.
+      towers: ``T``; None is one a device. A multiple of the number of devices;
+        where ``devices`` is None, as many of them are used as divide it.
+      local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
+        ``"scan"`` one after another, which needs the memory of one.
+      executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
+      cross_tower_ops: How a reduction travels: `AllReduce`, `PinnedTree`, `Packed`,
+        `ReduceToOneDevice` or `Hierarchical`; see `choose_cross_tower_ops`.
+      prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
+        places each when it is asked for.
+      axis_name: A name of the axis of all towers for code that has one written in it,
+        such as ``"batch"``; ``tower.axis_names`` holds it.
+      state: How a step's state lies between steps: ``"mirrored"``, whole on each
+        device; ``"sharded_optimizer"``: of the optimizer's state each device holds and
+        updates a part; ``"sharded"``: of the parameters too. They are gathered whole at
+        the start of the towers, so that a device holds them all while these run.
+
+    Raises:
+      ValueError: Options that exclude each other, no or duplicate devices, a name
+        that is none, ``towers`` that the devices do not divide, ``cross_tower_ops``
+        that these devices cannot honour.
+
+    Example:
+      >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
+      Mirrored(devices=('cpu:0',), towers=8, local='scan')
+    """
+
+    devices: Sequence[Any] | None = None
+    num_gpus: int | None = None
+    num_gpus_per_worker: int | None = None
+    towers: int | None = None
+    local: Literal["vmap", "scan"] = "vmap"
+    executor: Literal["shard_map", "pmap"] = "shard_map"
+    cross_tower_ops: CrossTowerOps = AllReduce()
+    prefetch_on_device: int = 2
+    axis_name: str = TOWER_AXIS
+    state: Literal["mirrored", "sharded_optimizer", "sharded"] = "mirrored"
+
+    def __post_init__(self) -> None:
+        """Check everything that can be known without a device."""
+        _check_choices(self)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", canonical_device_names(self.devices))
+        devices = self._named_devices()
+        if devices is not None:
+            _check_divides(self.towers, len(devices))
+            _check_ops(self.cross_tower_ops, devices)
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        return _as_html(self)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the towers are, by name: the devices need not be on this machine."""
+        devices = self._devices()
+        _check_ops(self.cross_tower_ops, devices)
+        return Placement(
+            devices=devices,
+            num_towers=self.towers or len(devices),
+            local=self.local,
+            executor=self.executor,
+            axis_name=self.axis_name,
+        )
+
+    def _named_devices(self) -> tuple[str, ...] | None:
+        """The devices that the options name; None where they leave it open."""
+        if self.devices is not None:
+            return tuple(self.devices)
+        if (gpus := self._gpus_per_process()) is None:
+            return None
+        return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
+
+    def _gpus_per_process(self) -> int | None:
+        given = (self.num_gpus, self.num_gpus_per_worker)
+        return given[0] if given[0] is not None else given[1]
+
+    def _devices(self) -> tuple[str, ...]:
+        if self._gpus_per_process() is not None and jax.process_count() > 1:
+            return first_of_each_process(self._gpus_per_process() or 0)
+        named = self._named_devices()
+        if named is not None:
+            return named
+        found = tuple(canonical_device_name(device) for device in jax.devices())
+        return found if self.towers is None else _shared_evenly(found, self.towers)
+
+
+def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
+    """As many of the devices as share the towers evenly, as many of each process."""
+    processes = jax.process_count()
+    each = len(found) // processes
+    fitting = [n for n in range(1, each + 1) if towers % (n * processes) == 0]
+    if not fitting:
+        raise ValueError(
+            f"towers={towers} is not a multiple of the {processes} processes, each of"
+            " which runs as many towers. Use"
+            f" towers={-(-towers // processes) * processes}."
+        )
+    used = fitting[-1]
+    if used < each and used * processes < len(found) <= towers:
+        warnings.warn(
+            f"{towers} towers share {used * processes} of {len(found)} devices evenly;"
+            f" {len(found) - used * processes} stay idle. Choose towers as a multiple"
+            f" of {len(found)}, or name the devices.",
+            stacklevel=2,
+        )
+    return tuple(
+        found[process * each + index]
+        for process in range(processes)
+        for index in range(used)
+    )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class OneDevice(CrossTowerMethods, JobMethods):
+    """One tower on one device: no split, no scaling, no communication.
+
+    Attributes:
+      device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
+        device.
+      prefetch_on_device: As for `Mirrored`.
+      axis_name: As for `Mirrored`.
+
+    Raises:
+      ValueError: ``device`` is not a name.
+
+    Example:
+      >>> OneDevice("CPU:0")
+      OneDevice(device='cpu:0')
+    """
+
+    device: str | None = None
+    prefetch_on_device: int = 2
+    axis_name: str = TOWER_AXIS
+
+    def __post_init__(self) -> None:
+        """Canonicalise the name."""
+        _check_axis_name(self.axis_name)
+        check_whole("prefetch_on_device", self.prefetch_on_device, 0)
+        if self.device is not None:
+            object.__setattr__(self, "device", canonical_device_name(self.device))
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        return _as_html(self)
+
+    @property
+    def state(self) -> Literal["mirrored"]:
+        """One device holds all of it."""
+        return "mirrored"
+
+    @property
+    def cross_tower_ops(self) -> CrossTowerOps:
+        """Nothing travels; sums are of one tower."""
+        return AllReduce()
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Where the tower is, by name."""
+        name = self.device or canonical_device_name(jax.local_devices()[0])
+        return Placement(
+            (name,), 1, local="vmap", executor="shard_map", axis_name=self.axis_name
+        )
+
+
+Strategy = Mirrored | OneDevice
+
+
+def check_roles(builder: str, **given: Any) -> None:
+    """Raise unless each argument of a builder is what its place asks for."""
+
+    def fits(role: str, x: Any) -> bool:
+        if role == "strategy":
+            return isinstance(x, Strategy)
+        if role == "optimizer":
+            return hasattr(x, "init") and hasattr(x, "update")
+        return callable(x) and not isinstance(x, type)
+
+    wrong = [role for role, x in given.items() if not fits(role, x)]
+    if not wrong:
+        return
+    shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
+    swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)
+    raise ValueError(
+        f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
+        f" Write {builder}({', '.join(given)}), with a strategy such as tj.Mirrored()."
+    )
+
+
+def _as_html(strategy: Strategy) -> str:
+    """Which device has which towers."""
+    try:
+        placement = strategy.placement
+    except ValueError as error:  # what cannot be placed here can still be shown
+        return table(repr(strategy), (), [(str(error),)])
+    each = placement.axes.num_local
+    rows = [
+        (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
+        for i, name in enumerate(placement.devices)
+    ]
+    together = "one after another" if placement.local == "scan" else "together"
+    last = (
+        f"{placement.num_towers} towers on {placement.num_devices} devices",
+        *([f"{each} on each, {together}"] if each > 1 else []),
+        repr(strategy.cross_tower_ops),
+    )
+    return table(repr(strategy), ("device", "towers"), rows, last=last)
+
+
+def _check_choices(strategy: Mirrored) -> None:
+    counts = (strategy.num_gpus, strategy.num_gpus_per_worker)
+    if None not in counts:
+        raise ValueError(
+            "num_gpus and num_gpus_per_worker mean the same; give one of them."
+        )
+    if strategy.devices is not None and counts != (None, None):
+        raise ValueError(
+            "devices already says how many GPUs there are; leave out num_gpus and"
+            " num_gpus_per_worker."
+        )
+    for name in ("num_gpus", "num_gpus_per_worker", "towers", "prefetch_on_device"):
+        number = getattr(strategy, name)
+        if number is not None or name == "prefetch_on_device":
+            check_whole(name, number, 1 if name == "towers" else 0)
+    check_choice("local", strategy.local, ("vmap", "scan"))
+    check_choice("executor", strategy.executor, ("shard_map", "pmap"))
+    check_choice("state", strategy.state, ("mirrored", "sharded_optimizer", "sharded"))
+    _check_axis_name(strategy.axis_name)
+    if strategy.local == "scan" and strategy.axis_name != TOWER_AXIS:
+        raise ValueError(
+            f"axis_name={strategy.axis_name!r} is for towers that meet, but"
+            " local='scan' runs the towers of a device one after another. Use"
+            " local='vmap', or leave out axis_name."
+        )
+    _check_sharded(strategy)
+    ops = strategy.cross_tower_ops
+    if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
+        raise ValueError(
+            f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce(),"
+            " tj.PinnedTree(), tj.collectives.Packed(...),"
+            " tj.collectives.ReduceToOneDevice(...) or"
+            " tj.collectives.Hierarchical(...)."
+        )
+
+
+def _check_sharded(strategy: Mirrored) -> None:
+    """Raise where the state would be sharded and something else needs it whole."""
+    if strategy.state == "mirrored":
+        return
+    if strategy.executor == "pmap":
+        raise ValueError(
+            f"state={strategy.state!r} needs executor='shard_map'; pmap has no sharded"
+            " values."
+        )
+    if isinstance(strategy.cross_tower_ops, PinnedTree):
+        raise ValueError(
+            f"state={strategy.state!r} lets each device update a part, whose sums (a"
+            " global norm) are rounded by the number of devices, and tj.PinnedTree()"
+            " promises the same bits on any. Use state='mirrored', or tj.AllReduce()."
+        )
+
+
+def _check_ops(ops: CrossTowerOps, devices: tuple[str, ...]) -> None:
+    if isinstance(ops, ChecksDevices):
+        ops.check_devices(devices)
+
+
+def _check_axis_name(name: Any) -> None:
+    if not isinstance(name, str) or name in ("", DEVICE_AXIS, LOCAL_AXIS):
+        raise ValueError(
+            f"axis_name={name!r} must be a name of its own for the axis of all towers,"
+            " such as 'batch'."
+        )
+
+
+def _check_divides(towers: int | None, num_devices: int) -> None:
+    if towers is not None and towers % num_devices:
+        below, above = towers // num_devices * num_devices, -(-towers // num_devices)
+        choices = [n for n in (below, above * num_devices) if n]
+        raise ValueError(
+            f"towers={towers} is not a multiple of the {num_devices} devices, so they"
+            " cannot share the towers evenly. Use towers="
+            + " or ".join(str(n) for n in choices)
+            + ", or another number of devices."
+        )

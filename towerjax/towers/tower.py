@@ -1,0 +1,399 @@
+"""What may a tower function ask about its tower?"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from towerjax.collectives.reduce import (
+    check_addable,
+    gather_over_towers,
+    join_rows,
+    strong,
+)
+from towerjax.collectives.rows_over_towers import (
+    check_joins,
+    join_stacked_rows,
+    reduce_stacked_tree,
+    reduce_tree_over_towers,
+)
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.shard import row_weights
+from towerjax.mesh.placement import TowerAxes
+from towerjax.metrics.weighted import UnknownWeights
+from towerjax.towers.merge import (
+    WithNames,
+    merge_over_towers,
+    refuse_in_turn,
+    stacked_rows,
+)
+from towerjax.towers.variables import Variable, assigned_in_tower
+from towerjax.types import PerTower, PyTree, Reduction
+
+
+def shared_key(key: jax.Array, step: jax.Array) -> jax.Array:
+    """The key of a step for what all towers draw alike; none of a tower's own."""
+    return jax.random.fold_in(jax.random.fold_in(key, step), 2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tower:
+    """What a tower function may ask about its tower.
+
+    Attributes:
+      id: ``()`` int32, which tower this is, from 0 to ``T - 1``; traced.
+      num_towers: ``T``; static.
+      local: This tower's copy of the tower-local variables (in evaluation and
+        prediction: their aggregate), a pytree without its ``TowerLocal``.
+      strategy: The strategy, as ``merge_call`` hands it to its function.
+      extra: The state's ``extra``: mirrored values that do not train.
+    """
+
+    id: jax.Array
+    num_towers: int
+    local: PyTree
+    strategy: Any
+    extra: PyTree
+    _axes: TowerAxes
+    # None outside a step, which alone has a number, a key and a batch.
+    _step: jax.Array | None
+    _rng: jax.Array | None
+    _micro_batch: jax.Array | None
+    _num_valid: jax.Array | None
+    _first_row: Any
+    _rows: int
+    # How towers that run one by one meet; None where one program runs all of them.
+    _meet: Any = None
+    # Of means' denominators: who adds up this tower's; those of all, where known.
+    _note: Any = None
+    _known: Any = None
+    _parts: int = 1
+
+    @property
+    def step(self) -> jax.Array:
+        """``()`` int32, the number of steps before this one."""
+        return _of_a_step(self._step, "step", "a counter")
+
+    @property
+    def rng(self) -> jax.Array:
+        """A key of this tower, step and micro-batch: the same on any devices."""
+        key = _of_a_step(self._rng, "rng", "a key, and fold tower.id into it")
+        key = jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)
+        if self._micro_batch is None:
+            return key
+        return jax.random.fold_in(key, self._micro_batch)
+
+    @property
+    def shared_rng(self) -> jax.Array:
+        """A key of this step, the same on all towers and micro-batches."""
+        return shared_key(_of_a_step(self._rng, "shared_rng", "a key"), self.step)
+
+    @property
+    def rows(self) -> int:
+        """``b``, how many rows this tower works on here; static."""
+        return _of_a_step(self._rows, "rows", "a number")
+
+    @property
+    def weight(self) -> jax.Array:
+        """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
+        # Made when asked for: a step that pads can then see that nothing reads it.
+        num_valid = _of_a_step(self._num_valid, "weight", "weights (ctx.weight)")
+        return row_weights(num_valid, self._first_row, self._rows)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Axis names for code that communicates by itself, such as batch norm.
+
+        One axis of all ``T`` towers in tower order, wherever they lie, on a lone tower
+        too. Its name is the strategy's ``axis_name``, where that is given.
+
+        Returns:
+          A tuple of one name, for ``axis_name=`` and ``lax.psum``.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet, and under
+            ``run_concurrently=False``.
+        """
+        refuse_in_turn(self._axes, "tower.axis_names")
+        if self._meet is not None:
+            raise ValueError(
+                "tower.axis_names: towers that run one by one, with"
+                " run_concurrently=False, are no axis of one program. Use tower.reduce"
+                " or tower.all_gather, or leave out run_concurrently."
+            )
+        return (self._axes.tower_axis,)
+
+    def merge_call(
+        self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
+    ) -> PyTree:
+        """What ``merge_fn(strategy, *per_tower_values)`` returns, on each tower.
+
+        All towers meet; ``merge_fn`` sees each array of ``values`` as a
+        ``PerTower`` for ``strategy.unwrap`` and ``strategy.reduce``. A ``PerTower``
+        that it returns is handed out row by row. Differentiable.
+
+        Args:
+          merge_fn: The function of all towers' values.
+          *values: This tower's values, pytrees; leaves that are no arrays are the
+            same on all towers and handed on as they are.
+          **named: The same, by name.
+
+        Returns:
+          The result, the same on every tower but for ``PerTower`` leaves.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet.
+
+        Example:
+          >>> import towerjax as tj
+          >>> def tower_fn(tower):
+          ...     v = 3 + tower.id
+          ...     s = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
+          ...     return s + v
+          >>> out = tj.Mirrored(towers=2).call_for_each_tower(tower_fn)
+          >>> out.values.tolist()
+          [10, 11]
+        """
+        if named:
+            merge_fn, values = WithNames(merge_fn), (*values, named)
+        if self._meet is not None:
+            refuse_in_turn(self._axes, "tower.merge_call")
+            return self._meet("tower.merge_call", merge_fn, *values)
+        return merge_over_towers(self.strategy, self._axes, self.id, merge_fn, values)
+
+    def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
+        """One value of all towers' values, the same on each tower.
+
+        With several micro-batches the towers meet in each, of its rows alone: a loss
+        that is divided by a sum over the batch takes that as rows of the batch, see
+        ``docs/limits.md``.
+
+        Args:
+          reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
+          value: This tower's value, a pytree of arrays and of ``IndexedRows``, whose
+            rows are gathered and never added to each other.
+
+        Returns:
+          Like ``value``; a MEAN of integers is float32 (of int64 float64), a SUM of
+          booleans and small integers int32 or uint32; the first tower's value is bit
+          for bit its own.
+
+        Raises:
+          ValueError: ``reduction`` gives no one value, or ``local="scan"``.
+        """
+        refuse_in_turn(self._axes, "tower.reduce")
+        if self._meet is not None:
+            check_addable(reduction, value)
+            return self._meet_stacked(
+                f"tower.reduce({reduction!r}, ...)",
+                value,
+                lambda rows: reduce_stacked_tree(reduction, rows, self.num_towers),
+            )
+        return reduce_tree_over_towers(reduction, value, self.id, self._axes)
+
+    def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
+        """All towers' values side by side, or joined along a dim.
+
+        One compiled program has one shape for all towers; values whose sizes differ
+        along the dim are joined outside, by ``strategy.gather``.
+
+        Args:
+          value: This tower's value, leaves ``[...]`` and ``IndexedRows``.
+          axis: Join the towers' values along this dim of them; None gives them a new
+            leading one.
+
+        Returns:
+          Leaves ``[T, ...]`` in tower order, or with ``T`` times the size along
+          ``axis``; the same on each tower. ``IndexedRows`` of ``[N, ...]`` joined
+          along dim 0 are rows of ``[T N, ...]``.
+
+        Raises:
+          ValueError: Under ``local="scan"``, where towers never meet; a leaf has no
+            such dim, or it is not dim 0 of ``IndexedRows``.
+        """
+        refuse_in_turn(self._axes, "tower.all_gather")
+        if axis is not None:
+            check_joins(value, axis)
+
+        def one(x: Any) -> Any:
+            if axis is None:
+                return x
+            if is_rows(x):
+                return join_stacked_rows(x, self.num_towers)
+            return join_rows(x, axis)
+
+        def joined(rows: PyTree) -> PyTree:
+            return jax.tree.map(one, rows, is_leaf=is_rows)
+
+        if self._meet is not None:
+            return self._meet_stacked("tower.all_gather", value, joined)
+        return joined(gather_over_towers(value, self._axes))
+
+    @property
+    def note_weights(self) -> Callable[[list[Any]], None] | None:
+        """Takes denominators of several means, in a pass that adds them up; or None."""
+        return self._note
+
+    def weights_of_all(self) -> tuple[list[Any], int]:
+        """The next denominators of several means, of all towers and micro-batches.
+
+        Returns:
+          The sums, and in how many parts all rows are worked off: each counts what all
+          share once.
+
+        Raises:
+          UnknownWeights: Nobody has added them up; a step then does, and starts again.
+        """
+        if self._known is None:
+            raise UnknownWeights
+        return next(self._known).value, self._parts * self.num_towers
+
+    def _meet_stacked(
+        self, what: str, value: PyTree, fn: Callable[[PyTree], PyTree]
+    ) -> PyTree:
+        """``fn`` of a tree of leaves ``[T, ...]``, for towers that run one by one."""
+        leaves, treedef = jax.tree.flatten(value)
+        # Strong dtypes, as a compiled reduction has them.
+        leaves = [strong(x) for x in leaves]
+
+        def merge_fn(strategy: Any, rows: list[PerTower], structure: Any) -> PyTree:
+            if isinstance(structure, PerTower):
+                raise ValueError(
+                    f"{what} got structures that differ from tower to tower:"
+                    f" {', '.join(structure.values)}. Give all towers the same."
+                )
+            stacked = [stacked_rows(row, self.num_towers, what) for row in rows]
+            return fn(jax.tree.unflatten(treedef, stacked))
+
+        return self._meet(what, merge_fn, leaves, str(treedef))
+
+    def assign(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a new value.
+
+        A mirrored variable takes the towers' values, reduced by its own reduction,
+        and is the same on all towers; a tower-local one takes this tower's.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, of the variable's structure and shapes.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: A mirrored variable's reduction is NONE; the value does not
+            fit; SUM of a constant that all towers share.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> v = strategy.create_var("v", 1.0, reduction=tj.Reduction.MEAN)
+          >>> out = strategy.call_for_each_tower(lambda tower, v: tower.assign(v,
+          ...     tower.id), v)
+          >>> float(out.value)
+          0.5
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: new)
+
+    def assign_add(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a value added to it; see `assign`.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, reduced before it is added to a mirrored one.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign`.
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: old + new)
+
+    def assign_sub(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a value subtracted from it; see `assign`.
+
+        Args:
+          variable: ``MirroredVar`` or ``TowerLocal``.
+          value: This tower's value, reduced before it is taken off a mirrored one.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign`.
+        """
+        return assigned_in_tower(self, variable, value, lambda old, new: old - new)
+
+
+@contextlib.contextmanager
+def branches_explained() -> Iterator[None]:
+    """Around a tower function: says why ``if tower.id == 0`` cannot be."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "A tower function is traced once for all towers: tower.id, the batch and"
+            " what is computed of them have no values yet. Write jnp.where or lax.cond;"
+            " to see values, run towers one by one with"
+            " strategy.call_for_each_tower(fn, ..., run_concurrently=False)."
+        )
+        raise
+
+
+def _of_a_step(value: Any, name: str, instead: str) -> Any:
+    if value is None:
+        raise ValueError(
+            f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
+            f" number and no key of its own. Pass {instead} as an argument."
+        )
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerInputs:
+    """What makes a ``Tower`` of a tower id: the same for all towers of a step.
+
+    Attributes:
+      strategy: For ``Tower.strategy``.
+      axes: The axes that the towers meet over.
+      step: ``()`` int32; None outside a step.
+      rng: The state's key; None outside a step.
+      extra: For ``Tower.extra``.
+    """
+
+    strategy: Any
+    axes: TowerAxes
+    step: jax.Array | None = None
+    rng: jax.Array | None = None
+    extra: PyTree = None
+
+    def tower(
+        self,
+        tower_id: jax.Array,
+        local: PyTree,
+        num_valid: jax.Array | None,
+        rows: int,
+        *,
+        first_row: Any = 0,
+        micro_batch: jax.Array | None = None,
+        meet: Any = None,
+    ) -> Tower:
+        """The context of one tower."""
+        return Tower(
+            id=tower_id,
+            num_towers=self.axes.num_towers,
+            _step=self.step,
+            local=local,
+            strategy=self.strategy,
+            extra=self.extra,
+            _axes=self.axes,
+            _rng=self.rng,
+            _micro_batch=micro_batch,
+            _num_valid=num_valid,
+            _first_row=first_row,
+            _rows=rows,
+            _meet=meet,
+        )

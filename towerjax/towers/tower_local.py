@@ -1,0 +1,179 @@
+"""What has each tower of its own? Tower-local variables, and how they are read."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives import CrossTowerOps
+from towerjax.collectives.base import sum_rows_over_towers
+from towerjax.collectives.reduce import (
+    add_pairwise,
+    addable,
+    as_bits,
+    check_addable,
+    from_bits,
+    reduced_dtype,
+)
+from towerjax.mesh.placement import TowerAxes, waited
+from towerjax.towers.one_axis import first_tower_of_device
+from towerjax.towers.variables import TowerLocal, is_variable, named
+from towerjax.types import Layout, PyTree, Reduction, named_leaves
+from towerjax.types.leaves import is_key, key_data, like_key, native, refuse_unheld
+
+
+def is_local(x: Any) -> bool:
+    """Is it a tower-local variable?"""
+    return isinstance(x, TowerLocal)
+
+
+def layouts_of(variables: PyTree) -> PyTree:
+    """Where each part of the variables lies."""
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
+        variables,
+        is_leaf=is_local,
+    )
+
+
+def local_values(local: PyTree) -> PyTree:
+    """The tree with each ``TowerLocal`` replaced by its value."""
+    return jax.tree.map(lambda x: x.value, local, is_leaf=is_local)
+
+
+def with_local_values(local: PyTree, values: PyTree) -> PyTree:
+    """The inverse of `local_values`."""
+    return jax.tree.map(
+        lambda x, value: dataclasses.replace(x, value=value),
+        local,
+        values,
+        is_leaf=is_local,
+    )
+
+
+def stacked_local(local: PyTree, num_towers: int) -> PyTree:
+    """Initial tower-local variables, one copy a tower."""
+    local = checked_local(local)
+
+    def stack(x: Any) -> Any:
+        if is_key(x):
+            return jnp.broadcast_to(x, (num_towers, *x.shape))
+        return np.broadcast_to(native(np.asarray(x)), (num_towers, *np.shape(x)))
+
+    return jax.tree.map(stack, local)
+
+
+def checked_local(local: PyTree) -> PyTree:
+    """Tower-local variables, once each says how it is read."""
+    local = {} if local is None else local
+    bare = [
+        name
+        for name, leaf in named_leaves("local", local, is_leaf=is_local)
+        if not is_local(leaf)
+    ]
+    if bare:
+        raise ValueError(
+            f"{', '.join(bare)}: a tower-local variable says how it is read as one"
+            " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
+        )
+    refuse_unheld("local", local_values(local))
+    return local
+
+
+def read_local(local: PyTree) -> PyTree:
+    """Tower-local variables as one value each, from outside a step.
+
+    Args:
+      local: A ``TowerLocal`` of a ``TrainState``, or a pytree of them.
+
+    Returns:
+      The values, SUM, MEAN or ONLY_FIRST_TOWER of the towers' copies.
+
+    Raises:
+      ValueError: A variable's reduction is NONE.
+
+    Example:
+      >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
+      2.0
+    """
+    variables = jax.tree.leaves(local, is_leaf=is_local)
+    for variable in variables:
+        if variable.reduction is Reduction.NONE:
+            raise ValueError(
+                f"{named(variable)} has Reduction.NONE, so it has no one value. Give it"
+                " SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own with unwrap."
+            )
+        check_addable(variable.reduction, variable.value)
+    return waited(_read(local))
+
+
+def read_variables(tree: PyTree) -> PyTree:
+    """The tree with each variable as its one value."""
+    nodes = jax.tree.leaves(tree, is_leaf=is_variable)
+    values = iter(read_local([x for x in nodes if is_local(x)]))
+
+    def one(x: Any) -> Any:
+        if is_local(x):
+            return next(values)
+        return x.value if is_variable(x) else x
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+@jax.jit
+def _read(local: PyTree) -> PyTree:
+    """All in one program; added in tower order, so that bits do not depend on ``D``."""
+
+    def one(reduction: Reduction, x: jax.Array) -> jax.Array:
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return x[0]
+        dtype = reduced_dtype(reduction, x.dtype)
+        total = add_pairwise(x.astype(addable(dtype)))
+        if reduction is Reduction.MEAN:
+            total = total / x.shape[0]
+        return total.astype(dtype)
+
+    def read(variable: TowerLocal) -> PyTree:
+        return jax.tree.map(lambda x: one(variable.reduction, x), variable.value)
+
+    return jax.tree.map(read, local, is_leaf=is_local)
+
+
+def read_local_over_towers(
+    local: PyTree, ops: CrossTowerOps, axes: TowerAxes
+) -> PyTree:
+    """Tower-local variables as one value each, inside a device function."""
+    ids = first_tower_of_device(axes) + jnp.arange(axes.num_local)
+
+    def addend(variable: TowerLocal) -> PyTree:
+        def one(x: jax.Array) -> jax.Array:
+            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+                bits = as_bits(x)
+                first = (ids == 0).reshape((-1,) + (1,) * (bits.ndim - 1))
+                return jnp.where(first, bits, jnp.zeros_like(bits))
+            return x.astype(addable(reduced_dtype(variable.reduction, x.dtype)))
+
+        if variable.reduction is Reduction.NONE:
+            return None
+        return jax.tree.map(lambda x: one(key_data(x)), variable.value)
+
+    def finish(variable: TowerLocal, total: PyTree) -> PyTree:
+        def one(total: jax.Array, x: jax.Array) -> jax.Array:
+            data = key_data(x)
+            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+                total = total.astype(as_bits(data).dtype)  # a sum of uint8 is uint32
+                return like_key(from_bits(total, data.dtype), x)
+            if variable.reduction is Reduction.MEAN:
+                total = total / axes.num_towers
+            total = total.astype(reduced_dtype(variable.reduction, data.dtype))
+            return like_key(total, x)
+
+        if variable.reduction is Reduction.NONE:
+            return None
+        return jax.tree.map(one, total, variable.value)
+
+    rows = jax.tree.map(addend, local, is_leaf=is_local)
+    totals = sum_rows_over_towers(ops, rows, axes) if jax.tree.leaves(rows) else rows
+    return jax.tree.map(finish, local, totals, is_leaf=is_local)

@@ -1,0 +1,251 @@
+"""What are variables? A value with a name and a reduction: MirroredVar, TowerLocal."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
+from towerjax.types import PyTree, Reduction, named_leaves
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerLocal:
+    """A tower-local variable: one copy a tower, aggregated only when read.
+
+    Batch-norm statistics and metric accumulators are such variables. In the local
+    state of a step a tower sees them, and returns them, without this wrapper:
+    ``tower.local`` and ``TowerOutput(local=...)`` are plain values.
+
+    Attributes:
+      value: For ``step.init``, and inside a tower function: one tower's value, a
+        pytree. In a ``TrainState`` and from ``strategy.create_var``: leaves
+        ``[T, ...]``, split over the devices.
+      reduction: How it is read as one value; NONE when it never is.
+      name: What errors call it.
+
+    Raises:
+      ValueError: ``reduction`` is not a `Reduction`.
+
+    Example:
+      >>> TowerLocal({"mean": np.zeros(3)}, Reduction.MEAN).reduction
+      Reduction.MEAN
+    """
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        _check_reduction(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MirroredVar:
+    """A mirrored variable: one value, the same on every tower, with a name.
+
+    A tower changes it with ``tower.assign`` and the like, which return the new
+    variable; so does ``strategy.assign`` across towers.
+
+    Attributes:
+      value: A pytree of arrays.
+      reduction: How the values that towers assign become one; NONE when only
+        ``strategy.assign`` and ``strategy.update`` change it.
+      name: What errors call it.
+
+    Raises:
+      ValueError: ``reduction`` is not a `Reduction`.
+
+    Example:
+      >>> MirroredVar(np.float32(1), Reduction.MEAN, name="scale").name
+      'scale'
+    """
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(
+        default=Reduction.NONE, metadata={"static": True}
+    )
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        _check_reduction(self)
+
+
+Variable: TypeAlias = MirroredVar | TowerLocal
+
+
+def _check_reduction(variable: Variable) -> None:
+    if not isinstance(variable.reduction, Reduction):
+        raise ValueError(
+            f"{type(variable).__name__}.reduction is {variable.reduction!r}; write"
+            " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
+        )
+
+
+def is_variable(x: Any) -> bool:
+    """Is it a variable?"""
+    return isinstance(x, MirroredVar | TowerLocal)
+
+
+def named(variable: Variable) -> str:
+    """What errors call a variable."""
+    kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
+    return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
+
+
+def fitted(
+    variable: Variable,
+    value: PyTree,
+    *,
+    copies: bool = False,
+    takes: Callable[[Any], Sequence[Any]] = lambda dtype: (dtype,),
+) -> PyTree:
+    """The value in the structure, shapes and dtypes of the variable."""
+    old = variable.value
+    if jax.tree.structure(value) != jax.tree.structure(old):
+        raise ValueError(
+            f"The value for {named(variable)} is {jax.tree.structure(value)}, but the"
+            f" variable holds {jax.tree.structure(old)}. Pass the same structure."
+        )
+    pairs = zip(named_leaves("value", value), jax.tree.leaves(old), strict=True)
+    problems, leaves = [], []
+    for (name, new), leaf in pairs:
+        leaf = jax.eval_shape(jnp.asarray, leaf)
+        shape = leaf.shape[1:] if copies else leaf.shape
+        if np.shape(new) != shape:
+            problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
+            continue
+        got, held = (
+            jnp.result_type(new),
+            [d for d in takes(leaf.dtype) if _holds(d, new)],
+        )
+        try:
+            leaves.append(jnp.asarray(new, held[0]))
+        except IndexError:
+            problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
+        except OverflowError:
+            problems.append(f"{name} is {new}, which {held[0]} cannot hold")
+    if problems:
+        raise ValueError(
+            f"The value does not fit {named(variable)}: {'; '.join(problems)}. Cast or"
+            " reshape it, or create the variable as the value is."
+        )
+    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+
+def _holds(dtype: Any, value: Any) -> bool:
+    if jnp.result_type(value) == dtype:
+        return True
+    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, _dtype(value))]
+    return not any(extended) and jnp.result_type(dtype, value) == dtype
+
+
+def _dtype(value: Any) -> Any:
+    return getattr(value, "dtype", None) or jnp.result_type(value)
+
+
+def plain(value: PyTree) -> PyTree:
+    """The tree with each variable replaced by what it holds."""
+    return jax.tree.map(
+        lambda x: x.value if is_variable(x) else x, value, is_leaf=is_variable
+    )
+
+
+def assigned_in_tower(
+    tower: Any,
+    variable: Variable,
+    value: PyTree,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Any:
+    """The variable after a tower has assigned to it."""
+    check_variable(variable, "tower.assign")
+    if isinstance(variable, MirroredVar):
+        _check_reducible(variable)
+    new = fitted(variable, plain(value))
+    if isinstance(variable, MirroredVar):
+        if variable.reduction is Reduction.NONE:
+            raise ValueError(
+                f"{named(variable)} has Reduction.NONE: you must specify an aggregation"
+                " for the towers' values to become one. Create it with"
+                " reduction=tj.Reduction.MEAN (or SUM, ONLY_FIRST_TOWER), or meet first"
+                " and assign across towers: tower.merge_call(lambda strategy, x:"
+                " strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
+                " value)."
+            )
+        _refuse_sum_of_constants(tower, variable, plain(value))
+        if variable.reduction is Reduction.SUM:
+            mark = functools.partial(checkpoint_name, name=SUMMED_FOR_A_VARIABLE)
+            new = jax.tree.map(mark, new)
+        new = fitted(variable, tower.reduce(variable.reduction, new))
+    return dataclasses.replace(variable, value=combined(variable, combine, new))
+
+
+def combined(
+    variable: Variable,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    new: PyTree,
+) -> PyTree:
+    """What a variable holds next."""
+    try:
+        return jax.tree.map(combine, variable.value, new)
+    except TypeError as error:
+        dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(variable.value)})
+        raise ValueError(
+            f"{named(variable)} holds {', '.join(dtypes)}, to which nothing can be"
+            f" added, or taken off, like that: {error} Compute the new value and use"
+            " assign."
+        ) from error
+
+
+def _check_reducible(variable: MirroredVar) -> None:
+    """Raise where the reduction gives a dtype that the variable cannot hold."""
+    reduce = {Reduction.SUM: jnp.sum, Reduction.MEAN: jnp.mean}.get(variable.reduction)
+    if reduce is None:
+        return
+    for name, x in named_leaves("value", variable.value):
+        dtype = jnp.result_type(x)
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            continue
+        reduced = jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
+        if not _holds(dtype, jax.ShapeDtypeStruct((), reduced)):
+            raise ValueError(
+                f"{named(variable)} is {dtype} ({name}) with {variable.reduction!r},"
+                f" which makes {reduced} of the towers' values, and {dtype} cannot hold"
+                f" that: no tower can assign to it. Create it as {reduced}, or with"
+                " ONLY_FIRST_TOWER."
+            )
+
+
+def check_variable(variable: Any, what: str) -> None:
+    """Raise unless it is a variable."""
+    if not is_variable(variable):
+        raise ValueError(
+            f"{what}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
+            f" or a"
+            " tj.TowerLocal. Make one with strategy.create_var(name, initial)."
+        )
+
+
+def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> None:
+    if variable.reduction is not Reduction.SUM or tower.num_towers == 1:
+        return
+    for x in jax.tree.leaves(value):
+        if not isinstance(x, jax.Array) and np.any(x):
+            n = tower.num_towers
+            shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
+            raise ValueError(
+                f"A constant value {shown} cannot be reduced with the given aggregation"
+                f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
+                f" towers, so is {n} times the value meant, or the value? Create the"
+                " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value"
+                " itself, or assign each tower's share."
+            )

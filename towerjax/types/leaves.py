@@ -1,0 +1,112 @@
+"""Which arrays can devices hold? The others are refused by name, with what to write."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.types import PyTree, named_leaves
+
+_ADVICE = {
+    "m": "divide by a unit, x / np.timedelta64(1, 's')",
+    "M": "count from a first date, (x - x.min()) / np.timedelta64(1, 's')",
+    "U": "give each text a number",
+    "S": "give each text a number",
+    "O": "make one array of numbers, np.asarray(x, np.float32) or np.stack(x)",
+    "V": "view it as numbers, x.view(np.uint8)",
+    "f": "write x.astype(np.float32)",
+    "c": "write x.astype(np.complex64)",
+}
+
+
+_NO_ARRAY = (
+    "keep apart what is no array, and put it back in the function (of Equinox: params,"
+    " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine)"
+)
+_IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
+
+
+def held_dtype(dtype: Any) -> Any:
+    """The dtype that an array has on a device: in native byte order."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
+
+
+def native(leaf: Any) -> Any:
+    """An array in native byte order, the only one that JAX takes."""
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
+
+
+def problem_of(leaf: Any) -> str | None:
+    """Why no device can hold a leaf, and what to write instead."""
+    if isinstance(leaf, jax.Array):
+        if not isinstance(leaf, Tracer) and leaf.is_deleted():
+            return (
+                "a deleted array, whose buffer was donated: pass what took its place,"
+                " or a copy made before, jnp.copy(x)"
+            )
+    elif isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array: pass x.filled(0), and the mask as weights"
+    if isinstance(leaf, type | memoryview):
+        return f"{leaf!r}: make it an array, np.asarray(x)"
+    is_array = hasattr(leaf, "dtype")
+    dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
+    if not is_array and dtype.kind not in "biufc":
+        return f"a {type(leaf).__name__}: {_NO_ARRAY}"
+    advice = _advice(dtype)
+    return advice and f"an array of dtype {dtype}: {advice}"
+
+
+def _advice(dtype: Any) -> str | None:
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == np.bool_:
+        return None
+    if dtype.kind == "V":  # also what ml_dtypes adds to NumPy
+        if dtype.names:
+            return "take it apart, {name: x[name] for name in x.dtype.names}"
+        is_number = jnp.issubdtype(dtype, jnp.number)
+    else:
+        is_number = dtype.kind in "iufc"
+        is_number &= dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+    if not is_number:
+        return _ADVICE.get(dtype.kind, "give each a number")
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    # Of several to a byte, programs and arrays may disagree on how they lie.
+    if (jnp.finfo if inexact else jnp.iinfo)(dtype).bits >= 8:
+        return None
+    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
+    wide = "jnp.bfloat16" if inexact else "np.uint8" if unsigned else "np.int8"
+    return f"cast it, x.astype({wide})"
+
+
+def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
+    """Raise unless devices can hold each leaf of a tree."""
+    bad = []
+    for name, leaf in named_leaves(root, tree):
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
+        problem = _IS_SHAPE if is_shape else problem_of(leaf)
+        bad += [f"{name} is {problem}"] if problem else []
+    if bad:
+        raise ValueError(f"Devices hold arrays of numbers, but {'; '.join(bad)}.")
+
+
+def is_key(x: Any) -> bool:
+    """Is it a typed random key, or an array of them?"""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_data(x: jax.Array) -> jax.Array:
+    """The numbers of a typed key, which no collective takes; else the array itself."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def like_key(data: jax.Array, x: jax.Array) -> jax.Array:
+    """The inverse of `key_data`."""
+    if not is_key(x):
+        return data
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

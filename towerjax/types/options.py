@@ -1,0 +1,57 @@
+"""Is an option what it must be? One text for each kind, before anything is done."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_MOST = 2**31 - 1
+
+
+def is_whole(number: Any) -> bool:
+    """Is it an int of Python or NumPy, and not a bool?"""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def check_whole(
+    name: str, number: Any, lowest: int = 1, highest: float = _MOST
+) -> None:
+    """Raise unless a number is whole and within its limits."""
+    if not is_whole(number) or number < lowest:
+        raise ValueError(f"{name}={number!r} must be a whole number >= {lowest}.")
+    if number > highest:
+        raise ValueError(f"{name}={number!r} must be a whole number <= {highest}.")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise unless a value is one of several."""
+    if value not in allowed:
+        raise ValueError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}."
+        )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def check_function(name: str, value: Any, form: str) -> None:
+    """Raise unless a value can be called."""
+    if not callable(value) or isinstance(value, type):
+        raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
+
+
+def check_does(name: str, value: Any, methods: str, example: str) -> None:
+    """Raise unless a value is an object with these methods."""
+    lacks = [x for x in methods.split() if not hasattr(value, x)]
+    if isinstance(value, type):
+        raise ValueError(
+            f"{name}={value!r} is a class, not an object of it. Pass {example}."
+        )
+    if lacks:
+        raise ValueError(
+            f"{name}={value!r} cannot be used here: it has no {', '.join(lacks)}."
+            f" Pass {example}."
+        )
