@@ -364,7 +364,7 @@ def test_all_gather_of_vectors_is_differentiable(T, D):
 
 
 @pytest.mark.parametrize("concurrently", [True, False])
-@pytest.mark.parametrize("name", ["weight", "rng", "step"])
+@pytest.mark.parametrize("name", ["weight", "rng", "step", "rows"])
 def test_what_a_step_alone_has_is_refused(name, concurrently):
     strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
     text = f"tower.{name} outside a step: call_for_each_tower has no batch, no step"

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.estimator.data import as_batch
 
 RATE = 0.1
 LAYOUTS = [
@@ -349,3 +350,25 @@ def test_refusals_name_the_leaf_and_what_to_write():
         check(lora(), {"a": True})
     with pytest.raises(ValueError, match="must be a function"):
         check(lora(), "a")
+
+
+def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
+    strategy = mirrored(2, 2)
+    batch = {**rows(), "scale": tj.Shared({"by": np.float32(1)})}
+    text = r"batch\['scale'\] is a Shared, which is no rows to split"
+    with pytest.raises(ValueError, match=text):
+        next(iter(strategy.distribute_dataset([batch])))
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
+    longer = {**batch, "scale": tj.Shared({"by": np.ones(2, np.float32)})}
+    text = r"batch\['scale'\]\['by'\] was float32\[\] and is float32\[2\]"
+    with pytest.raises(ValueError, match=text):
+        step.place_batches([batch, longer], 2)
+
+
+def test_placed_batches_of_a_model_keep_what_their_shared_leaves_are():
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
+    kinds = [
+        as_batch(step.place_batch({"x": rows()["x"], "scale": tj.Shared(x)})).signature
+        for x in (np.float32(1), np.float32(2), np.ones(2, np.float32))
+    ]
+    assert kinds[0] == kinds[1] != kinds[2]

@@ -45,10 +45,10 @@ def imports_of(path):
 
 def test_rooms_import_those_before_them():
     there = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
-    assert there == {*ROOMS, "__init__.py", "__main__.py", "version.py", "py.typed"}
+    assert there == {*ROOMS, "__init__.py", "__main__.py", "py.typed"}
     for number, room in enumerate(ROOMS):
         for path in (ROOT / room).rglob("*.py"):
-            others = set(imports_of(path)).difference(ROOMS[: number + 1], ["version"])
+            others = set(imports_of(path)).difference(ROOMS[: number + 1])
             assert not others, f"{path.relative_to(ROOT)} imports {others}"
 
 

@@ -28,7 +28,7 @@ from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, Reduction, Rows, Shared, Sum, TowerOutput
-from towerjax.version import __version__
+from towerjax.types.version import __version__
 
 __all__ = [
     "AllReduce",

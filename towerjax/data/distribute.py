@@ -26,7 +26,7 @@ from towerjax.data.shard import (
     counts_of_towers,
     fit_batch,
     pad_rows,
-    refuse_sparse,
+    refuse_other_than_rows,
     refuse_wrapping,
 )
 from towerjax.data.sources import (
@@ -85,7 +85,7 @@ class _WholeBatches:
         shares = self.towers * self.options.micro_batches
         for whole in elements:
             if self.may_be_empty:  # no process knows how much room others need
-                refuse_sparse(whole)
+                refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and _is_empty(batch):
                 return (sparse, batch), [0]

@@ -8,7 +8,7 @@ import jax
 
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import Signature, batch_signature, explain_change, with_shared
+from towerjax.data.shard import Signature, batch_signature, explain_change
 
 _MOST = 8
 
@@ -29,8 +29,7 @@ class Kinds:
         towers = batch.counts.shape[-1]
         dense = functools.partial(_dense, towers=towers)
         arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
-        arrays = with_shared(arrays, batch.args[2])
-        kind = batch_signature(arrays)
+        kind = batch_signature(arrays, batch.args[2])
         if not self.seen or kind in self.seen:
             return kind
         change = (

@@ -20,7 +20,6 @@ from towerjax.data.shard import (
     explain_change,
     fit_batch,
     rows_of_towers,
-    with_shared,
     without_shared,
 )
 from towerjax.data.sparse_rows import Room, SparseRows, room_for
@@ -28,6 +27,13 @@ from towerjax.mesh.placement import Placement, place_own, place_rows
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import refuse_unheld
 from towerjax.types.options import check_whole
+
+BATCH_LAYOUT = {
+    "batch": Layout.PER_TOWER,
+    "num_valid": Layout.PER_TOWER,
+    "shared": Layout.MIRRORED,
+}
+"""What a program takes of a batch: ``PlacedBatch.args``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +168,8 @@ class Placer:
         rows, counts = self._fitted([rows for rows, _ in parts])
         shared = [self._placed_shared(held) for _, held in parts]
         counts = np.stack(counts)
-        _refuse_unlike([batch_signature(batch) for batch in rows])
+        pairs = zip(rows, shared, strict=True)
+        _refuse_unlike([batch_signature(*pair) for pair in pairs])
         filled = rows + [rows[-1]] * (steps - len(rows))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
         arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
@@ -191,7 +198,6 @@ class Placer:
         num_valid = np.concatenate([counts, missing])
         num_valid = place_rows(num_valid, self.placement, Layout.PER_TOWER_STEPS)
         rows = _rows_of_tower(arrays, self.placement.num_towers, dim=1)
-        _refuse_unlike([batch_signature(held) for held in shared])
         shared = shared + [shared[-1]] * (steps - len(shared))
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
         signature, is_new = self._signature(arrays, held)
@@ -252,7 +258,7 @@ class Placer:
         self, arrays: PyTree, shared: list[PyTree]
     ) -> tuple[Signature, bool]:
         """The one object for all batches of a kind, and whether it is the first."""
-        signature = batch_signature(with_shared(arrays, shared) if shared else arrays)
+        signature = batch_signature(arrays, shared)
         known = self._signatures.setdefault(signature, signature)
         return known, known is signature
 

@@ -53,8 +53,9 @@ class Signature:
         )
 
 
-def batch_signature(batch: PyTree) -> Signature:
-    """The signature of a batch."""
+def batch_signature(rows: PyTree, shared: list[PyTree] | None = None) -> Signature:
+    """The signature of a batch, as `without_shared` gives it."""
+    batch = with_shared(rows, shared) if shared else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
@@ -84,7 +85,7 @@ def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
 
 def count_examples(batch: PyTree) -> int:
     """``B``: how many examples the batch holds, once its leaves agree on that."""
-    refuse_sparse(batch)
+    refuse_other_than_rows(batch)
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
@@ -122,9 +123,19 @@ def count_examples(batch: PyTree) -> int:
     return size
 
 
-def refuse_sparse(rows: PyTree, root: str = "batch") -> None:
-    """Raise where sparse leaves come to what does not split or join them by rows."""
-    leaves = named_leaves(root, rows, is_sparse)
+def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
+    """Raise where sparse or shared leaves come to what takes rows of arrays alone."""
+
+    def is_shared(x: Any) -> bool:
+        return isinstance(x, Shared) and x.value is not None
+
+    leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
+    found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}, which is no rows to split or join here. What takes"
+            " tj.Shared is a step, an evaluation, a prediction, a model and tj.batches."
+        )
     found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]
     if found:
         raise ValueError(

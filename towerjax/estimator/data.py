@@ -23,7 +23,8 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     """``(features, labels)`` as one tree, as the steps of a model take it."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
-        args, signature = (arrays, *element.args[1:]), batch_signature(arrays)
+        args = (arrays, *element.args[1:])
+        signature = batch_signature(arrays, args[2])
         return dataclasses.replace(element, args=args, signature=signature)
     if isinstance(element, list) and len(element) == 2:
         raise ValueError(

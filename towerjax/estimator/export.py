@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
-from towerjax.data.shard import refuse_sparse
+from towerjax.data.shard import refuse_other_than_rows
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.estimator.spec import (
     ClassificationOutput,
@@ -33,7 +33,7 @@ from towerjax.towers.tower import TowerInputs
 from towerjax.towers.tower_local import is_local, local_values, read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key
-from towerjax.version import __version__
+from towerjax.types.version import __version__
 
 _FORMAT = 1
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -188,7 +188,7 @@ def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
             " model ="
             " tj.estimator.replicate_model_fn(model_fn)."
         )
-    refuse_sparse(features, "features")
+    refuse_other_than_rows(features, "features")
     bad = [
         f"{name} is a {type(x).__name__}"
         for name, x in named_leaves("features", features)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.collectives.sparse_rows import num_rows
+from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.estimator.arguments import ModelFn
 from towerjax.estimator.in_turn import Meeting, met_in_turn
@@ -20,7 +21,7 @@ from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.recipe import Recipe, Stage
-from towerjax.step.state import BATCH_LAYOUT, TrainState
+from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
 from towerjax.towers.local_towers import over_local_towers_sharing
 from towerjax.towers.strategies import Strategy

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import end_to_end, refuse_sparse
+from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.estimator.spec import ClassificationOutput
 from towerjax.types import PyTree, named_leaves
 
@@ -31,7 +31,7 @@ def _of_rows(outputs: PyTree, stacked_classes: bool) -> PyTree:
 def checked_rows(outputs: PyTree, rows: int, *, stacked_classes: bool) -> PyTree:
     """One tower's outputs, once each leaf has rows for each of the tower's rows."""
     for part, tree in outputs.items():
-        refuse_sparse(tree, part)
+        refuse_other_than_rows(tree, part)
     of_rows = _of_rows(outputs, stacked_classes)
     bad = [
         f"{name} has shape {jnp.shape(x)}"

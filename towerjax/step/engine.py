@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.state import is_metric
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.mirrored import ReplicationError
@@ -18,7 +19,6 @@ from towerjax.step.one_pass import Pass
 from towerjax.step.recipe import Recipe, Run, Stage
 from towerjax.step.returned import filled
 from towerjax.step.state import (
-    BATCH_LAYOUT,
     CARRY_LAYOUT,
     CLOCK_LAYOUT,
     TrainState,

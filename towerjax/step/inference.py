@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.given_state import check_state
@@ -18,7 +18,7 @@ from towerjax.step.recipe import Recipe, Run
 from towerjax.step.report.dispatch import timed
 from towerjax.step.report.step_report import StepReport, report_of
 from towerjax.step.returned import filled
-from towerjax.step.state import BATCH_LAYOUT, TrainState, state_layout
+from towerjax.step.state import TrainState, state_layout
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower

@@ -11,6 +11,7 @@ from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import sum_over_towers
 from towerjax.collectives.sparse_rows import in_parts, num_rows
+from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.over_towers import folded_over_towers
@@ -20,7 +21,7 @@ from towerjax.step.checking import Check, Findings, after, copies_on_device, fin
 from towerjax.step.nonfinite import Flags, flags, side_by_side
 from towerjax.step.recipe import Stage
 from towerjax.step.returned import filled, is_typed, key_of, split
-from towerjax.step.state import BATCH_LAYOUT, STATE_LAYOUT, TrainState, state_layout
+from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, TowerInputs, branches_explained

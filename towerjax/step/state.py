@@ -134,14 +134,6 @@ STATE_LAYOUT = TrainState(**_LAYOUTS)
 """The layout of each part of a state: the state's own type."""
 
 
-BATCH_LAYOUT = {
-    "batch": Layout.PER_TOWER,
-    "num_valid": Layout.PER_TOWER,
-    "shared": Layout.MIRRORED,
-}
-"""What a program takes of a batch: ``PlacedBatch.args``."""
-
-
 _SHARDED = {
     "mirrored": (),
     "sharded_optimizer": ("opt_state",),

@@ -9,7 +9,7 @@ from towerjax.tools.report.command import add_plan, add_report
 from towerjax.tools.shell import Parser, finished
 from towerjax.tools.testing.command import add_audit
 from towerjax.tools.train_command import add_train
-from towerjax.version import __version__
+from towerjax.types.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

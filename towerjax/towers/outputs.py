@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.data.shard import refuse_sparse
+from towerjax.data.shard import refuse_other_than_rows
 from towerjax.metrics.state import (
     check,
     compute,
@@ -138,7 +138,7 @@ def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:
 
 def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTree:
     """Outputs, once each leaf has one row for each of the tower's rows."""
-    refuse_sparse(outputs, name)
+    refuse_other_than_rows(outputs, name)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"
         for leaf, x in named_leaves(name, outputs)

@@ -93,7 +93,8 @@ class Tower:
     @property
     def rows(self) -> int:
         """``b``, how many rows this tower works on here; static."""
-        return _of_a_step(self._rows, "rows", "a number")
+        _of_a_step(self._num_valid, "rows", "x.shape[0]")
+        return self._rows
 
     @property
     def weight(self) -> jax.Array:

@@ -14,7 +14,7 @@ import numpy as np
 from towerjax.loop.checkpoint.errors import CheckpointError
 from towerjax.loop.checkpoint.leaves import Leaf
 from towerjax.loop.checkpoint.manifest import write_whole
-from towerjax.version import __version__
+from towerjax.types.version import __version__
 
 FORMAT = 1
 NAME = "record.json"
