@@ -1,7 +1,9 @@
 """What does towerjax cost over hand-written JAX? Paired runs in one process.
 
 The hand-written step is ``jit(shard_map(...))`` with ``pmean(gradients)``, as people
-write it; both steps train the same model from the same batch, in turns.
+write it; both steps train the same model from the same batch, in turns: one placed
+before (``step.place_batch``), one of arrays that lie on the devices, and one of NumPy
+arrays, which both copy to the devices at each step.
 
 Run: ``python -m benchmarks.overhead [--small]``
 """
@@ -60,6 +62,8 @@ class Row:
       devices: ``D``.
       step_ms: A hand-written step, and towerjax's, in milliseconds.
       step_ratio: The median of the rounds' ratios of step time.
+      arrays_ratio: The same of a batch of arrays on the devices.
+      numpy_ratio: The same of a batch of NumPy arrays.
       dispatch_ratio: The same for the time until the call returns.
       compile_ratio: The same for compile time.
       bound: The promised ``step_ratio``.
@@ -69,6 +73,8 @@ class Row:
     devices: int
     step_ms: tuple[float, float]
     step_ratio: float
+    arrays_ratio: float
+    numpy_ratio: float
     dispatch_ratio: float
     compile_ratio: float
     bound: float
@@ -82,19 +88,33 @@ def compare(model: Model, num_devices: int, *, rounds: int, steps: int) -> Row:
     _compile_both(model, strategy)  # JAX's own caches are warm for neither or both
     pairs = [_compile_both(model, strategy) for _ in range(3)]
     compile_ratio = np.median([b.compile_seconds / a.compile_seconds for a, b in pairs])
-    in_turns(pairs[-1], rounds=1, calls=steps)  # warm
-    table = in_turns(pairs[-1], rounds=rounds, calls=steps, trim=0.1)
+    hand, ours = pairs[-1]
+    on_devices, on_host = hand.batch, model.work().batch
+    table = _measured((hand, ours), rounds, steps)
     ratios = np.median(table[:, 1] / table[:, 0], axis=0)
+
+    def with_batch(batch: object) -> float:
+        hand.batch = ours.batch = batch
+        other = _measured((hand, ours), rounds, steps)
+        return float(np.median(other[:, 1, 0] / other[:, 0, 0]))
+
     milliseconds = np.median(table[:, :, 0], axis=0) * 1e3
     return Row(
         model.name,
         num_devices,
         (float(milliseconds[0]), float(milliseconds[1])),
         float(ratios[0]),
+        with_batch(on_devices),
+        with_batch(on_host),
         float(ratios[1]),
         float(compile_ratio),
         model.bound if num_devices > 1 else 1.03,
     )
+
+
+def _measured(pair: tuple[Contender, Contender], rounds: int, calls: int) -> np.ndarray:
+    in_turns(pair, rounds=1, calls=calls)  # warm
+    return in_turns(pair, rounds=rounds, calls=calls, trim=0.1)
 
 
 def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contender]:
@@ -112,13 +132,15 @@ def main() -> None:
     rounds, steps = (5, 10) if options.small else (21, 40)
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {rounds} paired rounds")
     print(f"{'model':>10} {'D':>2} {'hand ms':>8} {'ours ms':>8}", end=" ")
-    print(f"{'step':>6} {'bound':>6} {'dispatch':>8} {'compile':>8}")
+    print(f"{'step':>6} {'bound':>6} {'arrays':>6} {'NumPy':>6}", end=" ")
+    print(f"{'dispatch':>8} {'compile':>8}")
     for model in MODELS:
         for num_devices in options.devices:
             row = compare(model, num_devices, rounds=rounds, steps=steps)
             print(f"{row.model:>10} {row.devices:>2}", end=" ")
             print(f"{row.step_ms[0]:8.3f} {row.step_ms[1]:8.3f}", end=" ")
             print(f"{row.step_ratio:6.2f} {row.bound:6.2f}", end=" ")
+            print(f"{row.arrays_ratio:6.2f} {row.numpy_ratio:6.2f}", end=" ")
             print(f"{row.dispatch_ratio:8.2f} {row.compile_ratio:8.2f}", flush=True)
 
 

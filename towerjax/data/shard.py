@@ -150,6 +150,9 @@ def refuse_wrapping(batch: PyTree) -> None:
 
     Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
     """
+    leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
+    if not any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves):
+        return  # names are made where they may be needed
     bad = []
     for name, leaf in named_leaves("batch", batch):
         if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu":

@@ -21,11 +21,14 @@ class InFlight:
             collections.deque() if bounded else None
         )
 
-    def add(self, result: PyTree) -> None:
-        """Note a call's result, and wait for the one 16 calls ago."""
+    def add(self, *results: PyTree) -> None:
+        """Note the first array of a call's results; wait for the one 16 calls ago."""
         if self._results is None:
             return
-        self._results += jax.tree.leaves(result)[:1]
+        for result in results:
+            if leaves := jax.tree.leaves(result):
+                self._results.append(leaves[0])
+                break
         if len(self._results) > 16:
             self._results.popleft().block_until_ready()
 

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.mesh.devices import Device, find_device, platform_devices
+from towerjax.mesh.host_arrays import put
 from towerjax.mesh.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import held_dtype, is_key, key_data, like_key, refuse_unheld
@@ -285,15 +286,23 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """Rows on the devices of their towers; host arrays are copied first.
 
+    What lies there already is handed on as it is.
+
     On the CPU, placing an aligned NumPy array shares its memory, so a loader
     that reuses its buffer would rewrite a batch in flight.
     """
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
-    owned = jax.tree.map(
-        lambda x: x if isinstance(x, jax.Array) else _own_copy(x), tree
-    )
-    return jax.device_put(owned, placement.sharding(layout))
+    sharding = placement.sharding(layout)
+
+    def one(x: Any) -> jax.Array:
+        if not isinstance(x, jax.Array):
+            return put(_own_copy(x), sharding)
+        if x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(one, tree)
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:

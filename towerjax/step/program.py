@@ -151,7 +151,7 @@ class Runner:
         if self._aborts:
             _refuse_what_aborts(first[0], batch.args[2])
         out = program.call(*first, *batch.args)
-        self._in_flight.add(out[1:] or out)  # the first of several is donated
+        self._in_flight.add(*out[1:], out[0])  # the first of several is donated
         return out
 
 
@@ -161,7 +161,7 @@ def _refuse_what_aborts(donated: PyTree, shared: PyTree) -> None:
     JAX does so by itself but on several CPU devices, where it aborts the process.
     """
     leaves = jax.tree.leaves((donated, shared))
-    if any(x.is_deleted() for x in leaves if isinstance(x, jax.Array)):
+    if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
         raise ValueError("An array was donated to an earlier step.")
     if len(set(map(id, leaves))) == len(leaves):
         return

@@ -1,5 +1,6 @@
 """Which arrays can devices hold? The others are refused by name, with what to write."""
 
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +31,11 @@ _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
 def held_dtype(dtype: Any) -> Any:
     """The dtype that an array has on a device: in native byte order."""
+    return _held(dtype, jax.config.read("jax_enable_x64"))
+
+
+@functools.cache
+def _held(dtype: Any, _: bool) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))

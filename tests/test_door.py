@@ -1,0 +1,102 @@
+"""Batches of a kind that was seen before: checked and placed as the first one was."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.mesh.host_arrays import put
+from towerjax.types import Layout
+
+
+def build(devices=2, **options):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=4)
+
+    def loss_fn(w, batch, tower):
+        x = batch["x"].astype(jnp.float32)
+        return tj.Weighted.mean((w - x) ** 2, tower.weight)
+
+    return tj.build_train_step(loss_fn, optax.sgd(0.5), strategy, **options)
+
+
+def rows(size=8, seed=0, dtype=np.float32):
+    return {"x": np.random.default_rng(seed).integers(0, 100, size).astype(dtype)}
+
+
+def as_placed(batch):
+    return np.asarray(batch.arrays["x"]), batch.counts.tolist(), batch.num_examples
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_next_of_a_kind_has_its_own_values(devices):
+    step = build(devices)
+    first = step.place_batch(rows(seed=1))
+    for seed in (2, 3):
+        batch = rows(seed=seed)
+        for given in (
+            batch,
+            jax.tree.map(jnp.asarray, batch),
+            {"x": first.arrays["x"]},
+        ):
+            placed = step.place_batch(given)
+            np.testing.assert_array_equal(placed.arrays["x"], np.asarray(given["x"]))
+            assert placed.signature is first.signature
+            assert as_placed(placed)[1:] == as_placed(first)[1:]
+    assert step.place_batch({"x": first.arrays["x"]}).arrays["x"] is first.arrays["x"]
+
+
+def test_a_buffer_that_is_written_again_changes_no_batch():
+    step, batch = build(), rows(8)
+    placed = []
+    for number in range(5):
+        batch["x"][:] = number
+        placed.append(step.place_batch(batch))
+    found = [np.asarray(one.arrays["x"]).tolist() for one in placed]
+    assert found == [[number] * 8 for number in range(5)]
+
+
+def test_values_are_looked_at_each_time():
+    step, good = build(), rows(dtype=np.int64)
+    step.place_batch(good)
+    wide = {"x": good["x"] + 2**40}
+    with pytest.raises(ValueError, match=r"batch\['x'\] holds .* would wrap round"):
+        step.place_batch(wide)
+    gone = jax.tree.map(jnp.asarray, rows())
+    step.place_batch(gone)
+    gone["x"].delete()
+    with pytest.raises(ValueError, match=r"batch\['x'\] is a deleted array"):
+        step.place_batch(gone)
+
+
+def test_what_is_padded_is_padded_each_time():
+    step = build(remainder="pad")
+    for size in (8, 7, 5, 8, 7):
+        batch = rows(size, seed=size)
+        found, _, examples = as_placed(step.place_batch(batch))
+        np.testing.assert_array_equal(found[:size], batch["x"])
+        assert examples == (size,) and len(found) == 8
+
+
+def test_the_first_batch_of_a_kind_is_not_kept_alive():
+    step = build()
+    first = step.place_batch(rows())
+    step.place_batch(rows())
+    alive = len(jax.live_arrays())
+    del first
+    assert len(jax.live_arrays()) == alive - 1
+
+
+@pytest.mark.parametrize("layout", [Layout.PER_TOWER, Layout.PER_TOWER_STEPS])
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool, jnp.bfloat16])
+def test_put_is_device_put(layout, dtype):
+    sharding = build(4).strategy.placement.sharding(layout)
+    x = np.arange(8 * 4 * 3).reshape(8, 4, 3).astype(dtype)[:, ::-1]
+    found, expected = put(x, sharding), jax.device_put(x, sharding)
+    assert found.sharding == expected.sharding and found.aval == expected.aval
+    for mine, theirs in zip(
+        found.addressable_shards, expected.addressable_shards, strict=True
+    ):
+        assert (mine.device, mine.index) == (theirs.device, theirs.index)
+        np.testing.assert_array_equal(mine.data, theirs.data)
