@@ -11,6 +11,8 @@ import compiler_flags
 import jax
 import pytest
 
+import towerjax  # noqa: F401, before JAX looks for devices, as programs do
+
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)

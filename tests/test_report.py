@@ -16,9 +16,7 @@ from layouts import names as devices
 
 import towerjax as tj
 from towerjax.step.report.communication import collectives_of, ring_bytes
-from towerjax.step.report.compiled_flops import flops_of
 from towerjax.step.report.dispatch import timed
-from towerjax.step.report.formulas import Flops
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import memory_of
 from towerjax.step.report.step_report import StepReport
@@ -367,15 +365,10 @@ ENTRY %main (x: bf16[3,8,16], w: bf16[3,16,4], y: f32[2,9,9,5]) -> f32[6] {
 """  # noqa: E501
 
 
-def test_products_and_convolutions_that_are_calls_of_libraries():
+def test_what_is_taken_over_stands_in_the_header():
     module = parse(GPU)
-    one_conv = 2 * (2 * 4 * 4 * 7) * (3 * 3 * 5)
-    found = flops_of(module)
-    assert found.matmul == 2 * 3 * 8 * 16 * 4 + 3 * one_conv
-    assert found.notes == ("the call of TopK is not counted",)
-    assert (
-        module.aliased == {0} and str(module.parameters[1].shapes[0]) == "bf16[3,16,4]"
-    )
+    assert module.aliased == {0}
+    assert str(module.parameters[1].shapes[0]) == "bf16[3,16,4]"
 
 
 def test_groups_of_every_form_and_loops_without_end():
@@ -408,22 +401,6 @@ def test_a_text_of_something_else_is_refused():
 
 def test_rings_of_one_send_nothing():
     assert {ring_bytes(op, 100, 1) for op in ("all-reduce", "all-gather")} == {0}
-
-
-def test_flops_of_a_strided_convolution_are_those_of_both_its_gradients():
-    def f(x, k):
-        return jax.lax.conv_general_dilated(
-            x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        ).sum()
-
-    x, k = jnp.ones((2, 9, 8, 3)), jnp.ones((3, 3, 3, 4))
-    # 9 rows, outputs at -1..1, 1..3, ..., 7..9: 13 meet; 8 columns: 0..2, .., 6..8: 11.
-    by_hand = 2 * 13 * 11 * 2 * 3 * 4
-    for argument in (0, 1):
-        g = jax.jit(jax.grad(lambda *a: f(*a) ** 2, argument))
-        found = flops_of(parse(g.lower(x, k).compile().as_text()))
-        assert found.matmul == 2 * by_hand
-    assert Flops(1, 2, ("a",)) + Flops(3, 4, ("a", "b")) == Flops(4, 6, ("a", "b"))
 
 
 @pytest.mark.slow

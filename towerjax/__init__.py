@@ -13,6 +13,7 @@ from towerjax.loop.run import run
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard
 from towerjax.mesh import cluster
+from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, shared
 from towerjax.proof.mirrored import ReplicationError
 from towerjax.step.checking import Check
@@ -31,6 +32,7 @@ from towerjax.types import PerTower, Reduction, Rows, Shared, Sum, TowerOutput
 from towerjax.types.version import __version__
 
 __all__ = [
+    "Absent",
     "AllReduce",
     "Best",
     "Check",

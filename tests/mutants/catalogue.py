@@ -1346,11 +1346,11 @@ FIGURES = (
     ),
     _m(
         "F02",
-        "a ring sends one part too many",
-        "tools.report.link_model:_ring",
-        "(members - 1) * (link",
-        "members * (link",
-        "test_plan.py::test_rings_by_hand",
+        "the largest batch of a plan is the smallest that does not fit",
+        "tools.report.plan:most_that",
+        "return low",
+        "return high",
+        "test_absent.py::test_the_most_that_fits_is_found",
     ),
     _m(
         "F03",

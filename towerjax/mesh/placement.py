@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import Device, find_device, platform_devices
 from towerjax.mesh.host_arrays import put
 from towerjax.mesh.processes import from_first_process, require_same
@@ -86,6 +87,7 @@ class Placement:
       local: ``"vmap"`` or ``"scan"``.
       executor: ``"shard_map"`` or ``"pmap"``.
       axis_name: The name of all towers in a tower function.
+      absent: What the devices are where they are not here.
     """
 
     devices: tuple[str, ...]
@@ -93,6 +95,7 @@ class Placement:
     local: str
     executor: str
     axis_name: str = TOWER_AXIS
+    absent: Absent | None = None
 
     @property
     def num_devices(self) -> int:
@@ -156,7 +159,9 @@ class Placement:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """``P``: how many processes share the devices; 1 where they are absent."""
+        """``P``: how many processes share the devices; 1 where none are here."""
+        if self.absent is not None:
+            return self.absent.num_hosts
         present = platform_devices(self.platform)
         indices = [int(name.split(":")[1]) for name in self.devices]
         if max(indices) >= len(present):
@@ -166,8 +171,11 @@ class Placement:
     @functools.cached_property
     def jax_devices(self) -> tuple[Device, ...]:
         """The devices themselves, in tower order."""
-        devices = tuple(find_device(name) for name in self.devices)
-        _check_processes(devices)
+        if self.absent is None:
+            devices = tuple(find_device(name) for name in self.devices)
+            _check_processes(devices)
+        else:
+            devices = self.absent.jax_devices()
         if self.num_processes > 1 and self.executor == "pmap":
             raise ValueError(
                 f"executor='pmap' runs on the devices of one process, and these belong"
@@ -180,6 +188,15 @@ class Placement:
         """A mesh of one Auto axis over the devices."""
         axis_types = (AxisType.Auto,)
         return Mesh(np.array(self.jax_devices), (DEVICE_AXIS,), axis_types=axis_types)
+
+    def require_present(self) -> None:
+        """Raise where values would have to lie on devices that are not here."""
+        if self.absent is not None:
+            raise ValueError(
+                f"{self.absent!r} is not here, so that nothing can be placed or run on"
+                " it. Ask step.check(...) or step.report(...) with shapes, or name"
+                " devices that this machine has."
+            )
 
     def sharding(self, layout: Layout) -> NamedSharding:
         """How a value of that layout is split over the devices."""
@@ -228,6 +245,7 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     donated state would then delete or overwrite the caller's array. Of several
     processes, each of which calls this, the first one's values are taken.
     """
+    placement.require_present()
     refuse_unheld("value", tree)
     if placement.num_processes == 1:
         copied = jax.tree.map(_own_copy, tree)
@@ -250,6 +268,7 @@ def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     For what is the same on all by construction, and for rows of which each places
     its own. Asks no other process, so that a thread may call it.
     """
+    placement.require_present()
     shardings = placement.shardings(layouts, tree)
     if placement.num_processes == 1:
         return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
@@ -291,6 +310,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     On the CPU, placing an aligned NumPy array shares its memory, so a loader
     that reuses its buffer would rewrite a batch in flight.
     """
+    placement.require_present()
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
     sharding = placement.sharding(layout)
@@ -307,6 +327,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
     """This process's rows with its own towers, as its part of a global array."""
+    placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(sharding, _own_copy(x)), tree

@@ -232,8 +232,9 @@ class CompiledStep:
         """What the compiler made of the step for such a batch.
 
         Args:
-          state: The state; it is kept.
-          batch: A global batch, or one placed before.
+          state: The state; it is kept. For absent devices shapes: of parameters, or
+            what ``step.shapes`` gives.
+          batch: A global batch, or one placed before; for absent devices shapes.
           timed_calls: So many calls are timed, on a copy of the state, which needs
             its memory once more; 0 times none.
 
@@ -253,8 +254,13 @@ class CompiledStep:
           ()
         """
         check_whole("timed_calls", timed_calls, 0)
-        batch, keeps = self.place_batch(batch), not self.options.donate
-        program, timing = self.program(state, batch), None
+        if timed_calls:
+            batch = self.place_batch(batch)
+        program, timing, keeps = (
+            self.program(state, batch),
+            None,
+            not self.options.donate,
+        )
         if timed_calls:
             carry, clock = split_state(self.place(state))
 
@@ -263,8 +269,7 @@ class CompiledStep:
                 return (carry if keeps else out[0]), out[1:]
 
             timing = timed(call, carry, timed_calls)
-        recipe, placement = self._runner_for(batch).recipe, self.strategy.placement
-        return report_of(program, recipe, placement, keeps=keeps, timing=timing)
+        return report_of(program, self.strategy.placement, keeps=keeps, timing=timing)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

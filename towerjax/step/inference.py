@@ -99,8 +99,7 @@ class InferenceStep:
                 return model, program.call(model, *batch.args)
 
             timing = timed(call, model, timed_calls)
-        recipe = self._runner.recipe
-        return report_of(program, recipe, placement, keeps=False, timing=timing)
+        return report_of(program, placement, keeps=False, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""

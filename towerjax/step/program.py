@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 
 from towerjax.data.kinds import Kinds
 from towerjax.data.placer import PlacedBatch
@@ -31,11 +32,15 @@ class Program:
     Attributes:
       call: The executable: global arrays in, global arrays out.
       proof: Why its mirrored results are the same on every tower.
+      recipe: What was compiled.
+      jaxpr: The same, traced.
       seconds: How long tracing, proving and compiling took.
     """
 
     call: Any
     proof: Proof
+    recipe: Recipe
+    jaxpr: Jaxpr
     seconds: float
 
 
@@ -75,7 +80,8 @@ def prepare(
         guard = InterruptGuard()
         with guard.installed(), guard:
             compiled = lowered.compile()
-        return Program(compiled, proof, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Program(compiled, proof, recipe, traced.jaxpr.jaxpr, seconds)
 
     return proof, compile_it
 

@@ -42,18 +42,6 @@ def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
     return proving.proof()
 
 
-def trace_tower(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Any:
-    """The whole step as one tower runs it, its update included."""
-    axes = placement.abstract_axes
-
-    def inline(stage: Stage, *args: PyTree) -> PyTree:
-        return stage.on_device(axes)(*args)
-
-    layouts = tuple(recipe.in_layouts.values())
-    fn = functools.partial(recipe.fn, inline)
-    return trace_one_tower(fn, axes, layouts, args)[0].jaxpr
-
-
 class Proving:
     """Runs the stages of a step, each of which it proves the first time."""
 

@@ -22,7 +22,7 @@ from towerjax.step.engine import (
 from towerjax.step.given_state import check_is_state
 from towerjax.step.nonfinite import Place
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Runner
+from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.proving import Proof, Proving, prove
 from towerjax.step.state import (
     TrainState,
@@ -146,7 +146,7 @@ class Step(CompiledStep):
         Args:
           params: Arrays or ``jax.ShapeDtypeStruct``.
           batch: A global batch, arrays or shapes ``[B, ...]``.
-          opt_state: As for `init`, arrays or shapes.
+          opt_state: As for `init`, arrays or shapes; a train step makes it.
           local: Tower-local variables, as for ``init``.
           extra: As for `init`, arrays or shapes.
 
@@ -157,34 +157,68 @@ class Step(CompiledStep):
           ReplicationError: A result depends on the tower, or a collective could
             hang; names leaf and line.
           ValueError: The batch is malformed, or does not divide.
+
+        Example:
+          >>> import optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
+          >>> strategy = tj.Mirrored(towers=4096)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
+          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          >>> proof.analysis.collectives[0].primitive
+          'psum'
         """
-        args = self._shapes(params, batch, opt_state, local, extra)
+        state = self.shapes(params, opt_state=opt_state, local=local, extra=extra)
+        args = (*split_state(state), *self._batch_shapes(batch))
         return prove(self._runner.recipe, self.strategy.placement, args)
 
-    def _shapes(
+    def shapes(
         self,
         params: PyTree,
-        batch: PyTree,
-        opt_state: PyTree,
-        local: PyTree,
-        extra: PyTree,
-    ) -> tuple[Any, ...]:
-        """What the step is called with, in shapes."""
-        placement = self.strategy.placement
-        state = abstract_state(
-            params,
-            opt_state,
-            placement.num_towers,
-            local,
-            extra,
-            counts=self.counts_examples,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> TrainState:
+        """The shapes of the state before the first step, without any device.
+
+        Args:
+          params: Arrays or ``jax.ShapeDtypeStruct``.
+          opt_state: As for `init`, arrays or shapes.
+          local: As for `init`.
+          extra: As for `init`, arrays or shapes.
+
+        Returns:
+          A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+
+        Raises:
+          ValueError: As `init`.
+        """
+        num_towers, counts = self.strategy.placement.num_towers, self.counts_examples
+        return abstract_state(
+            params, opt_state, num_towers, local, extra, counts=counts
         )
-        count = jax.ShapeDtypeStruct((placement.num_towers,), jnp.int32)
-        shares = placement.num_towers * self.options.micro_batches
+
+    def program(self, state: TrainState, batch: PyTree) -> Program:
+        """The compiled program for such a batch; for absent devices from shapes."""
+        placement = self.strategy.placement
+        if placement.absent is None:
+            return super().program(state, batch)
+        if not isinstance(state, TrainState):
+            state = self.shapes(state)
+        args = (*split_state(state), *self._batch_shapes(batch))
+        return prepare(self._runner.recipe, placement, args)[1]()
+
+    def _batch_shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
+        """What of a batch the step is called with, in shapes."""
+        num_towers = self.strategy.placement.num_towers
+        count = jax.ShapeDtypeStruct((num_towers,), jnp.int32)
+        shares = num_towers * self.options.micro_batches
         batch, shared = without_shared(batch)
-        shapes = fit_shapes(batch, shares, self.options.remainder)
+        rows = fit_shapes(batch, shares, self.options.remainder)
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
-        return (*split_state(state), shapes, count, shared)
+        return rows, count, shared
 
     def locate(
         self,

@@ -17,7 +17,6 @@ from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.optimizers import may_need_more
-from towerjax.step.proving import Proof, trace_tower
 from towerjax.step.returned import is_typed
 from towerjax.step.state import TrainState, abstract_params, checked_params
 from towerjax.step.step import Step, engine_of
@@ -181,68 +180,18 @@ class TrainStep(Step):
             jax.eval_shape(update, part, made, part, jnp.float32(0))
         return super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
 
-    def check(
+    def shapes(
         self,
         params: PyTree,
-        batch: PyTree,
         *,
+        opt_state: PyTree = (),
         local: PyTree = None,
         extra: PyTree = None,
-    ) -> Proof:
-        """The proof that the step's towers stay the same, without any device.
-
-        Args:
-          params: Arrays or ``jax.ShapeDtypeStruct``.
-          batch: A global batch, arrays or shapes ``[B, ...]``.
-          local: Tower-local variables, as for ``init``.
-          extra: As for ``init``, arrays or shapes.
-
-        Returns:
-          The ``Proof``, with the collectives of the step.
-
-        Raises:
-          ReplicationError: A result depends on the tower, or a collective could
-            hang; names leaf and line.
-          ValueError: The batch is malformed, or does not divide.
-
-        Example:
-          >>> import towerjax as tj
-          >>> def loss_fn(params, batch, tower):
-          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
-          >>> strategy = tj.Mirrored(towers=4096)
-          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
-          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
-          >>> proof.analysis.collectives[0].primitive
-          'psum'
-        """
-        made = self._fresh(params)
-        return super().check(params, batch, opt_state=made, local=local, extra=extra)
-
-    def trace_tower(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        *,
-        local: PyTree = None,
-        extra: PyTree = None,
-    ) -> Any:
-        """The jaxpr of what one tower does, its update included.
-
-        Args:
-          params: As for `check`.
-          batch: As for `check`.
-          local: As for `check`.
-          extra: As for `check`.
-
-        Returns:
-          The jaxpr.
-
-        Raises:
-          ValueError: As `check`.
-        """
-        args = self._shapes(params, batch, self._fresh(params), local, extra)
-        return trace_tower(self._runner.recipe, self.strategy.placement, args)
+    ) -> TrainState:
+        """As of any step; the optimizer's state is what the optimizer makes."""
+        if not jax.tree.leaves(opt_state):
+            opt_state = self._fresh(params)
+        return super().shapes(params, opt_state=opt_state, local=local, extra=extra)
 
     def _fresh(self, params: PyTree) -> PyTree:
         part = self._trained(abstract_params(params))

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -22,19 +22,20 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 def made(name: str | None) -> Any:
     """A value, or what a function of that name makes; None where none is named."""
     value = None if name is None else named(name)
-    return without_arguments(name, value)() if callable(value) else value
+    return called(str(name)) if callable(value) else value
 
 
-def without_arguments(name: str | None, function: Callable[..., Any]) -> Any:
-    """The function, which a command is to call; refused if that needs arguments."""
+def called(name: str, *strategy: Any) -> Any:
+    """What a function of that name makes, of a strategy or of nothing."""
+    function = named(name)
+    given = "with a strategy" if strategy else "without arguments"
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*strategy)
     except TypeError as error:
         raise ValueError(
-            f"{name} is called without arguments here:"
-            f" {error}. Name a function that needs none."
+            f"{name} is called {given} here: {error}. Name a function for that."
         ) from error
-    return function
+    return function(*strategy)
 
 
 def named(name: str) -> Any:

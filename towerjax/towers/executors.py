@@ -198,7 +198,9 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     used (a division by what is used once becomes a product with the inverse), and then
     bits depend on ``D``. So for one device that is done here.
     """
-    lowered = traced.lower()
+    # JAX lowers for the default platform, which an absent one never is.
+    absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
+    lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
     if placement.local == "scan" and placement.num_devices == 1:
         module = lowered.compiler_ir("stablehlo")
         with module.context:

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 
 from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
 from towerjax.collectives.base import ChecksDevices
+from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import (
     canonical_device_name,
     canonical_device_names,
@@ -22,6 +23,9 @@ from towerjax.types import short_repr
 from towerjax.types.html_form import table
 from towerjax.types.options import check_choice, check_whole
 
+StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
+"""How a step's state lies between steps; see `Mirrored`."""
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mirrored(CrossTowerMethods, JobMethods):
@@ -30,7 +34,8 @@ class Mirrored(CrossTowerMethods, JobMethods):
     Attributes:
       devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
         None takes every accelerator of every process, or the CPUs where there is
-        none. The index counts over all processes, process after process.
+        none. The index counts over all processes, process after process. Or `Absent`
+        ones, for which steps are proved and compiled, and not run.
       num_gpus: ``devices`` as the first so many GPUs of each process; 0 is the CPU.
       num_gpus_per_worker: The same, by its other name.
       towers: ``T``; None is one a device. A multiple of the number of devices;
@@ -59,7 +64,7 @@ class Mirrored(CrossTowerMethods, JobMethods):
       Mirrored(devices=('cpu:0',), towers=8, local='scan')
     """
 
-    devices: Sequence[Any] | None = None
+    devices: Sequence[Any] | Absent | None = None
     num_gpus: int | None = None
     num_gpus_per_worker: int | None = None
     towers: int | None = None
@@ -68,12 +73,12 @@ class Mirrored(CrossTowerMethods, JobMethods):
     cross_tower_ops: CrossTowerOps = AllReduce()
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
-    state: Literal["mirrored", "sharded_optimizer", "sharded"] = "mirrored"
+    state: StateLayout = "mirrored"
 
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
         _check_choices(self)
-        if self.devices is not None:
+        if not isinstance(self.devices, Absent | None):
             object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()
         if devices is not None:
@@ -98,10 +103,13 @@ class Mirrored(CrossTowerMethods, JobMethods):
             local=self.local,
             executor=self.executor,
             axis_name=self.axis_name,
+            absent=self.devices if isinstance(self.devices, Absent) else None,
         )
 
     def _named_devices(self) -> tuple[str, ...] | None:
         """The devices that the options name; None where they leave it open."""
+        if isinstance(self.devices, Absent):
+            return self.devices.names
         if self.devices is not None:
             return tuple(self.devices)
         if (gpus := self._gpus_per_process()) is None:
@@ -264,7 +272,7 @@ def _check_choices(strategy: Mirrored) -> None:
             check_whole(name, number, 1 if name == "towers" else 0)
     check_choice("local", strategy.local, ("vmap", "scan"))
     check_choice("executor", strategy.executor, ("shard_map", "pmap"))
-    check_choice("state", strategy.state, ("mirrored", "sharded_optimizer", "sharded"))
+    check_choice("state", strategy.state, get_args(StateLayout))
     _check_axis_name(strategy.axis_name)
     if strategy.local == "scan" and strategy.axis_name != TOWER_AXIS:
         raise ValueError(

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from towerjax.proof.origin import is_library, shown
 from towerjax.step.report.hlo import Module, Operation
@@ -12,6 +13,9 @@ from towerjax.step.report.hlo import Module, Operation
 _COLLECTIVES = frozenset(
     "all-reduce all-gather all-to-all reduce-scatter collective-permute"
     " collective-broadcast ragged-all-to-all".split()
+)
+_NO_WORK = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all".split()
 )
 _WHERE_STEPS_ARE_MADE = str(Path(__file__).parents[1] / "program.py")
 
@@ -28,6 +32,12 @@ class CompiledCollective:
       num_devices: How many devices meet.
       trips: How often in one call; of a loop of unknown trips 1.
       trips_known: Is that so?
+      start: How many operations that work stand before it in its computation, which
+        is in the order in which the device takes them up.
+      end: How many before the one that waits for it; the same where it is waited for
+        at once, so that nothing is computed meanwhile.
+      length: How many there are.
+      beside: Bytes that those in between read and write: what hides it.
       line: Like ``"train.py:12 (loss_fn)"``; a line of towerjax's own where no line of
         the user's led there; ``""`` where the compiler does not say.
     """
@@ -39,6 +49,10 @@ class CompiledCollective:
     num_devices: int
     trips: int
     trips_known: bool
+    start: int
+    end: int
+    length: int
+    beside: int
     line: str
 
 
@@ -66,35 +80,67 @@ def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
 
 
 def _walk(
-    module: Module, computation: str, trips: int, known: bool
+    module: Module, computation: str, trips: int, known: bool, when: Any = None
 ) -> Iterator[CompiledCollective]:
     for op in module.computations[computation].values():
         called = op.called()
         if op.opcode.removesuffix("-start") in _COLLECTIVES:
-            yield _collective(module, computation, op, trips, known)
+            at = when or _when(module, computation, op)
+            yield _collective(module, computation, op, at, (trips, known))
         elif op.opcode == "while":
             more, is_known = op.trips or 1, known and op.trips is not None
             for name in (called["condition"], called["body"]):
                 yield from _walk(module, name, trips * more, is_known)
+        elif op.opcode == "async-start":
+            at = _when(module, computation, op)
+            yield from _walk(module, called["calls"], trips, known, at)
         elif op.opcode in ("call", "conditional") or "calls" in called:
             for name in called.values():
                 yield from _walk(module, name, trips, known)
 
 
+def _when(module: Module, computation: str, op: Operation) -> tuple[int, ...]:
+    """``start``, ``end``, ``length`` and ``beside`` of a collective."""
+    there = module.computations[computation].values()
+    working = [other for other in there if other.opcode not in _NO_WORK]
+    start, done = working.index(op), op.opcode.replace("-start", "-done")
+    ends = [
+        i
+        for i, other in enumerate(working)
+        if other.opcode == done and op.name in other.operands
+    ]
+    end = ends[0] if ends else start
+    between = [
+        other
+        for other in working[start + 1 : end]
+        if not other.opcode.endswith(("-start", "-done"))
+    ]
+    moved = [
+        shape.bytes
+        for other in between
+        for shape in (*other.shapes, *module.operand_shapes(computation, other))
+    ]
+    return start, start + len(between), len(working), sum(moved)
+
+
 def _collective(
-    module: Module, computation: str, op: Operation, trips: int, known: bool
+    module: Module,
+    computation: str,
+    op: Operation,
+    when: tuple[int, ...],
+    trips: tuple[int, bool],
 ) -> CompiledCollective:
     opcode = op.opcode.removesuffix("-start")
     operands = module.operand_shapes(computation, op)
     size, devices = sum(shape.bytes for shape in operands), _group_size(module, op)
     return CompiledCollective(
-        opcode=opcode,
-        bytes=size,
-        sent=ring_bytes(opcode, size, devices),
-        dtypes=tuple(dict.fromkeys(shape.dtype for shape in operands)),
-        num_devices=devices,
-        trips=trips,
-        trips_known=known,
+        opcode,
+        size,
+        ring_bytes(opcode, size, devices),
+        tuple(dict.fromkeys(shape.dtype for shape in operands)),
+        devices,
+        *trips,
+        *when,
         line=_line(module, op),
     )
 

@@ -51,6 +51,9 @@ class Memory:
       aliased: Of these, the ones taken over.
       temporaries: What is held for a while in between.
       code: The program itself, where the compiler says.
+      peak: The most that is held at once, by the compiler's own plan: temporaries do
+        not all live at the same time.
+      capacity: What the device has, where that is known.
     """
 
     buffers: tuple[Buffer, ...]
@@ -58,6 +61,13 @@ class Memory:
     aliased: int
     temporaries: int
     code: int
+    peak: int
+    capacity: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Is there room for it on the device? True where nobody knows."""
+        return self.capacity is None or self.peak <= self.capacity
 
     @property
     def arguments(self) -> int:
@@ -89,7 +99,12 @@ class Memory:
 
 
 def memory_of(
-    compiled: Any, module: Module, *, roots: Sequence[str], keeps: bool = False
+    compiled: Any,
+    module: Module,
+    *,
+    roots: Sequence[str],
+    keeps: bool = False,
+    capacity: int | None = None,
 ) -> Memory:
     """What one device holds."""
     leaves = _argument_leaves(compiled, roots)
@@ -119,6 +134,8 @@ def memory_of(
         aliased=sum(buffer.bytes for buffer in buffers if buffer.aliased),
         temporaries=analysis.temp_size_in_bytes,
         code=analysis.generated_code_size_in_bytes,
+        peak=analysis.peak_memory_in_bytes,
+        capacity=capacity,
     )
 
 

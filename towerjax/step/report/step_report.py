@@ -4,11 +4,9 @@ import dataclasses
 
 from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
-from towerjax.step.recipe import Recipe
 from towerjax.step.report.communication import CompiledCollective, collectives_of
-from towerjax.step.report.compiled_flops import flops_of
 from towerjax.step.report.dispatch import Timing
-from towerjax.step.report.formulas import Flops
+from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Buffer, Memory, memory_of
 from towerjax.step.report.shown import Shown
@@ -29,7 +27,7 @@ class StepReport(Shown):
     Attributes:
       towers: ``T``.
       devices: ``D``.
-      platform: Of the devices.
+      platform: Of the devices; of absent ones what they are.
       collectives: What is sent, how often, and where that is written.
       flops: Loops counted as often as they run.
       memory: By kind; which buffers are used again.
@@ -73,21 +71,23 @@ class StepReport(Shown):
 
 def report_of(
     program: Program,
-    recipe: Recipe,
     placement: Placement,
     *,
     keeps: bool,
     timing: Timing | None,
 ) -> StepReport:
     """The report on a compiled program."""
-    module, roots = parse(program.call.as_text()), tuple(recipe.in_layouts)
+    capacity = placement.absent.memory_bytes if placement.absent else None
+    module, roots = parse(program.call.as_text()), tuple(program.recipe.in_layouts)
     return StepReport(
         towers=placement.num_towers,
         devices=placement.num_devices,
-        platform=placement.platform,
+        platform=placement.absent.kind if placement.absent else placement.platform,
         collectives=collectives_of(module),
-        flops=flops_of(module),
-        memory=memory_of(program.call, module, roots=roots, keeps=keeps),
+        flops=flops_of(program.jaxpr),
+        memory=memory_of(
+            program.call, module, roots=roots, keeps=keeps, capacity=capacity
+        ),
         compile_s=program.seconds,
         timing=timing,
     )
@@ -123,18 +123,32 @@ def _of_collectives(report: StepReport) -> Table:
             in_bytes(found.sent),
             f"{found.trips}" if found.trips_known else "unknown",
             f"{found.num_devices}",
+            _when(found),
             found.line,
         )
         for found in report.collectives
     )
-    head = ("collective", "operands", "sent", "times", "devices", "where")
+    head = ("collective", "operands", "sent", "times", "devices", "when", "where")
     return Table("Collectives", head, rows, "" if rows else "None.")
+
+
+def _when(found: CompiledCollective) -> str:
+    """Between which operations of how many it runs, and what hides it."""
+    if found.start == found.end:
+        return f"at {found.start} of {found.length}, exposed"
+    beside = f"beside {in_bytes(found.beside)} read and written"
+    return f"{found.start} to {found.end} of {found.length}, {beside}"
 
 
 def _of_memory(memory: Memory) -> Table:
     rows = tuple((kind, in_bytes(size)) for kind, size in memory.by_kind.items())
     note = f"{in_bytes(memory.aliased)} of the results take over arguments' buffers."
     total = ("together", in_bytes(memory.total))
+    peak = f"The most at once: {in_bytes(memory.peak)}"
+    if memory.capacity is not None:
+        fits = "fits" if memory.fits else "does not fit"
+        peak += f", which {fits} in {in_bytes(memory.capacity)}"
+    note = f"{peak}. {note}"
     return Table("Memory of a device", ("kind", "bytes"), (*rows, total), note)
 
 

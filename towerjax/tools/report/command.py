@@ -1,41 +1,36 @@
 """What do ``towerjax report`` and ``plan`` do? They print what Python gives."""
 
 import argparse
+import functools
 import pathlib
 import sys
-from typing import Any
+from typing import Any, get_args
 
-import jax
-
-from towerjax.collectives.written import ops_of
+from towerjax.mesh.absent import Absent
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import InferenceStep
 from towerjax.step.report.step_report import StepReport
 from towerjax.step.report.tables import as_html
-from towerjax.tools.named import (
-    here_importable,
-    made,
-    named,
-    whole_numbers,
-    without_arguments,
-)
-from towerjax.tools.report.plan import plan
-from towerjax.tools.report.plan_report import Plan
+from towerjax.tools.named import called, here_importable, whole_numbers
+from towerjax.tools.report.plan import Plan, plan
 from towerjax.tools.shell import OK, add_command
-from towerjax.types import Reduction
+from towerjax.towers.strategies import Mirrored, StateLayout
 
 _REPORT = """\
 example:
   towerjax report train:make_step --timed-calls 10
+  towerjax report train:make_step --on h200:8
 
-where make_step() returns (step, state, batch).
+where make_step() returns (step, state, batch), and with --on make_step(strategy)
+returns (step, params, batch), of which only shapes are asked.
 
 exit code: 0 if all went well, 2 for wrong arguments.
 """
 _PLAN = """\
 example:
-  towerjax plan train:loss_fn --params train:make_params --batch train:make_batch \\
-      --towers 1,8,64 --hardware H200
+  towerjax plan train:make_step --on h200 --towers 1,8,64
+
+where make_step(strategy) returns (step, params, batch), of which only shapes are asked.
 
 exit code: 0 if all went well, 2 for wrong arguments.
 """
@@ -61,6 +56,11 @@ def add_report(commands: Any) -> None:
         metavar="N",
         help="time so many calls (default: none)",
     )
+    parser.add_argument(
+        "--on",
+        metavar="TARGET",
+        help="compile for devices that are not here: h200:8, a100:64, v5e:2x4 ...",
+    )
     _add_outputs(parser)
 
 
@@ -70,30 +70,17 @@ def add_plan(commands: Any) -> None:
         commands,
         "plan",
         _plan,
-        summary="how would a step do on other machines?",
-        description="Trace a step, and say what it would need and take on more towers.",
+        summary="what would a step need on devices that are not here?",
+        description="Compile a step for them, and say what it holds and sends there.",
         epilog=_PLAN,
         as_json=False,
     )
-    parser.add_argument("loss_fn", metavar="module:function")
-    for name, what in (("params", "parameters"), ("batch", "one tower's batch")):
-        parser.add_argument(
-            f"--{name}",
-            required=True,
-            metavar="module:name",
-            help=f"the {what}, arrays or shapes, or a function that makes them, of"
-            " which only shapes are asked",
-        )
-    _add_model(parser)
-    _add_outputs(parser)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """What the times depend on."""
+    parser.add_argument("make_step", metavar="module:function")
     parser.add_argument(
-        "--optimizer",
-        metavar="module:name",
-        help="an optax transformation, or a function that makes it (default: Adam)",
+        "--on",
+        default="h200",
+        metavar="TARGET",
+        help="a100, h100, h200, b200 or a TPU topology (default: %(default)s)",
     )
     parser.add_argument(
         "--towers",
@@ -102,33 +89,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="default: %(default)s",
     )
     parser.add_argument(
-        "--hardware",
-        default="H100",
-        metavar="NAME",
-        help="A100, H100, H200, 'TPU v5e', here (measured), or module:name of a"
-        " tj.tools.Hardware (default: %(default)s)",
+        "--states",
+        default=",".join(get_args(StateLayout)),
+        metavar="S,S",
+        help="how state lies (default: %(default)s)",
     )
     parser.add_argument(
-        "--scaling",
-        choices=("weak", "strong"),
-        default="weak",
-        help="strong: --batch is the global one (default: %(default)s)",
+        "--largest-batch", action="store_true", help="search for what fits; takes long"
     )
-    parser.add_argument("--micro-batches", type=int, default=1, metavar="A")
-    parser.add_argument(
-        "--cross-tower-ops",
-        default="AllReduce()",
-        metavar="OP",
-        help="how sums travel, such as 'Packed(num_packs=2)' (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--local",
-        metavar="module:name",
-        help="tower-local variables, or a function that makes them",
-    )
-    parser.add_argument(
-        "--loss-reduction", choices=("sum", "mean"), help="what a bare scalar means"
-    )
+    for name, what in (("flop-rate", "products"), ("bandwidth", "bytes it sends")):
+        parser.add_argument(
+            f"--{name}",
+            type=float,
+            metavar="X",
+            help=f"of a device's {what} a second at most, for a bound of its time",
+        )
+    _add_outputs(parser)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -139,45 +115,44 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _report(options: argparse.Namespace) -> int:
     with here_importable():
-        found = made(options.make_step)
+        given = (Mirrored(devices=_absent(options.on)),) if options.on else ()
+        found = called(options.make_step, *given)
         kinds = CompiledStep | InferenceStep
         if not (
             isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], kinds)
         ):
             raise ValueError(
-                f"{options.make_step} must be a function without arguments that returns"
-                " (step, state, batch)."
+                f"{options.make_step} must be a function that returns (step, state,"
+                " batch)."
             )
         step, state, batch = found
         report = step.report(state, batch, timed_calls=options.timed_calls)
     return _shown(report, options)
 
 
+def _absent(text: str) -> Absent:
+    """``"h200:8"``, or a topology of TPUs."""
+    if Absent.is_topology(text):
+        return Absent(text)
+    target, colon, number = text.rpartition(":")
+    if not colon:
+        raise ValueError(f"--on {text!r} says not how many; write --on {text}:8.")
+    return Absent(target, *whole_numbers("--on", number))
+
+
 def _plan(options: argparse.Namespace) -> int:
+    states: Any = options.states.split(",")
     with here_importable():
-        hardware: Any = options.hardware
         planned = plan(
-            named(options.loss_fn),
-            _shapes(options.params),
-            _shapes(options.batch),
+            functools.partial(called, options.make_step),
+            on=options.on,
             towers=whole_numbers("--towers", options.towers),
-            hardware=made(hardware) if ":" in hardware else hardware,
-            optimizer=made(options.optimizer),
-            scaling=options.scaling,
-            cross_tower_ops=ops_of(options.cross_tower_ops),
-            micro_batches=options.micro_batches,
-            loss_reduction=options.loss_reduction and Reduction(options.loss_reduction),
-            local=made(options.local),
+            states=states,
+            largest_batch=options.largest_batch,
+            flop_rate=options.flop_rate,
+            bandwidth=options.bandwidth,
         )
     return _shown(planned, options)
-
-
-def _shapes(name: str) -> Any:
-    """Of a function only the shapes are asked: a model that fits nowhere has them."""
-    value = named(name)
-    if not callable(value):
-        return value
-    return jax.eval_shape(without_arguments(name, value))
 
 
 def _shown(found: StepReport | Plan, options: argparse.Namespace) -> int:

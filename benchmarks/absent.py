@@ -1,0 +1,264 @@
+"""What does towerjax's program hold and send on devices that are not here?
+
+Each program is compiled twice for the same devices, as towerjax makes it and as
+``jit(shard_map(...))`` with ``pmean(gradients)``, and what the compiler made of both
+stands side by side. Nothing runs.
+
+Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200:8 v5e:2x4] [--out
+FILE]``, where ``pip install -e '.[gpu-compiler]'`` was done.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import towerjax as tj
+from towerjax.mesh.absent import Absent
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.step.report.communication import CompiledCollective, collectives_of
+from towerjax.step.report.hlo import parse
+from towerjax.step.report.memory import Memory, memory_of
+from towerjax.types import Layout, PyTree
+
+BF16 = jnp.bfloat16
+
+
+class _Block(nn.Module):
+    """A transformer block of GPT-2."""
+
+    width: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        y = nn.LayerNorm(dtype=BF16)(x)
+        x = x + nn.MultiHeadAttention(self.heads, dtype=BF16)(y, mask=mask)
+        y = nn.Dense(4 * self.width, dtype=BF16)(nn.LayerNorm(dtype=BF16)(x))
+        return x + nn.Dense(self.width, dtype=BF16)(nn.gelu(y))
+
+
+class GPT(nn.Module):
+    """GPT-2-small, each block computed again in the backward pass."""
+
+    words: int = 50304
+    width: int = 768
+    layers: int = 12
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits of each next word."""
+        embed = nn.Embed(self.words, self.width, dtype=BF16)
+        shape = (tokens.shape[1], self.width)
+        place = self.param("place", nn.initializers.normal(0.02), shape)
+        x = embed(tokens) + place.astype(BF16)[None]
+        for _ in range(self.layers):
+            x = nn.remat(_Block)(self.width, self.width // 64)(x)
+        return embed.attend(nn.LayerNorm(dtype=BF16)(x)).astype(jnp.float32)
+
+
+class _Bottleneck(nn.Module):
+    """A block of ResNet-50, normalised by each tower's own rows."""
+
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=BF16)
+        norm = functools.partial(_norm, dtype=BF16)
+        y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
+        strides = (self.stride, self.stride)
+        y = nn.relu(norm()(conv(self.width, (3, 3), strides)(y)))
+        y = norm()(conv(4 * self.width, (1, 1))(y))
+        if x.shape != y.shape:
+            x = norm()(conv(4 * self.width, (1, 1), strides)(x))
+        return nn.relu(x + y)
+
+
+def _norm(**options: Any) -> Any:
+    return nn.BatchNorm(use_running_average=False, **options)
+
+
+class _ResNet50(nn.Module):
+    """ResNet-50, whose running statistics are not kept."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=BF16)(x)
+        x = nn.max_pool(nn.relu(_norm(dtype=BF16)(x)), (3, 3), (2, 2), "SAME")
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                x = _Bottleneck(64 * 2**stage, stride)(x)
+        return nn.Dense(1000)(x.mean((1, 2)).astype(jnp.float32))
+
+
+class _CNN(nn.Module):
+    """Two convolutions and two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for width in (32, 64):
+            x = nn.avg_pool(nn.relu(nn.Conv(width, (3, 3))(x)), (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(256)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(10)(x)
+
+
+class _MLP(nn.Module):
+    """Four dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = nn.relu(nn.Dense(1024)(x))
+        return nn.Dense(10)(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model and its batch, in shapes.
+
+    Attributes:
+      net: Gives logits.
+      rows: Of each device.
+      example: Shape and dtype of one input.
+      labels: Shape of one example's labels.
+      optimizer: An optax transformation.
+    """
+
+    net: nn.Module
+    rows: int
+    example: tuple[tuple[int, ...], Any]
+    labels: tuple[int, ...] = ()
+    optimizer: optax.GradientTransformation = optax.adam(1e-3)
+
+    def params(self) -> PyTree:
+        """The parameters, in shapes."""
+        shape, dtype = self.example
+        one = jnp.zeros((1, *shape), dtype)
+        return jax.eval_shape(lambda: self.net.init(jax.random.key(0), one))["params"]
+
+    def batch(self, devices: int) -> PyTree:
+        """The global batch, in shapes."""
+        shape, dtype = self.example
+        rows = self.rows * devices
+        return {
+            "x": jax.ShapeDtypeStruct((rows, *shape), dtype),
+            "y": jax.ShapeDtypeStruct((rows, *self.labels), jnp.int32),
+        }
+
+    def losses(self, params: PyTree, batch: PyTree) -> jax.Array:
+        """``[b]``, one of each example."""
+        variables, kept = {"params": params}, ["batch_stats"]
+        logits, _ = self.net.apply(variables, batch["x"], mutable=kept)
+        of = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return of.reshape(of.shape[0], -1).mean(-1)
+
+    def make_step(self, strategy: tj.Mirrored) -> tuple[Any, PyTree, PyTree]:
+        """Towerjax's step, and its arguments in shapes; for ``tj.tools.plan`` too."""
+
+        def loss_fn(params: PyTree, batch: PyTree, tower: tj.Tower) -> tj.Weighted:
+            return tj.Weighted.mean(self.losses(params, batch), tower.weight)
+
+        step = tj.build_train_step(loss_fn, self.optimizer, strategy)
+        return step, self.params(), self.batch(strategy.num_towers)
+
+
+GPT2 = Program(
+    GPT(),
+    8,
+    ((1024,), jnp.int32),
+    labels=(1024,),
+    optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4)),
+)
+PROGRAMS = {
+    "mlp": Program(_MLP(), 256, ((784,), jnp.float32)),
+    "cnn": Program(_CNN(), 128, ((32, 32, 3), jnp.float32)),
+    "resnet50": Program(
+        _ResNet50(), 64, ((224, 224, 3), BF16), optimizer=optax.sgd(0.1, 0.9)
+    ),
+    "gpt2": GPT2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What the compiler made of a step, for each device.
+
+    Attributes:
+      collectives: What is sent.
+      memory: What is held.
+      fusions: How many kernels there are, but for calls of libraries.
+      seconds: How long tracing and compiling took.
+    """
+
+    collectives: tuple[CompiledCollective, ...]
+    memory: Memory
+    fusions: int
+    seconds: float
+
+
+def _made(compiled: Any, roots: tuple[str, ...], seconds: float) -> Made:
+    module = parse(compiled.as_text())
+    operations = module.computations[module.entry].values()
+    return Made(
+        collectives=collectives_of(module),
+        memory=memory_of(compiled, module, roots=roots),
+        fusions=sum(op.opcode == "fusion" for op in operations),
+        seconds=seconds,
+    )
+
+
+def by_towerjax(program: Program, strategy: tj.Mirrored) -> Made:
+    """The step that `tj.build_train_step` makes."""
+    step, params, batch = program.make_step(strategy)
+    found = step.program(params, batch)
+    return _made(found.call, tuple(found.recipe.in_layouts), found.seconds)
+
+
+def by_hand(program: Program, devices: Absent) -> Made:
+    """``jit(shard_map(...))`` with ``pmean(gradients)``, as people write it."""
+    placement, optimizer = tj.Mirrored(devices=devices).placement, program.optimizer
+    mirrored = placement.sharding(Layout.MIRRORED)
+    rows = placement.sharding(Layout.PER_TOWER)
+
+    def device_step(params: PyTree, opt_state: PyTree, batch: PyTree) -> Any:
+        def loss_fn(params: PyTree) -> jax.Array:
+            return program.losses(params, batch).mean()
+
+        both = jax.value_and_grad(loss_fn)(params)
+        loss, grads = lax.pmean(both, DEVICE_AXIS)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    whole, split = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
+    run: Callable[..., Any] = jax.shard_map(
+        device_step,
+        mesh=placement.mesh,
+        in_specs=(whole, whole, split),
+        out_specs=whole,
+        check_vma=False,
+    )
+    jitted = jax.jit(
+        run,
+        in_shardings=(mirrored, mirrored, rows),
+        out_shardings=mirrored,
+        donate_argnums=(0, 1),
+    )
+    params, start = program.params(), time.perf_counter()
+    opt_state = jax.eval_shape(optimizer.init, params)
+    traced = jitted.trace(params, opt_state, program.batch(len(devices)))
+    platform = "tpu" if devices.platform == "tpu" else "cuda"
+    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    seconds = time.perf_counter() - start
+    return _made(compiled, ("params", "opt_state", "batch"), seconds)

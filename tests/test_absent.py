@@ -1,0 +1,348 @@
+"""Steps compiled for devices that are not here, beside those written by hand."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from benchmarks.absent import GPT, PROGRAMS, by_hand, by_towerjax
+from towerjax.mesh import absent
+from towerjax.step.engine import repeated_recipe
+from towerjax.step.program import prepare
+from towerjax.step.report.communication import collectives_of
+from towerjax.step.report.hlo import parse
+from towerjax.step.state import split_state
+from towerjax.tools.cli import main
+from towerjax.tools.report.plan import most_that
+
+COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
+needs_compiler = pytest.mark.skipif(
+    not any(found.name.startswith("xla_cuda") for found in COMPILERS),
+    reason="towerjax[gpu-compiler] is not installed",
+)
+H200S = tj.Absent("h200", 8)
+WIDTH, ROWS = 64, 16
+
+
+def loss_fn(params, batch, tower):
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer)
+    return tj.Weighted.mean((x**2).sum(-1), tower.weight)
+
+
+def shapes(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def make_step(strategy, **options):
+    step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy, **options)
+    batch = {"x": shapes(ROWS * strategy.num_towers, WIDTH)}
+    return step, [shapes(WIDTH, WIDTH)] * 3, batch
+
+
+def test_absent_devices_are_plain_values():
+    strategy = tj.Mirrored(devices=tj.Absent("h200", 16))
+    assert repr(strategy) == "Mirrored(devices=Absent(target='h200', number=16))"
+    assert hash(strategy) == hash(tj.Mirrored(devices=tj.Absent("h200", 16)))
+    assert strategy != tj.Mirrored(devices=tj.Absent("h100", 16))
+    assert dataclasses.replace(strategy, towers=32).num_towers == 32
+    placement = strategy.placement
+    assert placement.devices[9] == "gpu:9"
+    assert (placement.num_devices, placement.num_processes) == (16, 2)
+    assert tj.Absent("a100", 12, hosts=3).num_hosts == 3
+    topology = tj.Absent("v5e:2x4")
+    assert (len(topology), topology.platform, topology.memory_bytes) == (8, "tpu", None)
+    own = "gpu_device_info { device_memory_size: 7 }"
+    assert tj.Absent(own, 1).memory_bytes == 7
+    assert 1.4e11 < H200S.memory_bytes < 1.6e11 and H200S.kind == "NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("h300", 8), "'h300' is no device that is known here: 'a100', 'h100'"),
+        (("h200",), "number=None must be a whole number >= 1"),
+        (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
+        (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
+        (("v5e:2x4", 8), "'v5e:2x4' says how many TPUs there are"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        tj.Absent(*arguments)
+
+
+def test_a_step_is_proved_and_does_not_run():
+    strategy = tj.Mirrored(devices=H200S)
+    step, params, batch = make_step(strategy)
+    (found,) = step.check(params, batch).analysis.collectives
+    assert found.primitive == "psum"
+    values, rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), (params, batch))
+    sentence = r"Absent\(target='h200', number=8\) is not here"
+    for run in (
+        lambda: step.init(values),
+        lambda: step.place_batch(rows),
+        lambda: step(step.shapes(params), rows),
+        lambda: step.report(params, rows, timed_calls=1),
+        lambda: strategy.call_for_each_tower(lambda tower: tower.id),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            run()
+
+
+def test_a_missing_compiler_says_what_to_install(monkeypatch):
+    def nothing(*args, **kwargs):
+        if kwargs["platform"] == "tpu":
+            raise RuntimeError("JAX TPU support not installed; cannot ...")
+        raise NotImplementedError
+
+    monkeypatch.setattr(absent.topologies, "get_topology_desc", nothing)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    for target, extra in (("h200", "gpu"), ("v5e:2x4", "tpu")):
+        devices = tj.Absent(target, None if extra == "tpu" else 1)
+        with pytest.raises(ValueError, match=rf"towerjax\[{extra}-compiler\]"):
+            devices.jax_devices()
+
+
+def test_only_a_traceback_about_gpus_that_are_not_there_is_kept_back(monkeypatch):
+    def record(name, failed):
+        info = (ValueError, ValueError(), None) if failed else None
+        text = "Exception when calling %s.initialize()"
+        return logging.LogRecord("", logging.ERROR, "", 1, text, (name,), info)
+
+    for gpus in ([], ["/dev/nvidia0"]):
+        monkeypatch.setattr(absent.glob, "glob", lambda _, gpus=gpus: gpus)
+        for name in ("jax_plugins.xla_cuda13", "jax_plugins.other"):
+            for failed in (True, False):
+                kept_back = not gpus and failed and "cuda" in name
+                (found,) = [
+                    f
+                    for f in logging.getLogger("jax._src.xla_bridge").filters
+                    if getattr(f, "__module__", "") == absent.__name__
+                ][:1]
+                assert found(record(name, failed)) == (not kept_back)
+
+
+@needs_compiler
+def test_a_program_does_not_see_that_there_is_a_compiler():
+    text = (
+        "import towerjax as tj, jax; print(jax.devices(), jax.default_backend());"
+        " tj.Absent('h200', 8).jax_devices(); print(jax.devices())"
+    )
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    found = run([sys.executable, "-W", "error", "-c", text])
+    assert found.stdout == "[CpuDevice(id=0)] cpu\n[CpuDevice(id=0)]\n"
+    assert "Traceback" not in found.stderr and "rror" not in found.stderr
+
+
+# The whole of GPT-2-small, and ResNet-50, are in benchmarks/absent.py.
+SMALLER = {"gpt2": dataclasses.replace(PROGRAMS["gpt2"], net=GPT(layers=4))}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        pytest.param("cnn", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_no_more_is_sent_and_held_than_by_hand(name):
+    program = (PROGRAMS | SMALLER)[name]
+    ours = by_towerjax(program, tj.Mirrored(devices=H200S))
+    hand = by_hand(program, H200S)
+    assert 1 <= len(ours.collectives) <= len(hand.collectives)
+    assert {found.opcode for found in ours.collectives} == {"all-reduce"}
+    sent = [sum(found.bytes for found in made.collectives) for made in (ours, hand)]
+    assert sent[0] <= sent[1] + 16  # of a weight for each denominator
+    assert ours.memory.not_donated == ()
+    assert ours.memory.aliased == hand.memory.aliased > 0
+    assert ours.memory.peak <= 1.02 * hand.memory.peak
+    if name == "gpt2":  # XLA starts them while it still computes
+        assert max(found.end - found.start for found in ours.collectives) > 30
+
+
+@needs_compiler
+def test_a_pinned_tree_sends_the_bytes_that_it_promises():
+    strategy = tj.Mirrored(
+        devices=H200S, towers=16, local="scan", cross_tower_ops=tj.PinnedTree()
+    )
+    step, params, batch = make_step(strategy)
+    found = step.report(params, batch)
+    share = -(-(3 * WIDTH * WIDTH + 2) // 8)
+    to_all, gather = found.collectives
+    assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
+    assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
+    assert found.bytes_sent == 2 * 4 * share * 7
+    assert (found.towers, found.devices) == (16, 8)
+
+
+@needs_compiler
+def test_several_steps_are_one_loop_with_one_reduction_in_it():
+    step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
+    carry, clock = split_state(step.shapes(params))
+    x = shapes(5, *batch["x"].shape)
+    args = (carry, clock, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
+    args = (*args, shapes(dtype=jnp.int32))
+    recipe = repeated_recipe(step._runner.recipe)
+    program = prepare(recipe, step.strategy.placement, args)[1]()
+    module = parse(program.call.as_text())
+    (found,) = collectives_of(module)
+    assert found.opcode == "all-reduce" and not found.trips_known  # in the loop
+    assert found.bytes == 4 * (3 * WIDTH * WIDTH + 3)  # and the loss, with both weights
+    entry = module.computations[module.entry].values()
+    assert [op.opcode for op in entry].count("while") == 1
+
+
+@needs_compiler
+def test_each_state_is_held_as_the_strategy_says():
+    planned = tj.tools.plan(make_step, towers=[8], flop_rate=1e12, bandwidth=1e9)
+    rows = {(row.towers, row.state): row for row in planned.rows}
+    assert len(rows) == len(planned.rows) == 3
+    params = 4 * 3 * WIDTH * WIDTH
+    for (towers, state), row in rows.items():
+        held = row.report.memory.by_kind
+        of_params = params // (towers if state == "sharded" else 1)
+        of_optimizer = 2 * params // (1 if state == "mirrored" else towers)
+        assert held["parameters"] == of_params
+        assert held["optimizer state"] == of_optimizer + 4  # and its count
+        assert row.examples == ROWS * towers and row.largest_batch is None
+        assert (row.report.bytes_sent > 0) == (towers > 1)
+        flops, sent = row.report.flops.matmul, row.report.bytes_sent
+        assert flops == 2 * ROWS * WIDTH * WIDTH * (3 * 3 - 1)
+        assert row.bound_s == max(flops / 1e12, sent / 1e9)
+    text = str(planned)
+    assert "NVIDIA H200, one tower a device" in text and "at least" in text
+    assert tj.tools.Plan.from_json(planned.to_json()) == planned
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_the_largest_batch_fits():
+    small = H200S.text.replace(str(H200S.memory_bytes), str(1 << 19))
+    make = functools.partial(make_step, micro_batches=3, remainder="pad")
+
+    def fits(rows):
+        step, params, _ = make(tj.Mirrored(devices=tj.Absent(small, 2)))
+        return step.report(params, {"x": shapes(rows, WIDTH)}).memory.fits
+
+    (row,) = tj.tools.plan(
+        make, on=small, towers=[2], states=["mirrored"], largest_batch=True
+    ).rows
+    assert row.largest_batch % 6 == 0 and row.largest_batch > row.examples
+    assert fits(row.largest_batch) and not fits(16 * row.largest_batch)
+    with pytest.raises(ValueError, match="write device_memory_size: "):
+        own = small.replace("device_memory_size: 524288", "")
+        tj.tools.plan(make, on=own, towers=[2], largest_batch=True)
+
+
+@pytest.mark.parametrize("limit", [*range(12), 100, 1001])
+@pytest.mark.parametrize("start", [1, 3, 50])
+def test_the_most_that_fits_is_found(limit, start):
+    asked = []
+
+    def fits(number):
+        asked.append(number)
+        return number <= limit
+
+    found = most_that(fits, start, start <= limit)
+    assert found <= limit <= found + max(found // 6, 1)
+    assert len(asked) == len(set(asked)) <= 16 and start not in asked
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np, optax, towerjax as tj
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((batch["x"] @ params["w<"]) ** 2, tower.weight)
+def make_step(strategy=tj.OneDevice("cpu:0")):
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    state, x = {"w<": np.ones(3, np.float32)}, np.ones((4 * strategy.num_towers, 3))
+    state = step.init(state) if isinstance(strategy, tj.OneDevice) else state
+    return step, state, {"x": x.astype(np.float32)}
+def sgd():
+    return optax.sgd(0.1)
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capsys):
+    (tmp_path / "program_of_plan.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_command_report(shell, tmp_path):
+    code, out, _ = shell("report", "program_of_plan:make_step", "--json")
+    report = tj.tools.StepReport.from_json(out)
+    assert code == 0 and report.memory.by_kind["parameters"] == 12
+    assert report.timing is None and report.memory.capacity is None
+    code, out, _ = shell(
+        "report", "program_of_plan:make_step", "--timed-calls", "1", "--html", "r.html"
+    )
+    assert (code, out) == (0, "")
+    page = (tmp_path / "r.html").read_text()
+    assert "params[&#x27;w&lt;&#x27;]" in page and page.startswith("<!doctype html>")
+    for made, message in {
+        "sgd": "returns (step, state, batch)",
+        "loss_fn": "is called without arguments",
+    }.items():
+        code, out, error = shell("report", f"program_of_plan:{made}")
+        assert (code, out) == (2, "") and message in error
+
+
+def test_commands_refuse_devices_that_they_do_not_know(shell):
+    name = "program_of_plan:make_step"
+    for arguments, message in {
+        ("report", name, "--on", "h200"): "says not how many; write --on h200:8",
+        ("report", name, "--on", "h300:8"): "is no device that is known here",
+        ("report", name, "--on", "h200:x"): "must be whole numbers",
+        ("report", "program_of_plan:sgd", "--on", "h200:8"): "called with a strategy",
+        ("plan", name, "--towers", "x"): "must be whole numbers",
+        ("plan", name, "--towers", "0"): "towers[0]=0 must be a whole number",
+        ("plan", name, "--states", "halved"): "states='halved' must be one of",
+    }.items():
+        code, out, error = shell(*arguments)
+        assert (code, out) == (2, "") and message in error, error
+
+
+@needs_compiler
+def test_commands_for_absent_devices(shell):
+    name = "program_of_plan:make_step"
+    code, out, _ = shell("report", name, "--on", "a100:2")
+    assert code == 0 and "2 towers on 2 devices (NVIDIA A100)" in out
+    assert "which fits in 79.3 GiB" in out
+    options = ("--on", "h100", "--towers", "2", "--states", "mirrored,sharded")
+    code, out, _ = shell("plan", name, *options, "--bandwidth", "1e9", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [row["state"] for row in rows] == ["mirrored", "sharded"]
+    assert all(row["bound_s"] > 0 for row in rows)
+
+
+@needs_compiler
+def test_one_device_several_hosts_and_their_groups():
+    step, params, batch = make_step(tj.Mirrored(devices=tj.Absent("h200", 1)))
+    assert step.report(params, batch).collectives == ()
+    ops = tj.collectives.Hierarchical()
+    strategy = tj.Mirrored(devices=tj.Absent("b200", 16), cross_tower_ops=ops)
+    step, params, batch = make_step(strategy)
+    found = step.report(params, batch).collectives
+    groups = [(each.opcode, each.num_devices) for each in found]
+    assert ("all-reduce", 2) in groups and ("all-gather", 8) in groups

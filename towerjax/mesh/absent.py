@@ -1,0 +1,247 @@
+"""Which devices are not here? XLA compiles for them all the same, from shapes."""
+
+import dataclasses
+import glob
+import importlib.metadata
+import logging
+import math
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from towerjax.types import short_repr
+from towerjax.types.options import check_whole
+
+_H100 = """\
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+"""
+_GPUS = {
+    "a100": """\
+  cuda_compute_capability { major: 8 }
+  core_count: 108
+  fpus_per_core: 64
+  shared_memory_per_core: 167936
+  shared_memory_per_block_optin: 166912
+  l2_cache_size: 41943040
+  clock_rate_ghz: 1.41
+  memory_bandwidth: 2039040000000
+  device_memory_size: 85100068864
+""",
+    "h100": _H100
+    + "  memory_bandwidth: 3352320000000\n  device_memory_size: 84942979072\n",
+    "h200": _H100
+    + "  memory_bandwidth: 4800000000000\n  device_memory_size: 151397597184\n",
+    "b200": """\
+  cuda_compute_capability { major: 10 }
+  core_count: 148
+  fpus_per_core: 128
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  l2_cache_size: 132644864
+  clock_rate_ghz: 1.965
+  memory_bandwidth: 7672320000000
+  device_memory_size: 191514411008
+""",
+}
+"""Of each kind what XLA's text of it says; of SXM modules."""
+
+_TARGET = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+{figures}}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 9 }}
+device_description_str: "NVIDIA {name}"
+"""
+_TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Absent:
+    """Devices that are not here, for which XLA compiles nevertheless.
+
+    A strategy of them proves and compiles steps from shapes: ``step.check``,
+    ``step.report``, ``tj.tools.plan``. Nothing runs on them. The compiler comes with
+    ``pip install 'towerjax[gpu-compiler]'`` or ``[tpu-compiler]``, and needs no driver.
+
+    Attributes:
+      target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; TPUs by their
+        topology, ``"v5e:2x4"``; or XLA's text of a GPU, a ``GpuTargetConfigProto``.
+      number: How many; None for TPUs, whose topology says it.
+      hosts: How many hosts share the GPUs evenly; None is one for each eight.
+
+    Raises:
+      ValueError: No such target, or a number that hosts do not share evenly.
+
+    Example:
+      >>> import towerjax as tj
+      >>> tj.Mirrored(devices=tj.Absent("h200", 16)).num_towers
+      16
+    """
+
+    target: str
+    number: int | None = None
+    hosts: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be known without a compiler."""
+        if self.is_topology(self.target):
+            if (self.number, self.hosts) != (None, None):
+                raise ValueError(
+                    f"{self.target!r} says how many TPUs there are, and on which hosts;"
+                    " leave out number and hosts."
+                )
+            return
+        if self.target not in _GPUS and "gpu_device_info" not in self.target:
+            raise ValueError(
+                f"target={self.target!r} is no device that is known here:"
+                f" {', '.join(map(repr, _GPUS))}, a TPU topology such as 'v5e:2x4', or"
+                " XLA's text of a GPU, which has gpu_device_info { ... }."
+            )
+        check_whole("number", self.number)
+        if self.hosts is not None:
+            check_whole("hosts", self.hosts)
+        if len(self) % self.num_hosts:
+            raise ValueError(
+                f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Say"
+                " hosts=... of which number is a multiple."
+            )
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return short_repr(self)
+
+    def __len__(self) -> int:
+        """How many devices."""
+        if found := _TPU.fullmatch(self.target):
+            return math.prod(int(size) for size in found[1].split("x"))
+        return self.number or 0
+
+    @property
+    def platform(self) -> str:
+        """``"gpu"`` or ``"tpu"``."""
+        return "tpu" if self.is_topology(self.target) else "gpu"
+
+    @staticmethod
+    def is_topology(target: str) -> bool:
+        """Does it name TPUs?"""
+        return _TPU.fullmatch(target) is not None
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts they belong to; of TPUs the compiler alone knows: 1."""
+        return self.hosts or -(-(self.number or 1) // 8)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``"gpu:0"`` and so on, as devices that are here are called."""
+        return tuple(f"{self.platform}:{i}" for i in range(len(self)))
+
+    @property
+    def kind(self) -> str:
+        """What to call one in a report."""
+        if found := re.search(r'device_description_str: "([^"]*)"', self.text):
+            return found[1]
+        return self.target if self.platform == "tpu" else "GPU"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What one holds, where the target says it."""
+        found = re.search(r"device_memory_size: (\d+)", self.text)
+        return int(found[1]) if found else None
+
+    @property
+    def text(self) -> str:
+        """XLA's text of a GPU; of TPUs the topology."""
+        if self.target not in _GPUS:
+            return self.target
+        figures = _GPUS[self.target]
+        return _TARGET.format(figures=figures, name=self.target.upper())
+
+    def jax_devices(self) -> tuple[Any, ...]:
+        """The devices as the compiler knows them.
+
+        Raises:
+          ValueError: The compiler is not installed, or knows no such target.
+        """
+        jax.devices()  # first, so that the default devices are those that are here
+        make = _tpus if self.platform == "tpu" else _gpus
+        found = tuple(make(self))
+        if len(found) != len(self):
+            raise ValueError(f"{self} is {len(found)} devices by its compiler.")
+        return found
+
+
+def _gpus(absent: Absent) -> list[Any]:
+    each = len(absent) // absent.num_hosts
+    options: dict[str, Any] = {
+        "target_config": absent.text,
+        "topology": f"1x{absent.num_hosts}x{each}",
+    }
+    try:
+        found = topologies.get_topology_desc(platform="cuda", **options)
+    except NotImplementedError:  # JAX has not taken the compiler up: it found no driver
+        _take_up_compiler()
+        found = topologies.get_topology_desc(platform="cuda", **options)
+    return list(found.devices)
+
+
+def _take_up_compiler() -> None:
+    """Register the wheel's compiler, without the check that there is a driver."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
+    if not compilers:
+        raise ValueError(
+            "Compiling for GPUs that are not here needs their compiler, a wheel of"
+            " JAX's own version: pip install 'towerjax[gpu-compiler]'."
+        )
+    variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        compilers[0].load().initialize()
+    finally:
+        del os.environ[variable]
+        if before is not None:
+            os.environ[variable] = before
+
+
+def _tpus(absent: Absent) -> list[Any]:
+    try:
+        found = topologies.get_topology_desc(absent.target, platform="tpu")
+    except RuntimeError as error:
+        if "TPU support not installed" not in str(error):
+            raise
+        raise ValueError(
+            "Compiling for TPUs that are not here needs their compiler: pip install"
+            " 'towerjax[tpu-compiler]'."
+        ) from None
+    return list(found.devices)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not where the compiler for GPUs finds no driver because there is no GPU."""
+    is_of_cuda = record.exc_info and "xla_cuda" in record.getMessage()
+    return not is_of_cuda or bool(glob.glob("/dev/nvidia*"))
+
+
+# JAX takes the compiler for a driver that fails, and logs a traceback in each program.
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)

@@ -1,0 +1,195 @@
+"""How many FLOPs does a device make in one call? Counted in the traced program."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+from jax.interpreters import partial_eval
+
+from towerjax.proof.equation import sub_jaxprs
+
+_ARITHMETIC = frozenset(
+    "add add_any sub mul div rem pow integer_pow neg abs sign floor ceil round exp exp2"
+    " expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh"
+    " acosh atanh sqrt rsqrt cbrt erf erfc erf_inv max min square clamp cumsum cumprod"
+    " cummax cummin cumlogsumexp".split()
+)
+_REDUCTIONS = frozenset("reduce_sum reduce_prod reduce_max reduce_min".split())
+_SCATTERS = frozenset("scatter-add scatter_add scatter-mul scatter_mul".split())
+_COUNTED = _ARITHMETIC | _REDUCTIONS | _SCATTERS
+_NOT_COUNTED = frozenset(
+    "pallas_call ffi_call pure_callback io_callback fft cholesky triangular_solve lu"
+    " qr householder_product eigh eig svd ragged_dot ragged_dot_general reduce_window"
+    " reduce_window_sum select_and_scatter_add tridiagonal_solve schur".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one device in one call.
+
+    Attributes:
+      matmul: Of matrix products and convolutions: a multiply-add is two.
+      other: One for each element of float arithmetic, a function such as ``tanh``
+        included, and one for each addition of a reduction. The compiler may make some
+        twice, or none, so that this differs from before to after it.
+      notes: What could not be counted, and why.
+    """
+
+    matmul: int = 0
+    other: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.matmul + self.other
+
+    def __add__(self, more: "Flops") -> "Flops":
+        """Both counts added; each note once."""
+        notes = tuple(dict.fromkeys(self.notes + more.notes))
+        return Flops(self.matmul + more.matmul, self.other + more.other, notes)
+
+    def times(self, trips: int) -> "Flops":
+        """So many trips of a loop."""
+        return dataclasses.replace(
+            self, matmul=self.matmul * trips, other=self.other * trips
+        )
+
+
+def flops_of(jaxpr: Jaxpr) -> Flops:
+    """What one device does in one call of a traced program.
+
+    A loop counts as often as it runs, which XLA's ``cost_analysis`` does not do, one of
+    unknown trips once; of a condition the branch that makes most. What no result needs
+    is left out. The count is of what was written, whatever a compiler makes of it.
+    """
+    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return _flops_inside(needed)
+
+
+def _flops_inside(jaxpr: Jaxpr) -> Flops:
+    return _sum_of(_of_equation(eqn) for eqn in jaxpr.eqns)
+
+
+def _sum_of(parts: Iterable[Flops]) -> Flops:
+    return functools.reduce(Flops.__add__, parts, Flops())
+
+
+def _of_equation(eqn: JaxprEqn) -> Flops:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return Flops(matmul=_dot(eqn))
+    if name == "conv_general_dilated":
+        return Flops(matmul=_convolution(eqn))
+    if name in _NOT_COUNTED:
+        return Flops(notes=(f"{name} is not counted",))
+    if name not in _COUNTED:
+        return _of_inner(eqn)
+    out: Any = eqn.outvars[0].aval
+    if not jnp.issubdtype(out.dtype, jnp.inexact):
+        return Flops()
+    if name in _ARITHMETIC:
+        return Flops(other=math.prod(out.shape))
+    if name in _REDUCTIONS:
+        before: Any = eqn.invars[0].aval
+        return Flops(other=math.prod(before.shape) - math.prod(out.shape))
+    updates: Any = eqn.invars[2].aval
+    return Flops(other=math.prod(updates.shape))
+
+
+def _of_inner(eqn: JaxprEqn) -> Flops:
+    name, inner = eqn.primitive.name, sub_jaxprs(eqn)
+    if not inner:
+        return Flops()
+    if name == "cond":
+        return max(map(_flops_inside, inner), key=lambda flops: flops.total)
+    if name == "scan":
+        return _flops_inside(inner[0]).times(eqn.params["length"])
+    if name != "while":
+        return _flops_inside(inner[0])
+    one = _sum_of(map(_flops_inside, inner))
+    if not one.total:
+        return one
+    return one + Flops(notes=("a loop of unknown trips is counted once",))
+
+
+def _dot(eqn: JaxprEqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs: Any = eqn.invars[0].aval
+    out: Any = eqn.outvars[0].aval
+    return 2 * math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in contracted)
+
+
+def _convolution(eqn: JaxprEqn) -> int:
+    lhs: Any = eqn.invars[0].aval
+    rhs: Any = eqn.invars[1].aval
+    out: Any = eqn.outvars[0].aval
+    dims = eqn.params["dimension_numbers"]
+    windows = [
+        Window(rhs.shape[dim], stride, low, high, base_dilation, dilation)
+        for dim, stride, (low, high), base_dilation, dilation in zip(
+            dims.rhs_spec[2:],
+            eqn.params["window_strides"],
+            eqn.params["padding"],
+            eqn.params["lhs_dilation"],
+            eqn.params["rhs_dilation"],
+            strict=True,
+        )
+    ]
+    features = [rhs.shape[dim] for dim in dims.rhs_spec[:2]]
+    return conv_flops(
+        [lhs.shape[dim] for dim in dims.lhs_spec[2:]],
+        windows,
+        batch=out.shape[dims.out_spec[0]],
+        kernel=math.prod(features),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """How a convolution's kernel moves along one dim.
+
+    Attributes:
+      size: The kernel's size.
+      stride: Of its steps.
+      pad_low: How many zeros stand before the input; may be negative.
+      pad_high: How many after it.
+      base_dilation: The input's elements lie so far apart, with zeros between.
+      dilation: The kernel's.
+    """
+
+    size: int
+    stride: int = 1
+    pad_low: int = 0
+    pad_high: int = 0
+    base_dilation: int = 1
+    dilation: int = 1
+
+    def pairs(self, length: int) -> int:
+        """How often a kernel element meets an input element, zeros not counted."""
+        spread = (length - 1) * self.base_dilation + 1 if length else 0
+        reach = (self.size - 1) * self.dilation + 1
+        room = spread + self.pad_low + self.pad_high - reach
+        steps = max(room // self.stride + 1, 0)
+        starts = np.arange(steps)[:, None] * self.stride - self.pad_low
+        at = starts + np.arange(self.size)[None] * self.dilation
+        inside = (at >= 0) & (at < spread) & (at % self.base_dilation == 0)
+        return int(inside.sum())
+
+
+def conv_flops(
+    lengths: Sequence[int], windows: Sequence[Window], batch: int, kernel: int
+) -> int:
+    """Two for each pair of an input and a kernel element that meet.
+
+    What meets padding is not counted, so that a convolution and both its gradients
+    make the same number.
+    """
+    pairs = [w.pairs(length) for w, length in zip(windows, lengths, strict=True)]
+    return 2 * math.prod(pairs) * batch * kernel
