@@ -630,8 +630,8 @@ MODELS = (
     _m(
         "M03",
         "LossReduction.SUM is divided by the number of towers",
-        "estimator.losses:TowersOfStep.one",
-        "self.reduction is LossReduction.SUM and",
+        "estimator.losses:one_loss",
+        "reduction is LossReduction.SUM and",
         "False and",
         "test_replicate.py::test_towers_equal_numpy"
         "[shard_map-8-4-clip each tower-SUM-None]",
@@ -655,18 +655,18 @@ MODELS = (
     ),
     _m(
         "M06",
-        "towers in turn use a stand-in for what they meet about",
-        "estimator.in_turn:_Rounds.of",
-        "rounds[leaf] = number + 1",
-        "rounds[leaf] = 0",
+        "what towers meet about comes to nothing",
+        "estimator.meeting:Cut._walk",
+        "outcomes = jax.tree.leaves((loss, grads))",
+        "outcomes = [0 * x for x in jax.tree.leaves((loss, grads))]",
         f"{_IN_TURN}[4-1-Mode.TRAIN]",
     ),
     _m(
         "M07",
-        "towers in turn are not added over devices",
-        "estimator.in_turn:_outcomes",
-        "sums = sum_over_towers(ops, [x.added for x in ready], axes).tree()",
-        "sums = [x.added for x in ready]",
+        "gradients that towers hand out are one tower's, and not added",
+        "estimator.meeting:_as_sums",
+        "Sum(x)",
+        "x",
         f"{_IN_TURN}[2-2-Mode.TRAIN]",
     ),
     _m(
@@ -743,10 +743,28 @@ MODELS = (
     _m(
         "M16",
         "towers train from the aggregate of their local values",
-        "estimator.pipeline:ModelPass._local",
-        "if self.mode is Mode.TRAIN or not nodes:",
-        "if not nodes:",
+        "estimator.pipeline:ModelEngine._passes",
+        "reads_local=self.mode is not Mode.TRAIN",
+        "reads_local=True",
         "test_replicate.py::test_a_size_of_each_kind_equals_numpy[divisible]",
+    ),
+    _m(
+        "M17",
+        "rows of a table are those of one device's towers",
+        "step.one_pass:_of_all_towers",
+        "if axes.device_axis:",
+        "if False:",
+        "test_tower_optimizer.py"
+        "::test_rows_of_a_table_are_updated_of_the_one_gradient[sparse1]",
+    ),
+    _m(
+        "M18",
+        "padding may count in what towers keep of their own",
+        "step.one_pass:Pass.counted",
+        "x if isinstance(x, TowerLocal) else None for x in own",
+        "None for x in own",
+        "test_replicate_bad_input.py"
+        "::test_padding_that_nothing_masks_is_refused[2-local]",
     ),
 )
 

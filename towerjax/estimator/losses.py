@@ -6,16 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.collectives import CrossTowerOps
-from towerjax.collectives.base import sum_over_towers
-from towerjax.collectives.reduce import gather_over_towers
-from towerjax.estimator.in_turn import Meeting
-from towerjax.mesh.placement import LOCAL_AXIS, TowerAxes
+from towerjax.estimator.meeting import meet
 from towerjax.metrics.weighted import Weighted
+from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
+from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction
 
 
@@ -127,49 +124,24 @@ def _spread(weights: Any, losses: jax.Array) -> jax.Array:
     return jnp.broadcast_to(weights, losses.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class ReducedLoss:
-    """A tower's loss, and the one loss that it became part of.
-
-    Attributes:
-      loss: The very object that the optimizer was given.
-      total: The one loss.
-      trace: In which trace that was: inside a ``jit`` of its own it is no use outside.
-    """
-
-    loss: Any
-    total: Weighted
-    trace: Any
-
-    def is_of(self, loss: Any) -> bool:
-        """Is it this loss, and can its total be used here?"""
-        pairs = [(self.loss, loss)]
-        if isinstance(loss, Weighted) and isinstance(self.loss, Weighted):
-            pairs = [(self.loss.sum, loss.sum), (self.loss.weight, loss.weight)]
-        same = all(mine is yours for mine, yours in pairs)
-        return same and self.trace == get_opaque_trace_state()
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TowersOfStep:
     """What must be known where a loss or a gradient of all towers is made.
 
     Attributes:
-      axes: The axes that the towers meet over.
-      ops: How sums travel.
+      tower: The tower that asks.
       reduction: What the one loss is.
       compat: ``"tf1"`` divides by the number of towers whatever the weights are.
-      meeting: How towers meet that run one after another; None where they run together.
+      trace: The trace of the model function, outside of its ``jit``, ``scan`` ...
       reduced: The losses that optimizers have reduced together with their gradients,
-        so that they need not travel twice; None where nobody asks.
+        and what they came to, so that they need not travel twice.
     """
 
-    axes: TowerAxes
-    ops: CrossTowerOps
+    tower: Tower
     reduction: LossReduction
     compat: str | None
-    meeting: Meeting | None = None
-    reduced: list[ReducedLoss] | None = dataclasses.field(default=None, compare=False)
+    trace: Any
+    reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property
     def takes_scalars(self) -> bool:
@@ -179,7 +151,7 @@ class TowersOfStep:
     def addend(self, loss: Any) -> Weighted:
         """A tower's loss as what towers add up."""
         scalar = _OF_SCALARS.get(self.reduction)
-        if self.axes.num_towers == 1:  # nothing is shared, so every loss says enough
+        if self.tower.num_towers == 1:  # nothing is shared, so every loss says enough
             alone = None if isinstance(loss, Weighted) else Reduction.MEAN
             return as_tower_output(loss, alone).loss
         if self.compat == "tf1":
@@ -199,36 +171,47 @@ class TowersOfStep:
             loss = as_tower_output(loss, scalar).loss
         return loss
 
-    def one(self, total: Weighted) -> Weighted:
-        """The one loss."""
-        if self.reduction is LossReduction.SUM and self.axes.num_towers > 1:
-            return Weighted(total.sum, jnp.ones_like(total.sum))
-        return total
-
-    def remember(self, loss: Any, total: Weighted) -> None:
-        """Note that a loss has been reduced."""
-        if self.reduced is not None:
-            self.reduced.append(ReducedLoss(loss, total, get_opaque_trace_state()))
+    def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
+        """The one loss, and all towers' gradients added up; the same on each tower."""
+        addend = Weighted(jnp.float32(0), jnp.float32(1))
+        addend = addend if loss is None else self.addend(loss)
+        num_towers = self.tower.num_towers
+        if get_opaque_trace_state() != self.trace:
+            if self.tower._axes.in_turn:
+                raise ValueError(_INSIDE)
+            with jax.named_scope(SUMMED_BY_STEP):
+                total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))
+            return one_loss(self.reduction, num_towers, total), grads
+        total, grads = meet(addend, grads, num_towers)
+        total = one_loss(self.reduction, num_towers, total)
+        if loss is not None:
+            self.reduced.append((loss, total))
+        return total, grads
 
     def total_of(self, loss: Any) -> Weighted | None:
         """The one loss of a loss that an optimizer has reduced already."""
-        found = [x.total for x in self.reduced or () if x.is_of(loss)]
+        found = [total for seen, total in self.reduced if _are_one(seen, loss)]
         return found[0] if found else None
 
-    def meet(self, added: PyTree, gathered: PyTree) -> tuple[PyTree, PyTree]:
-        """All towers' values, from inside a tower; the same on each."""
-        added, gathered = jax.tree.map(jnp.asarray, (added, gathered))
-        if self.meeting is not None:
-            return self.meeting.meet(added, gathered)
-        if LOCAL_AXIS in self.axes.names:
-            sum_up = lax.all_gather if self.ops.needs_every_tower else lax.psum
-            added = jax.tree.map(lambda x: sum_up(x, LOCAL_AXIS), added)
-        elif self.ops.needs_every_tower:
-            added = jax.tree.map(lambda x: x[None], added)
-        sums = sum_over_towers(self.ops, added, self.axes).tree()
-        return sums, gather_over_towers(gathered, self.axes)
+
+def one_loss(reduction: LossReduction, num_towers: int, total: Weighted) -> Weighted:
+    """The one loss of all towers' losses, added up."""
+    if reduction is LossReduction.SUM and num_towers > 1:
+        return Weighted(total.sum, jnp.ones_like(total.sum))
+    return total
 
 
+def _are_one(seen: Any, loss: Any) -> bool:
+    if isinstance(seen, Weighted) and isinstance(loss, Weighted):
+        return seen.sum is loss.sum and seen.weight is loss.weight
+    return seen is loss
+
+
+_INSIDE = (
+    "TowerOptimizer.update stands inside a jit, scan, cond or other transformation,"
+    " where towers that run one after another (local='scan') cannot meet. Call it"
+    " outside of it, or use local='vmap'."
+)
 _BARE = (
     "model_fn returned a bare scalar as its loss, which does not say how towers of"
     " unequal weight share it, and loss_reduction={reduction!r} is exact. Return"

@@ -14,8 +14,7 @@ import optax
 from jax import lax
 from jax.core import Tracer
 
-from towerjax.collectives.rows_over_towers import reduce_stacked_rows
-from towerjax.collectives.sparse_rows import IndexedRows, is_rows, map_values
+from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import TowersOfStep
 from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
@@ -333,37 +332,21 @@ def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
 def _over_towers(
     grads: PyTree, loss: Any, towers: TowersOfStep
 ) -> tuple[PyTree, jax.Array | None]:
-    wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
-    if towers.compat == "tf1" and isinstance(loss, Weighted):
-        wide = _scaled(wide, Weighted(1.0, loss.weight).value)
-    addend = _addend(loss, towers)
-    leaves, treedef = jax.tree.flatten(wide, is_leaf=is_rows)
-    dense = [None if is_rows(x) else x for x in leaves]
-    (total, dense), rows = towers.meet((addend, dense), list(filter(is_rows, leaves)))
-    total, pool = towers.one(total), iter(rows)
-    if loss is not None:
-        towers.remember(loss, total)
-    summed = [_joined(next(pool), towers) if x is None else x for x in dense]
-    # Behind a barrier, so that all quotients are products with the same number.
-    scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
-    summed = jax.tree.unflatten(treedef, _scaled(summed, scale))
-    dtypes = map_values(lambda g: g.dtype, grads)
-    summed = map_values(lambda g, dtype: g.astype(dtype), summed, dtypes)
-    return summed, None if loss is None else total.value
-
-
-def _joined(rows: IndexedRows, towers: TowersOfStep) -> IndexedRows:
-    return reduce_stacked_rows(Reduction.SUM, rows, towers.axes.num_towers)
-
-
-def _addend(loss: Any, towers: TowersOfStep) -> Weighted:
-    if loss is not None:
-        return towers.addend(loss)
-    if not towers.takes_scalars:
+    if loss is None and not towers.takes_scalars:
         raise ValueError(
-            f"TowerOptimizer.update was not told the loss, and under loss_reduction="
+            "TowerOptimizer.update was not told the loss, and under loss_reduction="
             f"{towers.reduction!r} the loss says what gradients are divided by. Write"
             " optimizer.update(grads, state, params, loss=loss) with the tj.Weighted"
             " loss whose sum was differentiated, or use optimizer.minimize."
         )
-    return Weighted(jnp.float32(0), jnp.float32(1))
+    wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
+    if towers.compat == "tf1" and isinstance(loss, Weighted):
+        wide = _scaled(wide, Weighted(1.0, loss.weight).value)
+    total, summed = towers.meet(loss, wide)
+    # Behind a barrier, so that all quotients are products with the same number.
+    scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
+    dtypes = map_values(lambda g: g.dtype, grads)
+    summed = map_values(
+        lambda g, dtype: g.astype(dtype), _scaled(summed, scale), dtypes
+    )
+    return summed, None if loss is None else total.value

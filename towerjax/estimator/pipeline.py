@@ -1,37 +1,44 @@
-"""What does one device do for a model function? Its towers, and their values merged."""
+"""What is a model function in a mode? Passes of its towers, and one update."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
-from towerjax.collectives.sparse_rows import num_rows
+from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.estimator.arguments import ModelFn
-from towerjax.estimator.in_turn import Meeting, met_in_turn
-from towerjax.estimator.losses import LossReduction, TowersOfStep
+from towerjax.estimator.losses import TowersOfStep, one_loss
+from towerjax.estimator.meeting import Cut
 from towerjax.estimator.optimizer import in_towers
-from towerjax.estimator.rows import checked_rows, joined_rows
+from towerjax.estimator.options import ModelOptions
+from towerjax.estimator.rows import typed_rows
 from towerjax.estimator.spec import Mode, ModelSpec
+from towerjax.estimator.variables import as_state, as_variables
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.over_towers import merged_over_towers
 from towerjax.metrics.state import check
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.recipe import Recipe, Stage
-from towerjax.step.state import TrainState
-from towerjax.step.update import checked_like
-from towerjax.towers.local_towers import over_local_towers_sharing
-from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import TowerInputs
-from towerjax.towers.tower_local import (
-    is_local,
-    layouts_of,
-    local_values,
-    read_local_over_towers,
+from towerjax.step.compiled_step import StepOptions
+from towerjax.step.engine import Engine
+from towerjax.step.one_pass import Pass
+from towerjax.step.recipe import Recipe, Run
+from towerjax.step.state import (
+    CLOCK_LAYOUT,
+    TrainState,
+    carry_layout,
+    split_state,
 )
+from towerjax.step.update import checked_like
+from towerjax.towers.executors import shapes_of
+from towerjax.towers.one_axis import axes_in_tower
+from towerjax.towers.strategies import Strategy
+from towerjax.towers.tower import Tower, TowerInputs
+from towerjax.towers.tower_local import local_values
 from towerjax.types import Layout, PyTree
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
@@ -43,234 +50,247 @@ with tower.reduce(tj.Reduction.MEAN, value)."""
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Hooks:
-    """The hooks of a traced spec, as a pytree node without leaves."""
+class Traced:
+    """What a trace of a model function told besides arrays: a node without leaves.
+
+    Attributes:
+      hooks: The hooks of the spec.
+      is_weighted: Is its loss a ``Weighted``?
+    """
 
     hooks: tuple[Callable[..., Any], ...]
+    is_weighted: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelPass:
-    """A model function in one mode, before it is compiled.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelEngine:
+    """A model function in one mode, before it is compiled: an `Engine` for each batch.
 
     Attributes:
       model_fn: The user's function.
-      mode: The mode.
-      given: ``params`` and ``config``.
       strategy: Which towers, where, and how they reduce.
-      loss_reduction: What the one loss is.
-      compat: None, or ``"tf1"``.
+      how: How it is replicated.
+      mode: The mode.
       wanted: The parts of the spec that are returned; others are not computed.
+      given: ``params`` and ``config``.
+      options: The step's.
+      of_state: Are the variables a ``TrainState``?
+      hooks: Those that the model function returned when it was traced last.
     """
 
     model_fn: ModelFn
-    mode: Mode
-    given: Mapping[str, Any]
     strategy: Strategy
-    loss_reduction: LossReduction
-    compat: str | None
+    how: ModelOptions
+    mode: Mode
     wanted: tuple[str, ...]
+    given: Mapping[str, Any]
+    options: StepOptions
+    of_state: bool = True
+    hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
+    _made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
-        """The pass as each device runs it."""
+    def step(self, run: Run, carry: Any, clock: Any, *batch: PyTree) -> tuple[Any, ...]:
+        """The whole step, of global values."""
+        return self._engine(carry, clock, batch)[0].step(run, carry, clock, *batch)
 
-        def run(variables: PyTree, *batch: PyTree) -> Any:
-            towers = self._of(axes)
-            own, mirrored, spec = self._towers(towers, variables, *batch, reuse=True)
-            merged = merged_over_towers(towers.ops, own.sums, axes)
-            total = mirrored.total
-            if "loss" in merged:
-                total = towers.one(merged["loss"])
-            loss = total if isinstance(spec.loss, Weighted) else total and total.value
-            train_op = mirrored.variables
-            if train_op is not None:
-                train_op = _joined(train_op, own.local or [])
-            outputs = joined_rows(own.outputs, stacked_classes=self.compat == "tf1")
-            return (
-                train_op,
-                loss,
-                merged.get("eval_metrics"),
-                outputs.get("predictions"),
-                outputs.get("export_outputs"),
-                Hooks(spec.hooks),
+    def located(self, run: Run, carry: Any, clock: Any, *args: PyTree) -> tuple[Any]:
+        """The towers alone, of which is told what is not finite."""
+        batch, at = args[:3], args[3:]
+        for _ in at:
+            batch = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), batch)
+        engine, _, _ = self._engine(carry, clock, batch)
+        return engine.located(run, carry, clock, *args)
+
+    def run(
+        self, on_devices: Run, carry: Any, clock: Any, *batch: PyTree
+    ) -> tuple[Any, ...]:
+        """The parts of the one spec, without a verdict on them; and the next state."""
+        engine, cut, traced = self._engine(carry, clock, batch)
+        state = TrainState(**carry, **clock)
+        merged, _, _ = engine.merged(on_devices, engine.stages, state, batch)
+        after, parts = self._updated(cut, traced, state, merged)
+        names = ("loss", "eval_metrics", "predictions", "export_outputs")
+        out = (*(parts.get(name) for name in names), traced)
+        return (*split_state(after), *out) if "train_op" in self.wanted else out
+
+    def _engine(
+        self, carry: Any, clock: Any, batch: tuple[PyTree, ...]
+    ) -> tuple[Engine, Cut, Traced]:
+        """The engine for a batch of these shapes, made once."""
+        state: TrainState = shapes_of(TrainState(**carry, **clock))
+        rows, _, shared = shapes_of(batch)
+        key = _key("engine", (state, rows, shared))
+        if key not in self._made:
+            one = jax.tree.map(_of_one_tower, state.local)
+            state = dataclasses.replace(state, local=one)
+            rows = jax.eval_shape(self._rows_of_one, rows, shared)
+            axes = self.strategy.placement.axes
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            own = dict.fromkeys(("tower_id", "num_valid", "first_row"), number)
+            several = self.options.micro_batches > 1
+            own |= {"micro_batch": number if several else None}
+            cut, traced = self._cut(axes, state, rows, own)
+            self.hooks[:] = traced.hooks
+            self._made[key] = (self._passes(cut, traced), cut, traced)
+        return self._made[key]
+
+    def _passes(self, cut: Cut, traced: Traced) -> Engine:
+        options, last = self.options, cut.num_passes - 1
+        passes = tuple(
+            Pass(
+                partial(self._tower, number),
+                self.strategy,
+                micro_batches=options.micro_batches,
+                reads_local=self.mode is not Mode.TRAIN,
+                finite=options.guard == "gradients",
+                check=options.check if number == last else None,
+                of_state=True,
+                advice=WRAP,
             )
+            for number in range(cut.num_passes)
+        )
 
-        return run
+        def update(
+            state: TrainState, merged: list[Any]
+        ) -> tuple[TrainState, dict[str, Any]]:
+            after, parts = self._updated(cut, traced, state, merged)
+            return after, {"loss": parts["loss"], **parts.get("eval_metrics", {})}
 
-    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's values in which padded rows would count."""
+        return Engine(
+            passes, update, options.on_nonfinite, options.guard, keeps_all=True
+        )
 
-        def run(*args: PyTree) -> Any:
-            own, mirrored, _ = self._towers(self._of(axes), *args, reuse=False)
-            train_op = jax.tree.map(lambda x: x[None], mirrored.variables)
-            if train_op is not None:
-                train_op = _joined(train_op, own.local or [])
-            sums = {**own.sums, "train_op": train_op}
-            return {name: part for name, part in sums.items() if part is not None}
+    def _rows_of_one(self, batch: PyTree, shared: PyTree) -> PyTree:
+        """The rows that one tower works on at a time."""
+        first = partial(jax.tree.map, lambda x: x[0])
+        rows = first(rows_of_towers(batch, self.strategy.num_towers))
+        if self.options.micro_batches > 1:
+            rows = first(in_parts(rows, self.options.micro_batches))
+        return with_shared(rows, shared)
 
-        return run
+    def _tower(
+        self, number: int, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
+    ) -> PyTree:
+        """What one tower returns in a pass."""
+        own = {
+            "tower_id": tower.id,
+            "num_valid": tower._num_valid,
+            "first_row": jnp.int32(tower._first_row),
+            "micro_batch": tower._micro_batch,
+        }
+        cut, _ = self._cut(tower._axes, state, rows, own)
+        return cut.towers(number, (state, rows, own), [*merged[0]] if merged else [])
 
-    def _of(self, axes: TowerAxes) -> TowersOfStep:
-        ops = self.strategy.cross_tower_ops
-        return TowersOfStep(axes, ops, self.loss_reduction, self.compat)
+    def _cut(
+        self, axes: TowerAxes, state: TrainState, rows: PyTree, own: dict[str, Any]
+    ) -> tuple[Cut, Traced]:
+        """One tower's program, cut where towers meet; traced once for such shapes."""
+        args = shapes_of((state, rows, own))
+        key = _key(axes, args)
+        if key not in self._made:
+            told: list[Traced] = []
+            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, told)
+            make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
+            closed, tree = make(*args)
+            mirrored = jax.tree.map(lambda _: False, args[0])
+            local = jax.tree.map(lambda _: True, args[0].local)
+            flags = dataclasses.replace(mirrored, local=local)
+            flags = jax.tree.leaves((flags, jax.tree.map(lambda _: True, args[1:])))
+            self._made[key] = (Cut(closed, tree, flags), told[0])
+        return self._made[key]
 
-    def _towers(
+    def _one_tower(
         self,
-        towers: TowersOfStep,
-        variables: PyTree,
-        batch: PyTree,
-        num_valid: jax.Array,
-        shared: list[PyTree],
-        *,
-        reuse: bool,
-    ) -> tuple["_Own", "_Mirrored", ModelSpec]:
-        """What this device's towers have of their own, and in common, ``[k, ...]``."""
-        axes, traced = towers.axes, []
-        inputs, local = self._inputs(axes, variables), self._local(variables, towers)
-        rows = rows_of_towers(batch, axes.num_local)
-
-        def tower_fn(
-            tower_id: jax.Array, own: PyTree, meeting: Meeting | None
-        ) -> tuple[PyTree, PyTree]:
-            rows, num_valid, local = own
-            reduced = [] if reuse else None
-            here = dataclasses.replace(towers, meeting=meeting, reduced=reduced)
-            seen = in_towers(variables, here if axes.num_towers > 1 else None)
-            seen = _joined(seen, local)
-            size = num_rows(rows)
-            values = local_values(seen.local) if isinstance(seen, TrainState) else None
-            tower = inputs.tower(tower_id, values, num_valid, size)
-            rows = with_shared(rows, shared)
-            spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
-            traced[:] = [spec]
-            train_op, local = self._next(spec, seen)
-            total = here.total_of(spec.loss)
-            sums = self._sums(spec, towers, loss_too=total is None)
-            return _Own(sums, local, self._outputs(spec, size)), _Mirrored(
-                train_op, total
-            )
-
-        own = (rows, num_valid, local)
-        if axes.in_turn and axes.num_towers > 1:
-            kept, mirrored = met_in_turn(tower_fn, towers.ops, axes, own)
-        else:
-            _, kept, mirrored = over_local_towers_sharing(
-                lambda tower_id, own: ((), *tower_fn(tower_id, own, None)), axes, own
-            )
-        return kept, mirrored, traced[0]
-
-    def _inputs(self, axes: TowerAxes, variables: PyTree) -> TowerInputs:
-        if isinstance(variables, TrainState):
-            return TowerInputs(
-                self.strategy, axes, variables.step, variables.rng, variables.extra
-            )
-        return TowerInputs(self.strategy, axes)
-
-    def _local(self, variables: PyTree, towers: TowersOfStep) -> list[Any]:
-        """Each tower's own tower-local variables; what they are together, if read."""
-        nodes = [x for x in jax.tree.leaves(variables, is_leaf=is_local) if is_local(x)]
-        if self.mode is Mode.TRAIN or not nodes:
-            return nodes
-        values = read_local_over_towers(nodes, towers.ops, towers.axes)
-        k = towers.axes.num_local
-        return [
-            dataclasses.replace(
-                x,
-                value=jax.tree.map(lambda v: jnp.broadcast_to(v, (k, *v.shape)), value),
-            )
-            for x, value in zip(nodes, values, strict=True)
-        ]
-
-    def _sums(
-        self, spec: ModelSpec, towers: TowersOfStep, *, loss_too: bool
+        axes: TowerAxes,
+        told: list[Traced],
+        state: TrainState,
+        rows: PyTree,
+        own: dict[str, Any],
     ) -> dict[str, Any]:
-        sums: dict[str, Any] = {}
-        if "loss" in self.wanted and loss_too:
-            sums["loss"] = towers.addend(spec.loss)
+        """The model function, and what it returns by what becomes of it."""
+        inputs, local = TowerInputs(self.strategy, axes), None
+        if self.of_state:
+            inputs = TowerInputs(
+                self.strategy, axes, state.step, state.rng, state.extra
+            )
+            local = local_values(state.local)
+        size = num_rows(rows)
+        tower = inputs.tower(local=local, rows=size, **own)
+        trace = get_opaque_trace_state()
+        towers = TowersOfStep(tower, self.how.loss_reduction, self.how.compat, trace)
+        seen = as_variables(state, of_state=self.of_state)
+        seen = in_towers(seen, towers if axes.num_towers > 1 else None)
+        spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
+        told[:] = [Traced(spec.hooks, isinstance(spec.loss, Weighted))]
+        return self._parts(spec, seen, towers, size)
+
+    def _parts(
+        self, spec: ModelSpec, seen: PyTree, towers: TowersOfStep, rows: int
+    ) -> dict[str, Any]:
+        parts: dict[str, Any] = {}
+        if "loss" in self.wanted:
+            total = towers.total_of(spec.loss)
+            if total is None:
+                parts["loss"] = towers.addend(spec.loss)
+            else:
+                parts["total"] = (total.sum, total.weight)
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
-            sums["eval_metrics"] = {
+            parts["eval_metrics"] = {
                 name: check(f"eval_metrics[{name!r}]", metric)
                 for name, metric in spec.eval_metrics.items()
             }
-        return sums
-
-    def _outputs(self, spec: ModelSpec, rows: int) -> dict[str, Any]:
-        outputs: dict[str, Any] = {}
         for name in ("predictions", "export_outputs"):
             part = getattr(spec, name)
             if name in self.wanted and part is not None:
-                outputs[name] = dict(part)
-        return checked_rows(outputs, rows, stacked_classes=self.compat == "tf1")
+                stacked = self.how.compat == "tf1"
+                parts[name] = typed_rows(name, part, rows, stacked_classes=stacked)
+        if "train_op" in self.wanted:
+            parts["train_op"] = _next(spec.train_op, seen)
+        return parts
 
-    def _next(self, spec: ModelSpec, seen: PyTree) -> tuple[PyTree, list[Any] | None]:
-        """The next variables that towers share, and each tower's own."""
-        if "train_op" not in self.wanted:
-            return None, None
-        train_op = spec.train_op
-        if isinstance(seen, TrainState) and isinstance(train_op, TrainState):
-            # One call is one step, whatever the function did to the counter.
-            train_op = dataclasses.replace(train_op, step=seen.step + 1)
-        train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
-        local = [x for x in jax.tree.leaves(train_op, is_leaf=is_local) if is_local(x)]
-        return _without_local(in_towers(train_op, None)), local
+    def _updated(
+        self, cut: Cut, traced: Traced, state: TrainState, merged: list[Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The next state, and the other parts of the one spec."""
+        parts, after = cut.results(state, merged), state
+        if "total" in parts:
+            parts["loss"] = Weighted(*parts.pop("total"))
+        if "loss" in parts:
+            num_towers = self.strategy.num_towers
+            loss = one_loss(self.how.loss_reduction, num_towers, parts["loss"])
+            parts["loss"] = loss if traced.is_weighted else loss.value
+        if "train_op" in parts:
+            clock = {"step": state.step, "rng": state.rng}
+            after = as_state(parts.pop("train_op"), clock)
+        return after, parts
 
 
-def one_call_recipe(
-    model_pass: ModelPass, variables: PyTree, *, donate: bool
-) -> Recipe:
+def call_recipe(engine: ModelEngine) -> Recipe:
     """The recipe of one call of a replicated model."""
-    layouts, trains = layouts_of(variables), "train_op" in model_pass.wanted
-    outputs = dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
-    stage = Stage(
-        model_pass.on_device,
-        {
-            "variables": layouts,
-            **BATCH_LAYOUT,
-        },
-        {
-            "train_op": layouts if trains else Layout.MIRRORED,
-            "loss": Layout.MIRRORED,
-            "eval_metrics": Layout.MIRRORED,
-            **outputs,
-            "hooks": Layout.MIRRORED,
-        },
-        counted=None if model_pass.mode is Mode.PREDICT else model_pass.counted,
-        advice=WRAP,
-        proved_alone=False,
-    )
-    return Recipe.of(stage, donate=donate and trains)
+    trains = "train_op" in engine.wanted
+    carry = carry_layout(engine.strategy)
+    in_layouts = {"state": carry, "clock": CLOCK_LAYOUT, **BATCH_LAYOUT}
+    out_layouts = {"state": carry, "clock": CLOCK_LAYOUT} if trains else {}
+    out_layouts |= dict.fromkeys(("loss", "eval_metrics"), Layout.MIRRORED)
+    out_layouts |= dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
+    out_layouts["traced"] = Layout.MIRRORED
+    donate = engine.options.donate and trains
+    return Recipe(engine.run, in_layouts, out_layouts, donate=donate)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Own:
-    """What a tower has of its own: addends, tower-local variables, output rows."""
-
-    sums: dict[str, Any]
-    local: list[Any] | None
-    outputs: dict[str, Any]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Mirrored:
-    """What towers have in common: the other variables, and the loss if it is known."""
-
-    variables: PyTree
-    total: Weighted | None
+def _next(train_op: PyTree, seen: PyTree) -> PyTree:
+    """The next variables, once they are like those that the function was given."""
+    if isinstance(seen, TrainState) and isinstance(train_op, TrainState):
+        # One call is one step, whatever the function did to the counter.
+        train_op = dataclasses.replace(train_op, step=seen.step + 1)
+    train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
+    return in_towers(train_op, None)
 
 
-def _without_local(variables: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: dataclasses.replace(x, value=None) if is_local(x) else x,
-        variables,
-        is_leaf=is_local,
-    )
+def _of_one_tower(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _joined(variables: PyTree, local: list[Any]) -> PyTree:
-    """The variables with these tower-local ones in the places of their own."""
-    pool = iter(local)
-    return jax.tree.map(
-        lambda x: next(pool) if is_local(x) else x, variables, is_leaf=is_local
-    )
+def _key(root: Any, shapes: PyTree) -> Any:
+    leaves, treedef = jax.tree.flatten(shapes)
+    return root, treedef, tuple((x.shape, x.dtype) for x in leaves)

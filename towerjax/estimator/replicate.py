@@ -6,29 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.options import Compat, ModelOptions, check_whole_state
-from towerjax.estimator.pipeline import ModelPass, one_call_recipe
-from towerjax.estimator.rows import cut_padding
+from towerjax.estimator.pipeline import ModelEngine, call_recipe
+from towerjax.estimator.rows import joined_rows
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
 from towerjax.estimator.steps import ModelStep, ModelTrainStep
+from towerjax.estimator.variables import as_state, as_variables
 from towerjax.estimator.whereabouts import (
     VariablePlacement,
     init_variables,
     kept,
     spread,
 )
-from towerjax.mesh.placement import on_every_process
+from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import OnNonfinite
 from towerjax.step.program import Program, Runner
+from towerjax.step.state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, Strategy
-from towerjax.types import PyTree
+from towerjax.types import Layout, PyTree
 
 _PARTS = {
     Mode.TRAIN: ("loss", "train_op", "eval_metrics", "predictions", "export_outputs"),
@@ -50,6 +53,7 @@ class ReplicatedModel:
         self._runners: dict[Any, list[tuple[list[Any], Runner]]] = {}
         self._placers: dict[Mode, Placer] = {}
         self._steps: dict[Any, ModelTrainStep] = {}
+        self._clock: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         """What is replicated, over which towers."""
@@ -157,21 +161,22 @@ class ReplicatedModel:
           A `ModelSpec` whose other parts are None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
-        variables = spread(variables, placement, policy)
+        variables, state = self._spread(variables)
         runner = self._runner(variables, mode, tuple(wanted), params, config)
-        train_op, loss, metrics, predictions, exports, hooks = runner(
-            (variables,), batch
+        *after, loss, metrics, predictions, exports, traced = runner(
+            split_state(state), batch
         )
         outputs = on_every_process((predictions, exports), placement)
-        stacked = self.options.compat == "tf1"
-        predictions, exports = cut_padding(outputs, batch, stacked_classes=stacked)
-        spec = ModelSpec.tree_unflatten(
-            (mode, hooks.hooks), (predictions, loss, None, metrics, exports)
-        )
-        if "train_op" in wanted:
+        predictions, exports = joined_rows(outputs, batch)
+        train_op = None
+        if after:
+            state = TrainState(**after[0], **after[1])
+            of_state = isinstance(variables, TrainState)
+            train_op = as_variables(state, of_state=of_state)
             train_op = kept(train_op, placement, policy)
-            spec = dataclasses.replace(spec, train_op=train_op)
-        return spec
+        return ModelSpec.tree_unflatten(
+            (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
+        )
 
     def train_step(
         self,
@@ -210,9 +215,8 @@ class ReplicatedModel:
             max_programs=self.options.max_programs,
             check=check,
         )
-        model_pass = self.model_pass(Mode.TRAIN, wanted, given)
-        policy = self.options.variable_placement
-        return self._steps.setdefault(key, ModelTrainStep(model_pass, policy, options))
+        engine = self._engine(Mode.TRAIN, wanted, given, options)
+        return self._steps.setdefault(key, ModelTrainStep(engine))
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The evaluation step, for ``tj.evaluate``.
@@ -263,10 +267,30 @@ class ReplicatedModel:
         """
         check_mode(mode)
         batch = self.place_batch(_batch_of(features, labels), mode)
-        policy = self.options.variable_placement
-        variables = spread(variables, self.strategy.placement, policy)
+        variables, state = self._spread(variables)
         runner = self._runner(variables, mode, _PARTS[mode], params, config)
-        return runner.program((variables,), batch)
+        return runner.program(split_state(state), batch)
+
+    def _spread(self, variables: PyTree) -> tuple[PyTree, TrainState]:
+        """The variables on all devices, and as a state."""
+        placement, policy = self.strategy.placement, self.options.variable_placement
+        variables = spread(variables, placement, policy)
+        if not self._clock:
+            clock = {"step": np.int32(0), "rng": jax.random.key(0)}
+            self._clock = place(clock, placement, Layout.MIRRORED)
+        return variables, as_state(variables, self._clock)
+
+    def _engine(
+        self,
+        mode: Mode,
+        wanted: Sequence[str],
+        given: Mapping[str, Any],
+        options: StepOptions,
+    ) -> ModelEngine:
+        # The caller's params may change before a later trace.
+        given, wanted = copy.deepcopy(dict(given)), tuple(wanted)
+        how = (self.model_fn, self.strategy, self.options)
+        return ModelEngine(*how, mode, wanted, given, options)
 
     def _runner(
         self,
@@ -286,40 +310,14 @@ class ReplicatedModel:
             if seen == kinds:
                 return runner
         self.model_fn.refuse_unasked(given)
-        runner = Runner(
-            one_call_recipe(
-                self.model_pass(mode, wanted, given),
-                variables,
-                donate=self.options.donate,
-            ),
-            self.strategy.placement,
-            max_programs=self.options.max_programs,
-        )
+        options = StepOptions(donate=self.options.donate)
+        engine = self._engine(mode, wanted, given, options)
+        of_state = isinstance(variables, TrainState)
+        engine = dataclasses.replace(engine, of_state=of_state)
+        placement, most = self.strategy.placement, self.options.max_programs
+        runner = Runner(call_recipe(engine), placement, max_programs=most)
         known.append((kinds, runner))
         return runner
-
-    def model_pass(
-        self, mode: Mode, wanted: tuple[str, ...], given: Mapping[str, Any]
-    ) -> ModelPass:
-        """The model function in one mode, before it is compiled.
-
-        Args:
-          mode: The mode.
-          wanted: Names of the parts of the spec.
-          given: ``params`` and ``config``.
-
-        Returns:
-          The `ModelPass`.
-        """
-        return ModelPass(
-            self.model_fn,
-            mode,
-            copy.deepcopy(dict(given)),  # the caller's may change before a later trace
-            self.strategy,
-            self.options.loss_reduction,
-            self.options.compat,
-            wanted,
-        )
 
 
 def _batch_of(features: PyTree, labels: PyTree) -> dict[str, PyTree]:

@@ -5,77 +5,78 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.estimator.spec import ClassificationOutput
-from towerjax.types import PyTree, named_leaves
+from towerjax.step.returned import without_padding
+from towerjax.types import PerTower, PyTree, Rows, named_leaves
 
 
-def _is_classification(x: Any) -> bool:
-    return isinstance(x, ClassificationOutput)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """An output of several rows for each of the batch's: ``Rows`` ``[b, n, ...]``."""
+
+    rows: Any
 
 
-def _of_rows(outputs: PyTree, stacked_classes: bool) -> PyTree:
-    """The outputs without those classes that are stacked."""
-    if not stacked_classes:
-        return outputs
+def typed_rows(
+    name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
+) -> PyTree:
+    """One tower's outputs, whose types say what becomes of them.
 
-    def without(x: Any) -> Any:
-        return dataclasses.replace(x, classes=("",)) if _is_classification(x) else x
-
-    return jax.tree.map(without, outputs, is_leaf=_is_classification)
-
-
-def checked_rows(outputs: PyTree, rows: int, *, stacked_classes: bool) -> PyTree:
-    """One tower's outputs, once each leaf has rows for each of the tower's rows."""
-    for part, tree in outputs.items():
-        refuse_other_than_rows(tree, part)
-    of_rows = _of_rows(outputs, stacked_classes)
+    Of classes that are stacked each tower keeps its own.
+    """
+    refuse_other_than_rows(outputs, name)
+    outputs = jax.tree.map(jnp.asarray, dict(outputs))
+    if stacked_classes:
+        outputs = jax.tree.map(_with_own_classes, outputs, is_leaf=_is_classification)
     bad = [
-        f"{name} has shape {jnp.shape(x)}"
-        for part, tree in of_rows.items()
-        for name, x in named_leaves(part, tree)
-        if not jnp.shape(x) or jnp.shape(x)[0] % rows or not jnp.shape(x)[0]
+        f"{leaf} has shape {jnp.shape(x)}"
+        for leaf, x in named_leaves(name, outputs, is_leaf=_is_per_tower)
+        if not _is_per_tower(x) and (not x.shape or not len(x) or len(x) % rows)
     ]
     if bad:
         raise ValueError(
             f"The towers' outputs are joined row by row, so each leaf has {rows} rows"
             f" (or a multiple) for a tower's {rows} rows, but {'; '.join(bad)}."
         )
-    return jax.tree.map(jnp.asarray, outputs)
-
-
-def joined_rows(outputs: PyTree, *, stacked_classes: bool) -> PyTree:
-    """The outputs of a device's towers, end to end."""
 
     def one(x: Any) -> Any:
-        joined = end_to_end(x)
-        if stacked_classes and _is_classification(x) and x.classes is not None:
-            return dataclasses.replace(joined, classes=x.classes)
-        return joined
+        if _is_per_tower(x):
+            return x
+        several = len(x) != rows
+        shape = (rows, len(x) // rows, *x.shape[1:])
+        return Several(Rows(x.reshape(shape))) if several else Rows(x)
 
-    return jax.tree.map(one, outputs, is_leaf=_is_classification)
+    return jax.tree.map(one, outputs, is_leaf=_is_per_tower)
 
 
-def cut_padding(
-    outputs: PyTree, batch: PlacedBatch, *, stacked_classes: bool
-) -> PyTree:
-    """The outputs of the examples alone."""
-    if not batch.padded:
-        return outputs
-    # On the devices a slice would compile for every new size.
-    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
-
-    def cut(x: Any) -> Any:
-        rows = np.asarray(x)
-        return jnp.asarray(rows[np.repeat(kept, len(rows) // len(kept))])
+def joined_rows(outputs: PyTree, batch: PlacedBatch) -> PyTree:
+    """The outputs of the examples alone, bare."""
 
     def one(x: Any) -> Any:
-        if stacked_classes and _is_classification(x) and x.classes is not None:
-            whole = dataclasses.replace(x, classes=("",))
-            return dataclasses.replace(jax.tree.map(cut, whole), classes=x.classes)
-        return jax.tree.map(cut, x)
+        if isinstance(x, Several):
+            return end_to_end(x.rows)
+        return x.values if _is_per_tower(x) else x
 
-    return jax.tree.map(one, outputs, is_leaf=_is_classification)
+    return jax.tree.map(
+        one,
+        without_padding(outputs, batch),
+        is_leaf=lambda x: isinstance(x, Several | PerTower),
+    )
+
+
+def _with_own_classes(x: Any) -> Any:
+    if not _is_classification(x) or x.classes is None or isinstance(x.classes, tuple):
+        return x
+    return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))
+
+
+def _is_classification(x: Any) -> bool:
+    return isinstance(x, ClassificationOutput)
+
+
+def _is_per_tower(x: Any) -> bool:
+    return isinstance(x, PerTower)

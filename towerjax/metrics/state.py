@@ -19,7 +19,6 @@ from towerjax.metrics.foreign import (
     merged_leaves,
 )
 from towerjax.metrics.weighted import Weighted
-from towerjax.types import PyTree
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
@@ -281,11 +280,3 @@ def merged_rows(rows: Any) -> Any:
 def _of_one(rows: Any) -> Any:
     shape = jax.ShapeDtypeStruct
     return jax.tree.map(lambda x: shape(x.shape[1:], x.dtype), rows)
-
-
-def split_states(states: PyTree) -> tuple[list[Any], list[Any], list[bool]]:
-    """States that lie side by side, as those that add up and the others."""
-    leaves = jax.tree.leaves(states, is_leaf=is_metric)
-    flags = [is_additive(_of_one(x)) for x in leaves]
-    pairs = list(zip(leaves, flags, strict=True))
-    return [x for x, f in pairs if f], [x for x, f in pairs if not f], flags

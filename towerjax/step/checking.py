@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax import lax
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.step.desync import DesyncError, Differing, differing_leaves, fingerprints
 from towerjax.step.nonfinite import Flags, NonFiniteError
-from towerjax.step.state import STATE_LAYOUT, TrainState
+from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
 from towerjax.types.options import check_flag, check_whole
 
@@ -125,24 +124,6 @@ class Checked:
 
     guarded: jax.Array
     found: Findings
-
-
-def checked(
-    step: Callable[..., Any], check: Check, axes: TowerAxes
-) -> Callable[..., Any]:
-    """A device's step that compares the devices' copies of its state."""
-
-    def looked_at(carry: dict[str, Any], clock: dict[str, Any], *of_batch: Any) -> Any:
-        state = TrainState(**carry, **clock)
-        copies = copies_on_device(state, check, axes, STATE_LAYOUT)
-        due = check.is_due(state.step)
-        if copies is not None:
-            batch, num_valid, shared = of_batch
-            of_batch = (batch, after(copies.prints, num_valid), shared)
-            due = lax.pmax(due.astype(jnp.int32), DEVICE_AXIS) > 0
-        return *step(carry, clock, *of_batch), findings(copies, None, due, axes)
-
-    return looked_at
 
 
 def copies_on_device(

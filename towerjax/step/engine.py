@@ -56,12 +56,15 @@ class Engine:
       on_nonfinite: Is a step whose ``guard`` is not finite refused?
       guard: What has to be finite: ``metrics["loss"]`` (or all metrics, where there is
         none of that name), or with ``"gradients"`` also all that towers add up.
+      keeps_all: Are later passes and the update given a list of what each pass came
+        to, and not the last one's alone?
     """
 
     passes: tuple[Pass, ...]
     update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]]
     on_nonfinite: OnNonfinite
     guard: Guard
+    keeps_all: bool = False
 
     @functools.cached_property
     def stages(self) -> tuple["_Stages", ...]:
@@ -77,7 +80,7 @@ class Engine:
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
         state = TrainState(**carry, **clock)
-        merged, finite, found = self._merged(run, self.stages, state, batch)
+        merged, finite, found = self.merged(run, self.stages, state, batch)
 
         def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**carry, **clock)
@@ -105,7 +108,7 @@ class Engine:
         for i in at:
             batch = jax.tree.map(lambda x, i=i: x[i], batch)
         state = TrainState(**carry, **clock)
-        values = self._merged(run, self._locating, state, batch)
+        values = self.merged(run, self._locating, state, batch)
         return (values[2].flags,)
 
     @functools.cached_property
@@ -114,20 +117,22 @@ class Engine:
         last = dataclasses.replace(self.passes[-1], check=looks, finite=False)
         return (*self.stages[:-1], _Stages.of(last))
 
-    @staticmethod
-    def _merged(
+    def merged(
+        self,
         run: Run,
         stages: tuple["_Stages", ...],
         state: TrainState,
         batch: tuple[PyTree, ...],
     ) -> tuple[PyTree, jax.Array | None, Any]:
-        """What the last pass came to; is all of it finite; what its check found."""
+        """What the passes came to; is all of it finite; what the last check found."""
         merged: tuple[Any, ...] = ()
         whole, found = [], None
         for stage in stages:
             out = stage.run(run, state, *batch, merged)
             tree, own, finite, found = out
-            merged = (filled(tree, {"own": own}),)
+            tree = filled(tree, {"own": own})
+            before = merged[0] if merged else []
+            merged = ([*before, tree] if self.keeps_all else tree,)
             whole += [] if finite is None else [finite]
         finite = functools.reduce(jnp.logical_and, whole) if whole else None
         return merged[0], finite, found

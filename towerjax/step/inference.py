@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
@@ -17,7 +16,7 @@ from towerjax.step.program import Program, Runner
 from towerjax.step.recipe import Recipe, Run
 from towerjax.step.report.dispatch import timed
 from towerjax.step.report.step_report import StepReport, report_of
-from towerjax.step.returned import filled
+from towerjax.step.returned import filled, without_padding
 from towerjax.step.state import TrainState, state_layout
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
@@ -117,16 +116,7 @@ class InferenceStep:
             )
             raise
         own = on_every_process(own, self.strategy.placement)
-        if batch.padded:
-            # By way of the host: a slice on the devices compiles for every new size.
-            kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
-            own = [
-                jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[kept]), x)
-                if isinstance(x, Rows)
-                else x
-                for x in own
-            ]
-        own = [x.value if isinstance(x, Rows) else x for x in own]
+        own = without_padding(own, batch)
         (result,) = filled(tree, {"own": own}).values()
         return result
 

@@ -10,17 +10,18 @@ from jax import lax
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import sum_over_towers
+from towerjax.collectives.rows_over_towers import reduce_stacked_rows
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
-from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.over_towers import folded_over_towers
 from towerjax.metrics.state import merged_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
 from towerjax.step.nonfinite import Flags, flags, side_by_side
 from towerjax.step.recipe import Stage
-from towerjax.step.returned import filled, is_typed, key_of, split
+from towerjax.step.returned import METRICS, filled, is_typed, key_of, split
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.strategies import Strategy
@@ -31,10 +32,10 @@ from towerjax.towers.tower_local import (
     with_local_values,
 )
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Rows, Sum
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 
 _PARTS = {"loss": ("loss", "loss"), "grads": ("gradient", "params")}
-_PARTS["metrics"] = ("metric", "metrics")
+_PARTS |= {name: ("metric", name) for name in METRICS}
 _ORDER = ("loss", "gradient", "metric", "value")
 
 
@@ -53,6 +54,11 @@ class Pass:
       weights: ``"summed"``: the pass is made for the denominators of the means that
         its towers differentiate, and comes to these alone; ``"given"``: ``merged``
         ends with them.
+      of_state: Are the bare values and the tower-local ones a state that a function
+        of the user's made? On one tower it may be any, and padding must not count in
+        it.
+      advice: What to do where a bare value differs from tower to tower; None says the
+        usual.
     """
 
     tower_fn: Callable[..., PyTree]
@@ -62,6 +68,8 @@ class Pass:
     finite: bool = False
     check: Check | None = None
     weights: Literal["summed", "given"] | None = None
+    of_state: bool = False
+    advice: str | None = None
 
     def stage(self) -> Stage:
         """The pass as a function of global values; see `on_device`."""
@@ -76,7 +84,14 @@ class Pass:
             "finite": Layout.MIRRORED,
             "found": Layout.MIRRORED,
         }
-        return Stage(self.on_device, in_layouts, out_layouts, counted=self.counted)
+        return Stage(
+            self.on_device,
+            in_layouts,
+            out_layouts,
+            counted=self.counted,
+            advice=self.advice,
+            proved_alone=not self.of_state,
+        )
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
         """The pass as each device runs it."""
@@ -100,15 +115,19 @@ class Pass:
                 if copies is not None:
                     num_valid = after(copies.prints, num_valid)
             towers = self._towers(axes, state, batch, num_valid, shared, merged)
-            sums, (tree, folded, own, flagged) = towers
+            sums, (tree, folded, joined, own, flagged) = towers
             sums = sum_over_towers(ops, sums, axes)
             added, shown, due = sums.tree()
             folded = [folded_over_towers(x, axes) for x in folded]
+            joined = [_of_all_towers(x, axes) for x in joined]
             tree = jax.tree.map(lambda x: x[0], tree)
-            tree = filled(tree, {"added": added, "shown": shown, "folded": folded})
+            pools = {"added": added, "shown": shown, "folded": folded}
+            tree = filled(tree, {**pools, "joined": joined})
             finite, found = None, None
             if self.finite:
                 finite = sums.finite(len(jax.tree.leaves(added)))
+                for x in joined:
+                    finite &= jnp.isfinite(x.values).all()
             if self.check is not None:
                 if common is not None:
                     flagged = side_by_side(common, flagged)
@@ -122,9 +141,14 @@ class Pass:
 
         def run(*args: PyTree) -> PyTree:
             towers = self._towers(axes, *args)
-            (added, shown, _), (tree, folded, *_) = towers
-            tree = jax.tree.map(lambda x: None, tree)
-            return filled(tree, {"added": added, "shown": shown, "folded": folded})
+            (added, shown, _), (tree, folded, joined, own, _) = towers
+            pools = {"added": added, "shown": shown, "folded": folded}
+            # Which rows of a table are looked up, no weight decides.
+            pools["joined"] = [x.values for x in joined]
+            if self.of_state:
+                local = [x if isinstance(x, TowerLocal) else None for x in own]
+                return filled(tree, {**pools, "own": local})
+            return filled(jax.tree.map(lambda x: None, tree), pools)
 
         return run
 
@@ -153,7 +177,8 @@ class Pass:
                 if self.check.nonfinite:
                     flagged = _flagged(tree, pools, due > 0)
             sums = (pools["added"], pools["shown"], due)
-            return sums, (tree, pools["folded"], pools["own"], flagged)
+            kept = (pools["folded"], pools["joined"], pools["own"])
+            return sums, (tree, *kept, flagged)
 
         rows = rows_of_towers(batch, axes.num_local)
         own = (rows, num_valid, local_values(state.local))
@@ -272,7 +297,7 @@ def _in_turn(
         out = run(*jax.tree.leaves((numbered[0], numbered[1], local)))
         tree, pools = jax.tree.unflatten(treedef, out)
         added = pools["added"], pools["shown"]
-        rows = [x for x in pools["own"] if isinstance(x, Rows)]
+        rows = pools["joined"], [x for x in pools["own"] if isinstance(x, Rows)]
         if locals_:
             after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
             leaves = jax.tree.leaves(after)
@@ -283,7 +308,8 @@ def _in_turn(
     added = shapes[1]["added"], shapes[1]["shown"]
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    (added, local), (tree, folded, rows) = lax.scan(body, (zeros, local), numbered)
+    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
+    tables, rows = kept
     joined = iter([jax.tree.map(_flat, x) for x in rows])
     after = iter(jax.tree.leaves(local))
     own = [
@@ -292,6 +318,7 @@ def _in_turn(
     ]
     pools = {"added": added[0], "shown": added[1], "own": own}
     pools["folded"] = [merged_rows(x) for x in folded]
+    pools["joined"] = [reduce_stacked_rows(Reduction.SUM, x, count) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
@@ -311,6 +338,13 @@ def _check_follows(returned: list[TowerLocal], local: PyTree) -> None:
 
 def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def _of_all_towers(rows: Any, axes: TowerAxes) -> Any:
+    """The rows of a table that all towers' rows are, side by side."""
+    if axes.device_axis:
+        rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
+    return reduce_stacked_rows(Reduction.SUM, rows, axes.num_towers)
 
 
 def _end_to_end(x: Any) -> Any:

@@ -51,12 +51,3 @@ class Recipe:
     in_layouts: dict[str, PyTree]
     out_layouts: dict[str, PyTree]
     donate: bool
-
-    @classmethod
-    def of(cls, stage: Stage, *, donate: bool) -> "Recipe":
-        """A step that is one stage."""
-
-        def run(on_devices: Run, *args: PyTree) -> PyTree:
-            return on_devices(stage, *args)
-
-        return cls(run, stage.in_layouts, stage.out_layouts, donate)

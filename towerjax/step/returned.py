@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check, is_additive, is_metric, wide
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
+
+METRICS = ("metrics", "eval_metrics")
+"""Of what towers return, the parts that no guard looks at."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -20,7 +25,8 @@ class Hole:
 
     Attributes:
       kind: ``"added"``; ``"shown"``, which is added too, but no guard looks at it;
-        ``"folded"``, merged one after another; or ``"own"``, each tower's.
+        ``"folded"``, merged one after another; ``"joined"``, rows of a table; or
+        ``"own"``, each tower's.
     """
 
     kind: str
@@ -37,24 +43,26 @@ class Hole:
 
 def is_typed(x: Any) -> bool:
     """Does its type say what becomes of it, when a tower returns it?"""
-    return isinstance(x, Sum | Rows | PerTower | TowerLocal) or is_metric(x)
+    typed = Sum | Rows | PerTower | TowerLocal
+    return isinstance(x, typed) or is_rows(x) or is_metric(x)
 
 
 def split(out: PyTree, rows: int) -> tuple[PyTree, dict[str, list[Any]]]:
     """What a tower returned, as a tree with holes and what was in them, by kind."""
-    pools: dict[str, list[Any]] = {"added": [], "shown": [], "folded": [], "own": []}
+    kinds = ("added", "shown", "folded", "joined", "own")
+    pools: dict[str, list[Any]] = {kind: [] for kind in kinds}
 
     def one(path: tuple[Any, ...], x: Any) -> Any:
         name = name_by_key(path)
         if not is_typed(x):
             return _array(name, x)
         x = _checked(name, x, rows)
-        kind = "own"
+        kind = "joined" if is_rows(x) else "own"
         if isinstance(x, Sum) or is_metric(x):
             kind = "folded"
             if isinstance(x, Sum) or is_additive(x):
-                is_metrics = bool(path) and key_of(path[0]) == "metrics"
-                kind = "shown" if is_metrics else "added"
+                is_shown = bool(path) and key_of(path[0]) in METRICS
+                kind = "shown" if is_shown else "added"
         pools[kind].append(x)
         return Hole(kind)
 
@@ -72,6 +80,21 @@ def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Hole))
 
 
+def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
+    """The tree with bare rows in place of `Rows`, those of examples alone."""
+    kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
+
+    def cut(x: Any) -> Any:
+        # By way of the host: a slice on the devices compiles for every new size.
+        return jnp.asarray(np.asarray(x)[kept]) if batch.padded else x
+
+    return jax.tree.map(
+        lambda x: jax.tree.map(cut, x.value) if isinstance(x, Rows) else x,
+        tree,
+        is_leaf=is_typed,
+    )
+
+
 def key_of(entry: Any) -> str:
     """An entry of a key path as one word."""
     return jax.tree_util.keystr((entry,), simple=True)
@@ -82,8 +105,8 @@ def _array(name: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     raise ValueError(
         f"{name} is {x!r} of type {type(x).__name__}. A tower returns arrays,"
-        " tj.Weighted and other metric states, tj.Sum, tj.Rows, tj.PerTower and"
-        " tj.TowerLocal."
+        " tj.Weighted and other metric states, tj.Sum, tj.Rows, tj.PerTower,"
+        " tj.TowerLocal and tj.sparse.IndexedRows."
     )
 
 

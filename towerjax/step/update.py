@@ -1,6 +1,6 @@
 """How do reduced gradients become the next parameters? Through optax, once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ def accept_or_keep(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry, *args)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    walk = _Walk(closed, jax.tree.leaves((carry, *args)))
+    walk = Walk(closed, jax.tree.leaves((carry, *args)))
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
-    first = _needed(jaxpr.eqns, verdict)
+    first = needed(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
     for eqn in first:
         walk.evaluate(eqn)
     accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
@@ -86,10 +86,10 @@ def accept_or_keep(
     )
 
 
-class _Walk:
+class Walk:
     """The values of a jaxpr that is evaluated equation by equation."""
 
-    def __init__(self, closed: Any, inputs: list[Any]) -> None:
+    def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
         self.values: dict[Any, Any] = dict(
             zip(closed.jaxpr.invars, inputs, strict=True)
         )
@@ -111,14 +111,16 @@ class _Walk:
         return list(eqn.outvars)
 
 
-def _needed(eqns: list[Any], var: Any) -> list[Any]:
-    """The equations on which a value depends, and those with effects, in order."""
-    wanted, needed = {var} if not isinstance(var, Literal) else set(), []
+def needed(
+    eqns: Sequence[Any], results: Iterable[Any], always: Callable[[Any], bool]
+) -> list[Any]:
+    """The equations on which results depend, and those to do anyway, in order."""
+    wanted, found = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(eqns):
-        if eqn.effects or any(out in wanted for out in eqn.outvars):
-            needed.append(eqn)
+        if always(eqn) or any(out in wanted for out in eqn.outvars):
+            found.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-    return needed[::-1]
+    return found[::-1]
 
 
 def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:

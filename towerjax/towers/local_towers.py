@@ -47,27 +47,6 @@ def over_local_towers(
     return _running_sum(tower_fn, ids, per_tower)
 
 
-def over_local_towers_sharing(
-    tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree, PyTree]],
-    axes: TowerAxes,
-    per_tower: PyTree,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """As `over_local_towers` with ``stack_sums``, and with what all towers share."""
-    if axes.num_local == 1 and not axes.in_turn:
-        first = first_tower_of_device(axes)
-        own = jax.tree.map(lambda x: x[0], per_tower)
-        sums, kept, shared = on_these_devices(tower_fn, axes)(first, own)
-        sums, kept = jax.tree.map(lambda x: jnp.asarray(x)[None], (sums, kept))
-        return sums, kept, shared
-
-    def paired(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-        sums, *others = tower_fn(tower_id, own)
-        return sums, tuple(others)
-
-    sums, (kept, shared) = over_local_towers(paired, axes, per_tower, stack_sums=True)
-    return sums, kept, jax.tree.map(lambda x: x[0], shared)
-
-
 def _alone(tower_fn: Callable[..., PyTree], tower_id: jax.Array, row: PyTree) -> PyTree:
     """One tower's program, fused with nothing that depends on how many are here."""
     tower_id, row = lax.optimization_barrier((tower_id, row))

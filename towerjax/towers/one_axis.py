@@ -36,12 +36,21 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
     return lax.axis_index(DEVICE_AXIS).astype(jnp.int32) * axes.num_local
 
 
+def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
+    """The axes, with their sizes, that are bound where a tower function is traced."""
+    sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
+    bound = [(name, sizes[name]) for name in axes.names]
+    if axes.in_turn and axes.num_towers > 1:
+        return bound  # towers never meet: the axis is not there
+    return [(axes.tower_axis, axes.num_towers), *bound]
+
+
 def on_these_devices(
     tower_fn: Callable[..., PyTree], axes: TowerAxes
 ) -> Callable[..., PyTree]:
     """A tower function whose axis of all towers is made of those that are bound."""
-    if axes.in_turn and axes.num_towers > 1:
-        return tower_fn  # towers never meet: the axis is not there
+    if axes.tower_axis not in dict(axes_in_tower(axes)):
+        return tower_fn
 
     def run(*args: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(args)
@@ -64,9 +73,7 @@ class _Devices:
     def __init__(self, axes: TowerAxes) -> None:
         self.axes = axes
         # Rules of derivatives are traced later, where perhaps no axis is bound.
-        sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
-        self._env = [(axes.tower_axis, axes.num_towers)]
-        self._env += [(name, sizes[name]) for name in axes.names]
+        self._env = axes_in_tower(axes)
         self._rules = {
             "jvp_jaxpr_fun": self._jaxpr_of_rule,
             "fwd_jaxpr_thunk": self._jaxpr_of_rule,
