@@ -4,12 +4,14 @@ Each program is compiled twice for the same devices, as towerjax makes it and as
 ``jit(shard_map(...))`` with ``pmean(gradients)``, and what the compiler made of both
 stands side by side. Nothing runs.
 
-Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200:8 v5e:2x4] [--out
-FILE]``, where ``pip install -e '.[gpu-compiler]'`` was done.
+Run: ``python -m benchmarks.absent [--programs mlp cnn] [--on h200] [--devices 1 8]
+[--out FILE]``, where ``pip install -e '.[gpu-compiler]'`` was done.
 """
 
+import argparse
 import dataclasses
 import functools
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +25,12 @@ from jax.sharding import PartitionSpec
 
 import towerjax as tj
 from towerjax.mesh.absent import Absent
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Memory, memory_of
+from towerjax.step.report.tables import in_bytes
+from towerjax.towers.executors import lower_on_devices
 from towerjax.types import Layout, PyTree
 
 BF16 = jnp.bfloat16
@@ -226,9 +230,9 @@ def by_towerjax(program: Program, strategy: tj.Mirrored) -> Made:
     return _made(found.call, tuple(found.recipe.in_layouts), found.seconds)
 
 
-def by_hand(program: Program, devices: Absent) -> Made:
+def hand_written(program: Program, placement: Placement) -> Any:
     """``jit(shard_map(...))`` with ``pmean(gradients)``, as people write it."""
-    placement, optimizer = tj.Mirrored(devices=devices).placement, program.optimizer
+    optimizer = program.optimizer
     mirrored = placement.sharding(Layout.MIRRORED)
     rows = placement.sharding(Layout.PER_TOWER)
 
@@ -249,16 +253,100 @@ def by_hand(program: Program, devices: Absent) -> Made:
         out_specs=whole,
         check_vma=False,
     )
-    jitted = jax.jit(
+    return jax.jit(
         run,
         in_shardings=(mirrored, mirrored, rows),
         out_shardings=mirrored,
         donate_argnums=(0, 1),
     )
-    params, start = program.params(), time.perf_counter()
-    opt_state = jax.eval_shape(optimizer.init, params)
-    traced = jitted.trace(params, opt_state, program.batch(len(devices)))
-    platform = "tpu" if devices.platform == "tpu" else "cuda"
-    compiled = traced.lower(lowering_platforms=(platform,)).compile()
+
+
+def by_hand(program: Program, devices: Absent) -> Made:
+    """The step as people write it."""
+    placement, start = tj.Mirrored(devices=devices).placement, time.perf_counter()
+    params = program.params()
+    opt_state = jax.eval_shape(program.optimizer.init, params)
+    args = (params, opt_state, program.batch(len(devices)))
+    traced = hand_written(program, placement).trace(*args)
+    compiled = lower_on_devices(traced, placement).compile()
     seconds = time.perf_counter() - start
     return _made(compiled, ("params", "opt_state", "batch"), seconds)
+
+
+HEAD = (
+    "| devices | step | state and batch | held at most | all-reduces | of | meanwhile |"
+    " kernels | compiled in |\n" + "|---" * 9 + "|"
+)
+
+
+def line(devices: Absent, who: str, made: Made) -> str:
+    """One row of the table."""
+    sent = sum(found.bytes for found in made.collectives)
+    beside = sum(found.beside for found in made.collectives)
+    memory = made.memory
+    cells = (
+        f"{len(devices)}",
+        who,
+        f"{memory.arguments / 1e9:.3f} GB",
+        f"{memory.peak / 1e9:.3f} GB",
+        f"{len(made.collectives)}",
+        f"{sent / 1e6:.1f} MB",
+        in_bytes(beside),
+        f"{made.fusions}",
+        f"{made.seconds:.0f} s",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def page(names: list[str], devices: list[Absent]) -> str:
+    """The programs on the devices, side by side."""
+    parts = [TEXT.format(kind=devices[0].kind, jax=jax.__version__)]
+    for name in names:
+        parts += [f"\n## {TITLES[name]}\n", HEAD]
+        for on in devices:
+            program = PROGRAMS[name]
+            parts.append(line(on, "towerjax", by_towerjax(program, _mirrored(on))))
+            parts.append(line(on, "by hand", by_hand(program, on)))
+            print(*parts[-2:], sep="\n", flush=True)
+    return "\n".join(parts) + "\n"
+
+
+def _mirrored(devices: Absent) -> tj.Mirrored:
+    return tj.Mirrored(devices=devices)
+
+
+TEXT = """\
+# Beside hand-written steps, on devices that are not here
+
+The same step as towerjax makes it and as `jit(shard_map(...))` with `pmean(gradients)`,
+compiled for {kind}s by JAX {jax}, each figure of one device. Nothing ran:
+[what that can say](../reports.md#devices-that-are-not-here). "Meanwhile" is what the
+operations between an all-reduce's start and the wait for it read and write: what hides
+it. Made by `python -m benchmarks.absent --out docs/benchmarks/absent.md`.
+"""
+TITLES = {
+    "mlp": "MLP, 784-1024-1024-1024-10, 256 rows a device, Adam",
+    "cnn": "CNN of two convolutions, 128 images of 32 x 32 a device, Adam",
+    "resnet50": "ResNet-50 at 224 x 224, bfloat16, 64 images a device, momentum",
+    "gpt2": "GPT-2-small, bfloat16, remat, 8 x 1,024 tokens a device, clipped AdamW",
+}
+
+
+def main() -> None:
+    """Print the rows, and write the page where it is asked for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
+    parser.add_argument("--on", default="h200", help="a GPU, or a TPU topology")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--out", type=pathlib.Path, help="write a page")
+    options = parser.parse_args()
+    devices = [Absent(options.on, number) for number in options.devices]
+    if Absent.is_topology(options.on):
+        devices = [Absent(options.on)]
+    text = page(options.programs, devices)
+    if options.out is not None:
+        options.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# What to run once there is a machine with NVIDIA GPUs: the suite, the examples, a sweep,
+# and the times of the programs of benchmarks/absent.py, each with its log.
+#
+#   benchmarks/on_a_gpu.sh [FOLDER FOR LOGS]
+#
+# Needs python3 (3.11 or newer) and a driver. Where nothing can be downloaded, put the
+# wheels into a folder first and name it with WHEELS=: on a machine of the same Python,
+#   pip wheel -w wheels '.[test,gpu]'
+# which are, besides those of the test extra,
+#   jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt
+#   nvidia-cublas nvidia-cuda-cccl nvidia-cuda-crt nvidia-cuda-cupti nvidia-cuda-nvcc
+#   nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cudnn-cu13 nvidia-cufft nvidia-cusolver
+#   nvidia-cusparse nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvvm
+set -uo pipefail
+cd "$(dirname "$0")/.."
+logs=${1:-runs/on_a_gpu}
+mkdir -p "$logs"
+status=0
+
+run() { # run NAME COMMAND...: its output into a log; goes on where it fails
+  local name=$1
+  shift
+  printf '\n== %s: %s\n' "$name" "$*"
+  if "$@" >"$logs/$name.log" 2>&1; then
+    tail -n 3 "$logs/$name.log"
+  else
+    printf 'failed, see %s\n' "$logs/$name.log"
+    tail -n 20 "$logs/$name.log"
+    status=1
+  fi
+}
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+  python=.venv-gpu/bin/python
+  python3 -m venv .venv-gpu || exit 1
+  offline=()
+  [ -n "${WHEELS:-}" ] && offline=(--no-index --find-links "$WHEELS")
+  run install "$python" -m pip install -q "${offline[@]}" -e '.[test,gpu]'
+fi
+
+run devices "$python" -m towerjax doctor
+run times "$python" -m benchmarks.on_a_gpu
+run planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.md"
+for example in digits estimator_digits regression nnx_digits embeddings anywhere; do
+  run "example_$example" "$python" "examples/$example.py"
+done
+run sweep "$python" -m towerjax bench docs/benchmarks/grid.toml \
+  --out "$logs/sweep.jsonl" --report "$logs/sweep"
+run same_bits "$python" -m benchmarks.same_bits
+# The suite makes CPU devices for itself, and then runs once more with the GPU beside them.
+run suite_cpu env JAX_PLATFORMS=cpu "$python" -m pytest -q -n auto
+run suite_gpu "$python" -m pytest -q -m "not slow"
+exit "$status"
