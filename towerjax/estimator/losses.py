@@ -144,14 +144,20 @@ class TowersOfStep:
     reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property
+    def is_alone(self) -> bool:
+        """Is it the only tower? Then nothing is shared, and every loss says enough."""
+        return self.tower.num_towers == 1
+
+    @property
     def takes_scalars(self) -> bool:
         """Does a scalar loss say all that is needed?"""
-        return self.compat == "tf1" or self.reduction in _OF_SCALARS
+        is_scalar = self.compat == "tf1" or self.reduction in _OF_SCALARS
+        return is_scalar or self.is_alone
 
     def addend(self, loss: Any) -> Weighted:
         """A tower's loss as what towers add up."""
         scalar = _OF_SCALARS.get(self.reduction)
-        if self.tower.num_towers == 1:  # nothing is shared, so every loss says enough
+        if self.is_alone:
             alone = None if isinstance(loss, Weighted) else Reduction.MEAN
             return as_tower_output(loss, alone).loss
         if self.compat == "tf1":
@@ -177,7 +183,7 @@ class TowersOfStep:
         addend = addend if loss is None else self.addend(loss)
         num_towers = self.tower.num_towers
         if get_opaque_trace_state() != self.trace:
-            if self.tower._axes.in_turn:
+            if self.tower._axes.in_turn and not self.is_alone:
                 raise ValueError(_INSIDE)
             with jax.named_scope(SUMMED_BY_STEP):
                 total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))

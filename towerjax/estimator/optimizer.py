@@ -340,7 +340,7 @@ def _over_towers(
             " loss whose sum was differentiated, or use optimizer.minimize."
         )
     wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
-    if towers.compat == "tf1" and isinstance(loss, Weighted):
+    if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:
         wide = _scaled(wide, Weighted(1.0, loss.weight).value)
     total, summed = towers.meet(loss, wide)
     # Behind a barrier, so that all quotients are products with the same number.

@@ -38,12 +38,12 @@ class ModelOptions:
         if self.max_programs is not None:
             check_whole("max_programs", self.max_programs)
 
-
-def check_whole_state(strategy: Any) -> None:
-    """Raise where a strategy shards the state, which towers of a model update."""
-    if strategy.state != "mirrored":
-        raise ValueError(
-            f"state={strategy.state!r} is of steps of build_train_step and build_step,"
-            " whose update is made of global values; a model function updates on its"
-            " towers. Give it a strategy with state='mirrored'."
-        )
+    def check_state(self, strategy: Any) -> None:
+        """Raise where a strategy and these options say two things of the variables."""
+        mirrored = self.variable_placement is VariablePlacement.MIRRORED
+        if strategy.state != "mirrored" and not mirrored:
+            raise ValueError(
+                f"state={strategy.state!r} and variable_placement="
+                f"{self.variable_placement!r} both say where variables wait. Leave one"
+                " of them out."
+            )

@@ -218,8 +218,7 @@ class ModelEngine:
         tower = inputs.tower(local=local, rows=size, **own)
         trace = get_opaque_trace_state()
         towers = TowersOfStep(tower, self.how.loss_reduction, self.how.compat, trace)
-        seen = as_variables(state, of_state=self.of_state)
-        seen = in_towers(seen, towers if axes.num_towers > 1 else None)
+        seen = in_towers(as_variables(state, of_state=self.of_state), towers)
         spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
         told[:] = [Traced(spec.hooks, isinstance(spec.loss, Weighted))]
         return self._parts(spec, seen, towers, size)

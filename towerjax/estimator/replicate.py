@@ -12,7 +12,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.options import Compat, ModelOptions, check_whole_state
+from towerjax.estimator.options import Compat, ModelOptions
 from towerjax.estimator.pipeline import ModelEngine, call_recipe
 from towerjax.estimator.rows import joined_rows
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
@@ -27,7 +27,7 @@ from towerjax.estimator.whereabouts import (
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import OnNonfinite
+from towerjax.step.engine import Guard, OnNonfinite
 from towerjax.step.program import Program, Runner
 from towerjax.step.state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, Strategy
@@ -74,9 +74,9 @@ class ReplicatedModel:
         Raises:
           ValueError: A device is not on this machine.
         """
-        placement = self.strategy.placement
-        placed = init_variables(variables, placement)
-        return kept(placed, placement, self.options.variable_placement)
+        placed = init_variables(variables, self.strategy)
+        policy = self.options.variable_placement
+        return kept(placed, self.strategy.placement, policy)
 
     def __call__(
         self,
@@ -183,7 +183,9 @@ class ReplicatedModel:
         *,
         params: Any = None,
         config: Any = None,
+        micro_batches: int = 1,
         on_nonfinite: OnNonfinite = "raise",
+        guard: Guard = "loss",
         donate: bool = True,
         check: Check | None = None,
     ) -> ModelTrainStep:
@@ -192,9 +194,11 @@ class ReplicatedModel:
         Args:
           params: As for a call.
           config: As for a call.
-          on_nonfinite: As for ``tj.build_train_step``; the loss is what is guarded.
+          micro_batches: As for ``tj.build_train_step``; optimizers meet once a step.
+          on_nonfinite: As for ``tj.build_train_step``.
+          guard: As for ``tj.build_train_step``.
           donate: May the next state take over the state's buffers?
-          check: As for ``tj.build_train_step``, with ``nonfinite=False``.
+          check: As for ``tj.build_train_step``.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
@@ -204,13 +208,15 @@ class ReplicatedModel:
         """
         given = {"params": params, "config": config}
         self.model_fn.refuse_unasked(given)
-        key = (static_keys(given), on_nonfinite, donate, check)
+        key = (static_keys(given), micro_batches, on_nonfinite, guard, donate, check)
         if key in self._steps:
             return self._steps[key]
         wanted = ("loss", "train_op", "eval_metrics")
         options = StepOptions(
+            micro_batches=micro_batches,
             remainder=self.options.remainder,
             on_nonfinite=on_nonfinite,
+            guard=guard,
             donate=donate,
             max_programs=self.options.max_programs,
             check=check,
@@ -274,7 +280,7 @@ class ReplicatedModel:
     def _spread(self, variables: PyTree) -> tuple[PyTree, TrainState]:
         """The variables on all devices, and as a state."""
         placement, policy = self.strategy.placement, self.options.variable_placement
-        variables = spread(variables, placement, policy)
+        variables = spread(variables, self.strategy, policy)
         if not self._clock:
             clock = {"step": np.int32(0), "rng": jax.random.key(0)}
             self._clock = place(clock, placement, Layout.MIRRORED)
@@ -389,7 +395,6 @@ def replicate_model_fn(
     options = ModelOptions(
         loss_reduction, variable_placement, remainder, compat, donate, max_programs
     )
-    is_one = isinstance(devices, Strategy)
-    strategy = devices if is_one else Mirrored(devices=devices)
-    check_whole_state(strategy)
+    strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
+    options.check_state(strategy)
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

@@ -47,7 +47,8 @@ class ModelTrainStep(Step):
 
     def program(self, state: TrainState, batch: PyTree) -> Any:
         """The compiled program for such a batch; compiles it if need be."""
-        return super().program(self._spread(state), batch)
+        is_absent = self.strategy.placement.absent is not None
+        return super().program(state if is_absent else self._spread(state), batch)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -59,7 +60,7 @@ class ModelTrainStep(Step):
         return kept(after, self.strategy.placement, self._policy), metrics, guarded
 
     def _spread(self, state: TrainState) -> TrainState:
-        return spread(state, self.strategy.placement, self._policy)
+        return spread(state, self.strategy, self._policy)
 
 
 class RunsModes(Protocol):

@@ -9,6 +9,8 @@ import numpy as np
 
 from towerjax.mesh.devices import Device
 from towerjax.mesh.placement import Placement, place
+from towerjax.step.state import TrainState, state_layout
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
@@ -48,15 +50,29 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
     return gpus if len(gpus) == 1 else jax.local_devices(backend="cpu")[:1]
 
 
-def init_variables(variables: PyTree, placement: Placement) -> PyTree:
+def layouts_in(variables: PyTree, strategy: Strategy) -> PyTree:
+    """Where each part of the variables lies in a step of the strategy."""
+    if isinstance(variables, TrainState):
+        return state_layout(strategy)
+    if strategy.state != "mirrored":
+        raise ValueError(
+            f"state={strategy.state!r} says which parts of a tj.TrainState are sharded,"
+            f" but the variables are a {type(variables).__name__}. Write"
+            " tj.TrainState.create(params, optimizer), or state='mirrored'."
+        )
+    return layouts_of(variables)
+
+
+def init_variables(variables: PyTree, strategy: Strategy) -> PyTree:
     """A copy of the variables on all towers."""
     refuse_unheld("variables", variables)
+    placement = strategy.placement
     stacked = jax.tree.map(
         lambda x: stacked_local(x, placement.num_towers) if is_local(x) else x,
         variables,
         is_leaf=is_local,
     )
-    return place(stacked, placement, layouts_of(stacked))
+    return place(stacked, placement, layouts_in(stacked, strategy))
 
 
 def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
@@ -79,10 +95,9 @@ def _only_on(x: jax.Array, device: Device) -> jax.Array:
     return jax.device_put(next(iter(copies.values())), device)
 
 
-def spread(
-    variables: PyTree, placement: Placement, policy: VariablePlacement
-) -> PyTree:
+def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> PyTree:
     """The variables on all devices, for a step."""
+    placement = strategy.placement
     nodes = jax.tree.leaves(variables, is_leaf=is_local)
     local = [x for x in nodes if is_local(x)]
     _check_copies(local, placement.num_towers)
@@ -94,16 +109,15 @@ def spread(
             "The variables were donated to an earlier call. Go on with the train_op"
             " which that call returned, or say donate=False to keep both."
         )
-    layouts = [Layout.MIRRORED] * len(leaves)
-    if local:
-        of_nodes = zip(jax.tree.leaves(layouts_of(variables)), nodes, strict=True)
-        layouts = [layout for layout, x in of_nodes for _ in jax.tree.leaves(x)]
-    mirrored, per_tower = map(placement.sharding, (Layout.MIRRORED, Layout.PER_TOWER))
-    away = [
-        i
-        for i, (x, layout) in enumerate(zip(leaves, layouts, strict=True))
-        if not _is_at(x, mirrored if layout is Layout.MIRRORED else per_tower)
-    ]
+    tree, layouts = layouts_in(variables, strategy), []
+    jax.tree.map(
+        lambda layout, x: layouts.extend([layout] * len(jax.tree.leaves(x))),
+        tree,
+        variables,
+    )
+    expected = jax.tree.leaves(placement.shardings(tree, variables))
+    pairs = zip(leaves, expected, strict=True)
+    away = [i for i, (x, sharding) in enumerate(pairs) if not _is_at(x, sharding)]
     if not away:
         return variables
     refuse_unheld("variables", variables)
@@ -115,7 +129,7 @@ def spread(
                 if id(leaf) not in copied:
                     copied[id(leaf)] = _copied_to_all(leaf, placement)
                 leaves[i] = copied[id(leaf)]
-        away = [i for i in away if not _is_at(leaves[i], mirrored)]
+        away = [i for i in away if not _is_at(leaves[i], expected[i])]
     moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
     for i, leaf in zip(away, moved, strict=True):
         leaves[i] = leaf

@@ -36,6 +36,7 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 
 _PARTS = {"loss": ("loss", "loss"), "grads": ("gradient", "params")}
 _PARTS |= {name: ("metric", name) for name in METRICS}
+_PARTS["minimized"] = ("loss", "loss")
 _ORDER = ("loss", "gradient", "metric", "value")
 
 

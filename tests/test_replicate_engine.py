@@ -1,0 +1,207 @@
+"""What a model function has of the engine: its steps' options, its proof, its state."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import mirrored as towers
+
+import towerjax as tj
+
+RATE = 0.1
+SGD = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=0.5))
+LAYOUTS = [
+    (1, 1, "vmap"),
+    (4, 2, "vmap"),
+    pytest.param(2, 2, "vmap", marks=pytest.mark.slow),
+    pytest.param(4, 2, "scan", marks=pytest.mark.slow),
+]
+
+
+def rows(count, *width, seed=0):
+    return np.random.default_rng(seed).normal(size=(count, *width)).astype(np.float32)
+
+
+def batch(size, number=0):
+    weight = np.linspace(0.1, 2, size, dtype=np.float32)
+    x, y = rows(size, 8, seed=number), rows(size, seed=number + 50)
+    return {"features": {"x": x, "weight": weight}, "labels": y}
+
+
+def model_fn(variables, features, labels, mode, tower):
+    weight = tower.weight * features["weight"]
+
+    def loss_fn(p):
+        return tj.Weighted.mean((features["x"] @ p["w"] - labels) ** 2, weight)
+
+    metrics = {"mean": tj.Weighted.mean(labels, weight)}
+    if mode is tj.estimator.Mode.EVAL:
+        loss = loss_fn(variables.params)
+        return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics=metrics)
+    loss, after = SGD.minimize(loss_fn, variables)
+    return tj.estimator.ModelSpec(mode, loss=loss, train_op=after, eval_metrics=metrics)
+
+
+def start(optimizer=SGD):
+    return tj.TrainState.create({"w": rows(8, seed=3)}, optimizer)
+
+
+def replicated(count, devices, local="vmap", *, fn=model_fn, state="mirrored"):
+    strategy = dataclasses.replace(towers(count, devices, local=local), state=state)
+    return tj.estimator.replicate_model_fn(fn, devices=strategy)
+
+
+def by_numpy(batches):
+    """Parameters and losses in float64."""
+    w, trace, losses = rows(8, seed=3).astype(float), 0.0, []
+    for one in batches:
+        x, y = one["features"]["x"].astype(float), one["labels"].astype(float)
+        weight = one["features"]["weight"].astype(float)
+        errors = x @ w - y
+        losses.append((weight * errors**2).sum() / weight.sum())
+        trace = 0.5 * trace + 2 * x.T @ (weight * errors) / weight.sum()
+        w = w - RATE * trace
+    return w, losses
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize(("count", "devices", "local"), LAYOUTS)
+def test_micro_batches_meet_once_a_step(count, devices, local, micro_batches):
+    sizes = set()
+
+    def fn(variables, features, labels, mode, tower):
+        sizes.add(tower.rows)
+        return model_fn(variables, features, labels, mode, tower)
+
+    model = replicated(count, devices, local, fn=fn)
+    step, state = model.train_step(micro_batches=micro_batches), model.init(start())
+    batches, losses = [batch(24), batch(21, 1), batch(24, 2)], []  # padded, too
+    for one in batches:
+        state, metrics = step(state, one)
+        losses.append(float(metrics["loss"]))
+        weight = one["features"]["weight"]
+        mean = (weight * one["labels"]).sum() / weight.sum()
+        np.testing.assert_allclose(metrics["mean"], mean, rtol=1e-4, atol=1e-6)
+    w, expected = by_numpy(batches)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4, atol=1e-6)
+    assert sizes == {24 // count // micro_batches}
+    text = step.program(state, batches[0]).call.as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (devices > 1)
+
+
+def steep(variables, features, labels, mode, tower):
+    """A loss whose gradient is infinite at 0, where it is not."""
+
+    def loss_fn(p):
+        return tj.Weighted.mean(jnp.sqrt(jnp.abs(features * p["w"][0])), tower.weight)
+
+    loss, after = SGD.minimize(loss_fn, variables)
+    return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+
+@pytest.mark.parametrize(("count", "devices", "local"), LAYOUTS)
+def test_a_gradient_that_is_not_finite_is_refused_and_named(count, devices, local):
+    model = replicated(count, devices, local, fn=steep)
+    step = model.train_step(guard="gradients", check=tj.Check(every=1))
+    state = model.init(start())
+    state, _ = step(state, {"features": np.ones(8, np.float32)})
+    before = jax.device_get(state.params["w"])
+    bad = {"features": np.array([1] * 7 + [0], np.float32)}  # the last tower's
+    state, metrics = step(state, bad)
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(state.params["w"], before)
+    with pytest.raises(tj.NonFiniteError, match="step 1 was not finite") as caught:
+        step.settle()
+    [place] = caught.value.places
+    found = (place.tower, place.leaf, place.part)
+    assert found == (count - 1, "params/w", "gradient")
+    [located] = step.locate(state, bad)
+    assert dataclasses.replace(located, step=1) == place
+
+
+@pytest.mark.parametrize(
+    "state", ["sharded", pytest.param("sharded_optimizer", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_sharded_state_has_the_numbers_of_a_mirrored_one(count, state):
+    model, batches = replicated(count, 4, state=state), [batch(16), batch(13, 1)]
+    step, found = model.train_step(), model.init(start())
+    for one in batches:
+        found, _ = step(found, one)
+    w, _ = by_numpy(batches)
+    np.testing.assert_allclose(found.params["w"], w, rtol=1e-5, atol=1e-6)
+    parts = [
+        x.data.shape for x in jax.tree.leaves(found.opt_state)[0].addressable_shards
+    ]
+    assert parts == [(2,)] * 4
+    held = [x.data.shape for x in found.params["w"].addressable_shards]
+    assert held == [(2,) if state == "sharded" else (8,)] * 4
+    loss = model.eval_step()(found, batches[0])["loss"].value
+    _, [*_, expected] = by_numpy([*batches, batches[0]])
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    after = model(found, batches[0]["features"], batches[0]["labels"]).train_op
+    assert after.params["w"].sharding == found.params["w"].sharding
+
+
+def test_what_a_sharded_state_cannot_be_is_refused():
+    strategy = tj.Mirrored(towers=4, state="sharded")
+    with pytest.raises(ValueError, match="both say where variables wait"):
+        tj.estimator.replicate_model_fn(
+            model_fn,
+            devices=strategy,
+            variable_placement=tj.estimator.VariablePlacement.ON_ONE_DEVICE,
+        )
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
+    with pytest.raises(ValueError, match="the variables are a dict. Write tj.TrainS"):
+        model.init({"w": np.ones(8, np.float32)})
+
+
+@pytest.mark.slow
+def test_a_models_step_is_a_function():
+    model = replicated(4, 2)
+    batches = [batch(16, number) for number in range(3)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    step = model.train_step()
+    state, metrics = jax.lax.scan(step.fn, model.init(start()), stacked)
+    w, losses = by_numpy(batches)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-5, atol=1e-6)
+
+
+def test_a_models_step_is_proved_for_towers_that_are_not_here():
+    strategy = tj.Mirrored(towers=1024)
+    step = tj.estimator.replicate_model_fn(model_fn, devices=strategy).train_step()
+    given = {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    opt_state = jax.eval_shape(SGD.init, given)
+    proof = step.check(given, batch(2048), opt_state=opt_state)
+    sums = [x for x in proof.analysis.collectives if x.primitive == "psum"]
+    assert len(sums) == 1  # gradients, loss and metrics
+
+
+def test_towers_trace_a_model_once_and_update_once():
+    traces, updates = [], []
+
+    def count(updates_, state, params=None):
+        updates.append(1)
+        return jax.tree.map(lambda g: -g, updates_), state
+
+    counted = optax.GradientTransformation(lambda params: (), count)
+    optimizer = tj.estimator.TowerOptimizer(counted)
+
+    def fn(variables, features, labels, mode, tower):
+        traces.append(1)
+
+        def loss_fn(p):
+            return tj.Weighted.mean((features["x"] @ p["w"]) ** 2, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = replicated(2, 2, fn=fn)
+    model.train_step()(model.init(start(optimizer)), batch(8))
+    assert (len(traces), len(updates)) == (1, 1)
