@@ -284,11 +284,11 @@ REGISTRY = (
         "B27",
         "features and labels are split in different order",
         "data.placer:Placer.place",
-        "arrays = place_rows(batch, self.placement, Layout.PER_TOWER)",
-        "leaves, treedef = jax.tree.flatten(batch)\n"
+        "arrays = place_rows(rows, self.placement, Layout.PER_TOWER)",
+        "leaves, treedef = jax.tree.flatten(rows)\n"
         "    leaves[-1] = np.roll(leaves[-1], 1, axis=0)\n"
-        "    batch = treedef.unflatten(leaves)\n"
-        "    arrays = place_rows(batch, self.placement, Layout.PER_TOWER)",
+        "    rows = treedef.unflatten(leaves)\n"
+        "    arrays = place_rows(rows, self.placement, Layout.PER_TOWER)",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
     ),
     _m(

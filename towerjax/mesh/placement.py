@@ -49,6 +49,8 @@ class TowerAxes:
         are absent.
       num_processes: ``P``; process ``p`` has devices ``p D / P`` and following.
       tower_axis: The name of all towers in a tower function; see `one_axis`.
+      traced: Programs of tower functions, kept while a step is proved and traced; None
+        keeps none.
     """
 
     num_devices: int
@@ -59,6 +61,7 @@ class TowerAxes:
     devices: tuple[str, ...] = ()
     num_processes: int = 1
     tower_axis: str = TOWER_AXIS
+    traced: dict[Any, Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def num_towers(self) -> int:
@@ -145,12 +148,6 @@ class Placement:
             num_processes=self.num_processes,
             tower_axis=self.axis_name,
         )
-
-    @property
-    def runs_one_tower_a_device(self) -> bool:
-        """Is a device's program, as traced, one tower's program?"""
-        one_each = 1 < self.num_devices == self.num_towers
-        return one_each and self.executor == "shard_map"
 
     @property
     def shares_devices(self) -> bool:

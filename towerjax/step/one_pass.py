@@ -163,12 +163,17 @@ class Pass:
         merged: PyTree,
     ) -> tuple[PyTree, PyTree]:
         """What this device's towers add up, and what each keeps, ``[k, ...]``."""
-        inputs = TowerInputs(self.strategy, axes, state.step, state.rng, state.extra)
         ops, read = self.strategy.cross_tower_ops, None
         if self.reads_local:
             read = read_local_over_towers(state.local, ops, axes)
 
-        def tower_fn(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+        def tower_fn(
+            tower_id: jax.Array, own: PyTree, state: TrainState, *common: PyTree
+        ) -> tuple[PyTree, PyTree]:
+            read, shared, merged = common
+            inputs = TowerInputs(
+                self.strategy, axes, state.step, state.rng, state.extra
+            )
             own = (*own, read)
             tree, pools = self._tower(inputs, tower_id, state, own, shared, merged)
             due, flagged = None, None
@@ -182,9 +187,15 @@ class Pass:
             return sums, (tree, *kept, flagged)
 
         rows = rows_of_towers(batch, axes.num_local)
-        own = (rows, num_valid, local_values(state.local))
+        local = local_values(state.local)
+        own = (rows, num_valid, local)
+        # Of a device's own size are the rows of its towers alone.
+        first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
+        common = (dataclasses.replace(state, local=first), read, shared, merged)
         stacked, number = ops.needs_every_tower, state.step
-        return over_local_towers(tower_fn, axes, own, stack_sums=stacked, number=number)
+        return over_local_towers(
+            tower_fn, axes, own, *common, stack_sums=stacked, number=number
+        )
 
     def _tower(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
@@ -47,9 +46,7 @@ class Proving:
 
     def __init__(self, placement: Placement, *, on_devices: bool) -> None:
         self._placement, self._on_devices = placement, on_devices
-        self._traced: dict[Any, tuple[Proof, Any, PyTree]] = {}
-        # What is traced for the devices is one tower's program: prove that one.
-        self._same = on_devices and placement.runs_one_tower_a_device
+        self._traced: dict[Any, tuple[Proof, PyTree, dict[Any, Any]]] = {}
 
     def __call__(self, stage: Stage, *args: PyTree) -> PyTree:
         """The stage's results, of global values."""
@@ -57,25 +54,25 @@ class Proving:
         key = (id(stage), treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._traced:
             self._traced[key] = self._prove(stage, jax.tree.unflatten(treedef, leaves))
-        _, jaxpr, out = self._traced[key]
+        _, out, towers = self._traced[key]
         placement = self._placement
         layouts = tuple(stage.in_layouts.values()), tuple(stage.out_layouts.values())
         if not self._on_devices:
             return _zeros(out, layouts[1], placement.num_towers)
-        device_fn = stage.on_device(placement.axes)
-        if self._same:
-            device_fn = _as_function(jaxpr, out)
-        run = over_devices(device_fn, placement, *layouts, is_traced=self._same)
-        return run(*args)
+        # The towers' program is the one that was proved.
+        axes = dataclasses.replace(placement.axes, traced=towers)
+        return over_devices(stage.on_device(axes), placement, *layouts)(*args)
 
-    def _prove(self, stage: Stage, args: PyTree) -> tuple[Proof, Any, PyTree]:
-        placement = self._placement
-        axes = placement.axes if self._same else placement.abstract_axes
+    def _prove(
+        self, stage: Stage, args: PyTree
+    ) -> tuple[Proof, PyTree, dict[Any, Any]]:
+        placement, towers = self._placement, {}
+        axes = dataclasses.replace(placement.abstract_axes, traced=towers)
         layouts = tuple(stage.in_layouts.values())
         jaxpr, out = trace_one_tower(stage.on_device(axes), axes, layouts, args)
         proof = _prove_body(stage, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
-        return proof, jaxpr, out
+        return proof, out, towers
 
     def proof(self) -> Proof:
         """Of all stages so far."""
@@ -85,12 +82,6 @@ class Proving:
             return [name for proof in proofs for name in proof.unmasked()]
 
         return Proof(Analysis.joined([proof.analysis for proof in proofs]), unmasked)
-
-
-def _as_function(jaxpr: Any, out: PyTree) -> Callable[..., PyTree]:
-    """The function that was traced."""
-    run, treedef = jaxpr_as_fun(jaxpr), jax.tree.structure(out)
-    return lambda *args: jax.tree.unflatten(treedef, run(*jax.tree.leaves(args)))
 
 
 def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:

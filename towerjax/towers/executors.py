@@ -28,14 +28,11 @@ def over_devices(
     placement: Placement,
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
-    *,
-    is_traced: bool = False,
 ) -> Callable[..., PyTree]:
     """``device_fn`` on every device at once, as a function of global values."""
     if placement.num_devices == 1:
         return device_fn
-    if not is_traced:
-        device_fn = _without_mesh(device_fn, placement)
+    device_fn = _without_mesh(device_fn, placement)
     if placement.executor == "pmap":
         return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
     specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))

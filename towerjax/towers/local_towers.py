@@ -14,19 +14,26 @@ from towerjax.types import PyTree
 
 
 def over_local_towers(
-    tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+    tower_fn: Callable[..., tuple[PyTree, PyTree]],
     axes: TowerAxes,
     per_tower: PyTree,
-    *,
+    *common: PyTree,
     stack_sums: bool,
     number: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``tower_fn`` for each tower of this device."""
-    tower_fn = on_these_devices(tower_fn, axes)
+    """``tower_fn(tower_id, own, *common)`` for each tower of this device.
+
+    Where ``axes.traced`` keeps programs, ``tower_fn`` is a function of these alone.
+    """
+    on_devices = on_these_devices(tower_fn, axes)
+
+    def of_tower(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+        return on_devices(tower_id, own, *common)
+
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
-        sums, kept = tower_fn(first, jax.tree.map(lambda x: x[0], per_tower))
+        sums, kept = of_tower(first, jax.tree.map(lambda x: x[0], per_tower))
         kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
     ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
@@ -34,7 +41,7 @@ def over_local_towers(
         leaves, treedef = jax.tree.flatten(per_tower)
 
         def of_leaves(tower_id: jax.Array, leaves: list[Any]) -> tuple[PyTree, PyTree]:
-            return tower_fn(tower_id, jax.tree.unflatten(treedef, leaves))
+            return of_tower(tower_id, jax.tree.unflatten(treedef, leaves))
 
         # Leaves alone: vmap changes the shape that a BCOO says it has.
         sums, kept = jax.vmap(of_leaves, axis_name=LOCAL_AXIS)(ids, leaves)
@@ -42,9 +49,9 @@ def over_local_towers(
     if stack_sums:
         if axes.num_local == 1 and axes.platform == "cpu":
             number = ids[0] if number is None else number
-            return _map_of_one(tower_fn, ids, per_tower, number)
-        return lax.map(lambda row: _alone(tower_fn, *row), (ids, per_tower))
-    return _running_sum(tower_fn, ids, per_tower)
+            return _map_of_one(of_tower, ids, per_tower, number)
+        return lax.map(lambda row: _alone(of_tower, *row), (ids, per_tower))
+    return _running_sum(of_tower, ids, per_tower)
 
 
 def _alone(tower_fn: Callable[..., PyTree], tower_id: jax.Array, row: PyTree) -> PyTree:

@@ -49,20 +49,17 @@ def on_these_devices(
     tower_fn: Callable[..., PyTree], axes: TowerAxes
 ) -> Callable[..., PyTree]:
     """A tower function whose axis of all towers is made of those that are bound."""
-    if axes.tower_axis not in dict(axes_in_tower(axes)):
+    meets = axes.tower_axis in dict(axes_in_tower(axes))
+    if not meets and axes.traced is None:
         return tower_fn
 
     def run(*args: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(args)
-        trees = []
-
-        def of_leaves(*leaves: Any) -> list[Any]:
-            out, tree = jax.tree.flatten(tower_fn(*jax.tree.unflatten(treedef, leaves)))
-            trees[:] = [tree]
-            return out
-
-        out = _Devices(axes).call(of_leaves, leaves)
-        return jax.tree.unflatten(trees[0], map(jnp.asarray, out))
+        devices = _Devices(axes)
+        traced, tree = devices.traced(tower_fn, leaves, treedef)
+        body = devices.program(traced.jaxpr) if meets else traced.jaxpr
+        out = jax.core.eval_jaxpr(body, traced.consts, *leaves)
+        return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
     return run
 
@@ -86,6 +83,34 @@ class _Devices:
         traced = jax.make_jaxpr(fn, axis_env=self._env)(*leaves)
         body = self.program(traced.jaxpr)
         return jax.core.eval_jaxpr(body, traced.consts, *leaves)
+
+    def traced(
+        self, tower_fn: Callable[..., PyTree], leaves: list[Any], treedef: Any
+    ) -> tuple[Any, Any]:
+        """The program of a tower function, and the tree of what it returns.
+
+        Where ``axes.traced`` keeps programs it is traced once, for its proof and for
+        all placements of as many towers.
+        """
+        kinds = [jax.typeof(x) for x in leaves]
+        key = (self.axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
+        if (known := (self.axes.traced or {}).get(key)) is not None:
+            return known
+        trees = []
+
+        def of_leaves(*leaves: Any) -> list[Any]:
+            out, tree = jax.tree.flatten(tower_fn(*jax.tree.unflatten(treedef, leaves)))
+            trees[:] = [tree]
+            return out
+
+        traced = jax.make_jaxpr(of_leaves, axis_env=self._env)(*leaves)
+        names = {getattr(effect, "name", None) for effect in traced.jaxpr.effects}
+        is_bound = not names.isdisjoint((DEVICE_AXIS, LOCAL_AXIS)) or any(
+            isinstance(x, jax.core.Tracer) for x in traced.consts
+        )
+        if self.axes.traced is not None and not is_bound:
+            self.axes.traced[key] = traced, trees[0]
+        return traced, trees[0]
 
     def program(self, jaxpr: Any) -> Any:
         """A jaxpr, closed or not, with collectives that these devices have."""
