@@ -4,8 +4,10 @@ import collections
 import gc
 import importlib
 import itertools
+import os
 import re
 import signal
+import sys
 
 import compiler_flags
 import jax
@@ -15,6 +17,9 @@ import towerjax  # noqa: F401, before JAX looks for devices, as programs do
 
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Where bytecode is not kept, each process compiles anew all that it imports of ours.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 compiler_flags.use()
 jax.config.update("jax_numpy_rank_promotion", "raise")
