@@ -449,19 +449,20 @@ def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
 
 
 @pytest.mark.slow
-def test_a_step_reads_only_what_it_wants():
+@pytest.mark.parametrize(("T", "D"), [(2, 2), (4, 2), (1, 1)])
+def test_a_step_reads_only_what_it_wants(T, D):
     traces = []
 
     def fn(variables, features, labels, mode, tower):
         traces.append(mode)
         return model_fn(variables, features, labels, mode, tower)
 
-    model = replicated(2, 2, fn=fn)
+    model = replicated(T, D, fn=fn)
     state, step, evaluate = model.init(start()), model.train_step(), model.eval_step()
     for number in range(3):
         state, _ = step(state, batch(8, number))
         evaluate(state, batch(8, number))
-    # One a program; the devices' own trace is the one that is proved.
+    # One a program; what runs on the devices is what is proved.
     assert traces == [tj.estimator.Mode.TRAIN, tj.estimator.Mode.EVAL]
 
 

@@ -124,7 +124,7 @@ class ModelEngine:
             one = jax.tree.map(_of_one_tower, state.local)
             state = dataclasses.replace(state, local=one)
             rows = jax.eval_shape(self._rows_of_one, rows, shared)
-            axes = self.strategy.placement.axes
+            axes = self.strategy.placement.abstract_axes
             number = jax.ShapeDtypeStruct((), jnp.int32)
             own = dict.fromkeys(("tower_id", "num_valid", "first_row"), number)
             several = self.options.micro_batches > 1
