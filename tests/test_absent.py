@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import subprocess
@@ -346,3 +347,34 @@ def test_one_device_several_hosts_and_their_groups():
     found = step.report(params, batch).collectives
     groups = [(each.opcode, each.num_devices) for each in found]
     assert ("all-reduce", 2) in groups and ("all-gather", 8) in groups
+
+
+@needs_compiler
+def test_an_evaluation_for_devices_that_are_not_here():
+    def metric_fn(params, batch, tower):
+        return {"loss": loss_fn(params, batch, tower)}
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(devices=H200S))
+    step, params, batch = make_step(tj.Mirrored(devices=H200S))
+    batch = {"x": shapes(ROWS * 8 - 3, WIDTH)}  # to be padded
+    for state in (params, step.shapes(params)):
+        found = evaluate.report(state, batch)
+        assert found.flops.matmul == 2 * ROWS * 3 * WIDTH * WIDTH
+        assert [(each.opcode, each.bytes) for each in found.collectives] == [
+            ("all-reduce", 8)
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="towerjax[tpu-compiler] is not installed",
+)
+def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
+    devices = tj.Absent("v5e:2x4")
+    ours = by_towerjax(PROGRAMS["mlp"], tj.Mirrored(devices=devices))
+    hand = by_hand(PROGRAMS["mlp"], devices)
+    assert len(ours.collectives) == len(hand.collectives) == 1
+    assert ours.collectives[0].bytes <= hand.collectives[0].bytes + 16
+    assert ours.memory.not_donated == ()
+    assert ours.memory.peak <= 1.02 * hand.memory.peak

@@ -20,6 +20,7 @@ from towerjax.data.shard import (
     counts_of_towers,
     explain_change,
     fit_batch,
+    fit_shapes,
     refuse_wrapping,
     rows_of_towers,
     without_shared,
@@ -154,6 +155,14 @@ class Placer:
             alike = dataclasses.replace(placed, fingerprint=None)
             self._alike[kind] = alike.of(None)  # without keeping its arrays alive
         return placed
+
+    def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
+        """What a program takes of one batch, in shapes: nothing is placed."""
+        batch, shared = without_shared(batch)
+        rows = fit_shapes(batch, self._shares, self._remainder)
+        count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
+        shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
+        return rows, count, shared
 
     def placed(
         self,

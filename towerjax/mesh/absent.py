@@ -1,5 +1,6 @@
 """Which devices are not here? XLA compiles for them all the same, from shapes."""
 
+import contextlib
 import dataclasses
 import glob
 import importlib.metadata
@@ -7,6 +8,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -213,20 +215,27 @@ def _take_up_compiler() -> None:
             "Compiling for GPUs that are not here needs their compiler, a wheel of"
             " JAX's own version: pip install 'towerjax[gpu-compiler]'."
         )
-    variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
+    with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
         compilers[0].load().initialize()
+
+
+@contextlib.contextmanager
+def _environment(variable: str) -> Iterator[None]:
+    """The variable is "1" meanwhile, if nobody has set it."""
+    is_ours = variable not in os.environ
+    os.environ.setdefault(variable, "1")
+    try:
+        yield
     finally:
-        del os.environ[variable]
-        if before is not None:
-            os.environ[variable] = before
+        if is_ours:
+            del os.environ[variable]
 
 
 def _tpus(absent: Absent) -> list[Any]:
     try:
-        found = topologies.get_topology_desc(absent.target, platform="tpu")
+        # Without a lock that lets one process alone have the TPUs: nothing runs.
+        with _environment("ALLOW_MULTIPLE_LIBTPU_LOAD"):
+            found = topologies.get_topology_desc(absent.target, platform="tpu")
     except RuntimeError as error:
         if "TPU support not installed" not in str(error):
             raise

@@ -12,12 +12,12 @@ from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.given_state import check_state
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner
+from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.recipe import Recipe, Run
 from towerjax.step.report.dispatch import timed
 from towerjax.step.report.step_report import StepReport, report_of
 from towerjax.step.returned import filled, without_padding
-from towerjax.step.state import TrainState, state_layout
+from towerjax.step.state import TrainState, abstract_state, state_layout
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -34,6 +34,13 @@ def _model_of(state: Any, strategy: Strategy) -> TrainState:
     number: Any = np.int32(0)
     alone = TrainState(number, state, (), {}, jax.random.key(0))
     return place(alone, strategy.placement, state_layout(strategy))
+
+
+def _model_shapes(state: Any) -> TrainState:
+    """What of a state or of parameters an evaluation reads, in shapes."""
+    if isinstance(state, TrainState):
+        return dataclasses.replace(state, opt_state=(), seen=None)
+    return abstract_state(state, (), 1, {})
 
 
 class InferenceStep:
@@ -83,13 +90,17 @@ class InferenceStep:
 
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be."""
+        if self.strategy.placement.absent is not None:
+            args = (_model_shapes(state), *self._placer.shapes(batch))
+            return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
         model = _model_of(state, self.strategy)
         return self._runner.program((model,), self.place_batch(batch))
 
     def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
         """What the compiler made of the step for such a batch."""
         check_whole("timed_calls", timed_calls, 0)
-        batch, placement = self.place_batch(batch), self.strategy.placement
+        if timed_calls:
+            batch = self.place_batch(batch)
         program, timing = self.program(state, batch), None
         if timed_calls:
             model = _model_of(state, self.strategy)
@@ -98,7 +109,7 @@ class InferenceStep:
                 return model, program.call(model, *batch.args)
 
             timing = timed(call, model, timed_calls)
-        return report_of(program, placement, keeps=False, timing=timing)
+        return report_of(program, self.strategy.placement, keeps=False, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""

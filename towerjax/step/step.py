@@ -170,7 +170,7 @@ class Step(CompiledStep):
           'psum'
         """
         state = self.shapes(params, opt_state=opt_state, local=local, extra=extra)
-        args = (*split_state(state), *self._batch_shapes(batch))
+        args = (*split_state(state), *self._placer.shapes(batch))
         return prove(self._runner.recipe, self.strategy.placement, args)
 
     def shapes(
@@ -207,18 +207,8 @@ class Step(CompiledStep):
             return super().program(state, batch)
         if not isinstance(state, TrainState):
             state = self.shapes(state)
-        args = (*split_state(state), *self._batch_shapes(batch))
+        args = (*split_state(state), *self._placer.shapes(batch))
         return prepare(self._runner.recipe, placement, args)[1]()
-
-    def _batch_shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
-        """What of a batch the step is called with, in shapes."""
-        num_towers = self.strategy.placement.num_towers
-        count = jax.ShapeDtypeStruct((num_towers,), jnp.int32)
-        shares = num_towers * self.options.micro_batches
-        batch, shared = without_shared(batch)
-        rows = fit_shapes(batch, shares, self.options.remainder)
-        shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
-        return rows, count, shared
 
     def locate(
         self,
