@@ -1,0 +1,102 @@
+"""Is it faster to train eight members together? By vmap, by lax.map, one after another.
+
+Members differ in seeds and learning rates, which the state holds, so that none of the
+three compiles twice. Each is ten steps of Adam, on the devices of one strategy.
+
+Run: ``python -m benchmarks.populations [--members 8] [--devices 2]``
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from towerjax import Mirrored, Weighted, build_train_step
+from towerjax.tools.bench.models import mlp
+from towerjax.tools.bench.protocol import in_turns
+from towerjax.types import PyTree
+
+MODELS = {"2 layers of 32": (2, 32), "25 layers of 16": (25, 16), "4 of 512": (4, 512)}
+STEPS, ROWS = 10, 64
+
+
+@dataclasses.dataclass
+class Way:
+    """A way to train all members, timed as it stands: states in, states out."""
+
+    train: Callable[[PyTree, PyTree], Any]
+    members: PyTree
+    batches: PyTree
+
+    def run(self) -> Any:
+        """All members, ten steps on."""
+        return self.train(self.members, self.batches)
+
+
+def ways(layers: int, width: int, members: int, devices: int) -> dict[str, Way]:
+    """The three, of one model; each is compiled at its first call."""
+    model = mlp(np.float32, layers=layers, width=width)
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)
+
+    def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
+        return Weighted.mean(model.losses(params, batch), tower.weight)
+
+    strategy = Mirrored([f"{jax.default_backend()}:{i}" for i in range(devices)])
+    step = build_train_step(loss_fn, optimizer, strategy, donate=False)
+    alone = []
+    for seed, rate in enumerate(np.geomspace(1e-4, 1e-2, members)):
+        state = step.init(model.init(seed), rng=jax.random.key(seed))
+        alone.append(step.place(optax.tree.set(state, learning_rate=rate)))
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+    parts = [model.make_batch(seed, ROWS) for seed in range(STEPS)]
+    batches = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+
+    def train(state: PyTree, batches: PyTree) -> Any:
+        return jax.lax.scan(step.fn, state, batches)[0].params
+
+    one = jax.jit(train)
+
+    def in_turn(states: list[PyTree], batches: PyTree) -> Any:
+        return [one(state, batches) for state in states]
+
+    @jax.jit
+    def by_map(states: PyTree, batches: PyTree) -> Any:
+        return jax.lax.map(lambda state: train(state, batches), states)
+
+    by_vmap = jax.jit(jax.vmap(train, in_axes=(0, None)))
+    return {
+        "one after another": Way(in_turn, alone, batches),
+        "lax.map": Way(by_map, together, batches),
+        "vmap": Way(by_vmap, together, batches),
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=11)
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(options.devices))
+    print(f"JAX {jax.__version__}, {options.members} members, {STEPS} steps of {ROWS}")
+    print(f"{'model':>16}  D {'one after another':>18} {'lax.map':>9} {'vmap':>9}")
+    for name, (layers, width) in MODELS.items():
+        for devices in options.devices:
+            found = ways(layers, width, options.members, devices)
+            contenders = list(found.values())
+            in_turns(contenders, rounds=1, calls=2)  # compile
+            table = in_turns(contenders, rounds=options.rounds, calls=3)[:, :, 0]
+            first = np.median(table[:, 0]) * 1e3
+            ratios = np.median(table[:, :1] / table, axis=0)
+            print(f"{name:>16} {devices:2} {first:15.1f} ms", end=" ")
+            print(f"{ratios[1]:8.2f}x {ratios[2]:8.2f}x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
