@@ -165,7 +165,7 @@ def build_eval_step(
       ...     return {"mean": tj.Weighted.mean(params * batch["x"], tower.weight)}
       >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
       >>> x = np.array([1, 2, 6], np.float32)
-      >>> float(evaluate(jnp.float32(2.0), {"x": x})["mean"].value)
+      >>> float(evaluate(np.float32(2.0), {"x": x})["mean"].value)
       6.0
     """
     check_roles("build_eval_step", metric_fn=metric_fn, strategy=strategy)
@@ -203,7 +203,7 @@ def build_predict_step(
       >>> import numpy as np, towerjax as tj
       >>> predict = build_predict_step(
       ...     lambda params, batch, tower: params * batch["x"], tj.Mirrored(towers=2))
-      >>> predict(jnp.float32(2.0), {"x": np.array([1, 2, 6], np.float32)}).tolist()
+      >>> predict(np.float32(2.0), {"x": np.array([1, 2, 6], np.float32)}).tolist()
       [2.0, 4.0, 12.0]
     """
     check_roles("build_predict_step", predict_fn=predict_fn, strategy=strategy)

@@ -296,13 +296,8 @@ def _in_turn(
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
-    if any(isinstance(x, PerTower) for x in own):
-        raise ValueError(
-            "A tower of several micro-batches returned tj.PerTower, of which each part"
-            " has one. Return tj.Sum, tj.Weighted or tj.Rows."
-        )
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
-    _check_follows(locals_, local)
+    _check_joins(own, locals_, local)
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
@@ -334,8 +329,13 @@ def _in_turn(
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
-def _check_follows(returned: list[TowerLocal], local: PyTree) -> None:
-    """Raise unless the next part can go on from the variables that one returned."""
+def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:
+    """Raise unless parts can be joined, and each go on from the one before it."""
+    if any(isinstance(x, PerTower) for x in own):
+        raise ValueError(
+            "A tower of several micro-batches returned tj.PerTower, of which each part"
+            " has one. Return tj.Sum, tj.Weighted or tj.Rows."
+        )
 
     def types(tree: PyTree) -> list[Any]:
         return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
