@@ -449,5 +449,3 @@ def test_a_replicated_models_step_has_the_check_too():
     step(corrupted(state, {"params": [3]}), data)
     with pytest.raises(tj.DesyncError, match=r"step 1: cpu:3 \(tower 3\), params\."):
         step.settle()
-    with pytest.raises(ValueError, match="Say tj.Check(.*nonfinite=False)"):
-        model.train_step(check=tj.Check(1))

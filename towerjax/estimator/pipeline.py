@@ -26,6 +26,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine
 from towerjax.step.one_pass import Pass
+from towerjax.step.program import Runner
 from towerjax.step.recipe import Recipe, Run
 from towerjax.step.state import (
     CLOCK_LAYOUT,
@@ -264,8 +265,8 @@ class ModelEngine:
         return after, parts
 
 
-def call_recipe(engine: ModelEngine) -> Recipe:
-    """The recipe of one call of a replicated model."""
+def call_runner(engine: ModelEngine) -> Runner:
+    """The programs of one call of a replicated model."""
     trains = "train_op" in engine.wanted
     carry = carry_layout(engine.strategy)
     in_layouts = {"state": carry, "clock": CLOCK_LAYOUT, **BATCH_LAYOUT}
@@ -274,7 +275,9 @@ def call_recipe(engine: ModelEngine) -> Recipe:
     out_layouts |= dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
     out_layouts["traced"] = Layout.MIRRORED
     donate = engine.options.donate and trains
-    return Recipe(engine.run, in_layouts, out_layouts, donate=donate)
+    recipe = Recipe(engine.run, in_layouts, out_layouts, donate=donate)
+    placement, most = engine.strategy.placement, engine.how.max_programs
+    return Runner(recipe, placement, max_programs=most)
 
 
 def _next(train_op: PyTree, seen: PyTree) -> PyTree:

@@ -11,9 +11,10 @@ import numpy as np
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import ModelFn, static_keys
+from towerjax.estimator.data import as_batch
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.options import Compat, ModelOptions
-from towerjax.estimator.pipeline import ModelEngine, call_recipe
+from towerjax.estimator.pipeline import ModelEngine, call_runner
 from towerjax.estimator.rows import joined_rows
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode
 from towerjax.estimator.steps import ModelStep, ModelTrainStep
@@ -110,7 +111,7 @@ class ReplicatedModel:
             variables updated by an optimizer that is not wrapped.
         """
         check_mode(mode)
-        batch = self.place_batch(_batch_of(features, labels), mode)
+        batch = self.place_batch(as_batch((features, labels)), mode)
         return self.run(variables, batch, mode, _PARTS[mode], params, config)
 
     def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
@@ -168,12 +169,10 @@ class ReplicatedModel:
         )
         outputs = on_every_process((predictions, exports), placement)
         predictions, exports = joined_rows(outputs, batch)
-        train_op = None
+        of_state, train_op = isinstance(variables, TrainState), None
         if after:
             state = TrainState(**after[0], **after[1])
-            of_state = isinstance(variables, TrainState)
-            train_op = as_variables(state, of_state=of_state)
-            train_op = kept(train_op, placement, policy)
+            train_op = kept(as_variables(state, of_state=of_state), placement, policy)
         return ModelSpec.tree_unflatten(
             (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
         )
@@ -208,10 +207,6 @@ class ReplicatedModel:
         """
         given = {"params": params, "config": config}
         self.model_fn.refuse_unasked(given)
-        key = (static_keys(given), micro_batches, on_nonfinite, guard, donate, check)
-        if key in self._steps:
-            return self._steps[key]
-        wanted = ("loss", "train_op", "eval_metrics")
         options = StepOptions(
             micro_batches=micro_batches,
             remainder=self.options.remainder,
@@ -221,8 +216,14 @@ class ReplicatedModel:
             max_programs=self.options.max_programs,
             check=check,
         )
-        engine = self._engine(Mode.TRAIN, wanted, given, options)
-        return self._steps.setdefault(key, ModelTrainStep(engine))
+        key, wanted = (
+            (static_keys(given), options),
+            ("loss", "train_op", "eval_metrics"),
+        )
+        if key not in self._steps:
+            engine = self._engine(Mode.TRAIN, wanted, given, options)
+            self._steps[key] = ModelTrainStep(engine)
+        return self._steps[key]
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The evaluation step, for ``tj.evaluate``.
@@ -235,7 +236,7 @@ class ReplicatedModel:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
           ``{"features": ..., "labels": ...}``.
         """
-        return ModelStep(self, Mode.EVAL, ("loss", "eval_metrics"), params, config)
+        return self._step(Mode.EVAL, ("loss", "eval_metrics"), params, config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The prediction step.
@@ -247,7 +248,13 @@ class ReplicatedModel:
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
         """
-        return ModelStep(self, Mode.PREDICT, ("predictions",), params, config)
+        return self._step(Mode.PREDICT, ("predictions",), params, config)
+
+    def _step(self, mode: Mode, wanted: Sequence[str], *given: Any) -> ModelStep:
+        def run(variables: PyTree, batch: PlacedBatch) -> ModelSpec:
+            return self.run(variables, batch, mode, wanted, *given)
+
+        return ModelStep(lambda batch: self.place_batch(batch, mode), run)
 
     def program(
         self,
@@ -272,7 +279,7 @@ class ReplicatedModel:
           A ``Program``: ``.call.as_text()`` is the compiler's text.
         """
         check_mode(mode)
-        batch = self.place_batch(_batch_of(features, labels), mode)
+        batch = self.place_batch(as_batch((features, labels)), mode)
         variables, state = self._spread(variables)
         runner = self._runner(variables, mode, _PARTS[mode], params, config)
         return runner.program(split_state(state), batch)
@@ -319,16 +326,9 @@ class ReplicatedModel:
         options = StepOptions(donate=self.options.donate)
         engine = self._engine(mode, wanted, given, options)
         of_state = isinstance(variables, TrainState)
-        engine = dataclasses.replace(engine, of_state=of_state)
-        placement, most = self.strategy.placement, self.options.max_programs
-        runner = Runner(call_recipe(engine), placement, max_programs=most)
+        runner = call_runner(dataclasses.replace(engine, of_state=of_state))
         known.append((kinds, runner))
         return runner
-
-
-def _batch_of(features: PyTree, labels: PyTree) -> dict[str, PyTree]:
-    batch = {"features": features}
-    return batch if labels is None else {**batch, "labels": labels}
 
 
 def replicate_model_fn(

@@ -1,8 +1,8 @@
 """How do the loops call a replicated model? As a train, eval or predict step."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,55 +63,26 @@ class ModelTrainStep(Step):
         return spread(state, self.strategy, self._policy)
 
 
-class RunsModes(Protocol):
-    """A replicated model, as far as its steps call it."""
-
-    def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers."""
-        ...
-
-    def run(
-        self,
-        variables: PyTree,
-        batch: PlacedBatch,
-        mode: Mode,
-        wanted: Sequence[str],
-        params: Any = None,
-        config: Any = None,
-    ) -> ModelSpec:
-        """The wanted parts of the global spec."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelStep:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``.
 
     Attributes:
-      model: The model.
-      mode: ``EVAL`` or ``PREDICT``.
-      wanted: The parts of the spec that are computed.
-      params: Hyperparameters, where the model function asks for them.
-      config: What else it asks for.
+      place: Makes a batch a placed one.
+      run: ``(variables, placed batch)`` -> the parts of the spec that are wanted.
     """
 
-    model: RunsModes
-    mode: Mode
-    wanted: tuple[str, ...]
-    params: Any
-    config: Any
+    place: Callable[[PyTree], PlacedBatch]
+    run: Callable[[PyTree, PlacedBatch], ModelSpec]
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""
-        return self.model.place_batch(batch, self.mode)
+        return self.place(batch)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
         """The metrics with the loss, mergeable; or the predictions."""
-        placed = self.place_batch(batch)
-        spec = self.model.run(
-            variables, placed, self.mode, self.wanted, self.params, self.config
-        )
-        if self.mode is Mode.PREDICT:
+        spec = self.run(variables, self.place_batch(batch))
+        if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
         if not isinstance(loss, Weighted):  # the mean over batches, as the original
