@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -203,23 +202,20 @@ class Made:
       collectives: What is sent.
       memory: What is held.
       fusions: How many kernels there are, but for calls of libraries.
-      seconds: How long tracing and compiling took.
     """
 
     collectives: tuple[CompiledCollective, ...]
     memory: Memory
     fusions: int
-    seconds: float
 
 
-def _made(compiled: Any, roots: tuple[str, ...], seconds: float) -> Made:
+def _made(compiled: Any, roots: tuple[str, ...]) -> Made:
     module = parse(compiled.as_text())
     operations = module.computations[module.entry].values()
     return Made(
         collectives=collectives_of(module),
         memory=memory_of(compiled, module, roots=roots),
         fusions=sum(op.opcode == "fusion" for op in operations),
-        seconds=seconds,
     )
 
 
@@ -227,7 +223,7 @@ def by_towerjax(program: Program, strategy: tj.Mirrored) -> Made:
     """The step that `tj.build_train_step` makes."""
     step, params, batch = program.make_step(strategy)
     found = step.program(params, batch)
-    return _made(found.call, tuple(found.recipe.in_layouts), found.seconds)
+    return _made(found.call, tuple(found.recipe.in_layouts))
 
 
 def hand_written(program: Program, placement: Placement) -> Any:
@@ -263,19 +259,18 @@ def hand_written(program: Program, placement: Placement) -> Any:
 
 def by_hand(program: Program, devices: Absent) -> Made:
     """The step as people write it."""
-    placement, start = tj.Mirrored(devices=devices).placement, time.perf_counter()
+    placement = tj.Mirrored(devices=devices).placement
     params = program.params()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     args = (params, opt_state, program.batch(len(devices)))
     traced = hand_written(program, placement).trace(*args)
     compiled = lower_on_devices(traced, placement).compile()
-    seconds = time.perf_counter() - start
-    return _made(compiled, ("params", "opt_state", "batch"), seconds)
+    return _made(compiled, ("params", "opt_state", "batch"))
 
 
 HEAD = (
     "| devices | step | state and batch | held at most | all-reduces | of | meanwhile |"
-    " kernels | compiled in |\n" + "|---" * 9 + "|"
+    " kernels |\n" + "|---" * 8 + "|"
 )
 
 
@@ -293,7 +288,6 @@ def line(devices: Absent, who: str, made: Made) -> str:
         f"{sent / 1e6:.1f} MB",
         in_bytes(beside),
         f"{made.fusions}",
-        f"{made.seconds:.0f} s",
     )
     return f"| {' | '.join(cells)} |"
 
@@ -319,10 +313,11 @@ TEXT = """\
 # Beside hand-written steps, on devices that are not here
 
 The same step as towerjax makes it and as `jit(shard_map(...))` with `pmean(gradients)`,
-compiled for {kind}s by JAX {jax}, each figure of one device. Nothing ran:
+compiled for {kind} by JAX {jax}, each figure of one device. Nothing ran:
 [what that can say](../reports.md#devices-that-are-not-here). "Meanwhile" is what the
 operations between an all-reduce's start and the wait for it read and write: what hides
-it. Made by `python -m benchmarks.absent --out docs/benchmarks/absent.md`.
+it. Which operations XLA puts there differs with the number of devices, and what is held
+with it. Made by `python -m benchmarks.absent`.\
 """
 TITLES = {
     "mlp": "MLP, 784-1024-1024-1024-10, 256 rows a device, Adam",
