@@ -1,6 +1,7 @@
 """A replicated model in the loops: its steps, where variables lie, what is compiled."""
 
 import dataclasses
+import functools
 import gc
 import re
 
@@ -78,6 +79,9 @@ def replicated(count, devices, reduction=EXACT, fn=model_fn, local="vmap", **opt
     return tj.estimator.replicate_model_fn(fn, reduction, strategy, **options)
 
 
+shared = functools.cache(replicated)  # with the programs that its steps have
+
+
 def numbers(state):
     """Every number of a state, the rng aside."""
     state = dataclasses.replace(state, rng=None)
@@ -108,7 +112,12 @@ def by_calls(model, batches=BATCHES, reduction=EXACT):
         variables = spec.train_op
         losses.append(float(spec.loss.value))
         means.append(float(spec.eval_metrics["mean"].value))
-    return variables, losses, means
+    return numbers(variables), losses, means
+
+
+@functools.cache
+def called(count, devices):
+    return by_calls(shared(count, devices))
 
 
 @pytest.mark.pairwise
@@ -117,13 +126,13 @@ def by_calls(model, batches=BATCHES, reduction=EXACT):
 @pytest.mark.parametrize("placement", MOST)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_call):
-    model = replicated(count, devices, variable_placement=placement)
-    expected, losses, means = by_calls(replicated(count, devices))
+    model = shared(count, devices, variable_placement=placement)
+    expected, losses, means = called(count, devices)
     state, history = tj.run(
         model.train_step(), model.init(start()), BATCHES, progress=False,
         steps_per_call=steps_per_call,
     )  # fmt: skip
-    same(numbers(state), numbers(expected), exactly=False)
+    same(numbers(state), expected, exactly=False)
     assert int(state.step) == 4
     np.testing.assert_allclose(history.metrics["loss"], losses, rtol=1e-5)
     np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
@@ -196,11 +205,11 @@ def test_one_step_at_a_time_and_its_hooks():
     model = replicated(2, 2)
     step, state = model.train_step(), model.init(start())
     assert step.hooks == ()
-    expected, losses, _ = by_calls(model)
+    expected, losses, _ = called(2, 2)
     for one, loss in zip(BATCHES, losses, strict=True):
         state, metrics = step(state, one)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
-    same(numbers(state), numbers(expected), exactly=False)
+    same(numbers(state), expected, exactly=False)
     assert step.hooks == (hook,)
 
 
@@ -209,7 +218,7 @@ def test_one_step_at_a_time_and_its_hooks():
 @pytest.mark.parametrize("size", [8, 5])
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, placement):
-    model = replicated(count, devices, variable_placement=placement)
+    model = shared(count, devices, variable_placement=placement)
     state = model.init(start())
     batches = [batch(8, 0), batch(size, 1), batch(2, 2)]
     found = tj.evaluate(model.eval_step(), state, batches)
@@ -232,7 +241,7 @@ def test_evaluation_and_prediction_of_a_whole_data_set(count, devices, size, pla
 
 @pytest.mark.slow
 def test_a_scalar_loss_is_averaged_over_batches():
-    model = replicated(2, 2, SUM)
+    model = shared(2, 2, SUM)
     batches = [batch(8, 0), batch(4, 1)]
     found = tj.evaluate(model.eval_step(params="scalar"), model.init(start()), batches)
     w = np.asarray(start().params["w"], float)
@@ -251,7 +260,7 @@ def test_a_scalar_loss_is_averaged_over_batches():
 def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, placement):
     poisoned = batch(8, 5)
     poisoned["features"]["x"][7, 0] = np.nan  # the last tower's
-    model = replicated(count, devices, variable_placement=placement)
+    model = shared(count, devices, variable_placement=placement)
     step = model.train_step(on_nonfinite=policy)
     state, _ = step(model.init(start()), batch(8))
     before = numbers(state)
@@ -280,7 +289,7 @@ def test_a_step_that_is_not_finite_changes_nothing(count, devices, policy, place
 def test_a_batch_without_examples_changes_nothing(count, devices, policy):
     empty = batch(8, 5)
     empty["features"]["weight"][:] = 0
-    model = replicated(count, devices)
+    model = shared(count, devices)
     step = model.train_step(on_nonfinite=policy)
     state, _ = step(model.init(start()), batch(8))
     before = numbers(state)
@@ -313,7 +322,7 @@ def total_bytes(tree):
 def test_variables_lie_where_they_are_told(kind, devices):
     found, each = {}, total_bytes(start().params)
     for placement in PLACEMENTS:
-        model = replicated(4, devices, variable_placement=placement)
+        model = shared(4, devices, variable_placement=placement)
         variables = model.init(start())
         step = model.train_step()
         everywhere = list(range(devices))
@@ -482,7 +491,7 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
 @pytest.mark.slow
 def test_a_state_that_is_none_is_refused():
     for placement in PLACEMENTS:
-        model = replicated(2, 2, variable_placement=placement)
+        model = shared(2, 2, variable_placement=placement)
         step = model.train_step()
         with pytest.raises(ValueError, match="is a dict, not a TrainState"):
             tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
@@ -524,6 +533,6 @@ def test_params_reach_the_steps():
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_the_devices():
     # Towers on few devices and on many: the same sums, up to their order.
-    found = [numbers(by_calls(replicated(8, d))[0]) for d in (1, 4, 8)]
+    found = [called(8, d)[0] for d in (1, 4, 8)]
     for other in found[1:]:
         same(found[0], other, exactly=False)
