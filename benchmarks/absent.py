@@ -294,7 +294,8 @@ def line(devices: Absent, who: str, made: Made) -> str:
 
 def page(names: list[str], devices: list[Absent]) -> str:
     """The programs on the devices, side by side."""
-    parts = [TEXT.format(kind=devices[0].kind, jax=jax.__version__)]
+    first = devices[0]
+    parts = [TEXT.format(kind=first.kind, on=first.target, jax=jax.__version__)]
     for name in names:
         parts += [f"\n## {TITLES[name]}\n", HEAD]
         for on in devices:
@@ -317,7 +318,7 @@ compiled for {kind} by JAX {jax}, each figure of one device. Nothing ran:
 [what that can say](../reports.md#devices-that-are-not-here). "Meanwhile" is what the
 operations between an all-reduce's start and the wait for it read and write: what hides
 it. Which operations XLA puts there differs with the number of devices, and what is held
-with it. Made by `python -m benchmarks.absent`.\
+with it. Made by `python -m benchmarks.absent --on {on}`.\
 """
 TITLES = {
     "mlp": "MLP, 784-1024-1024-1024-10, 256 rows a device, Adam",
@@ -335,9 +336,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--out", type=pathlib.Path, help="write a page")
     options = parser.parse_args()
-    devices = [Absent(options.on, number) for number in options.devices]
-    if Absent.is_topology(options.on):
-        devices = [Absent(options.on)]
+    numbers = [None] if Absent.is_topology(options.on) else options.devices
+    devices = [Absent(options.on, number) for number in numbers]
     text = page(options.programs, devices)
     if options.out is not None:
         options.out.write_text(text, encoding="utf-8")
