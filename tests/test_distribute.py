@@ -241,7 +241,7 @@ def grain_loader():
 SOURCES = {
     "list": [np.arange(4), np.arange(4, 8), np.arange(8, 10)],
     "generator": (np.arange(i, min(i + 4, 10)) for i in range(0, 10, 4)),
-    "jax arrays": [jnp.arange(4), jnp.arange(4, 8), jnp.arange(8, 10)],
+    "jax arrays": [jnp.asarray(np.arange(*x)) for x in ((0, 4), (4, 8), (8, 10))],
     "function": lambda: tj.batches(np.arange(10), 4),
     "function of its process": lambda context: tj.batches(
         np.arange(10), context.part_of(4)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import balanced_accuracy_score, jaccard_score, roc_auc_score
 
 import towerjax as tj
 from towerjax.metrics.host import on_host, value_on_host
@@ -269,6 +268,9 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
 
 @pytest.mark.slow
 def test_areas_agree_with_scikit_learn():
+    # Half a second to import, so not for every run of any test.
+    from sklearn.metrics import balanced_accuracy_score, jaccard_score, roc_auc_score
+
     rows = random_rows(3, 400)
     rows["score"] = np.random.default_rng(0).permutation(400).astype(np.float32) / 400
     state = jax.jit(functools.partial(m.auc, num_thresholds=4001))(

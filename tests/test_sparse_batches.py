@@ -211,11 +211,15 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         )
 
 
+# Made by the test: of JAX, which would compile them for every run of any test.
 BAD = {
-    "bcsr": (sparse.BCSR.fromdense(np.eye(4)), "batch['x'] is a BCSR, which does not"),
-    "coo": (sparse.COO.fromdense(jnp.eye(4)), "BCOO.fromdense(x.todense())"),
+    "bcsr": (
+        lambda: sparse.BCSR.fromdense(np.eye(4)),
+        "batch['x'] is a BCSR, which does not",
+    ),
+    "coo": (lambda: sparse.COO.fromdense(jnp.eye(4)), "BCOO.fromdense(x.todense())"),
     "negative": (
-        sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
+        lambda: sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
         "batch['x'] has the index -1, but entries are counted from 0",
     ),
 }
@@ -223,12 +227,12 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_other_formats_are_refused(name):
-    x, text = BAD[name]
+    make, text = BAD[name]
     predict = tj.build_predict_step(
         lambda w, batch, tower: batch["y"], mirrored(2, 1, {})
     )
     with pytest.raises(ValueError, match=re.escape(text)):
-        predict(np.float32(1), {"x": x, "y": np.ones(4)})
+        predict(np.float32(1), {"x": make(), "y": np.ones(4)})
 
 
 def test_sparse_outputs_are_refused():

@@ -747,7 +747,7 @@ def test_select_tower_takes_the_towers_device():
 # Saved and restored.
 
 
-KEYS = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), 4)))
+KEYS = np.random.default_rng(3).integers(2**32, size=(4, 2), dtype=np.uint32)
 
 
 def variables(strategy):
