@@ -304,8 +304,8 @@ REGISTRY = (
         "the towers' predictions are joined in another order",
         "step.inference:InferenceStep.__call__",
         "own = on_every_process(own, self.strategy.placement)",
-        "own = jax.tree.map(lambda x: jnp.concatenate(\n"
-        "        jnp.split(x, self.strategy.num_towers)[::-1]), own)",
+        "own = jax.tree.map(lambda x: np.concatenate(\n"
+        "        np.split(x, self.strategy.num_towers)[::-1]), own)",
         f"{_EXACT}[24-4-4]",
     ),
     _m(
