@@ -100,3 +100,24 @@ def test_put_is_device_put(layout, dtype):
     ):
         assert (mine.device, mine.index) == (theirs.device, theirs.index)
         np.testing.assert_array_equal(mine.data, theirs.data)
+
+
+@pytest.mark.parametrize("state", ["mirrored", "sharded"])
+def test_parameters_that_lie_right_are_not_copied_for_an_evaluation(state):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], towers=4, state=state)
+
+    def metric_fn(w, batch, tower):
+        return {"mean": tj.Weighted.mean(w[0] * batch["x"], tower.weight)}
+
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    train = tj.build_train_step(
+        lambda *a: metric_fn(*a)["mean"], optax.sgd(0), strategy
+    )
+    host = np.arange(8, dtype=np.float32) + 1
+    params = train.init(host).params
+    assert evaluate._model_of(params).params is params
+    for given in (params, host, params, jnp.asarray(host)):
+        found = evaluate(given, rows())["mean"].value
+        np.testing.assert_allclose(found, rows()["x"].mean(), rtol=1e-6)
+    host[:] = 0
+    np.testing.assert_array_equal(params, np.arange(8) + 1)

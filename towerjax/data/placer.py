@@ -26,7 +26,7 @@ from towerjax.data.shard import (
     without_shared,
 )
 from towerjax.data.sparse_rows import Room, SparseRows, room_for
-from towerjax.mesh.placement import Placement, place_own, place_rows
+from towerjax.mesh.placement import Placement, are_placed, place_own, place_rows
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import refuse_unheld
 from towerjax.types.options import check_whole
@@ -270,13 +270,10 @@ class Placer:
     def _placed_shared(self, held: list[PyTree]) -> list[PyTree]:
         """What is no rows, on all devices; what lies there already as it is."""
         refuse_unheld("tj.Shared in the batch", held)
-        sharding = self.placement.sharding(Layout.MIRRORED)
 
         def one(x: Any) -> Any:
-            is_array = isinstance(x, jax.Array)
-            if is_array and x.sharding.is_equivalent_to(sharding, x.ndim):
-                return x
-            return place_own(x, self.placement, Layout.MIRRORED)
+            lies_there = are_placed(x, self.placement, Layout.MIRRORED)
+            return x if lies_there else place_own(x, self.placement, Layout.MIRRORED)
 
         return jax.tree.map(one, held)
 

@@ -299,6 +299,17 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
+def are_placed(tree: PyTree, placement: Placement, layouts: PyTree) -> bool:
+    """Do all leaves lie where their layouts say?"""
+    shardings = jax.tree.leaves(placement.shardings(layouts, tree))
+    return all(map(_lies, jax.tree.leaves(tree), shardings))
+
+
+def _lies(x: Any, sharding: NamedSharding) -> bool:
+    is_array = isinstance(x, jax.Array)
+    return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """Rows on the devices of their towers; host arrays are copied first.
 
@@ -315,9 +326,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     def one(x: Any) -> jax.Array:
         if not isinstance(x, jax.Array):
             return put(_own_copy(x), sharding)
-        if x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        return jax.device_put(x, sharding)
+        return x if _lies(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
 

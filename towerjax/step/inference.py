@@ -1,6 +1,7 @@
 """What do the towers say without training? Evaluation and prediction steps."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.mesh.placement import on_every_process, place
+from towerjax.mesh.placement import are_placed, on_every_process, place
 from towerjax.step.given_state import check_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
@@ -24,16 +25,6 @@ from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
 from towerjax.types.leaves import refuse_unheld
 from towerjax.types.options import check_whole
-
-
-def _model_of(state: Any, strategy: Strategy) -> TrainState:
-    """What of a state an evaluation reads; parameters alone will do."""
-    if isinstance(state, TrainState):
-        return dataclasses.replace(state, opt_state=(), seen=None)
-    refuse_unheld("params", state)
-    number: Any = np.int32(0)
-    alone = TrainState(number, state, (), {}, jax.random.key(0))
-    return place(alone, strategy.placement, state_layout(strategy))
 
 
 def _model_shapes(state: Any) -> TrainState:
@@ -88,12 +79,29 @@ class InferenceStep:
             )
         return batch
 
+    def _model_of(self, state: Any) -> TrainState:
+        """What of a state an evaluation reads; parameters alone will do."""
+        if isinstance(state, TrainState):
+            return dataclasses.replace(state, opt_state=(), seen=None)
+        refuse_unheld("params", state)
+        placement, layout = self.strategy.placement, state_layout(self.strategy)
+        if not are_placed(state, placement, layout.params):
+            state = place(state, placement, layout.params)
+        step, rng = self._clock
+        return TrainState(step, state, (), {}, rng)
+
+    @functools.cached_property
+    def _clock(self) -> PyTree:
+        """The number and the key of a step, for parameters that have none."""
+        clock = (np.int32(0), jax.random.key(0))
+        return place(clock, self.strategy.placement, Layout.MIRRORED)
+
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be."""
         if self.strategy.placement.absent is not None:
             args = (_model_shapes(state), *self._placer.shapes(batch))
             return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
-        model = _model_of(state, self.strategy)
+        model = self._model_of(state)
         return self._runner.program((model,), self.place_batch(batch))
 
     def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
@@ -103,7 +111,7 @@ class InferenceStep:
             batch = self.place_batch(batch)
         program, timing = self.program(state, batch), None
         if timed_calls:
-            model = _model_of(state, self.strategy)
+            model = self._model_of(state)
 
             def call(model: Any) -> Any:
                 return model, program.call(model, *batch.args)
@@ -114,7 +122,7 @@ class InferenceStep:
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""
         batch = self.place_batch(batch)
-        model = _model_of(state, self.strategy)
+        model = self._model_of(state)
         try:
             tree, own = self._runner((model,), batch)
         except (TypeError, ValueError) as error:
