@@ -124,13 +124,14 @@ class ModelEngine:
         if key not in self._made:
             one = jax.tree.map(_of_one_tower, state.local)
             state = dataclasses.replace(state, local=one)
-            rows = jax.eval_shape(self._rows_of_one, rows, shared)
+            rows = jax.eval_shape(self._rows_of_one, rows)
+            size, rows = num_rows(rows), with_shared(rows, shared)
             axes = self.strategy.placement.abstract_axes
             number = jax.ShapeDtypeStruct((), jnp.int32)
             own = dict.fromkeys(("tower_id", "num_valid", "first_row"), number)
             several = self.options.micro_batches > 1
             own |= {"micro_batch": number if several else None}
-            cut, traced = self._cut(axes, state, rows, own)
+            cut, traced = self._cut(axes, size, state, rows, own)
             self.hooks[:] = traced.hooks
             self._made[key] = (self._passes(cut, traced), cut, traced)
         return self._made[key]
@@ -161,13 +162,13 @@ class ModelEngine:
             passes, update, options.on_nonfinite, options.guard, keeps_all=True
         )
 
-    def _rows_of_one(self, batch: PyTree, shared: PyTree) -> PyTree:
+    def _rows_of_one(self, batch: PyTree) -> PyTree:
         """The rows that one tower works on at a time."""
         first = partial(jax.tree.map, lambda x: x[0])
         rows = first(rows_of_towers(batch, self.strategy.num_towers))
         if self.options.micro_batches > 1:
             rows = first(in_parts(rows, self.options.micro_batches))
-        return with_shared(rows, shared)
+        return rows
 
     def _tower(
         self, number: int, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
@@ -179,18 +180,23 @@ class ModelEngine:
             "first_row": jnp.int32(tower._first_row),
             "micro_batch": tower._micro_batch,
         }
-        cut, _ = self._cut(tower._axes, state, rows, own)
+        cut, _ = self._cut(tower._axes, tower.rows, state, rows, own)
         return cut.towers(number, (state, rows, own), [*merged[0]] if merged else [])
 
     def _cut(
-        self, axes: TowerAxes, state: TrainState, rows: PyTree, own: dict[str, Any]
+        self,
+        axes: TowerAxes,
+        size: int,
+        state: TrainState,
+        rows: PyTree,
+        own: dict[str, Any],
     ) -> tuple[Cut, Traced]:
         """One tower's program, cut where towers meet; traced once for such shapes."""
         args = shapes_of((state, rows, own))
-        key = _key(axes, args)
+        key = _key((axes, size), args)
         if key not in self._made:
             told: list[Traced] = []
-            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, told)
+            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, size, told)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             closed, tree = make(*args)
             mirrored = jax.tree.map(lambda _: False, args[0])
@@ -203,6 +209,7 @@ class ModelEngine:
     def _one_tower(
         self,
         axes: TowerAxes,
+        size: int,
         told: list[Traced],
         state: TrainState,
         rows: PyTree,
@@ -215,7 +222,6 @@ class ModelEngine:
                 self.strategy, axes, state.step, state.rng, state.extra
             )
             local = local_values(state.local)
-        size = num_rows(rows)
         tower = inputs.tower(local=local, rows=size, **own)
         trace = get_opaque_trace_state()
         towers = TowersOfStep(tower, self.how.loss_reduction, self.how.compat, trace)
