@@ -873,3 +873,17 @@ def test_check_refuses_the_params_that_init_refuses(dtype):
             build().check(empty, good())
     with pytest.raises(ValueError, match=r"params\['k'\] is a shape alone"):
         build().init({"k": jax.ShapeDtypeStruct((3,), np.float32)})
+
+
+def test_a_call_takes_the_batch_of_one_step():
+    step = tj.build_train_step(
+        lambda w, batch, tower: tj.Weighted.mean((w - batch) ** 2, tower.weight),
+        optax.sgd(0.1),
+        tj.OneDevice("cpu:0"),
+    )
+    state = step.init(np.float32(1))
+    several = step.place_batches([np.ones(4, np.float32)] * 2, 2)
+    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
+        step(state, several)
+    state, metrics = step.dispatch(state, several)[:2]
+    assert metrics["loss"].shape == (2,) and int(state.step) == 2

@@ -336,7 +336,14 @@ class CompiledStep:
           DesyncError: With a check, likewise, where devices differed.
         """
         self._verdicts.check()
-        after, metrics, guarded = self.dispatch(state, self.place_batch(batch))
+        placed = self.place_batch(batch)
+        if placed.num_steps is not None:
+            raise ValueError(
+                f"The placed batch holds the batches of {placed.num_steps} steps, and a"
+                " call is one. Say tj.run(..., steps_per_call=...), or step.dispatch,"
+                " which looks at no verdict."
+            )
+        after, metrics, guarded = self.dispatch(state, placed)
         self._verdicts.add(state.step, guarded)
         return after, metrics
 
