@@ -398,8 +398,8 @@ REGISTRY = (
         "B40",
         "a SUM over towers is restored to each tower undivided",
         "towers.cross_tower.saving:_restored_leaf",
-        "shares(like, new, strategy.num_towers) if local",
-        "jnp.stack([new] * strategy.num_towers) if local",
+        "shares(like, new, num_towers) if local",
+        "jnp.stack([new] * num_towers) if local",
         "test_variables.py::test_saved_on_four_towers_and_restored_on_others[4-2]",
     ),
 )
@@ -1290,8 +1290,8 @@ CHECKPOINTS = (
         "C05",
         "each of other towers gets the whole SUM",
         "towers.cross_tower.saving:_restored_leaf",
-        "shares(like, new, strategy.num_towers)",
-        "jnp.broadcast_to(new, (strategy.num_towers, *new.shape))",
+        "shares(like, new, num_towers)",
+        "jnp.broadcast_to(new, (num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there",
     ),
     _m(

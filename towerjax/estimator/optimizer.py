@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import TowersOfStep
@@ -24,6 +23,7 @@ from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
 from towerjax.towers.outputs import as_tower_output, widened
 from towerjax.types import PyTree, Reduction
+from towerjax.types.leaves import has_tracers
 
 
 @jax.tree_util.register_dataclass
@@ -296,8 +296,7 @@ def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
             f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
             " with its own init(params)."
         )
-    leaves = jax.tree.leaves(params)
-    if not any(isinstance(x, Tracer) for x in leaves):
+    if not has_tracers(params):
         return  # looked at once, where a step is traced, and not at each eager call
     own = jax.tree.structure(jax.eval_shape(init, params).inner)
     if own != jax.tree.structure(state.inner):  # optax may hand it on, and never say so

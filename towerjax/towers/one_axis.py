@@ -168,11 +168,11 @@ class _Devices:
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
-            out[:] = [rule.call_wrapped(*_with_arrays(args, arrays))]
-            return _arrays_of(out)
+            out[:] = [rule.call_wrapped(*with_arrays(args, arrays))]
+            return arrays_of(out)
 
-        arrays = self.call(of_arrays, _arrays_of(args))
-        return _with_arrays(out, arrays)[0]
+        arrays = self.call(of_arrays, arrays_of(args))
+        return with_arrays(out, arrays)[0]
 
     def _unhidden(self, eqn: JaxprEqn) -> JaxprEqn:
         """Code that a primitive holds, written out where towers meet in it."""
@@ -242,11 +242,12 @@ class _Devices:
         return [x[tower] for x in jax.tree.leaves(out)]
 
 
-def _arrays_of(tree: PyTree) -> list[Any]:
+def arrays_of(tree: PyTree) -> list[Any]:
+    """The leaves that are arrays, in tree order."""
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
 
-def _with_arrays(tree: PyTree, arrays: Sequence[Any]) -> Any:
+def with_arrays(tree: PyTree, arrays: Sequence[Any]) -> Any:
     """The tree with others in place of its arrays."""
     new = iter(arrays)
     return jax.tree.map(lambda x: next(new) if isinstance(x, jax.Array) else x, tree)

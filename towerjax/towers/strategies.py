@@ -17,7 +17,6 @@ from towerjax.mesh.devices import (
     first_of_each_process,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
-from towerjax.towers.cross_tower.job import JobMethods
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
 from towerjax.types import short_repr
 from towerjax.types.html_form import table
@@ -28,7 +27,7 @@ StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mirrored(CrossTowerMethods, JobMethods):
+class Mirrored(CrossTowerMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
 
     Attributes:
@@ -157,7 +156,7 @@ def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OneDevice(CrossTowerMethods, JobMethods):
+class OneDevice(CrossTowerMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:

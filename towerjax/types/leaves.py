@@ -100,6 +100,16 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         raise ValueError(f"Devices hold arrays of numbers, but {'; '.join(bad)}.")
 
 
+def has_tracers(tree: PyTree) -> bool:
+    """Is any leaf without a value, because JAX traces it?"""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Is any leaf without a value, or are we where new arrays have none?"""
+    return has_tracers((tree, jnp.arange(1)))
+
+
 def is_key(x: Any) -> bool:
     """Is it a typed random key, or an array of them?"""
     dtype = getattr(x, "dtype", None)

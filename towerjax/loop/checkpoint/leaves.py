@@ -1,7 +1,6 @@
 """Which plain arrays is a state, and how does it come back on other towers?"""
 
 import dataclasses
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from towerjax.loop.checkpoint.errors import CheckpointError
 from towerjax.mesh.placement import Placement
-from towerjax.towers.cross_tower.saving import restored_values
+from towerjax.towers.cross_tower.saving import restored_on
 from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, is_variable
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
@@ -139,7 +138,6 @@ def _refuse_no_value(old: Mapping[str, Leaf], others: set[str]) -> None:
 
 def _dealt_out(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
     """The state with the copies of as many towers as there are now."""
-    towers = types.SimpleNamespace(num_towers=placement.num_towers, placement=placement)
 
     def one(node: Any, old: Any) -> Any:
         sizes = [np.shape(x)[:1] for x in jax.tree.leaves(node)]
@@ -147,7 +145,7 @@ def _dealt_out(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
             np.shape(x)[:1] for x in jax.tree.leaves(old)
         ]:
             return node
-        node = restored_values(towers, old, read_local(node))
+        node = restored_on(placement, old, read_local(node))
         return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), node, old)
 
     return jax.tree.map(one, new, like, is_leaf=is_variable)

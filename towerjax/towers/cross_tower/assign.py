@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from towerjax.collectives.reduce import reduced_dtype
-from towerjax.mesh.placement import place
-from towerjax.towers.cross_tower.values import is_per_tower
+from towerjax.mesh.placement import Placement, place
+from towerjax.towers.cross_tower.values import any_per_tower, is_per_tower
+from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
@@ -23,59 +23,255 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.leaves import is_traced, refuse_unheld
 
 
-def create_var(
-    strategy: Any,
-    name: str,
-    initial: PyTree | Callable[[], PyTree],
-    *,
-    reduction: Reduction,
-    tower_local: bool,
-) -> Any:
-    """A new variable on the strategy's devices."""
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"create_var: name={name!r} must be a word, such as 'scale'.")
-    if not isinstance(tower_local, bool):
-        raise ValueError(
-            f"Invalid variable synchronization mode: {tower_local} for variable:"
-            f" {name}. Write tower_local=True for one copy a tower (ON_READ), or False"
-            " for one mirrored value (ON_WRITE, AUTO)."
+class VariableMethods:
+    """What every strategy can do with variables; all of it pure."""
+
+    placement: Placement
+
+    def create_var(
+        self,
+        name: str,
+        initial: PyTree | Callable[[], PyTree],
+        *,
+        reduction: Reduction = Reduction.NONE,
+        tower_local: bool = False,
+    ) -> Any:
+        """A new variable on the strategy's devices.
+
+        Args:
+          name: What errors call it.
+          initial: A pytree of arrays or numbers, or a function that makes one; called
+            once, so that random values are the same on all towers.
+          reduction: How towers' values become one: of a mirrored variable those they
+            assign, of a tower-local one their copies when it is read.
+          tower_local: A copy a tower instead of one mirrored value?
+
+        Returns:
+          ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``.
+
+        Raises:
+          ValueError: An option is of another type, or ``initial`` holds no arrays.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> count = strategy.create_var("count", 3, reduction=tj.Reduction.SUM,
+          ...     tower_local=True)
+          >>> count.value.tolist(), int(strategy.read_var(count))
+          ([3, 3], 6)
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"create_var: name={name!r} must be a word, such as 'scale'."
+            )
+        if not isinstance(tower_local, bool):
+            raise ValueError(
+                f"Invalid variable synchronization mode: {tower_local} for variable:"
+                f" {name}. Write tower_local=True for one copy a tower (ON_READ), or"
+                " False for one mirrored value (ON_WRITE, AUTO)."
+            )
+        if not isinstance(reduction, Reduction):
+            raise ValueError(
+                f"Invalid variable aggregation mode: {reduction} for variable: {name}."
+                " Write tj.Reduction.SUM, MEAN, ONLY_FIRST_TOWER or NONE."
+            )
+        initial = initial() if callable(initial) else initial
+        if any_per_tower(initial):
+            raise ValueError(
+                f"create_var: initial of {name!r} differs from tower to tower. Start"
+                " all towers with one value, and give each its own with"
+                " strategy.call_for_each_tower(lambda tower, v, x: tower.assign(v, x),"
+                " v, per_tower)."
+            )
+        initial = plain(initial)
+        refuse_unheld(f"create_var: {name!r}", initial)
+        value = jax.tree.map(jnp.asarray, initial)
+        if not jax.tree.leaves(value):
+            raise ValueError(
+                f"create_var: initial of {name!r} holds no arrays: {value!r}."
+            )
+        if tower_local:
+            rows = copies(value, self.placement.num_towers)
+            return TowerLocal(
+                placed(rows, self.placement, Layout.PER_TOWER), reduction, name
+            )
+        return MirroredVar(
+            placed(value, self.placement, Layout.MIRRORED), reduction, name
         )
-    if not isinstance(reduction, Reduction):
-        raise ValueError(
-            f"Invalid variable aggregation mode: {reduction} for variable: {name}."
-            " Write tj.Reduction.SUM, MEAN, ONLY_FIRST_TOWER or NONE."
-        )
-    initial = initial() if callable(initial) else initial
-    if any(map(is_per_tower, jax.tree.leaves(initial, is_leaf=is_per_tower))):
-        raise ValueError(
-            f"create_var: initial of {name!r} differs from tower to tower. Start all"
-            " towers with one value, and give each its own with"
-            " strategy.call_for_each_tower(lambda tower, v, x: tower.assign(v, x), v,"
-            " per_tower)."
-        )
-    initial = plain(initial)
-    refuse_unheld(f"create_var: {name!r}", initial)
-    value = jax.tree.map(jnp.asarray, initial)
-    if not jax.tree.leaves(value):
-        raise ValueError(f"create_var: initial of {name!r} holds no arrays: {value!r}.")
-    if tower_local:
-        rows = copies(value, strategy.num_towers)
-        return TowerLocal(placed(rows, strategy, Layout.PER_TOWER), reduction, name)
-    return MirroredVar(placed(value, strategy, Layout.MIRRORED), reduction, name)
+
+    def assign(self, variable: Variable, value: PyTree) -> Any:
+        """The variable with a new value, seen across towers.
+
+        Args:
+          variable: Mirrored: takes the value. Tower-local: reads as the value
+            afterwards; of a SUM each tower has its share, integers in whole parts.
+          value: One value, the same for all towers.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: The value differs from tower to tower, or does not fit.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> count = strategy.create_var("count", 0, reduction=tj.Reduction.SUM,
+          ...     tower_local=True)
+          >>> strategy.assign(count, 7).value.tolist()
+          [4, 3]
+        """
+        return self._assigned(variable, value, None, "assign")
+
+    def assign_add(self, variable: Variable, value: PyTree) -> Any:
+        """The mirrored variable with a value added to it.
+
+        Args:
+          variable: ``MirroredVar``.
+          value: One value, the same for all towers.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign`; the variable is tower-local, whose copies or sum
+            could be meant.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> v = strategy.create_var("v", 1.0)
+          >>> float(strategy.assign_add(v, 6).value)
+          7.0
+        """
+        return self._assigned(variable, value, lambda old, new: old + new, "assign_add")
+
+    def assign_sub(self, variable: Variable, value: PyTree) -> Any:
+        """The mirrored variable with a value subtracted from it.
+
+        Args:
+          variable: ``MirroredVar``.
+          value: One value, the same for all towers.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: As `assign_add`.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> v = strategy.create_var("v", 5.0)
+          >>> float(strategy.assign_sub(v, 2).value)
+          3.0
+        """
+        return self._assigned(variable, value, lambda old, new: old - new, "assign_sub")
+
+    def _assigned(
+        self,
+        variable: Variable,
+        value: PyTree,
+        combine: Callable[[jax.Array, jax.Array], jax.Array] | None,
+        what: str,
+    ) -> Any:
+        """The variable after an assignment to all towers at once."""
+        check_variable(variable, f"strategy.{what}")
+        check_mirrored([value], f"strategy.{what} of {named(variable)}")
+        value = plain(value)
+        if isinstance(variable, MirroredVar):
+            new = fitted(variable, value)
+            if combine is not None:
+                new = combined(variable, combine, new)
+            return _replaced(variable, new)
+        if combine is not None:
+            sign = "-" if what == "assign_sub" else "+"
+            raise ValueError(
+                f"strategy.{what} of {named(variable)}, across towers: shall each"
+                " tower's copy change by the value, or what they read as together?"
+                f" Write strategy.update(v, lambda x: x {sign} value) for each copy,"
+                f" strategy.assign(v, strategy.read_var(v) {sign} value) for the whole,"
+                f" or tower.{what} in a tower."
+            )
+        num_towers = self.placement.num_towers
+        check_towers(variable, num_towers)
+        return _replaced(variable, _copies_for(variable, value, num_towers))
+
+    def update(
+        self,
+        variable: Variable,
+        fn: Callable[..., PyTree],
+        /,
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> Any:
+        """The variable after ``fn(value, *args, **kwargs)`` of each of its copies.
+
+        Args:
+          variable: Mirrored: ``fn`` is called once. Tower-local: once for each
+            tower's copy.
+          fn: Returns the new value, of the same structure and shapes.
+          *args: Values that all towers share; a mirrored variable is its value.
+          **kwargs: As ``args``.
+
+        Returns:
+          The new variable.
+
+        Raises:
+          ValueError: It is no variable, an argument differs from tower to tower, or
+            the result does not fit.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> count = strategy.create_var("count", 1.0, reduction=tj.Reduction.SUM,
+          ...     tower_local=True)
+          >>> float(strategy.read_var(strategy.update(count, lambda x, y: y, 5.0)))
+          10.0
+        """
+        check_variable(variable, "strategy.update")
+        check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
+        args, kwargs = plain((args, kwargs))
+        if isinstance(variable, MirroredVar):
+            return _replaced(
+                variable, fitted(variable, plain(fn(variable.value, *args, **kwargs)))
+            )
+        check_towers(variable, self.placement.num_towers)
+        rows = []
+        for t in range(self.placement.num_towers):
+            own = jax.tree.map(lambda x, t=t: x[t], variable.value)
+            new = plain(fn(own, *args, **kwargs))
+            rows.append(fitted(variable, new, copies=True))
+        return _replaced(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
+
+    def read_var(self, value: PyTree) -> PyTree:
+        """Each variable's one value; any other value as it is.
+
+        Args:
+          value: A pytree that may hold variables.
+
+        Returns:
+          The tree: a ``MirroredVar`` is its value, a ``TowerLocal`` is read by its
+          own reduction.
+
+        Raises:
+          ValueError: A tower-local variable's reduction is NONE; names it.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
+          2.5
+        """
+        return read_variables(value)
 
 
-def placed(tree: PyTree, strategy: Any, layout: Layout) -> PyTree:
+def placed(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """A copy of the tree on the strategy's devices; as it is where it is traced."""
-    return tree if is_traced(tree) else place(tree, strategy.placement, layout)
-
-
-def is_traced(tree: PyTree) -> bool:
-    """Is any leaf without a value, or are we where new arrays have none?"""
-    leaves = [*jax.tree.leaves(tree), jnp.arange(1)]
-    return any(isinstance(x, Tracer) for x in leaves)
+    return tree if is_traced(tree) else place(tree, placement, layout)
 
 
 def copies(value: PyTree, num_towers: int) -> PyTree:
@@ -152,42 +348,13 @@ def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
     return treedef.unflatten(rows)
 
 
-def assigned(
-    strategy: Any,
-    variable: Variable,
-    value: PyTree,
-    combine: Callable[[jax.Array, jax.Array], jax.Array] | None,
-    what: str,
-) -> Any:
-    """The variable after an assignment to all towers at once."""
-    check_variable(variable, f"strategy.{what}")
-    check_mirrored([value], f"strategy.{what} of {named(variable)}")
-    value = plain(value)
-    if isinstance(variable, MirroredVar):
-        new = fitted(variable, value)
-        if combine is not None:
-            new = combined(variable, combine, new)
-        return _replaced(variable, new)
-    if combine is not None:
-        sign = "-" if what == "assign_sub" else "+"
-        raise ValueError(
-            f"strategy.{what} of {named(variable)}, across towers: shall each tower's"
-            " copy change by the value, or what they read as together? Write"
-            f" strategy.update(v, lambda x: x {sign} value) for each copy,"
-            f" strategy.assign(v, strategy.read_var(v) {sign} value) for the whole, or"
-            f" tower.{what} in a tower."
-        )
-    check_towers(variable, strategy)
-    return _replaced(variable, _copies_for(variable, value, strategy.num_towers))
-
-
-def check_towers(variable: TowerLocal, strategy: Any) -> None:
+def check_towers(variable: TowerLocal, num_towers: int) -> None:
     """Raise unless the variable has one copy for each tower."""
     for x in jax.tree.leaves(variable.value):
-        if np.shape(x)[:1] != (strategy.num_towers,):
+        if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
                 f"{named(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
-                f" {strategy.num_towers} towers. Make it with strategy.create_var(...,"
+                f" {num_towers} towers. Make it with strategy.create_var(...,"
                 " tower_local=True)."
             )
 
@@ -214,27 +381,3 @@ def copy_like(old: Any, new: Any) -> jax.Array:
     if not isinstance(old, jax.Array) or is_traced((old, new)):
         return jnp.asarray(new)
     return jax.device_put(jnp.copy(new), old.sharding)
-
-
-def update(
-    strategy: Any,
-    variable: Variable,
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> Any:
-    """The variable after ``fn(value, *args, **kwargs)`` of each of its copies."""
-    check_variable(variable, "strategy.update")
-    check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
-    args, kwargs = plain((args, kwargs))
-    if isinstance(variable, MirroredVar):
-        return _replaced(
-            variable, fitted(variable, plain(fn(variable.value, *args, **kwargs)))
-        )
-    check_towers(variable, strategy)
-    rows = []
-    for t in range(strategy.num_towers):
-        own = jax.tree.map(lambda x, t=t: x[t], variable.value)
-        new = plain(fn(own, *args, **kwargs))
-        rows.append(fitted(variable, new, copies=True))
-    return _replaced(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))

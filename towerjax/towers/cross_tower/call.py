@@ -29,6 +29,7 @@ from towerjax.towers.merge import is_mergeable, stacked_rows
 from towerjax.towers.tower import Tower, TowerInputs, branches_explained
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
+from towerjax.types.leaves import has_tracers
 from towerjax.types.options import check_flag
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -255,7 +256,7 @@ def _is_pmap(placement: Placement) -> bool:
 
 def _refuse_tracers(consts: list[Any]) -> None:
     # JAX would hand each device a part of such a value, without an error.
-    if any(isinstance(x, Tracer) for x in consts):
+    if has_tracers(consts):
         raise ValueError(
             "call_for_each_tower: fn closes over a value of the jit, grad or scan"
             " around it, which executor='pmap' cannot take. Pass it as an argument of"
@@ -296,8 +297,7 @@ def _split_outputs(out: PyTree) -> tuple[list[Any], Any, tuple, tuple]:
 
 def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
     """On the strategy's devices, but for tracers and inside a trace."""
-    leaves = jax.tree.leaves(x)
-    if traced or any(isinstance(leaf, Tracer) for leaf in leaves):
+    if traced or has_tracers(x):
         return jax.tree.map(jnp.asarray, x)
     if placement.num_processes > 1 and layout is Layout.MIRRORED:
         return place(x, placement, layout)  # the same on all: the first process's

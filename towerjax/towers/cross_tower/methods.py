@@ -4,18 +4,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from towerjax.mesh.placement import Placement
-from towerjax.towers.cross_tower import batch, call, values
-from towerjax.towers.cross_tower.variable_methods import VariableMethods
+from towerjax.towers.cross_tower import call, values
+from towerjax.towers.cross_tower.assign import VariableMethods
+from towerjax.towers.cross_tower.job import JobMethods
+from towerjax.towers.cross_tower.values import any_per_tower, is_per_tower, send
+from towerjax.towers.cross_tower.whereabouts import WhereaboutsMethods
 from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types.leaves import has_tracers
 
 
-class CrossTowerMethods(VariableMethods):
+class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
     """What every strategy can do with towers' values; all of it pure."""
-
-    placement: Placement
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone: devices, once looked up, do not pickle."""
@@ -123,8 +126,6 @@ class CrossTowerMethods(VariableMethods):
     ) -> PyTree:
         """One value of all towers' values.
 
-        See `towerjax.towers.cross_tower.values.reduce_values`.
-
         Args:
           reduction: SUM, MEAN or ONLY_FIRST_TOWER.
           value: A pytree of ``PerTower`` and of values that all towers share.
@@ -144,8 +145,6 @@ class CrossTowerMethods(VariableMethods):
     ) -> list[PyTree]:
         """One value of each pair's towers' values; all sums travel together.
 
-        See `towerjax.towers.cross_tower.batch.batch_reduce_values`.
-
         Args:
           reduction: SUM, MEAN or ONLY_FIRST_TOWER.
           pairs: ``(value, destinations)`` each, as in ``reduce``.
@@ -153,12 +152,28 @@ class CrossTowerMethods(VariableMethods):
         Returns:
           As many values, in the order of the pairs.
         """
-        return batch.batch_reduce_values(self, reduction, pairs)
+        if not isinstance(pairs, list | tuple):
+            raise ValueError(
+                f"batch_reduce got a {type(pairs).__name__}; give a list of pairs"
+                " (value, destinations)."
+            )
+        for number, pair in enumerate(pairs):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                what = (
+                    f"a tuple of {len(pair)}" if isinstance(pair, tuple) else repr(pair)
+                )
+                raise ValueError(
+                    f"batch_reduce: pair {number} is {what}; write (value,"
+                    " destinations), or (value, None) for the strategy's devices."
+                )
+        reduced = self.reduce(reduction, [value for value, _ in pairs])
+        return [
+            x if destinations is None else send(x, destinations)
+            for x, (_, destinations) in zip(reduced, pairs, strict=True)
+        ]
 
     def broadcast(self, value: PyTree, destinations: Any = None) -> PyTree:
         """A copy of one value on each of several devices.
-
-        See `towerjax.towers.cross_tower.batch.broadcast_value`.
 
         Args:
           value: A pytree of arrays or numbers.
@@ -167,7 +182,17 @@ class CrossTowerMethods(VariableMethods):
         Returns:
           The tree of mirrored arrays.
         """
-        return batch.broadcast_value(self, value, destinations)
+        if any_per_tower(value):
+            raise ValueError(
+                "broadcast of a PerTower, which has a value for each tower. Make it one"
+                " first, with strategy.reduce, or name a tower:"
+                " strategy.unwrap(value)[0]."
+            )
+        if destinations is not None:
+            return send(value, destinations)
+        if has_tracers(value):
+            return value
+        return send(value, self.worker_devices)
 
     def gather(self, value: PerTower, axis: int) -> PyTree:
         """All towers' values joined along a dim; sizes may differ along it alone.
@@ -195,4 +220,36 @@ class CrossTowerMethods(VariableMethods):
         Returns:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
-        return batch.map_over_towers(self, fn, elements, *args)
+        if any_per_tower(args):
+            raise ValueError(
+                "map: args are the same for all elements, but one of them is PerTower."
+                " Use call_for_each_tower for values that differ from tower to tower."
+            )
+        if not callable(fn):
+            raise ValueError(
+                f"map: the function comes first, and is a {type(fn).__name__}. Write"
+                " strategy.map(fn, elements, *args)."
+            )
+        if is_per_tower(elements):
+            raise ValueError(
+                "map: elements are a PerTower, of which each tower has its own. Use"
+                " call_for_each_tower, or pass a list."
+            )
+        arrays = isinstance(elements, np.ndarray | jax.Array) and elements.ndim
+        if not arrays and not isinstance(elements, Sequence):
+            raise ValueError(
+                f"map: elements are a {type(elements).__name__}, which does not say how"
+                " many there are. Make it a list: list(elements)."
+            )
+        if not len(elements):
+            raise ValueError("map: there are no elements.")
+        num_towers = self.num_towers
+        results = [fn(x, *args) for x in elements]
+        by_tower = [results[t::num_towers] for t in range(num_towers)]
+
+        def stack(*leaves: Any) -> jax.Array:
+            return jnp.stack([jnp.asarray(x) for x in leaves])
+
+        return PerTower(
+            tuple(jax.tree.map(stack, *group) for group in by_tower if group)
+        )

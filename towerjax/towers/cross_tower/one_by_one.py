@@ -22,11 +22,12 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.proof.mirrored import ReplicationError
 from towerjax.towers.cross_tower.regroup import is_same, regroup, select_tower
+from towerjax.towers.cross_tower.values import is_per_tower
 from towerjax.towers.merge import WithNames, are_apart, is_mergeable, stacked_rows
 from towerjax.towers.tower import TowerInputs
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import key_data, like_key
+from towerjax.types.leaves import has_tracers, is_traced, key_data, like_key
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
@@ -46,8 +47,8 @@ def call_one_by_one(
             f" {strategy.placement.num_processes}. Try the function on fewer towers, on"
             " this process's devices."
         )
-    given = jax.tree.map(_own, (args, kwargs), is_leaf=_is_per_tower)
-    if isinstance(jnp.arange(1), Tracer) or _has_tracer(given):
+    given = jax.tree.map(_own, (args, kwargs), is_leaf=is_per_tower)
+    if is_traced(given):
         raise ValueError(
             "call_for_each_tower: run_concurrently=False shows real values, and inside"
             " jit, grad, vmap or scan there are none. Call it outside of them, or leave"
@@ -66,7 +67,7 @@ def call_one_by_one(
         return is_same(leaves)
 
     out = regroup(results, root="The towers' result", bare=is_shared)
-    leaves, treedef = jax.tree.flatten(out, is_leaf=_is_per_tower)
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
     if len(results) > 1 and (rounds.in_doubt or any(map(_rows_are_equal, leaves))):
         same = proof() or [False] * len(leaves)
         leaves = [
@@ -75,7 +76,7 @@ def call_one_by_one(
         ]
         out = jax.tree.unflatten(treedef, leaves)
     return jax.tree.map(
-        lambda x: _placed(x, strategy.placement), out, is_leaf=_is_per_tower
+        lambda x: _placed(x, strategy.placement), out, is_leaf=is_per_tower
     )
 
 
@@ -139,7 +140,7 @@ class _TowerThread:
                 " strategy.unwrap and strategy.call_for_each_tower."
             )
         staged = isinstance(jnp.arange(1), Tracer)  # grad and vmap stage no constants
-        if staged or _has_tracer(values):
+        if staged or has_tracers(values):
             where = "jit, cond or scan" if staged else "grad or vmap"
             other = "run under jax.disable_jit()" if staged else "meet outside of it"
             raise ValueError(
@@ -188,7 +189,7 @@ class _Rounds:
                 args, kwargs = jax.tree.map(
                     lambda x: _row_of(x, t, strategy.num_towers),
                     given,
-                    is_leaf=_is_per_tower,
+                    is_leaf=is_per_tower,
                 )
                 return fn(tower, *args, **kwargs)
 
@@ -240,7 +241,7 @@ class _Rounds:
     def _merged(self, arrivals: list[_Arrival], given: tuple[Any, ...]) -> list[Any]:
         first, T = arrivals[0], len(arrivals)
         ours = first.what != "tower.merge_call"
-        rows = jax.tree.leaves(given, is_leaf=_is_per_tower)
+        rows = jax.tree.leaves(given, is_leaf=is_per_tower)
         if "Reduction.SUM" in first.what and any(map(_rows_are_equal, rows)):
             self.in_doubt = True
         if ours or all(_are_one(first.merge_fn, x.merge_fn) for x in arrivals):
@@ -253,7 +254,7 @@ class _Rounds:
             jax.tree.map(
                 lambda x, t=t: _row_of(x, t, T, "A PerTower that merge_fn returned"),
                 out,
-                is_leaf=_is_per_tower,
+                is_leaf=is_per_tower,
             )
             for t, out in enumerate(outs)
         ]
@@ -272,10 +273,6 @@ def _no(leaves: Sequence[Any]) -> bool:
     return not any(map(is_mergeable, leaves)) and is_same(leaves)
 
 
-def _is_per_tower(x: Any) -> bool:
-    return isinstance(x, PerTower | TowerLocal)
-
-
 def _rows_are_equal(x: Any) -> bool:
     """Have all towers the same bits?"""
     if not isinstance(x, PerTower) or not is_mergeable(x.values):
@@ -284,13 +281,9 @@ def _rows_are_equal(x: Any) -> bool:
     return all(row.tobytes() == rows[0].tobytes() for row in rows)
 
 
-def _has_tracer(tree: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
 def _own(x: Any) -> Any:
     """An argument as an array that any tower's device may use."""
-    if _is_per_tower(x):
+    if is_per_tower(x):
         return jax.tree.map(_own, x)
     if not is_mergeable(x) or isinstance(x, Tracer):
         return x
@@ -312,7 +305,7 @@ def _row_of(x: Any, t: int, num_towers: int, name: str = "A PerTower argument") 
 def _placed(x: Any, placement: Placement) -> Any:
     if isinstance(x, PerTower) and are_apart(x.values):
         return x
-    layout = Layout.PER_TOWER if _is_per_tower(x) else Layout.MIRRORED
+    layout = Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED
     return jax.tree.map(
         lambda v: place(v, placement, layout) if isinstance(v, jax.Array) else v, x
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.reduce import check_addable, reduced_dtype
+from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import cast_exactly, placed, shares
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import TowerLocal, is_variable, named
@@ -75,6 +76,11 @@ def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:
       >>> restored_values(strategy, like, 7).value.tolist()
       [3, 2, 2]
     """
+    return restored_on(strategy.placement, like, saved)
+
+
+def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
+    """As `restored_values`, on the towers of a placement."""
     problems: list[str] = []
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_variable)
     expected = treedef.unflatten(_held(x) for _, x in nodes)
@@ -86,7 +92,7 @@ def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:
         )
     parts = treedef.flatten_up_to(saved)
     out = [
-        _restored(strategy, leaf_name("saved", path), x, part, problems)
+        _restored(placement, leaf_name("saved", path), x, part, problems)
         for (path, x), part in zip(nodes, parts, strict=True)
     ]
     if problems:
@@ -102,7 +108,7 @@ def _held(x: Any) -> Any:
 
 
 def _restored(
-    strategy: Any, where: str, like: Any, saved: PyTree, problems: list[str]
+    placement: Placement, where: str, like: Any, saved: PyTree, problems: list[str]
 ) -> Any:
     """The node on the strategy's towers; says in ``problems`` what does not fit."""
     layout = Layout.PER_TOWER if isinstance(like, TowerLocal) else Layout.MIRRORED
@@ -111,19 +117,19 @@ def _restored(
     pairs = zip(jax.tree_util.tree_leaves_with_path(saved), old, strict=True)
     for (path, new), old in pairs:
         try:
-            leaf = _restored_leaf(strategy, like, old, new)
+            leaf = _restored_leaf(placement.num_towers, like, old, new)
         except ValueError as error:
             problems.append(f"{leaf_name(where, path)} {error}")
         else:
             numbers = isinstance(leaf, jax.Array)
-            leaves.append(placed(leaf, strategy, layout) if numbers else leaf)
+            leaves.append(placed(leaf, placement, layout) if numbers else leaf)
     if problems:
         return None
     value = jax.tree.unflatten(jax.tree.structure(_held(like)), leaves)
     return dataclasses.replace(like, value=value) if is_variable(like) else value
 
 
-def _restored_leaf(strategy: Any, like: Any, old: Any, new: Any) -> Any:
+def _restored_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
     if isinstance(old, str):
         return new
     local = isinstance(like, TowerLocal)
@@ -137,5 +143,5 @@ def _restored_leaf(strategy: Any, like: Any, old: Any, new: Any) -> Any:
     if new.dtype not in (read, dtype):
         raise ValueError(f"is {new.dtype}, expected {read}")
     # Divided before it is cast: a sum of small integers may not be a small integer.
-    rows = shares(like, new, strategy.num_towers) if local else new
+    rows = shares(like, new, num_towers) if local else new
     return cast_exactly(rows, dtype)

@@ -4,14 +4,13 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 
 from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import addable, reduce_stacked, reduced_dtype
 from towerjax.mesh.placement import Placement, place_rows, waited
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.leaves import is_traced
 
 
 def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) -> PyTree:
@@ -21,9 +20,8 @@ def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) ->
     the strategy's cross-tower ops. Where JAX is tracing, as inside a ``merge_call``,
     and for ONLY_FIRST_TOWER nothing travels.
     """
-    leaves = jax.tree.leaves(stacked)
-    traced = any(isinstance(x, Tracer) for x in [*leaves, jnp.zeros(())])
-    if traced or not leaves or reduction is Reduction.ONLY_FIRST_TOWER:
+    nothing = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
+    if nothing or is_traced(stacked):
         return reduce_stacked(reduction, stacked)
     placement: Placement = strategy.placement
     rows = place_rows(stacked, placement, Layout.PER_TOWER)

@@ -24,11 +24,17 @@ from towerjax.towers.cross_tower.travel import reduce_side_by_side
 from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types.leaves import has_tracers
 
 
 def is_per_tower(x: Any) -> bool:
     """Does it hold one value a tower?"""
     return isinstance(x, PerTower | TowerLocal)
+
+
+def any_per_tower(tree: PyTree) -> bool:
+    """Does any part of a tree hold one value a tower?"""
+    return any(map(is_per_tower, jax.tree.leaves(tree, is_leaf=is_per_tower)))
 
 
 def as_per_tower(x: Any) -> PerTower:
@@ -234,7 +240,7 @@ def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> A
 
 def send(value: PyTree, destinations: Any) -> PyTree:
     """The value on one device, or a copy on each of several."""
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(value)):
+    if has_tracers(value):
         raise ValueError(
             f"destinations={destinations!r} inside a tower function or a step: a value"
             " there lies on every device already. Leave destinations out."
