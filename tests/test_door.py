@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.mesh.host_arrays import put
+from towerjax.mesh.private_jax import put
 from towerjax.types import Layout
 
 

@@ -84,6 +84,14 @@ def test_only_four_files_name_the_executors():
         assert not found or is_allowed, f"{path.name}: {found[0]}"
 
 
+def test_one_module_imports_what_jax_keeps_private():
+    private = re.compile(r"^\s*(from|import) (jax\._src|jaxlib\.mlir)", re.MULTILINE)
+    found = {
+        path.name for path in ROOT.rglob("*.py") if private.search(path.read_text())
+    }
+    assert found == {"private_jax.py"}
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_short_and_says_what_it_answers(name):
     module = importlib.import_module(name)

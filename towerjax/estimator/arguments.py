@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.towers.tower import Tower, branches_explained
+from towerjax.towers.executors import branches_explained
+from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
 from towerjax.types.options import check_function
 

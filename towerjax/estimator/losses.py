@@ -183,7 +183,7 @@ class TowersOfStep:
         addend = addend if loss is None else self.addend(loss)
         num_towers = self.tower.num_towers
         if get_opaque_trace_state() != self.trace:
-            if self.tower._axes.in_turn and not self.is_alone:
+            if self.tower.strategy.placement.axes.in_turn and not self.is_alone:
                 raise ValueError(_INSIDE)
             with jax.named_scope(SUMMED_BY_STEP):
                 total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))

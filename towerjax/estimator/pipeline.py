@@ -38,7 +38,7 @@ from towerjax.step.update import checked_like
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.one_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, TowerInputs
+from towerjax.towers.tower import Tower, TowerInputs, told
 from towerjax.towers.tower_local import local_values
 from towerjax.types import Layout, PyTree
 
@@ -174,13 +174,8 @@ class ModelEngine:
         self, number: int, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
     ) -> PyTree:
         """What one tower returns in a pass."""
-        own = {
-            "tower_id": tower.id,
-            "num_valid": tower._num_valid,
-            "first_row": jnp.int32(tower._first_row),
-            "micro_batch": tower._micro_batch,
-        }
-        cut, _ = self._cut(tower._axes, tower.rows, state, rows, own)
+        axes, own = told(tower)
+        cut, _ = self._cut(axes, tower.rows, state, rows, own)
         return cut.towers(number, (state, rows, own), [*merged[0]] if merged else [])
 
     def _cut(

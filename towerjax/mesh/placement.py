@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import Device, find_device, platform_devices
-from towerjax.mesh.host_arrays import put
+from towerjax.mesh.private_jax import put
 from towerjax.mesh.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import held_dtype, is_key, key_data, like_key, refuse_unheld

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
 
@@ -83,7 +84,7 @@ class Exchange:
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
         self._name, self._what, self._stopped = name, what, stopped
-        self._client = _coordinator_client()
+        self._client = coordinator_client()
         self._round = 0
 
     def all(self, own: Any) -> list[Any]:
@@ -116,13 +117,6 @@ class Exchange:
                     flush=True,
                 )
         raise AssertionError("counting does not end")
-
-
-def _coordinator_client() -> Any:
-    """JAX's client of the job's key-value store; JAX offers it under no public name."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def first_process_says(make: Callable[[], Any]) -> Any:

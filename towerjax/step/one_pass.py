@@ -23,9 +23,10 @@ from towerjax.step.nonfinite import Flags, flags, side_by_side
 from towerjax.step.recipe import Stage
 from towerjax.step.returned import METRICS, filled, is_typed, key_of, split
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
+from towerjax.towers.executors import branches_explained
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, TowerInputs, branches_explained
+from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.tower_local import (
     local_values,
     read_local_over_towers,

@@ -4,13 +4,13 @@ The only file that names these; `placement` says where the towers are, and
 `local_towers` how those of one device run.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from jaxlib.mlir.passmanager import PassManager
 
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
@@ -18,6 +18,7 @@ from towerjax.mesh.placement import (
     Placement,
     TowerAxes,
 )
+from towerjax.mesh.private_jax import run_passes
 from towerjax.types import Layout, PyTree
 
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
@@ -157,6 +158,21 @@ def trace_one_tower(
     return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*shapes)
 
 
+@contextlib.contextmanager
+def branches_explained() -> Iterator[None]:
+    """Around a tower function: says why ``if tower.id == 0`` cannot be."""
+    try:
+        yield
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "A tower function is traced once for all towers: tower.id, the batch and"
+            " what is computed of them have no values yet. Write jnp.where or lax.cond;"
+            " to see values, run towers one by one with"
+            " strategy.call_for_each_tower(fn, ..., run_concurrently=False)."
+        )
+        raise
+
+
 def shapes_of(tree: PyTree) -> PyTree:
     """The tree with each array replaced by the shape and dtype it has on a device."""
 
@@ -199,8 +215,5 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
     lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
     if placement.local == "scan" and placement.num_devices == 1:
-        module = lowered.compiler_ir("stablehlo")
-        with module.context:
-            passes = PassManager.parse("builtin.module(inline,symbol-dce,cse)")
-            passes.run(module.operation)
+        run_passes(lowered, "inline,symbol-dce,cse")
     return lowered

@@ -1,11 +1,11 @@
 """What may a tower function ask about its tower?"""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from towerjax.collectives.reduce import (
     check_addable,
@@ -329,21 +329,6 @@ class Tower:
         return assigned_in_tower(self, variable, value, lambda old, new: old - new)
 
 
-@contextlib.contextmanager
-def branches_explained() -> Iterator[None]:
-    """Around a tower function: says why ``if tower.id == 0`` cannot be."""
-    try:
-        yield
-    except jax.errors.ConcretizationTypeError as error:
-        error.add_note(
-            "A tower function is traced once for all towers: tower.id, the batch and"
-            " what is computed of them have no values yet. Write jnp.where or lax.cond;"
-            " to see values, run towers one by one with"
-            " strategy.call_for_each_tower(fn, ..., run_concurrently=False)."
-        )
-        raise
-
-
 def _of_a_step(value: Any, name: str, instead: str) -> Any:
     if value is None:
         raise ValueError(
@@ -351,6 +336,21 @@ def _of_a_step(value: Any, name: str, instead: str) -> Any:
             f" number and no key of its own. Pass {instead} as an argument."
         )
     return value
+
+
+def is_in_step(tower: Tower) -> bool:
+    """Has the tower a step's batch, and so ``weight`` and ``rows``?"""
+    return tower._num_valid is not None
+
+
+def told(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
+    """The axes of all towers, and what `TowerInputs.tower` was told of this alone."""
+    return tower._axes, {
+        "tower_id": tower.id,
+        "num_valid": tower._num_valid,
+        "first_row": jnp.int32(tower._first_row),
+        "micro_batch": tower._micro_batch,
+    }
 
 
 @dataclasses.dataclass(frozen=True)

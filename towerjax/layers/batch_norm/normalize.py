@@ -11,7 +11,7 @@ from jax import lax
 
 from towerjax.layers.batch_norm.options import BatchNormOptions
 from towerjax.metrics.weighted import Weighted
-from towerjax.towers.tower import Tower
+from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import Reduction
 
 _DEFAULTS = BatchNormOptions()
@@ -123,7 +123,7 @@ def _weights(
 ) -> jax.Array | None:
     """What each element counts, with as many dims as ``x``; None where all count 1."""
     weight = None if mask is None else _mask(x, mask)
-    if tower is None or (mask is not None and tower._num_valid is None):
+    if tower is None or (mask is not None and not is_in_step(tower)):
         return weight
     rows = tower.weight
     if 0 in axes or x.shape[:1] != rows.shape:

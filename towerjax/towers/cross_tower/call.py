@@ -23,10 +23,10 @@ from towerjax.proof.analysis import analyse
 from towerjax.proof.mirrored import ReplicationError, prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constants import Constant
 from towerjax.towers.cross_tower.one_by_one import call_one_by_one
-from towerjax.towers.executors import over_devices, trace_one_tower
+from towerjax.towers.executors import branches_explained, over_devices, trace_one_tower
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.merge import is_mergeable, stacked_rows
-from towerjax.towers.tower import Tower, TowerInputs, branches_explained
+from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers

@@ -1,16 +1,18 @@
-"""How does a host array get onto the devices? By the call that `device_put` ends in."""
+"""What does JAX offer under no public name? All of it that is used here."""
 
 import functools
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax._src.interpreters.pxla import batched_device_put
 from jax.sharding import NamedSharding
+from jaxlib.mlir.passmanager import PassManager
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """As ``jax.device_put`` of an array of a dtype that devices hold.
+    """As ``jax.device_put`` of an array of a dtype that devices hold, which calls this.
 
     In a quarter of its time, which for small batches is longer than a step's call. The
     devices may share the array's memory.
@@ -26,3 +28,15 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     parts = sharding.addressable_devices_indices_map(shape)
     aval = jax.device_put(zeros, sharding).aval
     return aval, list(parts.values()), list(parts)
+
+
+def coordinator_client() -> Any:
+    """JAX's client of the job's key-value store."""
+    return distributed.global_state.client
+
+
+def run_passes(lowered: Any, passes: str) -> None:
+    """Rewrites a lowered program by passes of MLIR, named as ``"inline,cse"``."""
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        PassManager.parse(f"builtin.module({passes})").run(module.operation)
