@@ -65,58 +65,6 @@ def num_all_reduces(text):
     return len(re.findall(r" all-reduce\(", text))
 
 
-# Statistics of gradients
-
-
-def test_the_noise_scale_of_towers_of_uneven_sizes_in_one_all_reduce():
-    """B_simple of McCandlish, 2018: 22 rows, of which the last tower has 4."""
-
-    def tower_fn(state, batch, tower):
-        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        weight = batch["weight"] * tower.weight
-        own = {
-            "square": (grads.value**2).sum(),
-            "noise": (weight**2).sum() / weight.sum() ** 2,
-            "towers": 1.0,
-        }
-        rows = tj.Sum((weight**2).sum())
-        return {"loss": loss, "grads": grads, "own": tj.Sum(own), "rows": rows}
-
-    def update_fn(state, merged):
-        grads, own = merged["grads"], merged["own"].value
-        large = (grads.value**2).sum()
-        small, part = own["square"] / own["towers"], own["noise"] / own["towers"]
-        whole = merged["rows"].value / grads.weight**2
-        noise = (small - large) / (part - whole)
-        signal = large - noise * whole
-        metrics = {"loss": merged["loss"], "noise": noise, "signal": signal}
-        metrics["norm"] = jnp.sqrt(large)
-        params = state.params - 0.1 * grads.value
-        return dataclasses.replace(state, params=params), metrics
-
-    step = tj.build_step(tower_fn, update_fn, mirrored(4), remainder="pad")
-    batch, state = data(22), step.init(W)
-    assert num_all_reduces(step.program(state, batch).call.as_text()) == 1
-    state, metrics = step(state, batch)
-    parts = [{k: x[i : i + 6] for k, x in batch.items()} for i in (0, 6, 12, 18)]
-    _, grads = value_and_grad(W, batch)
-    large = grads @ grads
-    small = np.mean([(value_and_grad(W, part)[1] ** 2).sum() for part in parts])
-
-    def factor(part):  # the variance of a weighted mean, of one row's
-        weight = part["weight"].astype(float)
-        return (weight**2).sum() / weight.sum() ** 2
-
-    noise = (small - large) / (
-        np.mean([factor(part) for part in parts]) - factor(batch)
-    )
-    np.testing.assert_allclose(metrics["norm"], np.sqrt(large), rtol=2e-6)
-    np.testing.assert_allclose(metrics["noise"], noise, rtol=2e-5)
-    signal = large - noise * factor(batch)
-    np.testing.assert_allclose(metrics["signal"], signal, rtol=2e-5)
-    np.testing.assert_allclose(state.params, W - 0.1 * grads, rtol=2e-6)
-
-
 # Privacy
 
 

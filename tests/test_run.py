@@ -996,6 +996,26 @@ def test_a_history_is_a_table(train_step, eval_step):
     assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_the_wait_for_each_batch_is_in_the_history(train_step, steps_per_call):
+    def slow_at_the_third():
+        for number, batch in enumerate(batches(make_data(16), 16, epochs=5)):
+            time.sleep(0.2 * (number == 2))
+            yield batch
+
+    _, history = run(
+        train_step,
+        init(train_step),
+        slow_at_the_third(),
+        steps_per_call=steps_per_call,
+        prefetch=0,
+        progress=False,
+    )
+    assert history.input_wait_s.shape == (5,)
+    assert history.input_wait_s.argmax() == 2 and history.input_wait_s[2] >= 0.2
+    assert (history.input_wait_s[1:2] == 0) == (steps_per_call == 2)
+
+
 @pytest.mark.slow
 def test_ten_steps_side_by_side_share_one_count_of_calls_in_flight():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])

@@ -14,6 +14,7 @@ from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
+from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, shared
 from towerjax.proof.mirrored import ReplicationError
 from towerjax.step.checking import Check
@@ -56,6 +57,7 @@ __all__ = [
     "Tower",
     "TowerLocal",
     "TowerOutput",
+    "TowerStatistics",
     "TrainState",
     "Weighted",
     "__version__",

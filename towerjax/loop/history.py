@@ -65,6 +65,8 @@ class History:
       evaluations: ``(step number, {name: float or array})``, in order.
       skipped: The numbers of the steps that left the parameters as they were,
         because a loss or gradient was not finite.
+      input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
+        while calls in flight went on; of several steps a call, at the first.
       summary: How much and how fast.
       best: The best evaluation and a copy of its state, where `run` was told to
         keep it and there was one that is not NaN.
@@ -86,6 +88,7 @@ class History:
     metrics: dict[str, np.ndarray]
     evaluations: tuple[tuple[int, dict[str, Any]], ...]
     skipped: tuple[int, ...]
+    input_wait_s: np.ndarray
     summary: RunSummary
     best: BestEvaluation | None = None
     stopped: str | None = None
@@ -154,13 +157,16 @@ class HistoryLog:
         self._start = start
         self._columns: dict[str, list[Any]] = {}
         self._skipped: list[int] = []
+        self._waits_s: list[float] = []
 
     @property
     def num_steps(self) -> int:
         """Steps written so far."""
         return self.number - self._start
 
-    def add(self, metrics: Mapping[str, Any], refused: bool, examples: int) -> None:
+    def add(
+        self, metrics: Mapping[str, Any], refused: bool, examples: int, wait_s: float
+    ) -> None:
         """Write one step."""
         if not self._columns:
             self._columns = {name: [] for name in metrics}
@@ -174,6 +180,7 @@ class HistoryLog:
             self._columns[name].append(value)
         self.number += 1
         self.examples += examples
+        self._waits_s.append(wait_s)
         if refused:
             self._skipped.append(self.number)
 
@@ -189,6 +196,7 @@ class HistoryLog:
             metrics={name: _column(values) for name, values in self._columns.items()},
             evaluations=tuple(self.evaluations),
             skipped=tuple(self._skipped),
+            input_wait_s=np.array(self._waits_s),
             summary=summary,
             best=best,
             stopped=stopped,

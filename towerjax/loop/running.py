@@ -35,6 +35,7 @@ class Call:
     metrics: dict[str, jax.Array]
     guarded: Any
     placed: PlacedBatch
+    wait_s: float = 0.0
 
 
 class Loop:
@@ -64,7 +65,7 @@ class Loop:
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
         self._compile_s = self._evaluate_s = 0.0
-        self._start_s = time.perf_counter()
+        self._wait_s, self._start_s = 0.0, time.perf_counter()
         self._fault: Exception | None = None
 
     def go_on(self, saving: Saving | None) -> None:
@@ -126,12 +127,15 @@ class Loop:
         )
 
     def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
+        start_s = time.perf_counter()
         try:
             return next(placed_batches, None)
         except Exception:
             # The steps before the broken batch are whole: hooks shall see them.
             self._fetch(0)
             raise
+        finally:
+            self._wait_s = time.perf_counter() - start_s
 
     def _dispatch(self, placed: PlacedBatch) -> None:
         self._fetch(self._options.in_flight - 1)
@@ -144,7 +148,7 @@ class Loop:
         number = len(placed.num_examples)
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
-            self._in_flight.append(Call(metrics, guarded, placed))
+            self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
             self._dispatched += number
             taken = self._ledger.use(number if self._options.steps_per_call > 1 else 1)
             self._kept.add(placed, taken)
@@ -220,7 +224,8 @@ class Loop:
         with self.guard:  # what is in the history is in the files, and once
             self._in_flight.popleft()
             self._fault = next((x for x in faults if x is not None), None)
-            for step in zip(rows, refused, examples, strict=True):
+            waits_s = [call.wait_s] + [0.0] * (len(rows) - 1)
+            for step in zip(rows, refused, examples, waits_s, strict=True):
                 self._log.add(*step)
             self.writers.write(records)
         return rows, faults

@@ -9,7 +9,7 @@ import jax
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.mesh.placement import place
+from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, repeated_recipe
 from towerjax.step.given_state import (
@@ -307,6 +307,10 @@ class CompiledStep:
                 raise
             out = runner(split_state(placed), batch)
         carry, now, metrics, finite, *found = out
+        own = metrics["own"]
+        if several and own:
+            own = on_every_process(own, self.strategy.placement)
+        metrics = {**metrics["one"], **own}
         guarded = metrics["loss"] if finite is None else finite
         guarded = Checked(guarded, found[0]) if found else guarded
         return dataclasses.replace(state, **carry, **now), metrics, guarded

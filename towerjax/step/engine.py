@@ -40,7 +40,7 @@ IN_LAYOUTS: dict[str, PyTree] = {
 OUT_LAYOUTS = {
     "state": CARRY_LAYOUT,
     "clock": Layout.MIRRORED,
-    "metrics": Layout.MIRRORED,
+    "metrics": {"one": Layout.MIRRORED, "own": Layout.PER_TOWER},
     "finite": Layout.MIRRORED,
 }
 """The layouts of what a step returns."""
@@ -94,6 +94,7 @@ class Engine:
             carry, now = split_state(after)
             now = {name: x for name, x in now.items() if x is not clock[name]}
             now["step"] = clock["step"] + 1
+            values = self._by_layout(metrics, values)
             return accepted, carry, (now, values, None if by_loss else whole)
 
         if self.on_nonfinite == "ignore":
@@ -101,6 +102,23 @@ class Engine:
         else:
             carry, rest = accept_or_keep(judged, carry)
         return carry, *rest, *(() if found is None else (found,))
+
+    def _by_layout(
+        self, metrics: dict[str, Any], values: dict[str, Any]
+    ) -> dict[str, dict[str, Any]]:
+        """The metrics that are one value, and those of which each tower has one."""
+        num_towers = self.passes[0].strategy.num_towers
+        parts: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
+        for name, x in values.items():
+            is_own = isinstance(metrics[name], PerTower)
+            if is_own and x.shape[:1] != (num_towers,):
+                raise ValueError(
+                    f"metrics[{name!r}] is tj.PerTower of shape {x.shape}, but dim 0"
+                    f" runs over the {num_towers} towers. Return the array alone where"
+                    " it is one value."
+                )
+            parts["own" if is_own else "one"][name] = x
+        return parts
 
     def located(self, run: Run, carry: Any, clock: Any, *args: PyTree) -> tuple[Any]:
         """The towers alone, of which is told what is not finite."""
@@ -295,4 +313,8 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
 
     stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
     in_layouts = {**recipe.in_layouts, **stacked, "count": Layout.MIRRORED}
-    return dataclasses.replace(recipe, fn=steps, in_layouts=in_layouts)
+    metrics = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER_STEPS}
+    out_layouts = {**recipe.out_layouts, "metrics": metrics}
+    return dataclasses.replace(
+        recipe, fn=steps, in_layouts=in_layouts, out_layouts=out_layouts
+    )

@@ -16,7 +16,7 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.over_towers import folded_over_towers
-from towerjax.metrics.state import merged_rows
+from towerjax.metrics.state import is_additive, is_metric, merged_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
 from towerjax.step.nonfinite import Flags, flags, side_by_side
@@ -304,38 +304,49 @@ def _in_turn(
         total, local = carry
         out = run(*jax.tree.leaves((numbered[0], numbered[1], local)))
         tree, pools = jax.tree.unflatten(treedef, out)
-        added = pools["added"], pools["shown"]
         rows = pools["joined"], [x for x in pools["own"] if isinstance(x, Rows)]
         if locals_:
             after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
             leaves = jax.tree.leaves(after)
             local = jax.tree.unflatten(jax.tree.structure(local), leaves)
-        total = jax.tree.map(jnp.add, total, added)
+        total = jax.tree.map(jnp.add, total, _summed(pools))
         return (total, local), (tree, pools["folded"], rows)
 
-    added = shapes[1]["added"], shapes[1]["shown"]
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), added)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), _summed(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
     (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
     tables, rows = kept
-    joined = iter([jax.tree.map(_flat, x) for x in rows])
-    after = iter(jax.tree.leaves(local))
-    own = [
-        next(joined) if isinstance(x, Rows) else jax.tree.map(lambda _: next(after), x)  # noqa: B023
-        for x in own
-    ]
+    after = jax.tree.leaves(local) if locals_ else []
+    of_kind = {
+        Rows: iter([jax.tree.map(_flat, x) for x in rows]),
+        PerTower: iter(added[2]),
+        TowerLocal: iter(jax.tree.unflatten(jax.tree.structure(locals_), after)),
+    }
+    own = [next(of_kind[type(x)]) for x in own]
     pools = {"added": added[0], "shown": added[1], "own": own}
     pools["folded"] = [merged_rows(x) for x in folded]
     pools["joined"] = [reduce_stacked_rows(Reduction.SUM, x, count) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
+def _summed(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
+    """What a tower's parts add up: what towers add too, and what each keeps."""
+    own = [x for x in pools["own"] if isinstance(x, PerTower)]
+    return pools["added"], pools["shown"], own
+
+
+def _adds_up(x: PerTower) -> bool:
+    values = jax.tree.leaves(x.values, is_leaf=is_typed)
+    return all(isinstance(v, Sum) or (is_metric(v) and is_additive(v)) for v in values)
+
+
 def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:
     """Raise unless parts can be joined, and each go on from the one before it."""
-    if any(isinstance(x, PerTower) for x in own):
+    if not all(_adds_up(x) for x in own if isinstance(x, PerTower)):
         raise ValueError(
-            "A tower of several micro-batches returned tj.PerTower, of which each part"
-            " has one. Return tj.Sum, tj.Weighted or tj.Rows."
+            "A tower of several micro-batches returned tj.PerTower of an array, of"
+            " which each part has one. Say how parts become one, such as"
+            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted or tj.Rows."
         )
 
     def types(tree: PyTree) -> list[Any]:

@@ -118,4 +118,9 @@ def _checked(name: str, x: Any, rows: int) -> Any:
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):
         return check(name, x)
-    return jax.tree.map(jnp.asarray, x)
+    # Of a PerTower of sums or states, micro-batches are merged, and towers are not.
+    return jax.tree.map(
+        lambda v: jnp.asarray(v) if not is_typed(v) else _checked(name, v, rows),
+        x,
+        is_leaf=lambda v: v is not x and is_typed(v),
+    )

@@ -92,6 +92,7 @@ class Step(CompiledStep):
             run = Proving(placement, on_devices=True)
             args = (*split_state(state), batch, count, shared)
             carry, now, metrics, *_ = recipe.fn(run, *args)
+            metrics = {**metrics["one"], **metrics["own"]}
             return dataclasses.replace(state, **carry, **now), metrics
 
         return fn
@@ -303,8 +304,9 @@ def build_step(
     What becomes of a leaf that a tower returns, its type says: ``Weighted`` and other
     metric states are merged over micro-batches and towers and divided once; ``Sum`` is
     added; ``Rows`` are the rows of the batch again; of ``PerTower`` and ``TowerLocal``
-    each tower keeps its own, ``[T, ...]``; and a bare array is proved to be the same on
-    every tower, or refused.
+    each tower keeps its own, ``[T, ...]``, of a ``PerTower(Weighted(...))`` what its
+    micro-batches come to; and a bare array is proved to be the same on every tower, or
+    refused.
 
     Several passes are how towers learn of each other in the middle of a step: each
     is given what the one before it came to, the whole of it, rows included.

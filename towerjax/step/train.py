@@ -11,6 +11,7 @@ import optax
 from towerjax.data.shard import Remainder
 from towerjax.metrics.example_cells import ExampleIds, as_addends, count_rows, from_sums
 from towerjax.metrics.example_count import ExampleCount
+from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
@@ -47,6 +48,7 @@ class Training:
       example_ids: Which examples the function's rows are; None counts none.
       trainable: Which parameters are trained; None is the floating ones.
       parts: ``T A``, how many micro-batches of all towers are counted together.
+      statistics: What is told of the towers' gradients; None is nothing.
     """
 
     loss_fn: LossFn
@@ -55,6 +57,7 @@ class Training:
     example_ids: ExampleIds | None = None
     trainable: Trainable | None = None
     parts: int = 1
+    statistics: TowerStatistics | None = None
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns."""
@@ -80,6 +83,8 @@ class Training:
         if self.example_ids is not None:
             cells = count_rows(self.example_ids, rows, tower.weight)
             returned["seen"] = Sum(as_addends(cells, self.parts))
+        if self.statistics is not None:
+            returned["statistics"] = self.statistics.of_tower(out.loss, grads)
         return returned
 
     def update(
@@ -109,7 +114,19 @@ class Training:
         if isinstance(loss, Means):
             metrics |= {f"loss/{i}": term for i, term in enumerate(loss.terms)}
             metrics["loss/shared"] = loss.shared
+        if self.statistics is not None:
+            told = self.statistics.metrics(merged["statistics"], merged["grads"])
+            metrics = _with(metrics, told)
         return dataclasses.replace(state, **changed), metrics
+
+
+def _with(metrics: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """The metrics of the loss function, and those of `TowerStatistics`."""
+    if both := sorted(metrics.keys() & told.keys()):
+        raise ValueError(
+            f"metrics[{both[0]!r}] is a name of tj.TowerStatistics; give yours another."
+        )
+    return metrics | told
 
 
 def _next_extra(before: PyTree, merged: PyTree) -> PyTree:
@@ -221,6 +238,7 @@ def build_train_step(
     max_programs: int = 1,
     check: Check | None = None,
     example_ids: ExampleIds | None = None,
+    statistics: TowerStatistics | None = None,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -257,6 +275,8 @@ def build_train_step(
       example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
         weights)``: counts each example in ``state.seen``, for `check_examples`; see
         ``docs/each_example_once.md``.
+      statistics: `TowerStatistics()`: metrics of the towers' gradients, of which is
+        told how large a batch is worth it; see ``docs/how_to/batch_size.md``.
 
     Returns:
       A `TrainStep`.
@@ -292,5 +312,21 @@ def build_train_step(
         max_programs=max_programs,
         check=check,
     )
+    _check_statistics(statistics, strategy.num_towers * micro_batches)
     training = Training(loss_fn, optimizer, loss_reduction, example_ids, trainable)
+    training = dataclasses.replace(training, statistics=statistics)
     return TrainStep(training, strategy, options)
+
+
+def _check_statistics(statistics: Any, parts: int) -> None:
+    if statistics is None:
+        return
+    if not isinstance(statistics, TowerStatistics):
+        raise ValueError(
+            f"statistics={statistics!r} must be None or tj.TowerStatistics()."
+        )
+    if parts == 1:
+        raise ValueError(
+            "tj.TowerStatistics compares parts of a batch, and one tower of one"
+            " micro-batch is one part. Use several towers, or micro_batches=2 or more."
+        )
