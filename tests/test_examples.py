@@ -178,12 +178,11 @@ def bits_tables(notebook):
 def check_bits(notebook):
     """Every bit of the pinned runs agrees; most of the plain ones do not."""
     pinned, plain = bits_tables(notebook)
-    for table in (pinned, plain):
-        assert table[:, 0].tolist() == [1, 2, 4, 8]
+    for table, devices in ((pinned, [1, 2, 4, 8]), (plain, [1, 2])):
+        assert table[:, 0].tolist() == devices
         assert (table[:, 2] > 20).all() and (table[:, 4] > 50_000).all()
     assert not pinned[:, [1, 3]].any()
-    # With a tower on each device XLA may add in the order of the towers, as one does.
-    assert (plain[1:3, 3] > 0.1 * plain[1:3, 4]).all() and not plain[0, [1, 3]].any()
+    assert plain[1, 3] > 0.1 * plain[1, 4] and not plain[0, [1, 3]].any()
 
 
 def check_outputs(notebook, bars_end_at, figures=3):
@@ -198,7 +197,7 @@ def check_outputs(notebook, bars_end_at, figures=3):
 
 def check_first(notebook):
     check_bits(notebook)
-    check_outputs(notebook, 8 * [["150/150"]])
+    check_outputs(notebook, 6 * [["150/150"]])
 
 
 def check_second(notebook):
@@ -215,7 +214,7 @@ def check_second(notebook):
     rows = re.findall(
         r"^(\d) tower\(s\) loss (\S+), gradient off by (\S+) ", text, re.M
     )
-    assert [int(towers) for towers, _, _ in rows] == [1, 2, 4, 8]
+    assert [int(towers) for towers, _, _ in rows] == [1, 2, 8]
     losses, off = np.array([row[1:] for row in rows], float).T
     np.testing.assert_allclose(losses, float(exact), rtol=1e-6)
     assert (off < 1e-5).all()
@@ -251,7 +250,7 @@ def check_third(notebook):
     rows = re.findall(r"^(\w+)\(\) +([0-9a-f]{8}.*)$", text, re.M)
     digests = {name: found.split() for name, found in rows}
     pinned = digests["PinnedTree"]
-    assert pinned == pinned[:1] * 4
+    assert pinned == pinned[:1] * 3
     for name in ("AllReduce", "ReduceToOneDevice"):
         assert len(set(digests[name])) > 1 and digests[name][:2] != pinned[:2]
     assert f"moved {pinned[0]}  stayed {pinned[0]}\n" in text
@@ -271,21 +270,21 @@ def check_sweep(notebook):
     rows = re.findall(
         r"^(mlp B=256 T=\d D=\d.*?) +(\S+) \(\S+ to \S+\) +(\S+) \(", text, re.M
     )
-    assert len({name for name, _, _ in rows}) == 19
+    assert len({name for name, _, _ in rows}) == 9
     assert all(0 < float(ms) and 0 < float(over) for _, ms, over in rows)
     assert "the same results, read: True\nfailed: 0\n" in text
 
 
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
-    check_outputs(notebook, [["120/120"], ["61/120"], ["120/120"]], figures=1)
+    check_outputs(notebook, [["90/90"], ["46/90"], ["90/90"]], figures=1)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     text = "\n".join(printed(cell) for cell in code)
     assert "more than 30,000 windows to train on: True\n" in text
     single, pair = map(float, re.findall(r"^\w.* (\S+) bits per byte$", text, re.M))
     assert 4 < single < 5 and 3 < pair < 4
-    assert "there are checkpoints after the steps 40 61\n" in text
-    assert "every bit of the state is the same after step 120\n" in text
+    assert "there are checkpoints after the steps 30 46\n" in text
+    assert "every bit of the state is the same after step 90\n" in text
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
     assert whole == resumed and 2 < float(whole) < pair - 0.1
     data = [o.data for cell in code for o in cell.outputs if "data" in o]
