@@ -12,7 +12,10 @@ example:
 
 train.py calls towerjax.cluster.initialize() before it uses JAX.
 
-exit code: 0 if all processes returned 0, else that of the first that failed.
+  towerjax launch --processes 2 --restarts 5 --hang-timeout 60 -- python train.py
+
+exit code: 0 if all processes returned 0; 75 if the job is to be started again; else
+that of the first that failed.
 """
 
 
@@ -47,7 +50,37 @@ def add_launch(commands: Any) -> None:
     parser.add_argument(
         "--port", type=int, metavar="P", help="where process 0 listens (default: free)"
     )
+    _add_going_on(parser)
     parser.add_argument("command", nargs="+", help="after --, with its arguments")
+
+
+def _add_going_on(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        metavar="N",
+        help="go on after so many losses of a process, in those that are left",
+    )
+    parser.add_argument(
+        "--towers",
+        type=int,
+        metavar="T",
+        help="of the program: devices that are left must divide it (default: as many"
+        " processes are left as divide --processes)",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        metavar="S",
+        help="a process without a sign of life for so long is lost (default: never)",
+    )
+    parser.add_argument(
+        "--regrow-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="until a lost process is tried again (default: %(default)s)",
+    )
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -57,4 +90,8 @@ def _launch(options: argparse.Namespace) -> int:
         devices_per_process=options.devices_per_process,
         grace_s=options.grace_seconds,
         port=options.port,
+        restarts=options.restarts,
+        towers=options.towers,
+        hang_timeout_s=options.hang_timeout,
+        regrow_s=options.regrow_seconds,
     )

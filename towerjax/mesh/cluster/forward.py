@@ -1,9 +1,11 @@
 """How does the output of many processes become lines that say whose they are?"""
 
+import io
 import os
 import re
-from typing import IO, TextIO
+from typing import IO, TextIO, TypeAlias
 
+Target: TypeAlias = TextIO | io.TextIOBase
 # What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
 # Several threads may print to one line.
 _TRANSPORT = re.compile(
@@ -28,7 +30,7 @@ class LineForwarder:
       is_open: Whether more may come.
     """
 
-    def __init__(self, source: IO[bytes], target: TextIO, prefix: str) -> None:
+    def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
         self.source = source
         self.is_open = True
         self._target = target
@@ -58,7 +60,7 @@ class LineForwarder:
         self.source.close()
 
 
-def write(target: TextIO, text: bytes) -> None:
+def write(target: Target, text: bytes) -> None:
     """Write bytes as they are, at once; as text where the stream takes only that."""
     if not text:
         return

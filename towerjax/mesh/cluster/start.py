@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.cluster.find import NONE_NAMED, find_cluster, manager_name
 from towerjax.mesh.cluster.ports import (
     is_free,
@@ -132,6 +133,7 @@ def initialize(
     if _process.cluster is not None:
         return _same(_process.cluster, named)
     _refuse_late()
+    heartbeat.begin(os.environ)
     _set_collective_timeout(collective_timeout_s)
     if named is None:
         _process.cluster = _start_detected(options)

@@ -1,0 +1,294 @@
+"""Does a job end on the bits of the undisturbed one, whatever ends a part of it?
+
+A small training of four towers runs in two processes of two devices, under
+``towerjax launch --restarts``. At seeded moments, imports and compilation included, a
+process is killed, or stopped, or the launcher is killed, and started again.
+
+python -m benchmarks.faults [--moments 30] [--first 0]
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+STEPS, EVERY, HANG_S = 100, 5, 20.0
+FAULTS = ("kill", "stop", "launcher")
+_LAUNCH = (
+    "-m towerjax launch --processes 2 --devices-per-process 2 --towers 4 --restarts 5"
+    f" --hang-timeout {HANG_S} --regrow-seconds 10 --grace-seconds 0.5 --"
+).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What happens, and when.
+
+    Attributes:
+      kind: Of `FAULTS`.
+      victim: Which process.
+      after: After which step; 0 is before the first.
+      late_s: How long after it.
+    """
+
+    kind: str
+    victim: int = 0
+    after: int = 0
+    late_s: float = 0.0
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Fault":
+        """One of many: a seventh before the first step, in imports and compilation."""
+        draw = random.Random(seed)
+        victim, after = draw.randrange(2), max(draw.randrange(-STEPS // 6, STEPS), 0)
+        return cls(
+            FAULTS[seed % 3], victim, after, draw.uniform(0, 0.1 if after else 4)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one fault did.
+
+    Attributes:
+      fault: The fault.
+      step: After which step it came.
+      saved: The newest checkpoint then; 0 for none.
+      first: The first step after it.
+      named_s: From the fault to the line that names it; for the launcher's death, to
+        the end of the last of its processes.
+      back_s: From the fault to the end of the first step after it.
+      devices: How many there were, from each start to the next.
+      same: Did the job end with code 0 on the bits of the undisturbed one?
+    """
+
+    fault: Fault
+    step: int
+    saved: int
+    first: int
+    named_s: float
+    back_s: float
+    devices: tuple[int, ...]
+    same: bool
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing was lost beyond the checkpoint, and nothing is other than it was."""
+        in_time = self.named_s < (HANG_S + 1 if self.fault.kind == "stop" else 5)
+        return self.same and in_time and self.first > self.saved
+
+
+def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
+    hidden = jnp.tanh(batch["x"] @ params["u"])
+    hidden *= jax.random.bernoulli(tower.rng, 0.9, hidden.shape)
+    return tj.Weighted.mean((hidden @ params["v"] - batch["y"]) ** 2, tower.weight)
+
+
+def train(folder: pathlib.Path, job: str, devices: Sequence[str] | None = None) -> None:
+    """The program: an ordinary one, which saves itself."""
+    strategy = tj.Mirrored(
+        devices, towers=4, local="scan", cross_tower_ops=tj.PinnedTree()
+    )
+    step = tj.build_train_step(_loss_fn, optax.adam(0.01), strategy, remainder="pad")
+    x = np.random.default_rng(0).normal(size=(61, 8)).astype(np.float32)
+    params = {"u": np.eye(8, 16, dtype=np.float32), "v": np.ones(16, np.float32)}
+
+    def note(number: int, metrics: Any) -> None:
+        if tj.cluster.is_chief():
+            with (folder / "steps").open("a") as file:
+                words = number, jax.device_count(), time.time(), job
+                file.write(" ".join(map(str, words)) + "\n")
+        time.sleep(0.1)
+
+    state, _ = tj.run(
+        step,
+        step.init(params),
+        tj.batches({"x": x, "y": np.sin(x.sum(1))}, 16, epochs=None, seed=0),
+        steps=STEPS,
+        checkpointer=tj.Checkpointer(folder / "saved", every=EVERY),
+        hooks=[note],
+        progress=False,
+    )
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves))
+    if tj.cluster.is_chief():
+        (folder / "digest").write_text(digest.hexdigest())
+
+
+class _Launched:
+    """The launcher as a process of its own, and when it said what."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        program = [sys.executable, "-m", "benchmarks.faults", "--train", str(folder)]
+        self.popen = subprocess.Popen(
+            [sys.executable, *_LAUNCH, *program], stderr=subprocess.PIPE, text=True
+        )
+        self.said: list[tuple[float, str]] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        with self.popen.stderr as lines:
+            self.said.extend((time.time(), line) for line in lines)
+
+    def wait(self) -> int:
+        self.popen.wait()
+        self._reader.join()
+        return self.popen.returncode
+
+    def workers(self) -> dict[int, tuple[int, str]]:
+        """Of the process of each number its pid and its job, as the system says."""
+        found = {}
+        task = pathlib.Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children")
+        for pid in task.read_text().split():
+            with contextlib.suppress(OSError):
+                text = pathlib.Path(f"/proc/{pid}/environ").read_text()
+                variables = dict(x.split("=", 1) for x in text.split("\0") if "=" in x)
+                number = variables.get("TOWERJAX_PROCESS_ID")
+                if number is not None:
+                    found[int(number)] = int(pid), variables["TOWERJAX_COORDINATOR"]
+        return found
+
+    def named(self, victim: int) -> float:
+        """When it said of a process that it was lost."""
+        words = f"process {victim} was killed", f"process {victim} gave no sign of life"
+        return next(at for at, line in self.said if any(x in line for x in words))
+
+
+def _until(is_so: Callable[[], Any], timeout_s: float) -> Any:
+    until = time.monotonic() + timeout_s
+    while not (value := is_so()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"nothing came of it in {timeout_s} s")
+        time.sleep(0.02)
+    return value
+
+
+def _is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class _Step(NamedTuple):
+    """A step that was done, as the first process wrote it down."""
+
+    number: int
+    devices: int
+    ended: float
+    job: str
+
+
+def _steps(folder: pathlib.Path) -> list[_Step]:
+    path = folder / "steps"
+    lines = path.read_text().splitlines() if path.exists() else []
+    words = (line.split() for line in lines)
+    return [_Step(int(a), int(b), float(c), d) for a, b, c, d in words]
+
+
+def undisturbed() -> str:
+    """What the job ends with."""
+    with tempfile.TemporaryDirectory() as path:
+        code = _Launched(pathlib.Path(path)).wait()
+        if code:
+            raise RuntimeError(f"The undisturbed job ended with code {code}.")
+        return (pathlib.Path(path) / "digest").read_text()
+
+
+def disturbed(fault: Fault, digest: str) -> Row:
+    """What a fault does to a job that ends so if nothing happens."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = pathlib.Path(path)
+        job = _Launched(folder)
+        workers = _until(lambda: len(x := job.workers()) == 2 and x, 60)
+        _until(lambda: len(_steps(folder)) >= fault.after, 300)
+        time.sleep(fault.late_s)
+        before = len(_steps(folder))
+        saved = max(tj.Checkpointer(folder / "saved").steps, default=0)
+        began = time.time()
+        if fault.kind == "launcher":
+            job.popen.kill()
+            job.wait()
+            _until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
+            named = time.time()
+            job = _Launched(folder)
+            code = job.wait()
+        else:
+            number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
+            os.kill(workers[fault.victim][0], number)
+            code = job.wait()
+            named = job.named(fault.victim)
+        steps = _steps(folder)
+        same = code == 0 and (folder / "digest").read_text() == digest
+    last = _Step(STEPS + 1, 0, time.time(), "")  # where nothing was left to do
+    new = next((x for x in steps[before:] if x.job != workers[0][1]), last)
+    devices = tuple(k for k, _ in itertools.groupby(x.devices for x in steps))
+    times = named - began, new.ended - began
+    return Row(fault, before, saved, new.number, *times, devices, same)
+
+
+_HEAD = (
+    "| moment | what happens | after step | newest checkpoint | named after"
+    " | goes on with step | done after | devices | bits |"
+)
+_WORDS = {
+    "kill": "a process is killed",
+    "stop": "a process is stopped",
+    "launcher": "the launcher is killed",
+}
+
+
+def _line(moment: int, row: Row) -> str:
+    devices = ", ".join(map(str, row.devices))
+    cells = (
+        f"{moment} | {_WORDS[row.fault.kind]} | {row.step} | {row.saved or 'none'}",
+        f"{row.named_s:.2f} s | {row.first} | {row.back_s:.1f} s | {devices}",
+        "the same" if row.is_good else "**NOT AS IT SHOULD BE**",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 if every row is as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--moments", type=int, default=30)
+    parser.add_argument("--first", type=int, default=0, help="the first one's seed")
+    parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.train is not None:
+        train(options.train, tj.cluster.initialize().coordinator or "")
+        return 0
+    digest = undisturbed()
+    print(f"{_HEAD}\n{'|---' * 9}|", flush=True)
+    good = []
+    for moment in range(options.first, options.first + options.moments):
+        row = disturbed(Fault.drawn(moment), digest)
+        good.append(row.is_good)
+        print(_line(moment, row), flush=True)
+    print(f"\n{sum(good)} of {len(good)} moments are as they should be.")
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""A job that loses a process goes on in those that are left, and ends as if not."""
+
+import concurrent.futures
+import hashlib
+import itertools
+import os
+import pathlib
+import random
+import re
+import sys
+import time
+
+import compiler_flags
+import forked
+import pytest
+
+from benchmarks import faults
+from towerjax.mesh.cluster import launch
+from towerjax.mesh.cluster.going_on import End, GoingOn
+
+TESTS = pathlib.Path(__file__).parent
+STEPS = 40
+
+
+def test_as_many_go_on_as_are_left_and_fit():
+    whole = GoingOn(processes=6, divided=12, restarts=9, regrow_s=10)
+    assert [whole.count(0), whole.grows_at(6)] == [6, None]
+    one = whole.after(End(137, lost=1), now=100)
+    assert [one.restarts, one.count(100), one.count(110)] == [8, 4, 6]
+    assert one.grows_at(4) == 110
+    two = one.after(End(137, lost=1), now=105)  # 4 of 4 places that are left
+    assert [two.count(105), two.grows_at(4), two.count(115)] == [4, 115, 6]
+    none = whole.after(End(137, lost=6), now=0)
+    assert [none.count(0), none.count(10)] == [1, 6]
+    assert GoingOn(6, 6, 9, 10, (1.0,)).count(0) == 3  # 6 devices for 6 towers
+
+
+@pytest.mark.parametrize(
+    "end, left, code",
+    [
+        (End(0), None, 0),
+        (End(3), None, 3),
+        (End(75), 1, 75),
+        (End(137, lost=1), 1, 75),
+        (End(1, lost=1), 1, 75),  # another failed since one was lost
+        (End(75, asked=True), 2, 75),
+        (End(143, asked=True), 2, 143),
+        (End(3, asked=True), None, 3),
+        (End(137, lost=1, asked=True), 1, 75),
+        (End(75, told=15), None, 75),
+        (End(143, told=15), None, 143),
+        (End(1, told=2), None, 130),
+        (End(0, told=15), None, 0),
+    ],
+)
+def test_what_an_end_leads_to(end, left, code):
+    going_on = GoingOn(2, 2, restarts=2)
+    after = going_on.after(end, 0)
+    assert (after and after.restarts) == left
+    assert going_on.code(end) == code
+    last = GoingOn(2, 2, restarts=0)
+    assert last.after(end, 0) is (last if left == 2 else None)
+    if end.lost:
+        assert GoingOn(2, 2, restarts=None).code(end) == end.code
+
+
+def moment(seed, folder, fault):
+    """The fault of a moment: who, and before which step."""
+    draw = random.Random(seed)
+    worker = TESTS / "workers" / "fake_training.py"
+    words = folder, STEPS, fault, draw.randrange(2), draw.randrange(1, STEPS + 1)
+    command = [sys.executable, "-I", "-S", str(worker), *map(str, words)]
+    folder.mkdir()
+    options = {"hang_timeout_s": 2, "regrow_s": 0.05, "grace_s": 0.1}
+    return command, {"processes": 2, "restarts": 9, **options}
+
+
+def assert_as_undisturbed(folder):
+    value = "start"
+    for number in range(1, STEPS + 1):
+        value = hashlib.sha256(f"{number} {value}".encode()).hexdigest()
+    assert (folder / "saved").read_text() == f"{STEPS} {value}"
+    lines = (folder / "steps").read_text().splitlines()
+    steps = [tuple(map(int, line.split())) for line in lines]
+    assert (folder / "fault").exists()
+    for before, after in itertools.pairwise(steps):
+        if after[0] != before[0] + 1:  # it went on from the newest checkpoint
+            assert after[0] == after[2] + 1 and before[0] - after[2] <= 5
+
+
+def in_threads(run, folder):
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        return list(pool.map(lambda seed: run(seed, folder / str(seed)), range(10)))
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_a_lost_process_is_named_and_the_job_ends_as_undisturbed(
+    fault, tmp_path, capfd
+):
+    def run(seed, folder):
+        command, options = moment(seed, folder, fault)
+        assert launch(command, **options) == 0
+        assert_as_undisturbed(folder)
+        return command[-2]
+
+    victims = in_threads(run, tmp_path)
+    say = "was killed by signal 9" if fault == "kill" else "gave no sign of life for 2"
+    named = re.findall(rf"launch: process (\d) {say}", capfd.readouterr().err)
+    assert sorted(named) == sorted(victims)
+
+
+def alive(folder):
+    """The processes that have the folder's name among their arguments."""
+    paths = pathlib.Path("/proc").glob("[0-9]*/cmdline")
+    return [path for path in paths if str(folder).encode() in read(path)]
+
+
+def read(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_launcher_that_is_killed_leaves_nobody_and_goes_on_when_started(tmp_path):
+    def run(seed, folder):
+        command, options = moment(seed, folder, "launcher")
+        first = forked.context().Process(target=launch, args=(command,), kwargs=options)
+        first.start()
+        first.join(20)
+        assert first.exitcode == -9
+        until = time.monotonic() + 5
+        while alive(folder):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert launch(command, **options) == 0
+        assert_as_undisturbed(folder)
+
+    in_threads(run, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory):
+    """What the training ends with that has one device and no misfortune."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    faults.train(folder, "", ["cpu:0"])
+    return (folder / "digest").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, devices",
+    [
+        (faults.Fault("kill", victim=1, after=12), (4, 2, 4)),
+        (faults.Fault("stop", victim=0, after=97), (4, 2)),
+        (faults.Fault("launcher", after=90), (4,)),
+    ],
+)
+def test_a_real_training_ends_on_the_bits_of_the_undisturbed(
+    fault, devices, digest, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", compiler_flags.FLAGS)
+    row = faults.disturbed(fault, digest)
+    assert row.is_good and row.devices == devices, row
+
+
+def children(program, **options):
+    start = "import os, signal, sys, time; me = os.environ['TOWERJAX_PROCESS_ID'];"
+    command = [sys.executable, "-I", "-S", "-c", start + program]
+    return launch(command, processes=2, regrow_s=0, grace_s=0.1, **options)
+
+
+def test_a_program_that_fails_by_itself_is_not_started_again(capfd):
+    assert children("print('here'); sys.exit(3)", restarts=5) == 3
+    assert capfd.readouterr().out.count("here") <= 2
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
+    killed = "os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
+    assert children(killed, restarts=restarts) == 75
+    err = capfd.readouterr().err
+    assert err.count("process 1 was killed by signal 9 (SIGKILL)") == restarts + 1
+    left = re.findall(r"the job goes on; restarts left: (\d)", err)
+    assert left == [str(n) for n in reversed(range(restarts))]
+
+
+def test_a_shell_that_says_so_was_killed_too():
+    command = ["sh", "-c", "sh -c 'kill -9 $$'; exit $?"]
+    assert launch(command, processes=1, restarts=0) == 75
+    assert launch(command, processes=1) == 137
+    assert launch(["sh", "-c", "exit 255"], processes=1, restarts=0) == 255
+
+
+def test_who_is_told_to_end_and_saves_is_to_be_started_again(capfd):
+    """The program tells the launcher, which is this process."""
+    saves = (
+        "signal.signal(15, lambda *_: sys.exit(75));"
+        "os.kill(os.getppid(), 15) if me == '0' else None; time.sleep(60)"
+    )
+    assert children(saves, restarts=5) == 75
+    assert "SIGTERM passed on to 2 running" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"restarts": -1}, "restarts=-1 must be a whole number >= 0"),
+        ({"regrow_s": -1}, "regrow_s=-1 must be a number of seconds >= 0"),
+        ({"hang_timeout_s": 0}, "hang_timeout_s=0 must be a number of seconds >= 0.5"),
+        ({"towers": 4}, "towers=4 .* Say devices_per_process too, or leave towers out"),
+        (
+            {"towers": 6, "devices_per_process": 2},
+            "towers=6 cannot be shared out to 2 processes of 2 devices: 4 does not",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        launch(["true"], processes=2, **options)

@@ -1,0 +1,277 @@
+"""The local processes of a job from their start to the end of the last one."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from towerjax.mesh.cluster.forward import LineForwarder, write
+from towerjax.mesh.cluster.going_on import AGAIN, End
+from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat
+
+# Signals that are passed on, and end nothing.
+TELLING = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
+_LOOK_S = 0.05
+# A process that has just begun may lose the signal that asks it to end.
+_ASK_S = 5.0
+# More than a pipe holds: what left its process group may go on writing for ever.
+_MOST_READS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long is waited for what?
+
+    Attributes:
+      grace_s: From SIGTERM to SIGKILL.
+      hang_s: For a sign of life of each process; None listens for none.
+      ask_at: When the processes are asked to end, by ``time.monotonic``; None is never.
+    """
+
+    grace_s: float
+    hang_s: float | None = None
+    ask_at: float | None = None
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own."""
+    write(sys.stderr, f"towerjax launch: {text}\n".encode())
+
+
+def _name(number: int) -> str:
+    known = number in signal.valid_signals() and number in list(signal.Signals)
+    return signal.Signals(number).name if known else "no name"
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One process, and the pipes that come from it."""
+
+    index: int
+    popen: subprocess.Popen
+    pipes: list[LineForwarder]
+    heartbeat: Heartbeat
+    started: float
+    silent_s: float | None = None
+
+    @property
+    def signal(self) -> int | None:
+        """What ended it, also inside of a shell that says so by its code."""
+        code = self.popen.returncode
+        number = -code if code < 0 else code - 128
+        return number if number in signal.valid_signals() else None
+
+
+def _start(
+    index: int, command: Sequence[str], environ: Mapping[str, str], group: int | None
+) -> _Worker:
+    """A process in the group, which gives signs of life if the variables ask for it."""
+    hears, says = os.pipe() if VARIABLE in environ else (None, None)
+    popen = subprocess.Popen(
+        list(command),
+        env={**environ, VARIABLE: str(says)} if says else dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=group,
+        pass_fds=(says,) if says else (),
+    )
+    assert popen.stdout is not None and popen.stderr is not None
+    pipes = [
+        LineForwarder(popen.stdout, sys.stdout, f"[{index}] "),
+        LineForwarder(popen.stderr, sys.stderr, f"[{index}] "),
+    ]
+    heartbeat = Heartbeat()
+    if hears and says:
+        os.close(says)
+        pipes.append(LineForwarder(os.fdopen(hears, "rb"), heartbeat, ""))
+    return _Worker(index, popen, pipes, heartbeat, time.monotonic())
+
+
+def run_group(
+    command: Sequence[str],
+    environs: Sequence[Mapping[str, str]],
+    patience: Patience,
+    arrived: list[int],
+) -> End:
+    """Run the command once with each of the environments, as one job.
+
+    ``arrived`` are the signals that the launcher gets meanwhile.
+    """
+    hears = {} if patience.hang_s is None else {VARIABLE: ""}
+    workers: list[_Worker] = []
+    with _group() as group:
+        try:
+            for index, environ in enumerate(environs):
+                workers.append(_start(index, command, {**environ, **hears}, group))
+            return _Job(group, workers, patience, arrived).run()
+        finally:
+            _send(group, signal.SIGKILL)
+            for worker in workers:
+                worker.popen.kill()
+                worker.popen.wait()
+                for pipe in worker.pipes:
+                    pipe.close()
+
+
+@contextlib.contextmanager
+def _group() -> Iterator[int]:
+    """A process group that ends with the block, or with this process."""
+    program = pathlib.Path(__file__).with_name("watchdog.py")
+    popen = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+    with popen:
+        assert popen.stdout is not None
+        popen.stdout.read(1)  # from now on no signal takes it away
+        try:
+            yield popen.pid
+        finally:
+            _send(popen.pid, signal.SIGKILL)
+
+
+def _send(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+class _Job:
+    """The workers until the last one has ended."""
+
+    def __init__(
+        self,
+        group: int,
+        workers: list[_Worker],
+        patience: Patience,
+        arrived: list[int],
+    ) -> None:
+        self._group = group
+        self._running = list(workers)
+        self._pipes = [pipe for worker in workers for pipe in worker.pipes]
+        self._patience = patience
+        self._ask_at = patience.ask_at
+        self._arrived = arrived
+        self._sent: set[int] = set()
+        self._end = End(0)
+        self._kill_at: float | None = None
+
+    def run(self) -> End:
+        """Forward and watch until all have ended; says how they did."""
+        while self._running:
+            self._forward(_LOOK_S)
+            self._pass_on()
+            self._look_for_hangs()
+            self._ask()
+            over = [x for x in self._running if x.popen.poll() is not None]
+            # What was killed is why others failed in the same moment.
+            for worker in sorted(over, key=lambda worker: worker.signal is None):
+                self._ended(worker)
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                self._kill()
+        self._send(signal.SIGKILL)  # what they started
+        # Nobody writes any more, but for what left its process group.
+        until = time.monotonic() + 1
+        while self._pipes and time.monotonic() < until:
+            self._forward(_LOOK_S)
+        return self._end
+
+    def _note(self, **changes: int | bool | None) -> None:
+        self._end = dataclasses.replace(self._end, **changes)
+
+    def _send(self, number: int) -> None:
+        self._sent.add(number)
+        _send(self._group, number)
+
+    def _forward(self, timeout_s: float) -> None:
+        self._pipes = [pipe for pipe in self._pipes if pipe.is_open]
+        with selectors.PollSelector() as selector:  # which has no limit on numbers
+            for pipe in self._pipes:
+                selector.register(pipe.source, selectors.EVENT_READ, pipe)
+            for ready, _ in selector.select(timeout_s):
+                ready.data.forward()
+
+    def _pass_on(self) -> None:
+        while self._arrived:
+            number = self._arrived.pop(0)
+            self._send(number)
+            if number in TELLING:
+                continue
+            if self._end.told:
+                self._kill_at = time.monotonic()
+                continue
+            self._note(told=number)
+            self._kill_at = time.monotonic() + self._patience.grace_s
+            say(
+                f"{_name(number)} passed on to {len(self._running)}"
+                f" running; SIGKILL follows after {self._patience.grace_s:g} s, or at a"
+                " second signal"
+            )
+
+    def _look_for_hangs(self) -> None:
+        if self._patience.hang_s is None:
+            return
+        for worker in self._running:
+            silent_s = time.monotonic() - worker.heartbeat.last
+            if silent_s > self._patience.hang_s and worker.silent_s is None:
+                worker.silent_s = silent_s
+                worker.popen.kill()
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        if self._ask_at is None or self._kill_at is not None or now < self._ask_at:
+            return
+        if not self._end.asked:
+            say(
+                "more processes fit again; those that run are asked to save and end:"
+                f" {len(self._running)}"
+            )
+        self._note(asked=True)
+        self._ask_at = now + _ASK_S
+        self._send(signal.SIGTERM)
+
+    def _ended(self, worker: _Worker) -> None:
+        self._running.remove(worker)
+        for pipe in worker.pipes:
+            for _ in range(_MOST_READS):
+                if not pipe.forward():
+                    break
+        code = worker.popen.returncode
+        if worker.signal is not None and worker.signal not in self._sent:
+            self._note(lost=self._end.lost + 1)
+        if code == 0 or self._end.code:
+            return
+        self._note(code=code if code > 0 else 128 - code)
+        as_asked = self._end.asked and code in (AGAIN, -signal.SIGTERM)
+        if not self._end.told and not as_asked:
+            self._fail(worker)
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._patience.grace_s
+
+    def _fail(self, worker: _Worker) -> None:
+        code, rest = worker.popen.returncode, len(self._running)
+        why = f"exited with code {code}"
+        if code < 0:
+            why = f"was killed by signal {-code} ({_name(-code)})"
+        if worker.silent_s is not None:
+            why = f"gave no sign of life for {worker.silent_s:.1f} s and was killed"
+        others = f"; stopping the other {rest}" if rest else ""
+        seconds = time.monotonic() - worker.started
+        say(f"process {worker.index} {why} after {seconds:.1f} s{others}")
+        self._send(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        self._kill_at = None
+        names = ", ".join(str(worker.index) for worker in self._running)
+        if names:
+            say(f"still running: {names}; ended with SIGKILL")
+        self._note(code=self._end.code or 128 + signal.SIGKILL)
+        self._send(signal.SIGKILL)
