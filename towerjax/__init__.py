@@ -26,6 +26,7 @@ from towerjax.step.state import TrainState
 from towerjax.step.step import build_step
 from towerjax.step.train import build_train_step
 from towerjax.tools import testing
+from towerjax.tools.sweep.train import sweep
 from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
@@ -76,6 +77,7 @@ __all__ = [
     "run",
     "shared",
     "sparse",
+    "sweep",
     "testing",
     "tools",
     "towers",

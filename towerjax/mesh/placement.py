@@ -240,10 +240,13 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
 
     A copy always: ``device_put`` alone may share the caller's buffer, and a
     donated state would then delete or overwrite the caller's array. Of several
-    processes, each of which calls this, the first one's values are taken.
+    processes, each of which calls this, the first one's values are taken. In a trace
+    there is nothing to place yet.
     """
     placement.require_present()
     refuse_unheld("value", tree)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+        return jax.tree.map(jnp.asarray, tree)
     if placement.num_processes == 1:
         copied = jax.tree.map(_own_copy, tree)
         return jax.device_put(copied, placement.shardings(layouts, copied))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
@@ -51,7 +52,7 @@ class Proving:
     def __call__(self, stage: Stage, *args: PyTree) -> PyTree:
         """The stage's results, of global values."""
         leaves, treedef = jax.tree.flatten(shapes_of(args))
-        key = (id(stage), treedef, tuple((x.shape, x.dtype) for x in leaves))
+        key = (stage, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._traced:
             self._traced[key] = self._prove(stage, jax.tree.unflatten(treedef, leaves))
         _, out, towers = self._traced[key]
@@ -72,6 +73,10 @@ class Proving:
         jaxpr, out = trace_one_tower(stage.on_device(axes), axes, layouts, args)
         proof = _prove_body(stage, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
+        if any(isinstance(x, Tracer) for x in jaxpr.consts):
+            # Numbers of a trace that is over when one asks.
+            names = proof.unmasked()
+            proof = dataclasses.replace(proof, unmasked=lambda: names)
         return proof, out, towers
 
     def proof(self) -> Proof:

@@ -48,6 +48,11 @@ def over_devices(
     )
 
 
+def over_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """``fn`` of several trainings at once: of all arguments, dim 0 is theirs."""
+    return jax.vmap(fn)
+
+
 def _without_mesh(
     device_fn: Callable[..., PyTree], placement: Placement
 ) -> Callable[..., PyTree]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_rows_over_towers
@@ -58,7 +59,7 @@ def stacked_local(local: PyTree, num_towers: int) -> PyTree:
     local = checked_local(local)
 
     def stack(x: Any) -> Any:
-        if is_key(x):
+        if is_key(x) or isinstance(x, Tracer):
             return jnp.broadcast_to(x, (num_towers, *x.shape))
         return np.broadcast_to(native(np.asarray(x)), (num_towers, *np.shape(x)))
 

@@ -1,0 +1,347 @@
+"""Sweeps of training: each member is what it is alone, whatever trains beside it."""
+
+import json
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.tools.sweep.record_file import RecordFile
+
+GRID = {"rate": [0.05, 0.2], "seed": range(2)}
+ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
+DATA = {"x": ROWS, "y": ROWS @ np.float32([1, -2, 3])}
+BATCHES = tj.batches(DATA, 8, epochs=2, seed=1)  # of 8, 8 and 6 rows
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def build(rate, seed, width=2):
+    """Keys, tower-local variables and mirrored ones, on as many devices as towers."""
+
+    def loss_fn(params, batch, tower):
+        kept = jax.random.bernoulli(tower.rng, 0.9, batch["x"].shape)
+        hidden = jnp.tanh((kept * batch["x"]) @ params["in"])
+        errors = hidden @ params["out"] + tower.extra - batch["y"]
+        loss = tj.Weighted.mean(errors**2, tower.weight)
+        loss += rate * tj.shared((params["out"] ** 2).sum())
+        mean = tj.Weighted.mean(batch["y"], tower.weight)
+        seen = {"rows": tower.local["rows"] + tower.weight.sum()}
+        return tj.TowerOutput(loss, {"mean": mean}, local=seen, extra=mean)
+
+    step = tj.build_train_step(
+        loss_fn, optax.adam(rate), tj.Mirrored(towers=4), remainder="pad"
+    )
+    key = jax.random.key(seed)
+    params = {"in": jax.random.normal(key, (3, width)), "out": jnp.ones(width)}
+    rows = {"rows": tj.TowerLocal(0.0, tj.Reduction.SUM)}
+    return step, step.init(params, rng=key, local=rows, extra=0.0)
+
+
+def evaluated(state, **config):
+    rows = tj.towers.read_local(state.local["rows"])
+    return {"out": state.params["out"], "rows": rows, "rate": config["rate"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_devices():
+    """The first four of those that there are."""
+    assert len(jax.devices()) >= 4
+
+
+class Compiled:
+    """Which programs compile meanwhile."""
+
+    def __init__(self):
+        self.names = []
+        jax.monitoring.register_event_duration_secs_listener(self.note)
+
+    def note(self, event, duration, fun_name="", **_):
+        if event == COMPILED:
+            self.names.append(fun_name)
+
+    def steps(self):
+        found, self.names = self.names, []
+        return sum(name in ("jit(_fn)", "jit(steps)") for name in found)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return Compiled()
+
+
+@pytest.fixture(scope="module")
+def swept(compiled):
+    """The sweep by ``vmap``, two steps a call, and one after another; both compiled."""
+    found = {}
+    for order, steps_per_call in (("together", 2), ("in_turn", 1)):
+        compiled.steps()
+        found[order] = tj.sweep(
+            build,
+            GRID,
+            BATCHES,
+            order=order,
+            evaluate=evaluated,
+            steps_per_call=steps_per_call,
+            progress=False,
+        )
+        assert compiled.steps() == 1, f"{order} compiled more than one program"
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The last member, trained as everybody trains one."""
+    step, state = build(0.2, 1)
+    data = tj.batches(DATA, 8, epochs=2, seed=1)
+    state, history = tj.run(step, state, data, progress=False)
+    return state, history
+
+
+@pytest.mark.parametrize("order", ["together", "in_turn"])
+def test_a_member_is_what_it_is_alone(swept, alone, order):
+    state, history = alone
+    member = swept[order].members[-1]
+    assert member.config == {"rate": 0.2, "seed": 1} and member.order == order
+    for name in ("loss", "mean"):
+        expected = history.metrics[name]
+        np.testing.assert_allclose(member.metrics[name], expected, rtol=2e-5, atol=1e-6)
+    found = member.evaluation
+    np.testing.assert_allclose(found["out"], state.params["out"], atol=2e-6)
+    assert found["rows"] == 2 * 22 and found["rate"] == 0.2
+
+
+def test_members_differ_and_both_orders_agree(swept):
+    together, in_turn = swept["together"].members, swept["in_turn"].members
+    assert len({float(member.metrics["loss"][-1]) for member in together}) == 4
+    for one, other in zip(together, in_turn, strict=True):
+        assert one.config == other.config
+        a, b = one.metrics["loss"], other.metrics["loss"]
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
+# A step without towers on several devices: quick to compile.
+
+
+def loss_of(factor):
+    def loss_fn(w, batch, tower):
+        errors = batch["x"] @ w - batch["y"]
+        return factor * tj.Weighted.mean(errors**2, tower.weight)
+
+    return loss_fn
+
+
+def small(rate, seed=0):
+    step = tj.build_train_step(loss_of(1.0), optax.sgd(rate), tj.OneDevice("cpu:0"))
+    return step, step.init(jax.random.normal(jax.random.key(seed), (3,)))
+
+
+FEW = [{"x": ROWS[:8], "y": DATA["y"][:8]}, {"x": ROWS[8:16], "y": DATA["y"][8:16]}]
+
+
+def quiet(build, grid, batches=FEW, **options):
+    return tj.sweep(build, grid, batches, progress=False, **options)
+
+
+def test_the_faster_order_is_measured_once_and_kept(tmp_path, compiled):
+    path = tmp_path / "sweep.jsonl"
+    compiled.steps()
+    found = quiet(small, GRID, results=path)
+    assert compiled.steps() == 2  # both
+    (order,) = {member.order for member in found.members}
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:1]))
+    again = quiet(small, GRID, results=path)
+    assert {member.order for member in again.members} == {order}
+    assert compiled.steps() == 1
+    w = np.asarray(small(0.2, 1)[1].params, float)
+    for batch, loss in zip(FEW, again.members[-1].metrics["loss"], strict=True):
+        errors = batch["x"].astype(float) @ w - batch["y"]
+        np.testing.assert_allclose(loss, (errors**2).mean(), rtol=1e-5)
+        w = w - 0.2 * 2 / 8 * errors @ batch["x"]
+
+
+def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
+    path, seen = tmp_path / "sweep.jsonl", []
+
+    def evaluate(state, **config):
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        seen.append(config)
+        return {"w": state.params}
+
+    options = {"order": "in_turn", "results": path}
+    with pytest.raises(KeyboardInterrupt):
+        quiet(small, GRID, evaluate=evaluate, **options)
+    with path.open("ab") as file:
+        file.write(b'{"config": {"ra')  # torn by the kill
+    asked = []
+
+    def goes_on(state, **config):
+        asked.append(config)
+        return {"w": state.params}
+
+    found = quiet(small, GRID, evaluate=goes_on, **options)
+    assert asked == [{"rate": 0.2, "seed": 0}, {"rate": 0.2, "seed": 1}]
+    whole = quiet(small, GRID, evaluate=goes_on, order="in_turn")
+    for one, other in zip(found.members, whole.members, strict=True):
+        assert one.config == other.config
+        np.testing.assert_array_equal(one.metrics["loss"], other.metrics["loss"])
+        np.testing.assert_array_equal(one.evaluation["w"], other.evaluation["w"])
+    del asked[:]
+    quiet(small, GRID, evaluate=goes_on, **options)
+    assert asked == [] and len(path.read_text().splitlines()) == 4
+
+
+def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    about = {"build": "mine.build", "steps": 5, "names": ["rate"]}
+    RecordFile(path, "config", {"sweep": about}).add({"config": {"rate": 0.1}})
+    text = r"sweep.jsonl' holds results with the sweep .*mine.build.* has .*small"
+    with pytest.raises(ValueError, match=text):
+        quiet(small, {"rate": [0.1]}, results=path)
+    path.write_text("notes\n")
+    with pytest.raises(ValueError, match="Line 1 of .* is no result of a sweep"):
+        quiet(small, {"rate": [0.1]}, results=path)
+    assert path.read_text() == "notes\n"
+
+
+def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
+    path = tmp_path / "sweep.jsonl"
+    grid = {"rate": [0.1, 1e38]}
+    found = quiet(small, grid, FEW * 3, order="together", results=path)
+    good, bad = found.members
+    assert np.isfinite(good.metrics["loss"]).all()
+    assert not np.isfinite(bad.metrics["loss"][-1])
+    assert found.best("loss") is good and found.best("loss", mode="max") is good
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # NaN is no JSON
+    again = quiet(small, grid, FEW * 3, results=path).members[1]
+    np.testing.assert_array_equal(again.metrics["loss"], bad.metrics["loss"])
+
+
+def test_what_is_no_number_is_a_program_of_its_own(compiled):
+    sizes = []
+
+    def by_name(rate, loss, batch):
+        factor = {"once": 1.0, "twice": 2.0}[loss]
+        optimizer, strategy = optax.sgd(rate), tj.OneDevice("cpu:0")
+        step = tj.build_train_step(loss_of(factor), optimizer, strategy)
+        return step, step.init(jnp.zeros(3))
+
+    def batches(loss, batch):
+        sizes.append((loss, batch))
+        return tj.batches(DATA, batch, drop_remainder=True)
+
+    grid = {"loss": ["once", "twice"], "rate": [0.1, 0.2], "batch": [4]}
+    compiled.steps()
+    found = quiet(by_name, grid, batches, static=["batch"], order="in_turn", steps=2)
+    assert compiled.steps() == 2 and set(sizes) == {("once", 4), ("twice", 4)}
+    first = [float(member.metrics["loss"][0]) for member in found.members]
+    np.testing.assert_allclose(
+        first, (DATA["y"][:4] ** 2).mean() * np.array([1, 1, 2, 2]), rtol=1e-5
+    )
+
+
+def refused_by_width(rate, width):
+    return small(rate)[0], np.zeros(width)
+
+
+def refused_by_control_flow(rate):
+    return small(0.1 if rate > 0.1 else rate)
+
+
+def refused_by_numpy(rate, seed):
+    return small(rate, np.random.default_rng(seed))
+
+
+def checked(rate):
+    strategy, check = tj.OneDevice("cpu:0"), tj.Check(every=2)
+    step = tj.build_train_step(loss_of(1.0), optax.sgd(rate), strategy, check=check)
+    return step, step.init(jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "build, grid, options, text",
+    [
+        (small, {}, {}, "grid must be"),
+        (small, {"rate": []}, {}, "grid must be .* it has 0"),
+        (small, [{"rate": 1.0}, {"seed": 1}], {}, "same names; it has 2, .*rate"),
+        (small, {"rate": 0.1}, {}, r"rate=0.1 must be a list, \[0.1\]"),
+        (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
+        (small, {"rate": [0.1]}, {"static": ["widht"]}, "static names 'widht'"),
+        (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
+        (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),
+        (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
+        (small, {"rate": [0.1], "seed": [2**40]}, {}, "2|out of bounds"),
+        (refused_by_width, {"rate": [0.1], "width": [2]}, {}, r"static=\[...\] what"),
+        (
+            refused_by_control_flow,
+            {"rate": [0.1]},
+            {},
+            "traces rate: build gets arrays",
+        ),
+        (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
+        (lambda rate: small(rate)[0], {"rate": [0.1]}, {}, "it returns .step, state."),
+        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a Tr"),
+        (checked, {"rate": [0.1]}, {}, "looks at one training"),
+        (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused(build, grid, options, text):
+    with pytest.raises((ValueError, OverflowError), match=text):
+        quiet(build, grid, **options)
+
+
+# What came out.
+
+
+def test_a_sweep_is_a_table(swept, monkeypatch):
+    found = swept["together"]
+    rows = found.rows()
+    assert [row["seed"] for row in rows] == [0, 1, 0, 1]
+    assert list(rows[0])[:3] == ["rate", "seed", "loss"]
+    assert "out" not in rows[0] and rows[0]["rows"] == 44  # an array is no cell
+    assert len(found.table().rows) == 4 and found._repr_html_().count("<tr>") == 5
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ValueError, match="needs pandas, which is not installed"):
+        found.to_pandas()
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
+    assert found.to_pandas() == rows
+
+
+def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
+    found = swept["together"]
+    losses = [member.metrics["loss"][-1] for member in found.members]
+    assert found.best("loss") is found.members[int(np.argmin(losses))]
+    assert found.best("rate", mode="max").config["rate"] == 0.2
+    with pytest.raises(ValueError, match="'acc' is none of loss"):
+        found.best("acc")
+
+
+def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
+    found = swept["together"]
+    curves = found.curves("loss")
+    assert list(curves) == ["rate=0.05", "rate=0.2"]
+    first = np.stack([member.metrics["loss"] for member in found.members[:2]])
+    np.testing.assert_array_equal(curves["rate=0.05"], first)
+    assert len(found.curves(over=["rate", "seed"])) == 1
+    with pytest.raises(ValueError, match="'sed' is none of rate, seed"):
+        found.curves(over="sed")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="Matplotlib, which is not installed"):
+        found.plot()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    panel = found.plot().axes[0]
+    line, band = panel.lines[0], panel.collections[0].get_paths()[0].vertices
+    np.testing.assert_allclose(line.get_ydata(), first.mean(axis=0))
+    at = band[band[:, 0] == 1][:, 1]
+    spread = first[:, 0].std()
+    np.testing.assert_allclose(
+        [at.min(), at.max()], first[:, 0].mean() + [-spread, spread]
+    )

@@ -1,0 +1,1 @@
+"""Many results of one kind: a grid, trainings, a file that resumes, a table."""

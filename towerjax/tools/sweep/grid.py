@@ -1,0 +1,69 @@
+"""Which configurations are there? Every combination of lists, or a list of them."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax.types.options import is_whole
+
+Config: TypeAlias = dict[str, Any]
+
+
+def combinations(lists: Mapping[str, Iterable[Any]]) -> list[Config]:
+    """Every combination, the last name's values next to each other."""
+    return [
+        dict(zip(lists, values, strict=True))
+        for values in itertools.product(*lists.values())
+    ]
+
+
+def configs_of(grid: Any) -> list[Config]:
+    """The configurations of a grid, plain numbers and texts, each once."""
+    if isinstance(grid, Mapping):
+        for name, values in grid.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise ValueError(
+                    f"grid: {name}={values!r} must be a list, [{values!r}]."
+                )
+        grid = combinations(grid)
+    configs = [{name: _plain(name, x) for name, x in dict(c).items()} for c in grid]
+    names = [list(config) for config in configs]
+    if not configs or any(set(one) != set(names[0]) or not one for one in names):
+        raise ValueError(
+            "grid must be {name: [values]}, or a list of configurations that all have"
+            f" the same names; it has {len(configs)}"
+            + (f", the first with {names[0]}." if names else ".")
+        )
+    return [x for i, x in enumerate(configs) if x not in configs[:i]]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, np.generic | jax.Array) and not value.ndim:
+        value = value.item()
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError(
+            f"grid: {name}={value!r} is a {type(value).__name__}. Configurations are"
+            " numbers, texts, bools and None, which a file of results can name: write a"
+            " text, and look the rest up in build."
+        )
+    return value
+
+
+def traced_names(configs: Sequence[Config], static: Iterable[str]) -> list[str]:
+    """The names whose values are numbers in every configuration, but for ``static``."""
+    if isinstance(static, str):
+        raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
+    for name in (static := list(static)):
+        if name not in configs[0]:
+            raise ValueError(
+                f"static names {name!r}, and the grid has {', '.join(configs[0])}."
+            )
+    return [
+        name
+        for name in configs[0]
+        if name not in static
+        and all(isinstance(c[name], float) or is_whole(c[name]) for c in configs)
+    ]

@@ -1,0 +1,267 @@
+"""How are many configurations trained? Those of one program together, or in turn."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from towerjax.data.cut import Batches
+from towerjax.loop.json_lines import plain
+from towerjax.loop.progress import choose_display
+from towerjax.loop.run import run
+from towerjax.step.members import MembersStep
+from towerjax.step.state import TrainState
+from towerjax.step.step import Step
+from towerjax.tools.bench.protocol import in_turns
+from towerjax.tools.sweep.grid import Config, configs_of, traced_names
+from towerjax.tools.sweep.news import News
+from towerjax.tools.sweep.record_file import Record, RecordFile
+from towerjax.tools.sweep.result import Member, Sweep
+from towerjax.types import PyTree
+from towerjax.types.leaves import held_dtype
+from towerjax.types.options import check_choice, check_function
+
+Order = Literal["fastest", "together", "in_turn"]
+Build = Callable[..., tuple[Step, TrainState]]
+_MEASURED_STEPS, _ROUNDS = 5, 2
+
+
+def sweep(
+    build: Build,
+    grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
+    batches: Iterable[PyTree] | Callable[..., Iterable[PyTree]],
+    *,
+    steps: int | None = None,
+    static: Sequence[str] = (),
+    order: Order = "fastest",
+    evaluate: Callable[..., Mapping[str, Any]] | None = None,
+    results: str | os.PathLike[str] | None = None,
+    steps_per_call: int = 1,
+    progress: bool | None = None,
+) -> Sweep:
+    """Trains every configuration of a grid; those of one program compile once.
+
+    Names of the grid whose values are all numbers are *traced*: ``build`` gets arrays
+    ``()`` for them, so that one program serves all their values (a learning rate, a
+    coefficient of the loss, a seed of ``jax.random.key``). Everything else, and what
+    ``static`` names, ``build`` gets as it is, and each combination of it is a program
+    of its own. The members of a program see the same batches in the same order, and
+    come to what each comes to alone, up to rounding.
+
+    A member whose loss is not finite stays as it was before that step, goes on with the
+    next batch, and its curve says so; the others are not held up.
+
+    Args:
+      build: ``build(**config) -> (step, state)``, pure: a step of
+        `build_train_step` or `build_step`, and what its ``init`` returns.
+      grid: ``{name: values}``, of which every combination is trained, or a list of
+        configurations. Values are numbers, texts, bools and None.
+      batches: What `run` takes and can be gone through again: a list, `batches`; or a
+        function of the names that are not traced, ``batches(**static) -> iterable``.
+      steps: How many steps each does; None goes to the end of the data.
+      static: Names of numbers that change the program: widths, towers, batch sizes.
+      order: How the members of a program are trained: ``"together"`` by ``vmap``,
+        which takes the memory of all; ``"in_turn"``, one after another by one program,
+        each kept as it ends; ``"fastest"`` compiles both, times some steps, and takes
+        the faster one.
+      evaluate: ``evaluate(state, **config) -> {name: number}``, of each member's last
+        state, on the host; the place to save it, too.
+      results: A file of JSON lines, one a member as it ends. Members that it has are
+        not trained again, so that a killed sweep goes on.
+      steps_per_call: As of `run`.
+      progress: None shows a bar on a terminal, else lines; True always a bar; False
+        nothing.
+
+    Returns:
+      A `towerjax.tools.Sweep`, in the grid's order.
+
+    Raises:
+      ValueError: The grid is malformed, the file holds another sweep, ``build`` needs a
+        number that is traced, or as `run` does.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+      >>> def build(rate, seed):
+      ...     strategy = tj.Mirrored(towers=2)
+      ...     step = tj.build_train_step(loss_fn, optax.sgd(rate), strategy)
+      ...     return step, step.init(jax.random.normal(jax.random.key(seed)))
+      >>> data = [np.full(4, 2.0, np.float32)] * 20
+      >>> grid = {"rate": [0.01, 0.1], "seed": range(3)}
+      >>> found = sweep(build, grid, data, order="together", progress=False)
+      >>> len(found.members), found.best("loss").config["rate"]
+      (6, 0.1)
+    """
+    check_function("build", build, "build(**config)")
+    check_choice("order", order, get_args(Order))
+    configs = configs_of(grid)
+    traced = traced_names(configs, static)
+    name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
+    about = {"sweep": {"build": name, "steps": steps, "names": sorted(configs[0])}}
+    file = RecordFile(results, "config", about)
+    done = sum(file.get(config) is not None for config in configs)
+    with contextlib.closing(
+        News(choose_display(progress), len(configs), done, "member")
+    ) as news:
+        for members in _programs(configs, traced):
+            todo = [config for config in members if file.get(config) is None]
+            if not todo:
+                continue
+            known = [record["order"] for c in members if (record := file.get(c))]
+            fixed = {k: x for k, x in members[0].items() if k not in traced}
+            data = _Data(batches, fixed, steps, steps_per_call)
+            program = _Program(build, fixed, traced, data, evaluate)
+            news.starts(", ".join(f"{k}={x}" for k, x in fixed.items()))
+            with _explained(traced):
+                for record in program.trained(todo, known[0] if known else order):
+                    file.add(record)
+                    news.ends()
+    found = [file.get(config) for config in configs]
+    return Sweep(tuple(Member.of(record) for record in found if record is not None))
+
+
+def _programs(configs: Sequence[Config], traced: Sequence[str]) -> list[list[Config]]:
+    """The configurations that differ in traced numbers alone."""
+    found: dict[str, list[Config]] = {}
+    for config in configs:
+        fixed = {k: x for k, x in config.items() if k not in traced}
+        found.setdefault(repr(fixed), []).append(config)
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _explained(traced: Sequence[str]) -> Iterator[None]:
+    """Around what traces ``build``: says that numbers are arrays there."""
+    try:
+        yield
+    except Exception as error:
+        # NumPy and Python speak of a tracer as JAX does.
+        if not isinstance(error, jax.errors.JAXTypeError) and "Tracer" not in str(
+            error
+        ):
+            raise
+        raise ValueError(
+            f"tj.sweep traces {', '.join(traced)}: build gets arrays, which share one"
+            " program. Name in static=[...] what decides shapes, towers or Python's"
+            " control flow, and make keys with jax.random.key(seed). Here:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Data:
+    """The batches of one program, for as many runs as it takes."""
+
+    source: Any
+    fixed: Config
+    steps: int | None
+    steps_per_call: int
+
+    def train(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
+        """``(state, history)`` of all steps, or of the first few."""
+        source: Any = self.source
+        batches: Any = source(**self.fixed) if callable(source) else source
+        if isinstance(batches, Batches):
+            batches = batches.at(batches.position)
+        elif isinstance(source, Iterator):
+            raise ValueError(
+                f"batches is a {type(batches).__name__}, which can be gone through only"
+                " once, but every training needs all of it. Pass a list, tj.batches, or"
+                " a function that gives the batches anew."
+            )
+        steps, per_call = self.steps, self.steps_per_call
+        if few is not None:
+            batches, steps = list(itertools.islice(batches, few * per_call)), None
+        return run(
+            step, state, batches, steps=steps, steps_per_call=per_call, progress=False
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What members that differ in traced numbers alone share."""
+
+    build: Build
+    fixed: Config
+    traced: Sequence[str]
+    data: _Data
+    evaluate: Callable[..., Mapping[str, Any]] | None
+
+    def trained(self, members: Sequence[Config], order: str) -> Iterator[Record]:
+        """A record of each member, once it is trained."""
+        values = {name: [config[name] for config in members] for name in self.traced}
+        numbers = {
+            # Of Python's numbers, NumPy says where a dtype cannot hold them.
+            name: np.array(x, held_dtype(np.array(x).dtype))
+            for name, x in values.items()
+        }
+        each = [
+            {name: x[i] for name, x in numbers.items()} for i in range(len(members))
+        ]
+        alone, together = (MembersStep(self._built, x) for x in (each[0], numbers))
+        if len(members) == 1:
+            order = "in_turn"
+        if order == "fastest":
+            both = _Turn(self.data, together, numbers), _Turn(self.data, alone, each[0])
+            in_turns(both, rounds=1, calls=1)  # compiles
+            times = in_turns(both, rounds=_ROUNDS, calls=1)[:, :, 0].min(axis=0)
+            is_faster = times[0] < len(members) * times[1]
+            order = "together" if is_faster else "in_turn"
+        if order == "together":
+            yield from self._records(together, numbers, members, order)
+            return
+        for one, config in zip(each, members, strict=True):
+            yield from self._records(alone, one, [config], order)
+
+    def _records(
+        self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
+    ) -> Iterator[Record]:
+        start_s = time.perf_counter()
+        state, history = self.data.train(step, step.begin(numbers))
+        seconds = (time.perf_counter() - start_s) / len(configs)
+        for i, config in enumerate(configs):
+            own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
+            found = {}
+            if self.evaluate is not None:
+                found = self.evaluate(step.member(state, i), **config)
+            yield {
+                "config": config,
+                "order": order,
+                "seconds": round(seconds, 3),
+                "metrics": {name: plain(name, x) for name, x in own.items()},
+                "evaluation": {name: plain(name, x) for name, x in found.items()},
+            }
+
+    def _built(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
+        built = self.build(**self.fixed, **numbers)
+        if not (
+            isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], Step)
+        ):
+            raise ValueError(
+                f"build returned {built!r}; it returns (step, state): a step of"
+                " tj.build_train_step or tj.build_step, and step.init(...)."
+            )
+        return built
+
+
+@dataclasses.dataclass
+class _Turn:
+    """One of two ways to train, for a few steps at a time."""
+
+    data: _Data
+    step: MembersStep
+    numbers: Any
+    state: Any = None
+
+    def run(self) -> Any:
+        """A few steps on."""
+        state = self.step.begin(self.numbers) if self.state is None else self.state
+        self.state, _ = self.data.train(self.step, state, _MEASURED_STEPS)
+        return self.state
