@@ -145,7 +145,7 @@ REGISTRY = (
     _m(
         "B12",
         "the smaller last batch is left out of an evaluation",
-        "loop.evaluate:evaluate",
+        "loop.evaluate:outputs_on_host",
         "running.append(step(state, placed))",
         "running.append(step(state, placed)) if not placed.padded else None",
         "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]",
@@ -707,7 +707,7 @@ MODELS = (
     _m(
         "M12",
         "predictions come out of order",
-        "estimator.predict:_outputs",
+        "loop.evaluate:outputs_on_host",
         "if len(running) == in_flight:\n"
         "                yield jax.device_get(running.popleft())",
         "if len(running) == in_flight:\n"
@@ -718,7 +718,7 @@ MODELS = (
     _m(
         "M13",
         "an error of the data ends predictions in silence",
-        "estimator.predict:_outputs",
+        "loop.evaluate:outputs_on_host",
         "raise failure",
         "return",
         "test_train_and_evaluate.py::test_predictions_before_an_error_come_first[2]",
@@ -1055,7 +1055,7 @@ OTHER = (
     _m(
         "O05",
         "batches of an evaluation are averaged",
-        "loop.evaluate:_add_metrics",
+        "loop.evaluate:_with_metrics",
         "metric = add_batch(totals.get(name), on_host(metric))",
         "metric = on_host(metric)",
         "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]",

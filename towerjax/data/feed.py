@@ -110,11 +110,15 @@ def closing_iterator(
     try:
         yield iterator
     finally:
-        close = getattr(iterator, "close", None)
-        is_ours = is_ours or iterator is not iterable
-        # A loader that hangs in a thread cannot be closed; the thread's end says so.
-        if is_ours and close is not None and not getattr(iterator, "gi_running", False):
-            close()
+        if is_ours or iterator is not iterable:
+            close(iterator)
+
+
+def close(iterator: Any) -> None:
+    """Close an iterator that can be closed."""
+    # A loader that hangs in a thread cannot be; the thread's end says so.
+    if not getattr(iterator, "gi_running", False):
+        getattr(iterator, "close", lambda: None)()
 
 
 def prefetch(

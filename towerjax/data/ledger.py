@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from towerjax.data.feed import own_copy
+from towerjax.data.feed import close, own_copy
 from towerjax.types import PyTree
 
 
@@ -31,7 +31,7 @@ class Unused(Iterator[PyTree]):
     def close(self) -> None:
         """Close the source, where it can be closed."""
         self._batches.clear()
-        getattr(self._rest, "close", lambda: None)()
+        close(self._rest)
 
 
 class Ledger(Iterator[PyTree]):
@@ -130,11 +130,8 @@ class Ledger(Iterator[PyTree]):
 
     def close(self) -> None:
         """Close what was opened here: an iterator that was passed in stays open."""
-        close = getattr(self._iterator, "close", None)
-        is_ours = self._iterator is not self._source
-        # A loader that hangs in a thread cannot be closed; the thread's end says so.
-        if is_ours and close is not None and not _is_running(self._iterator):
-            close()
+        if self._iterator is not self._source:
+            close(self._iterator)
 
     def settle(self) -> None:
         """Set a source with a cursor back to what was used, and close what was opened.
@@ -144,7 +141,3 @@ class Ledger(Iterator[PyTree]):
         if self._has_cursor and self._taken:
             self.rest()
         self.close()
-
-
-def _is_running(iterator: Any) -> bool:
-    return getattr(iterator, "gi_running", False)

@@ -1,18 +1,16 @@
 """What does a model say of data, however much of it there is?"""
 
-import collections
 import contextlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
 
-from towerjax.data import feed
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.replicate import ReplicatedModel
-from towerjax.estimator.steps import ModelStep
 from towerjax.estimator.train import check_model, check_variables
+from towerjax.loop.evaluate import outputs_on_host
 from towerjax.step.state import TrainState
 from towerjax.types.options import check_flag, check_whole
 
@@ -73,38 +71,9 @@ def predict(
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
     passes = Passes("data", data, with_labels=False)
-    depth = 0 if passes.prefetches else prefetch
-    given = where_given(params=params, config=config)
-    outputs = _outputs(model.predict_step(**given), variables, passes, depth, in_flight)
+    step = model.predict_step(**where_given(params=params, config=config))
+    outputs = outputs_on_host(step, variables, passes, prefetch, in_flight)
     return _examples(outputs) if per_example else outputs
-
-
-def _outputs(
-    step: ModelStep, variables: TrainState, passes: Passes, depth: int, in_flight: int
-) -> Generator[Any, None, None]:
-    running: collections.deque[Any] = collections.deque()
-    failure: Exception | None = None
-    with (
-        feed.closing_iterator(passes) as batches,
-        contextlib.closing(
-            feed.prefetch(batches, step.place_batch, depth=depth)
-        ) as placed_batches,
-    ):
-        while True:
-            try:
-                placed = next(placed_batches, None)
-                if placed is None:
-                    break
-                running.append(step(variables, placed))
-            except Exception as error:
-                failure = error
-                break
-            if len(running) == in_flight:
-                yield jax.device_get(running.popleft())
-    while running:
-        yield jax.device_get(running.popleft())
-    if failure is not None:
-        raise failure
 
 
 def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]:

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -59,26 +59,12 @@ def evaluate(
     check_evaluate(step)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
-    is_ours = not isinstance(batches, Iterable)
-    source = batches() if is_ours else batches
-    totals: dict[str, Any] = {}
-    running: collections.deque[Any] = collections.deque()
-    count = 0
-    depth = 0 if getattr(source, "prefetches", False) else prefetch
-    with (
-        feed.closing_iterator(source, is_ours=is_ours) as iterator,
-        contextlib.closing(
-            feed.prefetch(iterator, step.place_batch, depth=depth)
-        ) as placed_batches,
-    ):
-        for placed in placed_batches:
-            if len(running) == in_flight:
-                _add_metrics(totals, running.popleft())
-            running.append(step(state, placed))
-            count += 1
-    while running:
-        _add_metrics(totals, running.popleft())
-    if count == 0:
+    totals: dict[str, Any] | None = None
+    made = outputs_on_host(step, state, batches, prefetch, in_flight)
+    with contextlib.closing(made) as outputs:
+        for metrics in outputs:
+            totals = _with_metrics(totals or {}, metrics)
+    if totals is None:
         raise ValueError(
             "There are no batches to evaluate. An iterator is empty the second time:"
             " pass a list, or a function that gives the batches anew."
@@ -95,13 +81,46 @@ def check_evaluate(evaluate: Any) -> None:
     check_does("evaluate", evaluate, "place_batch __call__", example)
 
 
-def _add_metrics(totals: dict[str, Any], metrics: Any) -> None:
+def outputs_on_host(
+    step: EvaluationStep, state: Any, batches: Batches, prefetch: int, in_flight: int
+) -> Generator[Any, None, None]:
+    """What a step gives for each batch; those before a broken batch come first."""
+    is_ours = not isinstance(batches, Iterable)
+    source = batches() if is_ours else batches
+    running: collections.deque[Any] = collections.deque()
+    failure: Exception | None = None
+    depth = 0 if getattr(source, "prefetches", False) else prefetch
+    with (
+        feed.closing_iterator(source, is_ours=is_ours) as elements,
+        contextlib.closing(
+            feed.prefetch(elements, step.place_batch, depth=depth)
+        ) as placed_batches,
+    ):
+        while True:
+            try:
+                placed = next(placed_batches, None)
+                if placed is None:
+                    break
+                running.append(step(state, placed))
+            except Exception as error:
+                failure = error
+                break
+            if len(running) == in_flight:
+                yield jax.device_get(running.popleft())
+    while running:
+        yield jax.device_get(running.popleft())
+    if failure is not None:
+        raise failure
+
+
+def _with_metrics(totals: dict[str, Any], metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"evaluate returned a {type(metrics).__name__} instead of metrics by name."
             " Pass a step of tj.build_eval_step."
         )
-    for name, metric in jax.device_get(metrics).items():
+    for name, metric in metrics.items():
         if is_metric(metric):
             metric = add_batch(totals.get(name), on_host(metric))
         totals[name] = metric
+    return totals
