@@ -22,8 +22,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.checkpoint import files as array_files
-from towerjax.loop.checkpoint import folder, record
+from towerjax.loop.checkpoint import folder, leaves, record, saver
 from towerjax.loop.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
@@ -259,15 +258,22 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     step, tmp_path, monkeypatch, undisturbed
 ):
     saving = tj.Checkpointer(tmp_path, every=2)
-    wait, calls = array_files.ArrayFiles.wait, []
+    calls = []
 
-    def full(self):
-        wait(self)
-        calls.append(1)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
+    class Files:
+        def __init__(self):
+            self.files = leaves.array_files()
 
-    monkeypatch.setattr(array_files.ArrayFiles, "wait", full)
+        def __getattr__(self, name):
+            return getattr(self.files, name)
+
+        def wait_until_finished(self):
+            self.files.wait_until_finished()
+            calls.append(1)
+            if len(calls) == 2:
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver, "array_files", Files)
     with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
         train(step, saving)
     assert saving.steps == (2,) and not list(tmp_path.glob("*.saving"))

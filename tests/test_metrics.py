@@ -538,7 +538,7 @@ REFUSED = [
     (lambda: m.recall([0, 2], B), "labels with the value 2"),
     (lambda: m.recall(B, [0, 3]), "predictions with the value 3"),
     (lambda: m.true_positives(B, B, [1, -2]), "true_positives got a weight of -2"),
-    (lambda: m.auc(B, N, curve="XY"), "curve='XY'.*'ROC' or 'PR'"),
+    (lambda: m.auc(B, N, curve="XY"), "curve='XY'.*'ROC', 'PR'"),
     (lambda: m.auc(B, N, num_thresholds=1), "num_thresholds=1.*>= 2"),
     (lambda: m.auc(B, I), "predictions of dtype int.*floating scores"),
     (lambda: m.auc(B, N * 5), "score of 1.25.*sigmoid"),

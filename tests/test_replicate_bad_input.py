@@ -89,7 +89,7 @@ OPTIONS = {
         r"variable_placement='mirrored'.*tj\.estimator\.VariablePlacement\.MIRRORED",
     ),
     "remainder": (dict(remainder="fill"), "remainder='fill'.*'pad'"),
-    "compat": (dict(compat="tf2"), "compat='tf2' must be None or 'tf1'"),
+    "compat": (dict(compat="tf2"), "compat='tf2' must be one of None, 'tf1'"),
     "max_programs": (dict(max_programs=0), "max_programs=0 must be a whole number"),
     "max_programs true": (dict(max_programs=True), "max_programs=True must be a whole"),
     "max_programs half": (dict(max_programs=1.5), "max_programs=1.5 must be a whole"),

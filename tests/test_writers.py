@@ -460,7 +460,7 @@ def test_without_tensorboardx_it_says_what_to_install(step, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"logdir": ""}, "TensorBoard(logdir='') must be a folder"),
+        ({"logdir": ""}, "TensorBoard.logdir='' must be a folder"),
         ({"logdir": "x", "max_elements": 0}, "max_elements=0 must be a whole number"),
         ({"logdir": "x", "flush_s": -1}, "flush_s=-1 must be seconds >= 0"),
         ({"logdir": __file__}, "is a file; name a folder"),

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.whereabouts import VariablePlacement
-from towerjax.types.options import check_flag, check_whole
+from towerjax.types.options import check_choice, check_flag, check_whole
 
 Compat = Literal["tf1"]
 
@@ -32,8 +32,7 @@ class ModelOptions:
                 " tj.estimator.VariablePlacement.MIRRORED, ON_ONE_DEVICE or"
                 " ROUND_ROBIN."
             )
-        if self.compat not in (None, *get_args(Compat)):
-            raise ValueError(f"compat={self.compat!r} must be None or 'tf1'.")
+        check_choice("compat", self.compat, (None, *get_args(Compat)))
         check_flag("donate", self.donate)
         if self.max_programs is not None:
             check_whole("max_programs", self.max_programs)

@@ -11,6 +11,7 @@ import numpy as np
 
 from towerjax.loop.numbers import as_json
 from towerjax.loop.records import Record
+from towerjax.types.options import check_path
 
 HEAD = b'{"kind": '
 """How every line begins; a torn one may be shorter."""
@@ -54,8 +55,7 @@ class JsonLines:
 
     def __post_init__(self) -> None:
         """Check the path."""
-        if not isinstance(self.path, str | os.PathLike) or not str(self.path):
-            raise ValueError(f"JsonLines(path={self.path!r}) must be a file's path.")
+        check_path("JsonLines.path", self.path, "a file's path")
 
     def open(self, start: int) -> "OpenJsonLines":
         """Begin, or go on after the lines of earlier steps.

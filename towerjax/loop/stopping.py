@@ -14,7 +14,13 @@ from towerjax.loop.progress import format_value
 from towerjax.mesh.placement import Placement, on_every_process
 from towerjax.step.state import TrainState
 from towerjax.types.leaves import is_key
-from towerjax.types.options import check_flag, check_whole
+from towerjax.types.options import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_text,
+    check_whole,
+)
 
 Mode: TypeAlias = Literal["min", "max"]
 Keep: TypeAlias = Literal["devices", "host"]
@@ -53,12 +59,8 @@ class EarlyStopping:
         """Check the options."""
         _check_metric("EarlyStopping", self.metric, self.mode)
         check_whole("patience", self.patience, 1)
-        number = isinstance(self.min_delta, int | float)
-        if not number or not 0 <= self.min_delta < math.inf:
-            raise ValueError(
-                f"min_delta={self.min_delta!r} must be a finite number >= 0, in the"
-                " unit of the metric."
-            )
+        what = "a finite number >= 0, in the unit of the metric"
+        check_number("min_delta", self.min_delta, what)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,25 +92,19 @@ class Best:
     def __post_init__(self) -> None:
         """Check the options."""
         _check_metric("Best", self.metric, self.mode)
-        if self.keep not in get_args(Keep):
-            raise ValueError(
-                f"Best(keep={self.keep!r}) must be 'devices' (a second copy of the"
-                " state there) or 'host' (NumPy arrays)."
-            )
+        check_choice("Best.keep", self.keep, get_args(Keep))
         check_flag("Best.restore", self.restore)
 
 
 def _check_metric(what: str, metric: Any, mode: Any) -> None:
-    if not isinstance(metric, str) or not metric:
-        raise ValueError(
-            f"{what}(metric={metric!r}) must be the name of a metric of the evaluation,"
-            " such as 'loss'."
-        )
-    if mode not in get_args(Mode):
-        raise ValueError(
-            f"{what}(mode={mode!r}) must be 'min' (less of {metric!r} is better) or"
-            " 'max' (more is)."
-        )
+    """Raise unless it names a metric and says whether less of it is better."""
+    check_text(f"{what}.metric", metric, "the name of a metric, such as 'loss'")
+    check_choice(f"{what}.mode", mode, get_args(Mode))
+
+
+def sign_of(mode: Mode) -> int:
+    """By what a metric is multiplied so that less of it is better."""
+    return 1 if mode == "min" else -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +186,7 @@ class Watch:
         self, option: EarlyStopping, number: int, values: Mapping[str, Any]
     ) -> None:
         # As a cost, of which less is better; a comparison with NaN is never true.
-        cost = _sign(option) * _value(option, values)
+        cost = sign_of(option.mode) * _value(option, values)
         if cost < self._lowest[0] - option.min_delta:
             self._lowest, self._without = (cost, number), 0
             return
@@ -204,7 +200,7 @@ class Watch:
         text = f"{option.metric} did not improve in {self._without}"
         text += " evaluation" if self._without == 1 else " evaluations in a row"
         if lowest_number is not None:
-            shown = format_value(_sign(option) * lowest)
+            shown = format_value(sign_of(option.mode) * lowest)
             text += f": best {shown} after step {lowest_number}"
         self.stopped = text
 
@@ -212,8 +208,8 @@ class Watch:
         self, option: Best, number: int, values: dict[str, Any], state: TrainState
     ) -> None:
         value = _value(option, values)
-        best = _sign(option) * self.best.value if self.best else math.inf
-        if not _sign(option) * value < best:
+        best = sign_of(option.mode) * self.best.value if self.best else math.inf
+        if not sign_of(option.mode) * value < best:
             return
         # The old copy goes first: two of them and the state may not fit.
         self.best = BestEvaluation(number, value, values, None)
@@ -236,14 +232,11 @@ class Watch:
         text = f"evaluated {name} {format_value(values[name])} after {number}"
         best = (self.best.value, self.best.step) if self.best else None
         if self._best is None and self._early_stopping and self._lowest[1] is not None:
-            best = (_sign(self._early_stopping) * self._lowest[0], self._lowest[1])
+            sign = sign_of(self._early_stopping.mode)
+            best = (sign * self._lowest[0], self._lowest[1])
         if best is not None:
             text += f", best {format_value(best[0])} after {best[1]}"
         return text
-
-
-def _sign(option: EarlyStopping | Best) -> int:
-    return 1 if option.mode == "min" else -1
 
 
 def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:

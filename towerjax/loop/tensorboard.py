@@ -1,7 +1,6 @@
 """How does a run reach TensorBoard? As scalars in an event file, written in line."""
 
 import dataclasses
-import math
 import os
 import pathlib
 import time
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.loop.records import Record
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_number, check_path, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +45,9 @@ class TensorBoard:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not isinstance(self.logdir, str | os.PathLike) or not str(self.logdir):
-            raise ValueError(f"TensorBoard(logdir={self.logdir!r}) must be a folder.")
+        check_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
-        number = isinstance(self.flush_s, int | float)
-        if not number or not 0 <= self.flush_s < math.inf:
-            raise ValueError(f"flush_s={self.flush_s!r} must be seconds >= 0.")
+        check_number("flush_s", self.flush_s, "seconds >= 0")
 
     def open(self, start: int) -> "OpenTensorBoard":
         """A new event file.

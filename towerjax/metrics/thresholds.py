@@ -18,7 +18,7 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_choice, check_whole
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 
@@ -214,8 +214,7 @@ def auc(
       Interpolation: Davis and Goadrich (2006), "The relationship between
       Precision-Recall and ROC curves", https://doi.org/10.1145/1143844.1143874.
     """
-    if curve not in get_args(Curve):
-        raise ValueError(f"auc got curve={curve!r}; it must be 'ROC' or 'PR'.")
+    check_choice("auc: curve", curve, get_args(Curve))
     thresholds = _even_thresholds("auc", num_thresholds)
     return Curves(*_histograms("auc", labels, predictions, weight, thresholds), curve)
 

@@ -1,8 +1,12 @@
 """Is an option what it must be? One text for each kind, before anything is done."""
 
+import numbers
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 _MOST = 2**31 - 1
@@ -29,6 +33,28 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(
             f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}."
         )
+
+
+def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
+    """Raise unless a value is a text, or of other kinds a path, that is not empty."""
+    if not isinstance(value, kinds) or not str(value):
+        raise ValueError(f"{name}={value!r} must be {what}.")
+
+
+def check_path(name: str, value: Any, what: str) -> None:
+    """Raise unless a value can be the path of a file or folder."""
+    check_text(name, value, what, str | os.PathLike)
+
+
+def check_number(
+    name: str, value: Any, what: str, highest: float = sys.float_info.max
+) -> None:
+    """Raise unless a value is a number from 0 to the highest, or an array of JAX."""
+    if isinstance(value, jax.Array):  # perhaps one without a value yet
+        return
+    plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not plain or not 0 <= float(value) <= highest:
+        raise ValueError(f"{name}={value!r} must be {what}.")
 
 
 def check_flag(name: str, value: Any) -> None:

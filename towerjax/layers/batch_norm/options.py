@@ -1,15 +1,12 @@
 """What may a batch norm over towers be told? Its options, and what it refuses."""
 
 import dataclasses
-import math
-import numbers
 import operator
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax
 import jax.numpy as jnp
 
-from towerjax.types.options import check_choice
+from towerjax.types.options import check_choice, check_number
 
 Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
 """Of whose rows: all towers', this tower's, or none (the running ones, unchanged)."""
@@ -51,8 +48,8 @@ class BatchNormOptions:
                 " dims of the input, such as -1."
             )
         object.__setattr__(self, "axis", axes if several else axes[0])
-        _check_number("momentum", self.momentum, 1.0, "a number from 0 to 1")
-        _check_number("epsilon", self.epsilon, math.inf, "a number >= 0")
+        check_number("momentum", self.momentum, "a number from 0 to 1", 1.0)
+        check_number("epsilon", self.epsilon, "a number >= 0")
 
     def feature_axes(self, num_dims: int) -> tuple[int, ...]:
         """The feature dims of an input, counted from the front, in order."""
@@ -86,15 +83,6 @@ def _as_dim(axis: Any) -> int:
     if isinstance(axis, bool):
         raise TypeError
     return operator.index(axis)
-
-
-def _check_number(name: str, value: Any, most: float, expected: str) -> None:
-    """Raise for what is no such number; of an array only that it is one is known."""
-    if isinstance(value, jax.Array):
-        return
-    plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not plain or not 0 <= float(value) <= most:
-        raise ValueError(f"{name}={value!r} must be {expected}.")
 
 
 def refuse(name: str, value: Any, instead: str) -> None:

@@ -10,8 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 
-from towerjax.loop.checkpoint.errors import CheckpointError
-from towerjax.loop.checkpoint.manifest import flush_folder
+from towerjax.loop.checkpoint.manifest import CheckpointError, flush_folder
 
 _WHOLE = re.compile(r"step-(\d+)")
 _BEING_MADE = re.compile(r"step-\d+\.(saving|deleting)")

@@ -6,13 +6,20 @@ import os
 import pathlib
 from typing import Any
 
-from towerjax.loop.checkpoint.errors import CheckpointError
-
 NAME = "manifest.json"
 _ADVICE = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
     " before."
 )
+
+
+class CheckpointError(ValueError):
+    """A checkpoint or its folder cannot be used; says which file or leaf, and why.
+
+    Example:
+      >>> issubclass(CheckpointError, ValueError)
+      True
+    """
 
 
 def write_manifest(folder: pathlib.Path) -> None:

@@ -1,22 +1,21 @@
 """Where and how often is a training saved? The options, and what they lead to."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 from typing import Any, Literal, get_args
 
-from towerjax.loop.checkpoint.errors import CheckpointError
-from towerjax.loop.checkpoint.files import ArrayFiles
 from towerjax.loop.checkpoint.folder import folder_of, saved_steps
-from towerjax.loop.checkpoint.leaves import check_same_model, restored
-from towerjax.loop.checkpoint.manifest import check_manifest
+from towerjax.loop.checkpoint.leaves import array_files, check_same_model, restored
+from towerjax.loop.checkpoint.manifest import CheckpointError, check_manifest
 from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.steps import LoopStep
+from towerjax.loop.stopping import Mode, sign_of
 from towerjax.mesh.processes import first_process_says
 from towerjax.step.state import TrainState
-from towerjax.types.options import check_choice, check_whole
+from towerjax.types.options import check_choice, check_path, check_text, check_whole
 
-Mode = Literal["min", "max"]
 Place = Literal["cursor", "count", "anew"]
 ARRAYS = "arrays"
 
@@ -73,18 +72,13 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not isinstance(self.directory, str | os.PathLike) or not str(self.directory):
-            raise ValueError(
-                f"Checkpointer(directory={self.directory!r}) must be a folder."
-            )
+        check_path("Checkpointer.directory", self.directory, "a folder")
         if self.every is not None:
             check_whole("every", self.every, 1)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
-        if self.best is not None and (not isinstance(self.best, str) or not self.best):
-            raise ValueError(
-                f"best={self.best!r} must be the name of a metric, such as 'loss'."
-            )
+        if self.best is not None:
+            check_text("best", self.best, "the name of a metric, such as 'loss'")
         check_choice("mode", self.mode, get_args(Mode))
         check_choice("batches", self.batches, get_args(Place))
 
@@ -104,7 +98,7 @@ class Checkpointer:
         best, name = None, self.best
         if name is None:
             return None
-        sign = 1 if self.mode == "min" else -1
+        sign = sign_of(self.mode)
         for number in self.steps:
             values = self.record(number).evaluation
             if name in values and (best is None or sign * values[name] < best[0]):
@@ -156,16 +150,14 @@ class Checkpointer:
             return chosen
 
         chosen = first_process_says(choose)
-        folder, files = folder_of(self.path, chosen), ArrayFiles()
-        try:
+        arrays = folder_of(self.path, chosen) / ARRAYS
+        with contextlib.closing(array_files()) as files:
             return restored(
-                lambda asked: files.read(folder / ARRAYS, asked),
+                lambda asked: files.restore(arrays, asked),
                 self.record(chosen).leaves,
                 state,
                 step.strategy.placement,
             )
-        finally:
-            files.close()
 
     def _named(self, number: int) -> str:
         return f"The checkpoint {str(folder_of(self.path, number))!r}"

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from towerjax.loop.checkpoint.errors import CheckpointError
 from towerjax.loop.checkpoint.leaves import Leaf
-from towerjax.loop.checkpoint.manifest import write_whole
+from towerjax.loop.checkpoint.manifest import CheckpointError, write_whole
 from towerjax.types.version import __version__
 
 FORMAT = 1

@@ -8,10 +8,13 @@ from typing import Any
 import jax
 
 from towerjax.loop.checkpoint import folder
-from towerjax.loop.checkpoint.errors import CheckpointError
-from towerjax.loop.checkpoint.files import ArrayFiles
-from towerjax.loop.checkpoint.leaves import check_same_model, described, plain_arrays
-from towerjax.loop.checkpoint.manifest import write_manifest
+from towerjax.loop.checkpoint.leaves import (
+    array_files,
+    check_same_model,
+    described,
+    plain_arrays,
+)
+from towerjax.loop.checkpoint.manifest import CheckpointError, write_manifest
 from towerjax.loop.checkpoint.options import ARRAYS, Checkpointer
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
@@ -19,6 +22,7 @@ from towerjax.loop.checkpoint.record import (
     scalars,
 )
 from towerjax.loop.steps import LoopStep
+from towerjax.loop.stopping import sign_of
 from towerjax.mesh.processes import first_process_says
 from towerjax.step.state import TrainState
 
@@ -39,7 +43,7 @@ class Saver:
             self._stack.enter_context(folder.held(options.path))
 
         first_process_says(prepare)
-        self._files = ArrayFiles()
+        self._files = array_files()
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
         )
@@ -78,8 +82,8 @@ class Saver:
         if best is None:
             return True
         before = self.options.record(best).evaluation[name]
-        less = numbers[name] < before
-        return less if self.options.mode == "min" else numbers[name] > before
+        sign = sign_of(self.options.mode)
+        return sign * numbers[name] < sign * before
 
     def save(
         self,
@@ -113,7 +117,7 @@ class Saver:
         with self._explained(number):
             if self._is_first:
                 folder.begin(self.options.path, number)
-            self._files.start(path / ARRAYS, plain_arrays(state))
+            self._files.save(path / ARRAYS, plain_arrays(state))
         self._writing = self._thread.submit(self._finish, record)
         self._saved = number
 
@@ -121,7 +125,7 @@ class Saver:
         """In the thread: wait for the arrays, then let the checkpoint count."""
         directory, number = self.options.path, record.step
         with self._explained(number):
-            self._files.wait()
+            self._files.wait_until_finished()
             if not self._is_first:
                 return
             path = folder.making(directory, number)

@@ -24,6 +24,7 @@ from towerjax.towers.variables import (
 )
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_traced, refuse_unheld
+from towerjax.types.options import check_text
 
 
 class VariableMethods:
@@ -63,10 +64,7 @@ class VariableMethods:
           >>> count.value.tolist(), int(strategy.read_var(count))
           ([3, 3], 6)
         """
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"create_var: name={name!r} must be a word, such as 'scale'."
-            )
+        check_text("create_var: name", name, "a word, such as 'scale'")
         if not isinstance(tower_local, bool):
             raise ValueError(
                 f"Invalid variable synchronization mode: {tower_local} for variable:"
