@@ -92,12 +92,14 @@ class MembersStep(CompiledStep):
                 run, {**carry, "extra": extra}, now, *batch
             )
             del now["step"]
+            metrics = {**metrics["one"], **metrics["own"]}
             whole = jnp.isfinite(metrics["loss"]) if whole is None else whole
             return {**carry, "extra": (numbers, carry["extra"])}, now, metrics, whole
 
         one = over_members(one) if self._together else one
         carry, now, metrics, whole = one(carry, clock["rng"])
-        return carry, {**now, "step": clock["step"] + 1}, metrics, whole.all()
+        now["step"] = clock["step"] + 1
+        return carry, now, {"one": metrics, "own": {}}, whole.all()
 
     def _ready(self, state: Any, runner: Runner) -> TrainState:
         """As `begin` or a step made it, so there is nothing to check."""
