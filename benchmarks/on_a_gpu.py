@@ -17,7 +17,7 @@ import numpy as np
 import towerjax as tj
 from benchmarks.absent import PROGRAMS, Program, hand_written
 from towerjax.mesh.placement import place, place_rows
-from towerjax.step.report.dispatch import timed
+from towerjax.step.report.step_report import timed
 from towerjax.types import Layout, PyTree
 
 

@@ -13,7 +13,7 @@ import pytest
 import towerjax as tj
 from towerjax.tools.cli import main
 from towerjax.tools.testing import SplitError, assert_replicates
-from towerjax.tools.testing.dealing import splits_of
+from towerjax.tools.testing.audited import splits_of
 from towerjax.tools.testing.findings import CAUSES
 
 SUM, MEAN, FIRST = (

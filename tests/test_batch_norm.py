@@ -15,8 +15,7 @@ from layouts import mirrored as towers
 import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm as LinenNorm
 from towerjax.layers.batch_norm.nnx import TowerBatchNorm as NnxNorm
-from towerjax.layers.batch_norm.normalize import Moments, normalize
-from towerjax.layers.batch_norm.options import BatchNormOptions
+from towerjax.layers.batch_norm.normalize import BatchNormOptions, Moments, normalize
 
 IN, OUT, RATE = 4, 3, 0.5
 CLOSE = dict(rtol=3e-6, atol=3e-6)

@@ -22,7 +22,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.checkpoint import folder, leaves, record, saver
+from towerjax.loop.checkpoint import folder, record, saver
 from towerjax.loop.checkpoint.saver import Saver
 
 TESTS = pathlib.Path(__file__).parent
@@ -262,7 +262,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
 
     class Files:
         def __init__(self):
-            self.files = leaves.array_files()
+            self.files = record.array_files()
 
         def __getattr__(self, name):
             return getattr(self.files, name)

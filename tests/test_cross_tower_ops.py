@@ -17,7 +17,7 @@ from towerjax.collectives.packed import cut, pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
-from towerjax.towers.cross_tower.travel import _reduced
+from towerjax.towers.cross_tower.values import _reduced
 from towerjax.towers.executors import jit_on_devices, over_devices, trace_one_tower
 from towerjax.types import Layout
 

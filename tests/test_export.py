@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.checkpoint.manifest import write_manifest
+from towerjax.loop.checkpoint.folder import write_manifest
 
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 X = np.arange(15, dtype=np.float32).reshape(5, 3)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towerjax as tj
-from towerjax.metrics.host import on_host, value_on_host
+from towerjax.metrics.state import on_host, value_on_host
 
 m = tj.metrics
 

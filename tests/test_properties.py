@@ -30,7 +30,7 @@ from towerjax.collectives.packed import pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
 from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
-from towerjax.metrics.host import on_host, value_on_host
+from towerjax.metrics.state import on_host, value_on_host
 from towerjax.towers.cross_tower.regroup import regroup, select_tower
 
 R, m = tj.Reduction, tj.metrics

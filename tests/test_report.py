@@ -16,10 +16,9 @@ from layouts import names as devices
 
 import towerjax as tj
 from towerjax.step.report.communication import collectives_of, ring_bytes
-from towerjax.step.report.dispatch import timed
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import memory_of
-from towerjax.step.report.step_report import StepReport
+from towerjax.step.report.step_report import StepReport, timed
 from towerjax.step.report.tables import Table, as_html, as_text
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4

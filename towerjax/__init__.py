@@ -4,7 +4,7 @@ from towerjax import collectives, estimator, layers, loop, metrics, tools, tower
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.data.feed import batches
 from towerjax.layers import sparse
-from towerjax.loop.checkpoint.manifest import CheckpointError
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.options import Checkpointer
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History

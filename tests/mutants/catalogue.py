@@ -538,7 +538,7 @@ PROOF = (
     _m(
         "P17",
         "proof: jaxprs in objects, as a kernel's index maps, are not walked",
-        "proof.hidden:_parts",
+        "proof.equation:_parts",
         'names = [*getattr(value, "__dict__", ())]',
         "return []",
         "test_primitives.py::test_the_index_maps_of_a_kernel_are_walked[False-True-tower.id]",
@@ -546,7 +546,7 @@ PROOF = (
     _m(
         "P18",
         "proof: a primitive that holds code is taken for a function of its operands",
-        "proof.hidden:is_hidden",
+        "proof.equation:is_hidden",
         "if eqn.primitive.name in _TRUSTED:",
         "if eqn.primitive.name:",
         "test_primitives.py::test_code_in_params_is_opened_or_distrusted[partial]",
@@ -788,7 +788,7 @@ STATE = (
     _m(
         "S13",
         "a refused step writes rows into a table",
-        "step.row_updates:RowUpdates.guarded",
+        "step.update:RowUpdates.guarded",
         "jnp.where(self._accepted, operands[1], -1)",
         "operands[1]",
         "test_row_updates.py::"
@@ -797,7 +797,7 @@ STATE = (
     _m(
         "S14",
         "a refused step leaves rows of one table in the place of another",
-        "step.row_updates:RowUpdates.keep",
+        "step.update:RowUpdates.keep",
         "return kept is leaf and not stacked",
         "return kept is not None and not stacked",
         "test_row_updates.py::test_tables_that_change_places_keep_theirs",
@@ -994,7 +994,7 @@ INPUT = (
     _m(
         "I07",
         "an epoch is shuffled as the one before",
-        "data.cut:Batches._order",
+        "data.feed:Batches._order",
         "default_rng((seed, epoch))",
         "default_rng((seed, 0))",
         "test_feed.py::"
@@ -1178,7 +1178,7 @@ TESTING = (
     _m(
         "T03",
         "assert_replicates splits without padding",
-        "tools.testing.dealing:splits_of",
+        "tools.testing.audited:splits_of",
         "rows = -(-examples // num_towers) + 1",
         "rows = -(-examples // num_towers)",
         "test_audit.py::"
@@ -1211,7 +1211,7 @@ TESTING = (
     _m(
         "T07",
         "the oracle of one tower has all towers",
-        "tools.testing.oracle:_one_device",
+        "tools.testing.compare:_one_device",
         "return OneDevice(strategy.placement.devices[0])",
         "return strategy",
         "test_testing.py::test_the_oracle_shows_what_is_wrong",
@@ -1249,7 +1249,7 @@ CHECKPOINTS = (
     _m(
         "C02",
         "a file that was changed is loaded",
-        "loop.checkpoint.manifest:_check_files",
+        "loop.checkpoint.folder:_check_files",
         "_sum_of(folder / name)[1] != digest",
         "_sum_of(folder / name)[0] != size",
         "test_checkpoint.py::test_every_file_that_is_damaged_is_named",
@@ -1330,7 +1330,7 @@ CHECKPOINTS = (
     _m(
         "C10",
         "another model's checkpoint is restored as far as names agree",
-        "loop.checkpoint.leaves:check_same_model",
+        "loop.checkpoint.record:check_same_model",
         "old[name].whole != leaf.whole",
         "old[name].reduction != leaf.reduction",
         "test_checkpoint.py::test_another_model_is_refused_before_training",
@@ -1338,7 +1338,7 @@ CHECKPOINTS = (
     _m(
         "C11",
         "a distributed data set goes on with smaller batches",
-        "data.passes:ResumablePass.set_state",
+        "data.sources:ResumablePass.set_state",
         'self._begin(state["rows"])',
         "self._begin(0)",
         "test_distribute.py::test_a_pass_says_where_it_is_and_goes_on_there[batch]",

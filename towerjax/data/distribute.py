@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from towerjax.data import feed
-from towerjax.data.passes import Pass, ResumablePass, Stream
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import (
     Remainder,
@@ -31,6 +30,9 @@ from towerjax.data.shard import (
 )
 from towerjax.data.sources import (
     InputContext,
+    Pass,
+    ResumablePass,
+    Stream,
     as_arrays,
     check_source,
     is_function,

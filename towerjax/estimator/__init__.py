@@ -1,13 +1,11 @@
 """How is one model function trained, evaluated and served on all devices?"""
 
-from towerjax.estimator.evaluate import evaluate as evaluate
 from towerjax.estimator.export import Exported as Exported
 from towerjax.estimator.export import export_model as export_model
 from towerjax.estimator.export import load_exported as load_exported
 from towerjax.estimator.losses import LossReduction as LossReduction
 from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.estimator.optimizer import TowerOptimizer as TowerOptimizer
-from towerjax.estimator.predict import predict as predict
 from towerjax.estimator.replicate import ReplicatedModel as ReplicatedModel
 from towerjax.estimator.replicate import replicate_model_fn as replicate_model_fn
 from towerjax.estimator.spec import ClassificationOutput as ClassificationOutput
@@ -15,5 +13,7 @@ from towerjax.estimator.spec import Mode as Mode
 from towerjax.estimator.spec import ModelSpec as ModelSpec
 from towerjax.estimator.spec import PredictOutput as PredictOutput
 from towerjax.estimator.spec import RegressionOutput as RegressionOutput
+from towerjax.estimator.train import evaluate as evaluate
+from towerjax.estimator.train import predict as predict
 from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement

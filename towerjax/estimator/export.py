@@ -24,7 +24,7 @@ from towerjax.estimator.spec import (
     PredictOutput,
     RegressionOutput,
 )
-from towerjax.loop.checkpoint.manifest import check_manifest, write_manifest
+from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.state import TrainState
 from towerjax.towers.one_axis import on_these_devices

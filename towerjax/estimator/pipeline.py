@@ -12,14 +12,12 @@ from jax.extend.core import get_opaque_trace_state
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
-from towerjax.estimator.arguments import ModelFn
+from towerjax.estimator.arguments import ModelFn, ModelOptions
 from towerjax.estimator.losses import TowersOfStep, one_loss
 from towerjax.estimator.meeting import Cut
 from towerjax.estimator.optimizer import in_towers
-from towerjax.estimator.options import ModelOptions
-from towerjax.estimator.rows import typed_rows
-from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.estimator.variables import as_state, as_variables
+from towerjax.estimator.spec import Mode, ModelSpec, typed_rows
+from towerjax.estimator.whereabouts import as_state, as_variables
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check
 from towerjax.metrics.weighted import Weighted

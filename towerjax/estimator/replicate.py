@@ -10,17 +10,16 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder
-from towerjax.estimator.arguments import ModelFn, static_keys
+from towerjax.estimator.arguments import Compat, ModelFn, ModelOptions, static_keys
 from towerjax.estimator.data import as_batch
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.options import Compat, ModelOptions
 from towerjax.estimator.pipeline import ModelEngine, call_runner
-from towerjax.estimator.rows import joined_rows
-from towerjax.estimator.spec import Mode, ModelSpec, check_mode
+from towerjax.estimator.spec import Mode, ModelSpec, check_mode, joined_rows
 from towerjax.estimator.steps import ModelStep, ModelTrainStep
-from towerjax.estimator.variables import as_state, as_variables
 from towerjax.estimator.whereabouts import (
     VariablePlacement,
+    as_state,
+    as_variables,
     init_variables,
     kept,
     spread,

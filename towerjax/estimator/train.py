@@ -1,12 +1,17 @@
-"""How is a model trained and evaluated from start to end? In one call."""
+"""How is a model trained, evaluated and asked, over whole data sets?"""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.evaluate import evaluate as over_batches
+from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.records import Writer
@@ -15,6 +20,7 @@ from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.engine import OnNonfinite
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
+from towerjax.types.options import check_flag, check_whole
 
 
 def check_model(what: str, model: Any, method: str) -> None:
@@ -193,3 +199,123 @@ def _eval_passes(data: Data | None, asked: dict[str, Any]) -> Passes | None:
 
 def _is_iterator(data: Any) -> bool:
     return hasattr(data, "__next__")
+
+
+def evaluate(
+    model: ReplicatedModel,
+    variables: PyTree,
+    data: Data,
+    *,
+    prefetch: int = 2,
+    in_flight: int = 2,
+    params: Any = None,
+    config: Any = None,
+) -> dict[str, Any]:
+    """The model's loss and metrics over a whole data set, however it is cut.
+
+    States merge over batches in float64 on the host and are computed once. A scalar
+    loss, which says nothing of what it is divided by, is the mean over batches.
+
+    Args:
+      model: As `replicate_model_fn` returns it.
+      variables: As the model takes them; kept.
+      data: Batches ``(features, labels)``, or a function that returns them.
+      prefetch: How many placed batches may wait; 0 uses no thread.
+      in_flight: How many evaluations may run without being waited for.
+      params: Hyperparameters, where the model function asks for them.
+      config: What else it asks for.
+
+    Returns:
+      ``{"loss": ..., name: value}``, as ``tj.evaluate`` returns them.
+
+    Raises:
+      ValueError: There are no batches, or one is malformed.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def model_fn(w, features, labels, mode, tower):
+      ...     loss = tj.Weighted.mean((w * features - labels) ** 2, tower.weight)
+      ...     return tj.estimator.ModelSpec(mode, loss=loss)
+      >>> two = tj.Mirrored(towers=2)
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
+      >>> x = np.array([1, 2, 3], np.float32)
+      >>> round(evaluate(model, np.float32(2), [(x, x)])["loss"], 4)
+      4.6667
+    """
+    check_model("evaluate", model, "eval_step")
+    given = where_given(params=params, config=config)
+    return over_batches(
+        model.eval_step(**given),
+        variables,
+        Passes("data", data),
+        prefetch=prefetch,
+        in_flight=in_flight,
+    )
+
+
+def predict(
+    model: ReplicatedModel,
+    variables: TrainState,
+    data: Data,
+    *,
+    per_example: bool = False,
+    prefetch: int = 2,
+    in_flight: int = 2,
+    params: Any = None,
+    config: Any = None,
+) -> Iterator[Any]:
+    """What the model predicts for each batch, or each example, in their order.
+
+    Lazy: endless data gives endless predictions. So that the devices stay busy, up to
+    ``prefetch + in_flight`` batches are taken for the first prediction. When the data
+    raises, the predictions before come first. Closing the iterator stops the thread
+    and closes what a function of data made.
+
+    Args:
+      model: As `replicate_model_fn` returns it, or another that has its
+        ``predict_step``.
+      variables: Kept.
+      data: Batches of features, or ``(features, labels)``, whose labels are left
+        out; a function that returns such an iterable; or a `DistributedDataset`.
+      per_example: Yield one example's predictions at a time?
+      prefetch: How many placed batches may wait; 0 uses no thread.
+      in_flight: How many predictions may run without being waited for.
+      params: Hyperparameters, where the model function asks for them.
+      config: What else it asks for.
+
+    Returns:
+      An iterator of the model's predictions as NumPy arrays, ``[B, ...]`` of a
+      batch, ``[...]`` of an example. Padding is gone.
+
+    Raises:
+      ValueError: At once: an option is wrong, or ``variables`` is no ``TrainState``.
+        Later: a batch is malformed.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def model_fn(variables, features, labels, mode):
+      ...     predictions = {"twice": variables.params * features}
+      ...     return tj.estimator.ModelSpec(mode, predictions=predictions)
+      >>> two = tj.Mirrored(towers=2)
+      >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
+      >>> variables = tj.TrainState.create(np.float32(2), optax.sgd(0.1))
+      >>> data = tj.batches(np.arange(5, dtype=np.float32), 4)
+      >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
+      [[0.0, 2.0, 4.0, 6.0], [8.0]]
+    """
+    check_model("predict", model, "predict_step")
+    check_variables("predict", variables)
+    check_flag("per_example", per_example)
+    check_whole("prefetch", prefetch, 0)
+    check_whole("in_flight", in_flight, 1)
+    passes = Passes("data", data, with_labels=False)
+    step = model.predict_step(**where_given(params=params, config=config))
+    outputs = outputs_on_host(step, variables, passes, prefetch, in_flight)
+    return _examples(outputs) if per_example else outputs
+
+
+def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    with contextlib.closing(outputs):
+        for output in outputs:
+            for row in range(len(jax.tree.leaves(output)[0])):
+                yield jax.tree.map(lambda x, row=row: x[row], output)

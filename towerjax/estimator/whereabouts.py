@@ -1,5 +1,6 @@
-"""Where do variables lie between two steps? Mirrored, on one device, or dealt out."""
+"""Which tree are a model's variables, and where do they wait between calls?"""
 
+import dataclasses
 import enum
 import itertools
 from typing import Any
@@ -15,6 +16,30 @@ from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import is_key, refuse_unheld
+
+
+def as_state(variables: PyTree, clock: dict[str, Any]) -> TrainState:
+    """The variables as a state; of other trees with this clock."""
+    if isinstance(variables, TrainState):
+        return variables
+    nodes = jax.tree.leaves(variables, is_leaf=is_local)
+    bare = jax.tree.map(
+        lambda x: dataclasses.replace(x, value=None) if is_local(x) else x,
+        variables,
+        is_leaf=is_local,
+    )
+    local = [x for x in nodes if is_local(x)]
+    return TrainState(params=bare, opt_state=(), local=local, **clock)
+
+
+def as_variables(state: TrainState, *, of_state: bool) -> PyTree:
+    """The inverse of `as_state`."""
+    if of_state:
+        return state
+    local = iter(state.local)
+    return jax.tree.map(
+        lambda x: next(local) if is_local(x) else x, state.params, is_leaf=is_local
+    )
 
 
 class VariablePlacement(enum.Enum):

@@ -9,8 +9,7 @@ import jax
 
 from towerjax.data import feed
 from towerjax.loop.steps import EvaluationStep
-from towerjax.metrics.host import add_batch, on_host, value_on_host
-from towerjax.metrics.state import is_metric
+from towerjax.metrics.state import add_batch, is_metric, on_host, value_on_host
 from towerjax.types import PyTree
 from towerjax.types.options import check_does, check_whole
 

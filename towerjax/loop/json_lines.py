@@ -2,16 +2,29 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.loop.numbers import as_json
 from towerjax.loop.records import Record
 from towerjax.types.options import check_path
+
+
+def as_json(value: Any) -> Any:
+    """The value with each float that is not finite by its name, as ``float`` reads."""
+    if isinstance(value, Mapping):
+        return {name: as_json(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(x) for x in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
 
 HEAD = b'{"kind": '
 """How every line begins; a torn one may be shorter."""

@@ -14,9 +14,8 @@ from towerjax.data import feed
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.evaluate import evaluate as over_batches
-from towerjax.loop.faults import fault_of, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.keep import KeptState, is_whole
+from towerjax.loop.keep import KeptState, fault_of, is_whole, with_place
 from towerjax.loop.options import Evaluation, LoopOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.records import Record, Writers

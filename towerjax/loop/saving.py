@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from towerjax.data.ledger import Ledger
-from towerjax.loop.checkpoint.manifest import CheckpointError
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.options import Checkpointer
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,

@@ -1,4 +1,4 @@
-"""What is a metric state? Something that merges, and is computed once, at the end."""
+"""What is a metric, and how do its states merge, over towers and over batches?"""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.reduce import strong
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.foreign import (
     Adapted,
     adapted,
@@ -19,6 +20,7 @@ from towerjax.metrics.foreign import (
     merged_leaves,
 )
 from towerjax.metrics.weighted import Weighted
+from towerjax.types import PyTree
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
@@ -280,3 +282,46 @@ def merged_rows(rows: Any) -> Any:
 def _of_one(rows: Any) -> Any:
     shape = jax.ShapeDtypeStruct
     return jax.tree.map(lambda x: shape(x.shape[1:], x.dtype), rows)
+
+
+def folded_over_towers(rows: PyTree, axes: TowerAxes) -> PyTree:
+    """All towers' states, merged in tower order, inside a device function.
+
+    Every tower's state travels to every device: for small states that do not add up.
+    """
+    if axes.device_axis:
+        rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
+    return jax.tree.map(merged_rows, rows, is_leaf=is_metric)
+
+
+def on_host(state: Any) -> Any:
+    """A batch's state on the host, in 64 bits where its leaves are to be added."""
+    state = jax.device_get(state)
+    # Other classes may divide by 0 when they merge, which NumPy warns of.
+    convert = _in_64_bits if adds_batches(state) else jnp.asarray
+    return jax.tree.map(convert, state)
+
+
+def _in_64_bits(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64, "f": np.float64}
+    return x.astype(kinds.get(x.dtype.kind, np.float64 if _is_float(x) else x.dtype))
+
+
+def _is_float(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, np.floating)  # bfloat16 is of kind "V"
+
+
+def add_batch(total: Any, state: Any) -> Any:
+    """The state of the batches so far and one more."""
+    return state if total is None else merge(total, state)
+
+
+def value_on_host(total: Any) -> Any:
+    """The value of a data set's state."""
+
+    def plain(x: Any) -> Any:
+        x = np.asarray(x)
+        return x.item() if x.ndim == 0 else x
+
+    return jax.tree.map(plain, compute(total) if is_metric(total) else total)

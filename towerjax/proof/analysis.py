@@ -17,8 +17,10 @@ from towerjax.proof.collective import communicated, hang_of
 from towerjax.proof.equation import (
     IDENTITIES,
     is_foreign,
+    is_hidden,
     named_axes,
     open_jaxpr,
+    opened,
     refs,
     sub_jaxprs,
 )
@@ -30,7 +32,6 @@ from towerjax.proof.found import (
     Hang,
     Repeat,
 )
-from towerjax.proof.hidden import is_hidden, opened
 from towerjax.proof.marks import FIXED, Context, Mark, made_at, merged, under
 from towerjax.proof.origin import line_of
 from towerjax.proof.scale import (

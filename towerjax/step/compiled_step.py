@@ -20,8 +20,7 @@ from towerjax.step.given_state import (
 )
 from towerjax.step.program import Program, Runner
 from towerjax.step.recipe import Recipe
-from towerjax.step.report.dispatch import timed
-from towerjax.step.report.step_report import StepReport, report_of
+from towerjax.step.report.step_report import StepReport, report_of, timed
 from towerjax.step.state import (
     TrainState,
     split_state,

@@ -15,8 +15,7 @@ from towerjax.step.given_state import check_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.recipe import Recipe, Run
-from towerjax.step.report.dispatch import timed
-from towerjax.step.report.step_report import StepReport, report_of
+from towerjax.step.report.step_report import StepReport, report_of, timed
 from towerjax.step.returned import filled, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
 from towerjax.towers.outputs import check_metrics, check_rows

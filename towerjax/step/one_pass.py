@@ -15,8 +15,12 @@ from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.metrics.over_towers import folded_over_towers
-from towerjax.metrics.state import is_additive, is_metric, merged_rows
+from towerjax.metrics.state import (
+    folded_over_towers,
+    is_additive,
+    is_metric,
+    merged_rows,
+)
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
 from towerjax.step.nonfinite import Flags, flags, side_by_side

@@ -19,8 +19,7 @@ from jax.extend.linear_util import wrap_init
 
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
-from towerjax.proof.equation import named_axes, open_jaxpr
-from towerjax.proof.hidden import is_hidden, opened
+from towerjax.proof.equation import is_hidden, named_axes, open_jaxpr, opened
 from towerjax.proof.origin import is_ours, line_of
 from towerjax.types import PyTree
 

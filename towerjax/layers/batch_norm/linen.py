@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from flax import linen
 from flax.linen.dtypes import canonicalize_dtype
 
-from towerjax.layers.batch_norm.normalize import Moments, normalize, scaled
-from towerjax.layers.batch_norm.options import (
+from towerjax.layers.batch_norm.normalize import (
     BatchNormOptions,
+    Moments,
     Statistics,
+    normalize,
     refuse,
     refuse_flax_only,
+    scaled,
 )
 from towerjax.towers.tower import Tower
 
@@ -42,7 +44,7 @@ class TowerBatchNorm(linen.Module):
       use_fast_variance: True is refused: the variance takes two passes.
       force_float32_reductions: False is refused: statistics are float32 or wider.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
-        `towerjax.layers.batch_norm.options.BatchNormOptions`.
+        `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
 
     Raises:
       ValueError: An argument cannot be honoured.

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from towerjax.layers.batch_norm.normalize import Moments, normalize, scaled
-from towerjax.layers.batch_norm.options import (
+from towerjax.layers.batch_norm.normalize import (
     BatchNormOptions,
+    Moments,
     Statistics,
+    normalize,
     refuse,
     refuse_flax_only,
+    scaled,
 )
 from towerjax.towers.tower import Tower
 
@@ -51,7 +53,7 @@ class TowerBatchNorm(nnx.Module):
       bias_metadata: Of the variable ``bias``.
       scale_metadata: Of the variable ``scale``.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
-        `towerjax.layers.batch_norm.options.BatchNormOptions`.
+        `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
 
     Raises:
       ValueError: An argument cannot be honoured.

@@ -1,15 +1,229 @@
-"""How does an optimizer update a table? Only the rows that have a gradient."""
+"""How does an optimizer update rows alone? And is that what it does to all?"""
 
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
-from towerjax.layers.sparse.probe import check_row_wise
 from towerjax.layers.sparse.row_wise import RowWise
 from towerjax.types import PyTree, leaf_name
+
+_ROWS = 6
+# Which rows each step looks up: a row twice, so that one fills up; 4 and 5 never.
+_STEPS = ((0, 1, 0), (1, 2, 2), (3, 3, 0))
+_COUNTS = (1, 10, 100, 1_000, 10_000, 100_000)
+_SCALES = (1e3, 1e-3)
+_RTOL = 1e-4
+_WAYS_OUT = (
+    " Write lazy=True to update moments and decay weights only of the rows looked up;"
+    " or give a dense gradient: leave the leaf out of `sparse`, or use rows.to_dense()."
+)
+
+
+def check_row_wise(
+    row_wise: RowWise,
+    grads: Sequence[Any],
+    params: Sequence[Any],
+    extra_args: Mapping[str, Any],
+) -> None:
+    """Raise unless updating rows is updating the table, as far as can be tried.
+
+    A small table of the same tree is updated both ways: over three steps that look up
+    different rows; then one step with each integer scalar of the state set to a power
+    of ten, or to a whole number that the update's own program holds, or one off, for
+    schedules and accumulation; one with each float scalar set to 0.5, for numbers kept
+    in the state; and with gradients a thousand times as large and as small, for clips.
+    Rows without a gradient must not change in any bit, nor their state; all else must
+    agree to 1e-4. Concrete numbers, under any trace, by one program for all trials.
+    """
+    tables = [i for i, grad in enumerate(grads) if is_rows(grad)]
+    with jax.ensure_compile_time_eval():
+        try:
+            differs = _first_difference(
+                row_wise, params, tables, jax.tree.map(_ones, dict(extra_args))
+            )
+        except Exception as error:
+            names = ", ".join(row_wise.names[i] for i in tables)
+            raise ValueError(
+                f"{names}: of rows, but what the optimizer does to a row without a"
+                f" gradient could not be tried on a small table: {error!r}. It must"
+                " not depend on traced values but through its state or params, and not"
+                " communicate." + _WAYS_OUT
+            ) from error
+    if differs is not None:
+        raise ValueError(
+            f"{row_wise.names[differs]} is of rows, but this optimizer's dense update"
+            " is another one: it also changes rows whose gradient is 0, or their state"
+            " (momentum, moments, weight decay), or looks at all rows at once."
+            + _WAYS_OUT
+        )
+
+
+def _ones(x: Any) -> Any:
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        return jnp.ones(x.shape, x.dtype)
+    return x
+
+
+def _first_difference(
+    row_wise: RowWise,
+    params: Sequence[Any],
+    tables: list[int],
+    extra_args: Mapping[str, Any],
+) -> int | None:
+    """The first table of which the two updates differ, or None."""
+    rng = np.random.default_rng(0)
+    small = [_stand_in(rng, x, i in tables) for i, x in enumerate(params)]
+    state = row_wise.optimizer.init(jax.tree.unflatten(row_wise.treedef, small))
+    owners = row_wise.owners(small, tables, state)
+    trial = _Trial(row_wise, tables, owners, extra_args)
+    for looked_up in _STEPS:
+        grads = [_gradient(rng, x) for x in small]
+        differs, small, state = trial.step(looked_up, grads, small, state)
+        if differs is not None:
+            return differs
+    counts = _counts(row_wise, params, small, tables, extra_args)
+    others = [(other, 1.0) for other in _with_other_scalars(state, owners, counts)]
+    for other, scale in (*others, *((state, scale) for scale in _SCALES)):
+        grads = [_gradient(rng, x, scale) for x in small]
+        differs, _, _ = trial.step(_STEPS[0], grads, small, other)
+        if differs is not None:
+            return differs
+    return None
+
+
+def _counts(
+    row_wise: RowWise,
+    params: Sequence[Any],
+    small: Sequence[Any],
+    tables: list[int],
+    extra_args: Mapping[str, Any],
+) -> list[int]:
+    """Where the update may change: powers of ten, numbers in its program, one off."""
+    of_small = row_wise.program(small, extra_args)
+    real = list(small)
+    for i in tables:
+        real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
+    if row_wise.program(real, extra_args).primitives != of_small.primitives:
+        raise ValueError("it does something else to a table of the real size")
+    near = {n + off for n in of_small.numbers for off in (-1, 0, 1)}
+    return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
+
+
+def _stand_in(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
+    shape = tuple(min(n, 3) for n in np.shape(x))
+    shape = (_ROWS, *shape[1:]) if is_table else shape
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return jnp.ones(shape, dtype)
+    # In float32, so that a small change cannot be lost in rounding.
+    return jnp.asarray(rng.normal(size=shape), jnp.promote_types(dtype, jnp.float32))
+
+
+def _gradient(rng: np.random.Generator, x: jax.Array, scale: float = 1.0) -> np.ndarray:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return np.zeros(x.shape, x.dtype)
+    return (scale * rng.normal(size=x.shape)).astype(x.dtype)
+
+
+def _with_other_scalars(
+    state: PyTree, owners: Sequence[int | None], counts: Sequence[int]
+) -> Iterator[PyTree]:
+    leaves, treedef = jax.tree.flatten(state)
+
+    def replaced(kind: Any, value: Any) -> PyTree:
+        new = [
+            jnp.full_like(x, value)
+            if jnp.ndim(x) == 0
+            and owner is None
+            and jnp.issubdtype(jnp.result_type(x), kind)
+            else x
+            for x, owner in zip(leaves, owners, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, new)
+
+    for count in counts:
+        yield replaced(jnp.integer, count)
+    yield replaced(jnp.floating, 0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """Both updates of a small table, compiled once for all that is tried."""
+
+    row_wise: RowWise
+    tables: list[int]
+    owners: Sequence[int | None]
+    extra_args: Mapping[str, Any]
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """``both`` of any rows, gradients and states."""
+        return jax.jit(self.both)
+
+    def both(
+        self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
+    ) -> tuple[Any, Any, list[Any]]:
+        """Updates and states, row-wise and dense, and the dense update's params."""
+        treedef, of_rows = self.row_wise.treedef, list(grads)
+        for i in self.tables:
+            rows = grads[i][: len(indices)]
+            of_rows[i] = IndexedRows(rows, indices, params[i].shape)
+        dense = [x.to_dense() if is_rows(x) else x for x in of_rows]
+        got, got_state = self.row_wise.update(
+            of_rows, state, params, self.owners, self.extra_args
+        )
+        updates, next_state = self.row_wise.optimizer.update(
+            jax.tree.unflatten(treedef, dense),
+            state,
+            jax.tree.unflatten(treedef, params),
+            **self.extra_args,
+        )
+        updates = treedef.flatten_up_to(updates)
+        got = [x.to_dense() if is_rows(x) else x for x in got]
+        params = [
+            jnp.asarray(p + u).astype(p.dtype)
+            for p, u in zip(params, updates, strict=True)
+        ]
+        return (got, got_state), (updates, next_state), params
+
+    def step(
+        self,
+        looked_up: tuple[int, ...],
+        grads: list[Any],
+        params: list[Any],
+        state: PyTree,
+    ) -> tuple[int | None, list[Any], PyTree]:
+        """The first table that differs, and the dense update's params and state."""
+        indices = np.array(looked_up)
+        got, expected, params = self.compiled(indices, grads, params, state)
+        which = [i if i in self.tables else None for i in range(len(params))]
+        untouched = np.setdiff1d(np.arange(_ROWS), indices)
+        for table, x, y in zip(
+            [*which, *self.owners],
+            jax.tree.leaves(got),
+            jax.tree.leaves(expected),
+            strict=True,
+        ):
+            if not _agree(x, y, untouched if table is not None else None):
+                return self.tables[0] if table is None else table, params, expected[1]
+        return None, params, expected[1]
+
+
+def _agree(x: Any, y: Any, untouched: np.ndarray | None) -> bool:
+    x, y = np.asarray(x), np.asarray(y)
+    if untouched is not None and not np.array_equal(
+        x[untouched], y[untouched], equal_nan=np.issubdtype(x.dtype, np.inexact)
+    ):
+        return False
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    return np.allclose(x, y, rtol=_RTOL, atol=1e-7, equal_nan=True)
 
 
 def update_with_rows(

@@ -6,10 +6,18 @@ import os
 import pathlib
 from typing import Any, Literal, get_args
 
-from towerjax.loop.checkpoint.folder import folder_of, saved_steps
-from towerjax.loop.checkpoint.leaves import array_files, check_same_model, restored
-from towerjax.loop.checkpoint.manifest import CheckpointError, check_manifest
-from towerjax.loop.checkpoint.record import CheckpointRecord
+from towerjax.loop.checkpoint.folder import (
+    CheckpointError,
+    check_manifest,
+    folder_of,
+    saved_steps,
+)
+from towerjax.loop.checkpoint.record import (
+    CheckpointRecord,
+    array_files,
+    check_same_model,
+    restored,
+)
 from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Mode, sign_of
 from towerjax.mesh.processes import first_process_says

@@ -1,4 +1,4 @@
-"""What is written down beside the arrays? What they are, and where the data was."""
+"""What does a checkpoint hold? A state's arrays, and a record of what they are."""
 
 import base64
 import dataclasses
@@ -6,14 +6,163 @@ import importlib.metadata
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from towerjax.loop.checkpoint.leaves import Leaf
-from towerjax.loop.checkpoint.manifest import CheckpointError, write_whole
+from towerjax.loop.checkpoint.folder import CheckpointError, write_whole
+from towerjax.mesh.placement import Placement
+from towerjax.towers.cross_tower.saving import restored_on
+from towerjax.towers.tower_local import read_local
+from towerjax.towers.variables import TowerLocal, is_variable
+from towerjax.types import Layout, PyTree, Reduction, leaf_name
+from towerjax.types.leaves import is_key, key_data, like_key
 from towerjax.types.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """What a checkpoint says of one leaf.
+
+    Attributes:
+      name: Such as ``state.params['w']``.
+      shape: With the dim over towers, where it has one.
+      dtype: By its name; of a key its kind.
+      reduction: Of a tower-local variable; None is a value that all towers share.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    reduction: str | None = None
+
+    @property
+    def whole(self) -> str:
+        """The leaf in words, without the number of towers."""
+        shape = self.shape if self.reduction is None else self.shape[1:]
+        words = f"{self.dtype}{list(shape)}"
+        return words + (f", tower-local {self.reduction}" if self.reduction else "")
+
+
+def described(state: PyTree) -> list[Leaf]:
+    """Every leaf of a state, in tree order."""
+    found = []
+    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+        reduction = node.reduction.name if isinstance(node, TowerLocal) else None
+        for inner, x in jax.tree_util.tree_leaves_with_path(node):
+            name = leaf_name("state", (*path, *inner))
+            dtype = str(jax.random.key_impl(x) if is_key(x) else x.dtype)
+            dtype = f"key of {dtype}" if is_key(x) else dtype
+            found.append(Leaf(name, tuple(x.shape), dtype, reduction))
+    return found
+
+
+def plain_arrays(state: PyTree) -> dict[str, jax.Array]:
+    """The state by names, keys as their numbers; what has no element is left out."""
+    leaves = zip(described(state), jax.tree.leaves(state), strict=True)
+    return {leaf.name: key_data(x) for leaf, x in leaves if x.size}
+
+
+def array_files() -> Any:
+    """Orbax's own, imported here: that takes longer than all of towerjax."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+def check_same_model(saved: Sequence[Leaf], state: PyTree, where: str) -> None:
+    """Raise unless a checkpoint is one of such a state, on however many towers."""
+    old, new = ({leaf.name: leaf for leaf in x} for x in (saved, described(state)))
+    problems = [f"it lacks {name}" for name in new if name not in old]
+    problems += [f"it has {name}, which this does not" for name in old.keys() - new]
+    problems += [
+        f"{name} is {old[name].whole} there and {leaf.whole} here"
+        for name, leaf in new.items()
+        if name in old and old[name].whole != leaf.whole
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:8]) + ("; ..." if len(problems) > 8 else "")
+        raise CheckpointError(
+            f"{where} is one of another model: {shown}. Build the model, optimizer and"
+            " step as they were, or name another folder."
+        )
+
+
+def restored(
+    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]],
+    saved: Sequence[Leaf],
+    state: PyTree,
+    placement: Placement,
+) -> PyTree:
+    """A state with saved values, lying where another one lies.
+
+    A tower's own values come back as they were where there are as many towers.
+    Otherwise the towers' values are read as one, and that is dealt out: of a SUM a
+    share to each.
+    """
+    old = {leaf.name: leaf for leaf in saved}
+    names = [leaf.name for leaf in described(state)]
+    leaves, treedef = jax.tree.flatten(state)
+    others = _of_other_towers(old, names, leaves)
+    _refuse_no_value(old, others)
+    asked = {}
+    for name, x in zip(names, leaves, strict=True):
+        numbers = jax.eval_shape(key_data, x)
+        sharding = key_data(x).sharding
+        if name in others:
+            sharding = placement.sharding(Layout.MIRRORED)
+            numbers = jax.ShapeDtypeStruct(
+                (old[name].shape[0], *numbers.shape[1:]), numbers.dtype
+            )
+        if numbers.size:
+            shape, dtype = numbers.shape, numbers.dtype
+            asked[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    found = read(asked)
+    new = [
+        like_key(found[name], x) if name in found else x
+        for name, x in zip(names, leaves, strict=True)
+    ]
+    return (
+        _dealt_out(treedef.unflatten(new), state, placement)
+        if others
+        else (treedef.unflatten(new))
+    )
+
+
+def _of_other_towers(
+    old: Mapping[str, Leaf], names: Sequence[str], leaves: Sequence[Any]
+) -> set[str]:
+    pairs = zip(names, leaves, strict=True)
+    return {name for name, x in pairs if old[name].shape != tuple(x.shape)}
+
+
+def _refuse_no_value(old: Mapping[str, Leaf], others: set[str]) -> None:
+    none = Reduction.NONE.name
+    bad = [name for name in sorted(others) if old[name].reduction == none]
+    if bad:
+        raise CheckpointError(
+            f"{', '.join(bad)}: Reduction.NONE, so the {old[bad[0]].shape[0]} towers"
+            " that were saved have no one value to deal out to another number of"
+            " towers. Use as many towers, or give it SUM, MEAN or ONLY_FIRST_TOWER."
+        )
+
+
+def _dealt_out(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
+    """The state with the copies of as many towers as there are now."""
+
+    def one(node: Any, old: Any) -> Any:
+        sizes = [np.shape(x)[:1] for x in jax.tree.leaves(node)]
+        if not isinstance(node, TowerLocal) or sizes == [
+            np.shape(x)[:1] for x in jax.tree.leaves(old)
+        ]:
+            return node
+        node = restored_on(placement, old, read_local(node))
+        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), node, old)
+
+    return jax.tree.map(one, new, like, is_leaf=is_variable)
+
 
 FORMAT = 1
 NAME = "record.json"

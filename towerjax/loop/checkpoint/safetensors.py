@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.loop.checkpoint.manifest import CheckpointError
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.types import PyTree, readable_leaves
 
 _DTYPES: Mapping[str, Any] = {

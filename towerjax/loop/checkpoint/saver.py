@@ -8,17 +8,15 @@ from typing import Any
 import jax
 
 from towerjax.loop.checkpoint import folder
-from towerjax.loop.checkpoint.leaves import (
-    array_files,
-    check_same_model,
-    described,
-    plain_arrays,
-)
-from towerjax.loop.checkpoint.manifest import CheckpointError, write_manifest
+from towerjax.loop.checkpoint.folder import CheckpointError, write_manifest
 from towerjax.loop.checkpoint.options import ARRAYS, Checkpointer
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
+    array_files,
+    check_same_model,
+    described,
     library_versions,
+    plain_arrays,
     scalars,
 )
 from towerjax.loop.steps import LoopStep

@@ -1,21 +1,54 @@
-"""What did the compiler make of a step? What is sent, computed, held, waited for."""
+"""What did the compiler make of a step? Sent, computed, held, and how long it takes."""
 
 import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
 
 from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
 from towerjax.step.report.communication import CompiledCollective, collectives_of
-from towerjax.step.report.dispatch import Timing
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Buffer, Memory, memory_of
-from towerjax.step.report.shown import Shown
 from towerjax.step.report.tables import (
+    Shown,
     Table,
     in_bytes,
     in_flops,
     in_seconds,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Medians over some calls, each awaited before the next.
+
+    Attributes:
+      calls: How many.
+      dispatch_s: Until the call returned: the host's own time, in which it could not
+        prepare the next batch.
+      step_s: Until the results were there.
+    """
+
+    calls: int
+    dispatch_s: float
+    step_s: float
+
+
+def timed(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
+    """How long calls take, after one that does not count."""
+    dispatched, done = [], []
+    for _ in range(calls + 1):
+        begin = time.perf_counter()
+        start, results = call(start)
+        dispatched.append(time.perf_counter() - begin)
+        jax.block_until_ready((start, results))
+        done.append(time.perf_counter() - begin)
+    return Timing(calls, statistics.median(dispatched[1:]), statistics.median(done[1:]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""How is a report shown? The same tables as text, as HTML and by rich."""
+"""How is a report shown? As text, as HTML, by rich, and as JSON."""
 
 import dataclasses
 import html
+import json
+import types
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,3 +118,72 @@ def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
         number, unit = number / base, unit + 1
     shown = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
     return f"{shown} {units[unit]}"
+
+
+def _made(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _made_of_fields(kind, value)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        if arguments[-1] is not Ellipsis:
+            pairs = zip(arguments, value, strict=True)
+            return tuple(_made(one, part) for one, part in pairs)
+        return tuple(_made(arguments[0], part) for part in value)
+    if origin is types.UnionType:
+        [inner] = [one for one in arguments if one is not type(None)]
+        return None if value is None else _made(inner, value)
+    return value
+
+
+def _made_of_fields(kind: Any, value: Any) -> Any:
+    wanted = {field.name for field in dataclasses.fields(kind)}
+    got = set(value) if isinstance(value, dict) else set()
+    if got != wanted:
+        raise ValueError(
+            f"This is not the JSON of a {kind.__name__}: missing"
+            f" {sorted(wanted - got)}, unknown {sorted(got - wanted)}."
+        )
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: _made(hints[name], part) for name, part in value.items()})
+
+
+class Shown:
+    """The base of a dataclass that says with ``tables`` how it is shown."""
+
+    def tables(self) -> tuple[Table, ...]:
+        """What is shown.
+
+        Raises:
+          NotImplementedError: The report does not say it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no tables().")
+
+    def to_json(self) -> str:
+        """One JSON object with all fields; `from_json` makes the report of it again."""
+        fields: Any = self
+        return json.dumps(dataclasses.asdict(fields), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The report that ``to_json`` wrote.
+
+        Args:
+          text: One JSON object.
+
+        Raises:
+          ValueError: It is of something else.
+        """
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"This is no JSON: {error}.") from None
+        return _made(cls, found)
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
+
+    def __rich__(self) -> Any:
+        return as_rich(self.tables())

@@ -7,9 +7,8 @@ from typing import Any, TypeAlias, get_args
 import jax
 
 from towerjax.mesh.absent import Absent
-from towerjax.step.report.shown import Shown
 from towerjax.step.report.step_report import StepReport
-from towerjax.step.report.tables import Table, in_bytes, in_flops, in_seconds
+from towerjax.step.report.tables import Shown, Table, in_bytes, in_flops, in_seconds
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_whole

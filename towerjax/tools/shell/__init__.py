@@ -1,6 +1,6 @@
 """What do the commands of ``towerjax`` share? Exit codes, errors, JSON."""
 
-from towerjax.loop.numbers import as_json as as_json
+from towerjax.loop.json_lines import as_json as as_json
 from towerjax.tools.shell.codes import INTERRUPTED as INTERRUPTED
 from towerjax.tools.shell.codes import NOT_SO as NOT_SO
 from towerjax.tools.shell.codes import OK as OK

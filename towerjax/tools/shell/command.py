@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from towerjax.loop.numbers import as_json
+from towerjax.loop.json_lines import as_json
 from towerjax.tools.shell.codes import CLOSED, INTERRUPTED, NOT_STARTED, WRONG
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from towerjax.data.cut import Batches
+from towerjax.data.feed import Batches
 from towerjax.loop.json_lines import plain
 from towerjax.loop.progress import choose_display
 from towerjax.loop.run import run

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.tools.testing.audited import Audited, Values
-from towerjax.tools.testing.dealing import dealt
+from towerjax.tools.testing.audited import Audited, Values, dealt
 from towerjax.types import PyTree, Reduction
 from towerjax.types.leaves import is_key
 

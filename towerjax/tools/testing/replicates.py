@@ -13,9 +13,8 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import count_examples
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.state import TrainState
-from towerjax.tools.testing.audited import Audited, Values
+from towerjax.tools.testing.audited import Audited, Deal, Values, dealt, splits_of
 from towerjax.tools.testing.causes import Experiments, largest_gap
-from towerjax.tools.testing.dealing import Deal, dealt, splits_of
 from towerjax.tools.testing.findings import AuditReport, Finding, SplitError
 from towerjax.types import LossFn, PyTree, Reduction
 from towerjax.types.options import check_whole
