@@ -191,13 +191,13 @@ def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
 )
 def test_runs_are_filled_in_order(sizes, max_bytes, max_leaves, buffers):
     leaves = [jnp.zeros(n) for n in sizes]
-    packing = Packing.plan_runs(leaves, max_bytes, max_leaves)
+    packing = Packing.plan(leaves, max_bytes=max_bytes, max_leaves=max_leaves)
     assert [slot.buffer for slot in packing.slots] == buffers
 
 
 def test_runs_are_of_one_dtype():
     leaves = [jnp.zeros(2, d) for d in ("int32", "float32", "int32", "float32")]
-    packing = Packing.plan_runs(leaves, 100, 100)
+    packing = Packing.plan(leaves, max_bytes=100, max_leaves=100)
     assert [slot.buffer for slot in packing.slots] == [0, 1, 0, 1]
 
 

@@ -368,27 +368,20 @@ kinds_of_leaves = st.lists(
 )
 def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in found]
-    for packing, adds_up in (
-        (Packing.plan(leaves, limit, lead=0), False),
-        (Packing.plan_runs(leaves, limit, most), True),
-    ):
-        ends = [0] * packing.num_buffers
-        members = [[] for _ in ends]
-        for slot, leaf in zip(packing.slots, leaves, strict=True):
-            assert slot.start == ends[slot.buffer] and slot.shape == leaf.shape
-            ends[slot.buffer] += leaf.size
-            members[slot.buffer].append(leaf)
-        assert all(members)
-        for group in members:
-            assert len({leaf.dtype for leaf in group}) == 1
-            assert len(group) <= most or not adds_up
-            sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
-            if len(group) > 1:
-                assert (sum(sizes) if adds_up else max(sizes)) <= limit
-        if not adds_up:  # the small ones of a dtype are all together
-            small = [x for x in leaves if x.size * x.dtype.itemsize <= limit]
-            large = len(leaves) - len(small)
-            assert packing.num_buffers == len({x.dtype for x in small}) + large
+    packing = Packing.plan(leaves, max_bytes=limit, max_leaves=most)
+    ends = [0] * packing.num_buffers
+    members = [[] for _ in ends]
+    for slot, leaf in zip(packing.slots, leaves, strict=True):
+        assert slot.start == ends[slot.buffer] and slot.shape == leaf.shape
+        ends[slot.buffer] += leaf.size
+        members[slot.buffer].append(leaf)
+    assert all(members)
+    for group in members:
+        assert len({leaf.dtype for leaf in group}) == 1 and len(group) <= most
+        sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
+        assert len(group) == 1 or sum(sizes) <= limit
+    if limit == most == math.inf:
+        assert packing.num_buffers == len({leaf.dtype for leaf in leaves})
     for total in (0, 1, len(leaves), 41):
         sizes = pack_sizes(total, len(leaves) + 1)
         assert sum(sizes) == total and len(sizes) == len(leaves) + 1
@@ -399,12 +392,9 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
 def packed_and_unpacked(leaves):
     out = []
     for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
-        for packing in (
-            Packing.plan(leaves, limit, lead=0),
-            Packing.plan_runs(leaves, limit, most),
-        ):
-            buffers = packing.pack(leaves, lead=0)
-            out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
+        packing = Packing.plan(leaves, max_bytes=limit, max_leaves=most)
+        buffers = packing.pack(leaves, lead=0)
+        out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
     return out
 
 

@@ -336,8 +336,8 @@ REGISTRY = (
         "B33",
         "leaves of several dtypes share one buffer",
         "collectives.packing:Packing.plan",
-        "shared.setdefault(leaf.dtype,",
-        'shared.setdefault(np.dtype("float32"),',
+        "latest.get(leaf.dtype)",
+        'latest.get(np.dtype("float32"))',
         f"{_OPS}[3-3-AllReduce()]",
     ),
     _m(

@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.packing import Packing, Sums, sum_packed
+from towerjax.collectives.packing import PACK_BYTES, Sums, sum_packed
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
-
-# Packing copies; see AllReduce.pack_below_bytes, where this was measured.
-_PACK_BELOW_BYTES = 131072
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -79,13 +76,11 @@ class Hierarchical:
             size = _devices_of_a_process(axes)
         _check_divides(size, axes.num_devices)
 
-        def plan(leaves: list[jax.Array]) -> Packing:
-            return Packing.plan(leaves, _PACK_BELOW_BYTES, lead=0)
-
         def travel(buffers: list[jax.Array]) -> list[jax.Array]:
-            return [_sum_in_two(buffer, size, axes.num_devices) for buffer in buffers]
+            flat = [buffer.reshape(-1) for buffer in buffers]
+            return [_sum_in_two(buffer, size, axes.num_devices) for buffer in flat]
 
-        return sum_packed(tree, axes, plan, travel)
+        return sum_packed(tree, axes, travel, max_bytes=PACK_BYTES)
 
 
 def _devices_of_a_process(axes: TowerAxes) -> int:

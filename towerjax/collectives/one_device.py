@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.packing import Packing, Sums, sum_packed
+from towerjax.collectives.packing import PACK_BYTES, Sums, sum_packed
 from towerjax.collectives.reduce import as_bits, from_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
-
-# Packing copies; see AllReduce.pack_below_bytes, where this was measured.
-_PACK_BELOW_BYTES = 131072
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -83,16 +80,13 @@ class ReduceToOneDevice:
             self.check_devices(axes.devices)
             root = axes.devices.index(self.device) if self.device else 0
 
-        def plan(leaves: list[jax.Array]) -> Packing:
-            return Packing.plan(leaves, _PACK_BELOW_BYTES, lead=0)
-
         def travel(buffers: list[jax.Array]) -> list[jax.Array]:
             return [
                 _broadcast_from(root, _added_at(root, buffer, axes.num_devices))
                 for buffer in buffers
             ]
 
-        return sum_packed(tree, axes, plan, travel)
+        return sum_packed(tree, axes, travel, max_bytes=PACK_BYTES)
 
 
 def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:

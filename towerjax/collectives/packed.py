@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.packing import Packing, Sums, sum_packed
+from towerjax.collectives.packing import Sums, sum_packed
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
@@ -78,19 +78,20 @@ class Packed:
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        return sum_packed(tree, axes, self._plan, self._all_reduce)
-
-    def _plan(self, leaves: list[jax.Array]) -> Packing:
         if self.num_packs is not None:
-            return Packing.plan(leaves, math.inf, lead=0)
-        return Packing.plan_runs(
-            leaves, self.bytes_per_pack or math.inf, self.max_group or math.inf
+            return sum_packed(tree, axes, self._all_reduce)
+        return sum_packed(
+            tree,
+            axes,
+            self._all_reduce,
+            max_bytes=self.bytes_per_pack or math.inf,
+            max_leaves=self.max_group or math.inf,
         )
 
     def _all_reduce(self, buffers: list[jax.Array]) -> list[jax.Array]:
         if self.num_packs is None:
             return lax.psum(buffers, DEVICE_AXIS)
-        packs = [cut(buffer, self.num_packs) for buffer in buffers]
+        packs = [cut(buffer.reshape(-1), self.num_packs) for buffer in buffers]
         return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
 
 

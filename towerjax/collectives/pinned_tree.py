@@ -43,7 +43,7 @@ class PinnedTree:
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         leaves, treedef = jax.tree.flatten(tree)
-        packing = Packing.plan(leaves, math.inf, lead=1)
+        packing = Packing.plan(leaves, lead=1)
         buffers = [
             _add_in_tower_order(
                 rows.reshape(rows.shape[0], math.prod(rows.shape[1:])), axes
