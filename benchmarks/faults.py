@@ -31,11 +31,11 @@ import optax
 
 import towerjax as tj
 
-STEPS, EVERY, HANG_S = 100, 5, 20.0
+STEPS, EVERY, HANG_S = 60, 5, 30.0
 FAULTS = ("kill", "stop", "launcher")
 _LAUNCH = (
     "-m towerjax launch --processes 2 --devices-per-process 2 --towers 4 --restarts 5"
-    f" --hang-timeout {HANG_S} --regrow-seconds 10 --grace-seconds 0.5 --"
+    f" --hang-timeout {HANG_S} --regrow-seconds 2 --grace-seconds 0.5 --"
 ).split()
 
 
@@ -57,9 +57,9 @@ class Fault:
 
     @classmethod
     def drawn(cls, seed: int) -> "Fault":
-        """One of many: a seventh before the first step, in imports and compilation."""
+        """One of many: a sixth before the first step, in imports and compilation."""
         draw = random.Random(seed)
-        victim, after = draw.randrange(2), max(draw.randrange(-STEPS // 6, STEPS), 0)
+        victim, after = draw.randrange(2), max(draw.randrange(-STEPS // 5, STEPS), 0)
         return cls(
             FAULTS[seed % 3], victim, after, draw.uniform(0, 0.1 if after else 4)
         )

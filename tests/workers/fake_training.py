@@ -2,8 +2,8 @@
 
 python -I -S tests/workers/fake_training.py FOLDER STEPS FAULT VICTIM AT_STEP
 
-The victim sends itself SIGKILL or SIGSTOP, or kills the launcher, before that step:
-once in all, however often it is started.
+The victim sends itself SIGKILL or SIGSTOP, sleeps, or kills the launcher, before that
+step: once in all, however often it is started.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ me = int(os.environ["TOWERJAX_PROCESS_ID"])
 count = int(os.environ["TOWERJAX_NUM_PROCESSES"])
 job = os.environ["TOWERJAX_COORDINATOR"]
 cluster = pathlib.Path(__file__).parents[2] / "towerjax/mesh/cluster"
-runpy.run_path(str(cluster / "heartbeat.py"))["begin"](os.environ)
+heartbeat = runpy.run_path(str(cluster / "heartbeat.py"))
+heartbeat["begin"]()
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
 
@@ -43,15 +44,16 @@ def strike():
         return
     if fault == "launcher":
         os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(300)  # an orphan has time to be found
-    else:
+    elif fault != "sleep":
         os.kill(os.getpid(), signal.Signals[f"SIG{fault.upper()}"])
+    time.sleep(300)  # an orphan has time to be found
 
 
 saved, value = read("saved", "0 start").split()
 for number in range(int(saved) + 1, steps + 1):
     if me == victim and number == at_step:
         strike()
+    heartbeat["tell"](heartbeat["STEP"])
     write(f"{job}-{me}", str(number))
     while any(int(read(f"{job}-{other}", "0")) < number for other in range(count)):
         time.sleep(0.002)

@@ -17,6 +17,7 @@ from towerjax.loop.checkpoint.record import (
 from towerjax.loop.checkpoint.saver import Saver, left_of
 from towerjax.loop.options import LoopOptions
 from towerjax.loop.steps import LoopStep, PadsAlike
+from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import asked_to_end
 from towerjax.step.state import TrainState
@@ -102,7 +103,11 @@ class Saving:
         self._is_best = False
 
     def check_asked_to_end(self, number: int) -> None:
-        """Raise on all of several processes if one of them was sent SIGTERM."""
+        """Raise on all of several processes if one of them was sent SIGTERM.
+
+        A launcher is told that a step was begun, and that the run can be asked to end.
+        """
+        heartbeat.tell(heartbeat.STEP)
         if self._step.strategy.placement.num_processes > 1 and asked_to_end(number):
             raise Terminated(self._options.exit_code)
 

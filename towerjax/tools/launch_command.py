@@ -68,12 +68,17 @@ def _add_going_on(parser: argparse.ArgumentParser) -> None:
         help="of the program: devices that are left must divide it (default: as many"
         " processes are left as divide --processes)",
     )
-    parser.add_argument(
-        "--hang-timeout",
-        type=float,
-        metavar="S",
-        help="a process without a sign of life for so long is lost (default: never)",
-    )
+    for name, what in (
+        ("--hang-timeout", "a process without a sign of life for so long is lost"),
+        ("--step-timeout", "of those that do steps, where none does one for so long"),
+    ):
+        parser.add_argument(
+            name,
+            type=float,
+            default=float("inf"),
+            metavar="S",
+            help=f"{what} (default: never)",
+        )
     parser.add_argument(
         "--regrow-seconds",
         type=float,
@@ -93,5 +98,6 @@ def _launch(options: argparse.Namespace) -> int:
         restarts=options.restarts,
         towers=options.towers,
         hang_timeout_s=options.hang_timeout,
+        step_timeout_s=options.step_timeout,
         regrow_s=options.regrow_seconds,
     )

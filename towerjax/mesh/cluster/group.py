@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import selectors
@@ -13,13 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from towerjax.mesh.cluster.forward import LineForwarder, write
 from towerjax.mesh.cluster.going_on import AGAIN, End
-from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat
+from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, name_of
 
 # Signals that are passed on, and end nothing.
 TELLING = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
 _LOOK_S = 0.05
-# A process that has just begun may lose the signal that asks it to end.
-_ASK_S = 5.0
 # More than a pipe holds: what left its process group may go on writing for ever.
 _MOST_READS = 64
 
@@ -30,12 +29,15 @@ class Patience:
 
     Attributes:
       grace_s: From SIGTERM to SIGKILL.
-      hang_s: For a sign of life of each process; None listens for none.
-      ask_at: When the processes are asked to end, by ``time.monotonic``; None is never.
+      hang_s: For a sign of life of each process.
+      step_s: For a step of any of them, once all have begun one.
+      ask_at: Until the processes that do steps are asked to end, by
+        ``time.monotonic``; None is for ever.
     """
 
     grace_s: float
-    hang_s: float | None = None
+    hang_s: float = math.inf
+    step_s: float = math.inf
     ask_at: float | None = None
 
 
@@ -58,7 +60,7 @@ class _Worker:
     pipes: list[LineForwarder]
     heartbeat: Heartbeat
     started: float
-    silent_s: float | None = None
+    hangs: str | None = None
 
     @property
     def signal(self) -> int | None:
@@ -69,28 +71,27 @@ class _Worker:
 
 
 def _start(
-    index: int, command: Sequence[str], environ: Mapping[str, str], group: int | None
+    index: int, command: Sequence[str], environ: Mapping[str, str], group: int
 ) -> _Worker:
-    """A process in the group, which gives signs of life if the variables ask for it."""
-    hears, says = os.pipe() if VARIABLE in environ else (None, None)
+    """A process in the group, which can tell what it does."""
+    hears, tells = os.pipe()
     popen = subprocess.Popen(
         list(command),
-        env={**environ, VARIABLE: str(says)} if says else dict(environ),
+        env={**environ, VARIABLE: name_of(tells)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         process_group=group,
-        pass_fds=(says,) if says else (),
+        pass_fds=(tells,),
     )
+    os.close(tells)
     assert popen.stdout is not None and popen.stderr is not None
+    heartbeat = Heartbeat()
     pipes = [
         LineForwarder(popen.stdout, sys.stdout, f"[{index}] "),
         LineForwarder(popen.stderr, sys.stderr, f"[{index}] "),
+        LineForwarder(os.fdopen(hears, "rb"), heartbeat, ""),
     ]
-    heartbeat = Heartbeat()
-    if hears and says:
-        os.close(says)
-        pipes.append(LineForwarder(os.fdopen(hears, "rb"), heartbeat, ""))
     return _Worker(index, popen, pipes, heartbeat, time.monotonic())
 
 
@@ -104,12 +105,11 @@ def run_group(
 
     ``arrived`` are the signals that the launcher gets meanwhile.
     """
-    hears = {} if patience.hang_s is None else {VARIABLE: ""}
     workers: list[_Worker] = []
     with _group() as group:
         try:
             for index, environ in enumerate(environs):
-                workers.append(_start(index, command, {**environ, **hears}, group))
+                workers.append(_start(index, command, environ, group))
             return _Job(group, workers, patience, arrived).run()
         finally:
             _send(group, signal.SIGKILL)
@@ -158,7 +158,6 @@ class _Job:
         self._running = list(workers)
         self._pipes = [pipe for worker in workers for pipe in worker.pipes]
         self._patience = patience
-        self._ask_at = patience.ask_at
         self._arrived = arrived
         self._sent: set[int] = set()
         self._end = End(0)
@@ -217,25 +216,35 @@ class _Job:
             )
 
     def _look_for_hangs(self) -> None:
-        if self._patience.hang_s is None:
-            return
-        for worker in self._running:
-            silent_s = time.monotonic() - worker.heartbeat.last
-            if silent_s > self._patience.hang_s and worker.silent_s is None:
-                worker.silent_s = silent_s
-                worker.popen.kill()
+        now, running = time.monotonic(), self._running
+        for worker in running:
+            silent_s = now - worker.heartbeat.last
+            if silent_s > self._patience.hang_s:
+                self._replace(worker, f"gave no sign of life for {silent_s:.1f} s")
+        still_s = now - max((x.heartbeat.stepped for x in running), default=now)
+        if still_s > self._patience.step_s and self._do_steps():
+            fewest = min(x.heartbeat.steps for x in running)
+            for worker in [x for x in running if x.heartbeat.steps == fewest]:
+                self._replace(worker, f"began no step for {still_s:.1f} s")
+
+    def _replace(self, worker: _Worker, why: str) -> None:
+        worker.hangs = worker.hangs or why
+        worker.popen.kill()
+
+    def _do_steps(self) -> bool:
+        return all(worker.heartbeat.steps for worker in self._running)
 
     def _ask(self) -> None:
-        now = time.monotonic()
-        if self._ask_at is None or self._kill_at is not None or now < self._ask_at:
+        at = self._patience.ask_at
+        if at is None or time.monotonic() < at or not self._do_steps():
             return
-        if not self._end.asked:
-            say(
-                "more processes fit again; those that run are asked to save and end:"
-                f" {len(self._running)}"
-            )
+        if self._end.asked or self._kill_at is not None:
+            return
         self._note(asked=True)
-        self._ask_at = now + _ASK_S
+        say(
+            "more processes fit again; those that run are asked to save and end:"
+            f" {len(self._running)}"
+        )
         self._send(signal.SIGTERM)
 
     def _ended(self, worker: _Worker) -> None:
@@ -261,8 +270,8 @@ class _Job:
         why = f"exited with code {code}"
         if code < 0:
             why = f"was killed by signal {-code} ({_name(-code)})"
-        if worker.silent_s is not None:
-            why = f"gave no sign of life for {worker.silent_s:.1f} s and was killed"
+        if worker.hangs is not None:
+            why = f"{worker.hangs} and was killed"
         others = f"; stopping the other {rest}" if rest else ""
         seconds = time.monotonic() - worker.started
         say(f"process {worker.index} {why} after {seconds:.1f} s{others}")

@@ -1,43 +1,61 @@
-"""Does a process of a job still run? It says so, until something stops all of it."""
+"""Does a process of a job still run, and do steps? It tells its launcher by a pipe."""
 
 import contextlib
 import io
 import os
 import threading
 import time
-from collections.abc import MutableMapping
 
-# Names the pipe to a launcher that listens.
+# Names the pipe: its number, and by which it is known that it is the launcher's.
 VARIABLE = "TOWERJAX_HEARTBEAT"
+ALIVE, STEP = b"alive\n", b"step\n"
 _PERIOD_S = 0.1
 
 
-def begin(environ: MutableMapping[str, str]) -> None:
-    """Give signs of life to the launcher that listens, from a thread of its own."""
-    pipe = environ.pop(VARIABLE, None)  # what this process starts has not got the pipe
-    if pipe is None:
-        return
+def name_of(pipe: int) -> str:
+    """What the variable says of a pipe."""
+    return f"{pipe}:{os.fstat(pipe).st_ino}"
+
+
+def tell(word: bytes) -> bool:
+    """Tell the launcher; False where none listens to this very process."""
+    name = os.environ.get(VARIABLE)
+    if name is None:
+        return False
+    pipe = int(name.partition(":")[0])
+    # What this process starts has the variable, and something else of that number.
+    with contextlib.suppress(OSError):
+        return name_of(pipe) == name and bool(os.write(pipe, word))
+    return False
+
+
+def begin() -> None:
+    """Give signs of life from a thread of its own, as long as somebody listens."""
 
     def beat() -> None:
-        with contextlib.suppress(BrokenPipeError):
-            while True:
-                os.write(int(pipe), b".\n")
-                time.sleep(_PERIOD_S)
+        while tell(ALIVE):
+            time.sleep(_PERIOD_S)
 
-    threading.Thread(target=beat, name="towerjax-heartbeat", daemon=True).start()
+    if VARIABLE in os.environ:
+        threading.Thread(target=beat, name="towerjax-heartbeat", daemon=True).start()
 
 
 class Heartbeat(io.TextIOBase):
-    """Where signs of life are written to: when did the last one come?
+    """What the launcher hears of one process, line by line.
 
     Attributes:
-      last: By ``time.monotonic``; at first, the start.
+      last: When the last sign of life came, by ``time.monotonic``; at first, the start.
+      steps: How many steps were begun.
+      stepped: When the last one was.
     """
 
     def __init__(self) -> None:
-        self.last = time.monotonic()
+        self.last = self.stepped = time.monotonic()
+        self.steps = 0
 
     def write(self, text: str, /) -> int:
-        """Note a sign."""
+        """Note what came."""
         self.last = time.monotonic()
+        if count := text.count(STEP.decode()):
+            self.steps, self.stepped = self.steps + count, self.last
         return len(text)

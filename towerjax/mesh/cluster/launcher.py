@@ -1,6 +1,7 @@
 """How do several local processes become one job? Started, watched, ended together."""
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -12,11 +13,12 @@ from typing import Any
 from towerjax.mesh.cluster.going_on import GoingOn
 from towerjax.mesh.cluster.group import TELLING, Patience, run_group, say
 from towerjax.mesh.cluster.ports import LOOPBACK, free_port, is_free
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_number, check_whole
 
 # What `initialize` reads.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 NOT_FOUND = 127
+_SECONDS = "a number of seconds >= 0"
 _ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP"))
 
 
@@ -30,7 +32,8 @@ def launch(
     env: Mapping[str, str] | None = None,
     restarts: int | None = None,
     towers: int | None = None,
-    hang_timeout_s: float | None = None,
+    hang_timeout_s: float = math.inf,
+    step_timeout_s: float = math.inf,
     regrow_s: float = 60.0,
 ) -> int:
     """The exit code of a job of several local processes that all run one command.
@@ -44,11 +47,11 @@ def launch(
     killed.
 
     With ``restarts`` the job goes on after the loss of a process: one that is killed,
-    or gives no sign of life for ``hang_timeout_s``. The command is started again in as
-    many processes as are left and fit, and asked by SIGTERM to save and end once more
-    of them fit. The command is to save itself, and go on from there, as `run` with a
-    `Checkpointer` does; see ``docs/several_processes.md``. One that fails by a code of
-    its own is not started again, but for 75.
+    or hangs. The command is started again in as many processes as are left and fit,
+    and asked by SIGTERM to save and end once it does steps and more of them fit. The
+    program is to save itself and go on from there, as `run` with a `Checkpointer` does;
+    see ``docs/how_to/restarts.md``. One that fails by a code of its own is not started
+    again, but for 75.
 
     Note: JAX holds SIGTERM back in a process that called `initialize`, so that a job
     can save before it is preempted. Such processes run on until ``grace_s``.
@@ -65,8 +68,11 @@ def launch(
         code, and 0 with 75.
       towers: Of the program's strategy: fewer processes fit if their devices divide it.
         None lets those fit that divide ``processes``.
-      hang_timeout_s: How long a process may give no sign of life, from its start to
-        `initialize` too; longer than that takes. None listens for none.
+      hang_timeout_s: After how long without a sign of life a process hangs: one that
+        is stopped. The first sign comes with `initialize`.
+      step_timeout_s: After how long without a step of any process those hang that have
+        done the fewest, once `run` with a `Checkpointer` has begun; longer than an
+        evaluation and a checkpoint take.
       regrow_s: Seconds until the place of a lost process is used again, >= 0.
 
     Returns:
@@ -83,10 +89,10 @@ def launch(
       0
     """
     _check(command, processes, devices_per_process, port)
-    _check_seconds("grace_s", grace_s)
-    _check_seconds("regrow_s", regrow_s)
-    if hang_timeout_s is not None:
-        _check_seconds("hang_timeout_s", hang_timeout_s, 0.5)
+    check_number("grace_s", grace_s, _SECONDS)
+    check_number("regrow_s", regrow_s, _SECONDS)
+    check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
+    check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
     if restarts is not None:
         check_whole("restarts", restarts, 0)
     divided = _divided(towers, processes, devices_per_process)
@@ -99,9 +105,9 @@ def launch(
     with _signals() as arrived:
         while True:
             count = going_on.count(time.monotonic())
-            patience = Patience(grace_s, hang_timeout_s, going_on.grows_at(count))
+            waits = hang_timeout_s, step_timeout_s, going_on.grows_at(count)
             environs = [environ | member for member in _members(count, port)]
-            end = run_group(command, environs, patience, arrived)
+            end = run_group(command, environs, Patience(grace_s, *waits), arrived)
             after = going_on.after(end, time.monotonic())
             if after is None:
                 return going_on.code(end)
@@ -133,11 +139,6 @@ def _check(command: Any, processes: Any, devices: Any, port: Any) -> None:
         raise ValueError(
             f"port={port} is in use. Choose another, or leave it out to get a free one."
         )
-
-
-def _check_seconds(name: str, value: Any, lowest: float = 0) -> None:
-    if not isinstance(value, int | float) or not lowest <= value < float("inf"):
-        raise ValueError(f"{name}={value!r} must be a number of seconds >= {lowest}.")
 
 
 def _divided(towers: Any, processes: int, devices: int | None) -> int:

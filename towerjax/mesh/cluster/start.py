@@ -133,7 +133,7 @@ def initialize(
     if _process.cluster is not None:
         return _same(_process.cluster, named)
     _refuse_late()
-    heartbeat.begin(os.environ)
+    heartbeat.begin()
     _set_collective_timeout(collective_timeout_s)
     if named is None:
         _process.cluster = _start_detected(options)
