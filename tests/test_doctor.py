@@ -42,7 +42,7 @@ def test_all_devices_and_ops_are_right(doctor):
     found = json.loads(out)
     assert code == 0 and found["well"] and not error
     assert [x["name"] for x in found["devices"]] == [f"cpu:{i}" for i in range(8)]
-    assert [x["op"].partition("(")[0] for x in found["ops"]] == [
+    assert [x["name"].partition("(")[0] for x in found["ops"]] == [
         "AllReduce",
         "Packed",
         "PinnedTree",
@@ -171,18 +171,6 @@ FLAGS = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
         ({"options": {"jax_threefry_partitionable": False}}, True, "draws", "Unset"),
         ({"options": {"jax_debug_nans": True}}, False, "jax_debug_nans", "Unset"),
         ({"options": {"jax_enable_x64": True}}, False, "jax_enable_x64", "Unset"),
-        (
-            {"versions": {**GOOD.versions, "optax": None}},
-            True,
-            "optax is not installed",
-            "pip install optax",
-        ),
-        (
-            {"versions": {**GOOD.versions, "jaxlib": "0.1.2"}},
-            True,
-            "do not belong together",
-            "pip install -U 'jax==",
-        ),
     ],
 )
 def test_each_trap_is_told(change, is_wrong, what, fix):
@@ -204,7 +192,7 @@ def test_what_is_wrong_comes_first_and_one_gpu_needs_no_shared_memory():
 
 
 def test_a_slow_device_is_told():
-    results = [self_test.DeviceResult(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
+    results = [self_test.Result(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
     assert command._failures(results, []) == []
     results[2] = dataclasses.replace(results[2], gigabytes_per_second=3.0)
     [advice] = command._failures(results, [])

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import towerjax as tj
+from towerjax.loop.json_lines import as_json
 from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools.cli import main
-from towerjax.tools.shell import as_json, show
+from towerjax.tools.shell import show
 
 ROOT = pathlib.Path(__file__).parent.parent
 MODULE = """

@@ -52,21 +52,8 @@ class Advice:
 
 def advice_on(machine: Machine) -> tuple[Advice, ...]:
     """What to mend on a machine, and what to know of it."""
-    found = (*_on_packages(machine), *_on_devices(machine), *_on_options(machine))
+    found = (*_on_devices(machine), *_on_options(machine))
     return tuple(sorted(found, key=lambda advice: not advice.is_wrong))
-
-
-def _on_packages(machine: Machine) -> list[Advice]:
-    found = []
-    for name in ("flax", "optax", "chex"):
-        if machine.versions.get(name) is None:
-            fix = f"pip install {name}"
-            found.append(Advice(True, f"{name} is not installed.", fix))
-    jax, jaxlib = (machine.versions.get(name) or "" for name in ("jax", "jaxlib"))
-    if jax.split(".")[:2] != jaxlib.split(".")[:2]:
-        what = f"jax {jax} and jaxlib {jaxlib} do not belong together."
-        found.append(Advice(True, what, f"pip install -U 'jax=={jax}'"))
-    return found
 
 
 def _on_devices(machine: Machine) -> list[Advice]:

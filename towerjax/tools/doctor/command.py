@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from towerjax.mesh import cluster
+from towerjax.step.report.tables import Table, as_text, in_bytes
 from towerjax.tools.doctor.advice import Advice, advice_on
 from towerjax.tools.doctor.machine import Machine, this_machine
 from towerjax.tools.doctor.self_test import (
-    DeviceResult,
-    OpResult,
+    Result,
     device_result,
     op_result,
     ops_for,
@@ -76,9 +76,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return OK if is_well else NOT_SO
 
 
-def _failures(
-    alone: Sequence[DeviceResult], together: Sequence[OpResult]
-) -> list[Advice]:
+def _failures(alone: Sequence[Result], together: Sequence[Result]) -> list[Advice]:
     """What failed or was slow, each as something to mend."""
     found = [
         Advice(
@@ -92,7 +90,7 @@ def _failures(
     found += [
         Advice(
             True,
-            f"{result.op}: {sentence}.",
+            f"{result.name}: {sentence}.",
             "Test with fewer devices, tj.Mirrored(devices=...), to find the one or the"
             " link that is broken; then look at its driver and cables.",
         )
@@ -114,40 +112,43 @@ def _failures(
 
 def _text(
     machine: Machine,
-    alone: Sequence[DeviceResult],
-    together: Sequence[OpResult],
+    alone: Sequence[Result],
+    together: Sequence[Result],
     advice: Sequence[Advice],
 ) -> str:
-    versions = [f"{name} {text or 'absent'}" for name, text in machine.versions.items()]
+    versions = [f"{name} {text}" for name, text in machine.versions.items()]
     memory = machine.memory_bytes
-    held = f", {memory / 2**30:.1f} GiB of memory" if memory else ""
+    held = f", {in_bytes(memory)} of memory" if memory else ""
     lines = [
         ", ".join(versions),
         f"{machine.system}, {machine.cpus} processors{held}",
         *(f"{name}={value}" for name, value in machine.environment.items()),
     ]
-    kinds = {device.name: device for device in machine.devices}
-    rows = [("device", "kind", "memory", "test", "ms", "GB/s")]
-    for result in alone:
-        device = kinds[result.name]
-        held = f"{device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else "-"
-        rows.append((result.name, device.kind, held, *_measured(result)))
-    lines += ["", *_table(rows)] if alone else []
-    rows = [("cross-tower op", "test", "ms", "GB/s")]
-    rows += [(result.op, *_measured(result)) for result in together]
-    lines += ["", *_table(rows)] if together else []
+    found = {device.name: device for device in machine.devices}
+    devices = [(found[result.name], result) for result in alone]
+    measured = ("test", "ms", "GB/s")
+    of_devices = [
+        (
+            x.name,
+            x.kind,
+            in_bytes(x.memory_bytes) if x.memory_bytes else "-",
+            *_measured(result),
+        )
+        for x, result in devices
+    ]
+    of_ops = [(result.name, *_measured(result)) for result in together]
+    head = ("device", "kind", "memory", *measured)
+    tables = [Table("Devices, each alone", head, tuple(of_devices))]
+    head = ("cross-tower op", *measured)
+    tables += [Table("All devices together", head, tuple(of_ops))]
+    lines += ["", as_text([table for table in tables if table.rows])]
     lines += ["", *(str(one) for one in advice)]
     num_wrong = sum(one.is_wrong for one in advice)
     lines.append(f"{num_wrong} wrong." if num_wrong else "All is well.")
     return "\n".join(lines)
 
 
-def _measured(result: DeviceResult | OpResult) -> tuple[str, str, str]:
+def _measured(result: Result) -> tuple[str, str, str]:
     rate = result.gigabytes_per_second
     shown = "-" if rate is None else f"{rate:.2f}"
     return "wrong" if result.wrong else "right", f"{result.milliseconds:.3f}", shown
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

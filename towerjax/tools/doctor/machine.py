@@ -5,15 +5,14 @@ import os
 import pathlib
 import platform
 import shutil
-from importlib import metadata
 from typing import Any
 
 import jax
 
+from towerjax.loop.checkpoint.record import library_versions
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.tools.bench.machine import cores
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "numpy")
 _PREFIXES = ("JAX_", "XLA_", "CUDA_VISIBLE", "NCCL_", "TOWERJAX_", "TF_CONFIG")
 _OPTIONS = (
     "jax_enable_x64",
@@ -57,7 +56,7 @@ class Machine:
       options: Those of JAX that change numbers or speed.
     """
 
-    versions: dict[str, str | None]
+    versions: dict[str, str]
     system: str
     devices: tuple[DeviceInfo, ...]
     problem: str | None
@@ -79,10 +78,7 @@ def this_machine() -> Machine:
     devices, problem = _devices()
     shm = pathlib.Path("/dev/shm")
     return Machine(
-        versions={
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("towerjax", *PACKAGES)},
-        },
+        versions={"python": platform.python_version(), **library_versions()},
         system=f"{platform.system()} {platform.machine()}",
         devices=devices,
         problem=problem,
@@ -118,13 +114,6 @@ def _device_info(device: Any) -> DeviceInfo:
         process=device.process_index,
         memory_bytes=stats.get("bytes_limit"),
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _memory_bytes() -> int | None:

@@ -29,36 +29,19 @@ _LARGEST = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class DeviceResult:
-    """What one device did by itself.
+class Result:
+    """What one device did by itself, or one cross-tower op on all devices.
 
     Attributes:
-      name: ``"gpu:0"``.
+      name: ``"gpu:0"``, or the op.
       wrong: What was not as it should be, in sentences.
-      milliseconds: Median time to bring the bytes there.
-      gigabytes_per_second: The same as a rate; None of a CPU, where the bytes may
-        stay where they are.
+      milliseconds: Median time to bring the bytes there, or of one sum of all towers.
+      gigabytes_per_second: The same as a rate: of an op, ``2 (D - 1) / D`` times each
+        device's bytes, what the links carry when none is idle. None where nothing has
+        to travel.
     """
 
     name: str
-    wrong: tuple[str, ...]
-    milliseconds: float
-    gigabytes_per_second: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class OpResult:
-    """What one cross-tower op did on all devices.
-
-    Attributes:
-      op: The op.
-      wrong: What this process' devices have that NumPy has not, in sentences.
-      milliseconds: Median time of one sum over all towers.
-      gigabytes_per_second: ``2 (D - 1) / D`` times each device's bytes, by that
-        time: what the links carry when none is idle. None on one device.
-    """
-
-    op: str
     wrong: tuple[str, ...]
     milliseconds: float
     gigabytes_per_second: float | None
@@ -76,7 +59,7 @@ def ops_for(num_devices: int) -> tuple[CrossTowerOps, ...]:
     )
 
 
-def device_result(device: Any, num_bytes: int) -> DeviceResult:
+def device_result(device: Any, num_bytes: int) -> Result:
     """One device alone: numbers there and back, and a product of matrices."""
     wrong = []
     sent = np.arange(num_bytes // 4, dtype=np.int32)
@@ -88,7 +71,7 @@ def device_result(device: Any, num_bytes: int) -> DeviceResult:
     put = [jax.device_put(x.astype(np.float32), device) for x in (a, b)]
     if not np.array_equal(np.asarray(jnp.dot(*put)), a @ b):
         wrong.append("multiplies two matrices of small whole numbers wrongly")
-    return DeviceResult(
+    return Result(
         canonical_device_name(device),
         tuple(wrong),
         seconds * 1e3,
@@ -106,7 +89,7 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return statistics.median(seconds), out
 
 
-def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> OpResult:
+def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Result:
     """One op on all devices, its sums compared with NumPy's bit for bit."""
     towers = max(2, len(devices))
     placement = Placement(devices, towers, local="vmap", executor="shard_map")
@@ -134,7 +117,7 @@ def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Op
         )
     ]
     rate = share * rows[0].nbytes / seconds / 1e9 if len(devices) > 1 else None
-    return OpResult(repr(op), tuple(wrong), seconds * 1e3, rate)
+    return Result(repr(op), tuple(wrong), seconds * 1e3, rate)
 
 
 def tower_rows(towers: int, length: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How does a command speak? One help, one way of JSON, one sentence for an error."""
+"""How does a command speak? One help, exit codes, JSON, a sentence for an error."""
 
 import argparse
 import json
@@ -8,7 +8,24 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from towerjax.loop.json_lines import as_json
-from towerjax.tools.shell.codes import CLOSED, INTERRUPTED, NOT_STARTED, WRONG
+
+OK = 0
+"""All went well."""
+
+NOT_SO = 1
+"""The command ran, and the answer is no: a finding, a failed run."""
+
+WRONG = 2
+"""Wrong arguments, or a value that cannot be; nothing was done."""
+
+NOT_STARTED = 126
+"""The system refused a file or a program."""
+
+INTERRUPTED = 128 + 2
+"""Ctrl-C, as if SIGINT had ended the process."""
+
+CLOSED = 128 + 13
+"""Whoever read the output is gone, as if SIGPIPE had ended the process."""
 
 
 class Parser(argparse.ArgumentParser):
