@@ -49,7 +49,7 @@ EVEN = {"dropout": 0.0}
 # The runs of one job, by its processes and the devices of each: one start for all.
 RUNS = {
     (1, 8): {"plain": {}, "even": EVEN | {"ops": "AllReduce"}},
-    (1, 4): {"parts": PARTS},
+    (1, 4): {"parts": PARTS, "alone": PARTS | {"every": 6}},
     (1, 1): {
         "plain": {},
         "sgd": SGD,
@@ -66,6 +66,7 @@ RUNS = {
         "own": {"input": "own"},
         "raw": {"input": "raw"},
         "parts": PARTS | {"input": "own"},
+        "alone": PARTS | {"every": 6},
     },
     (4, 1): {"plain": {}},
 }
@@ -130,6 +131,13 @@ def test_several_steps_a_program_and_micro_batches(one_process):
     (alone,) = train(1, 4, "parts")
     assert alone["bits"] != one_process["bits"]  # dropout is of each micro-batch
     assert_same_bits(train(2, 2, "parts"), alone)
+
+
+@pytest.mark.slow
+def test_towers_that_go_alone_meet_over_processes():
+    (alone,) = train(1, 4, "alone")
+    assert alone["loss"][1] == 0 < alone["loss"][-1] < alone["loss"][2]
+    assert_same_bits(train(2, 2, "alone"), alone)
 
 
 @pytest.mark.slow

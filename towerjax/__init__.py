@@ -17,6 +17,7 @@ from towerjax.mesh.absent import Absent
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, shared
 from towerjax.proof.mirrored import ReplicationError
+from towerjax.step import sync
 from towerjax.step.checking import Check
 from towerjax.step.desync import DesyncError
 from towerjax.step.gradient import value_and_grad
@@ -78,6 +79,7 @@ __all__ = [
     "shared",
     "sparse",
     "sweep",
+    "sync",
     "testing",
     "tools",
     "towers",

@@ -24,7 +24,7 @@ OPTIMIZERS = {"adam": optax.chain(CLIP, optax.adam(1e-2)), "sgd": optax.sgd(0.02
 def options_of(given):
     defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
-    defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32"}
+    defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32", "every": 0}
     return defaults | given
 
 
@@ -36,7 +36,7 @@ def data():
     return {"x": x, "y": y, "weight": weight, "id": np.arange(ROWS)}
 
 
-def loss_of(dropout, dtype):
+def loss_of(dropout, dtype, alone):
     def loss_fn(params, batch, tower):
         x, w, v = (a.astype(dtype) for a in (batch["x"], params["w"], params["v"]))
         hidden = jnp.tanh(x @ w)
@@ -45,7 +45,9 @@ def loss_of(dropout, dtype):
         losses = (errors**2).sum(-1)
         return tj.TowerOutput(
             loss=tj.Weighted.mean(losses, tower.weight * batch["weight"]),
-            metrics={"mae": tj.Weighted.mean(abs(errors).sum(-1), tower.weight)},
+            metrics={}
+            if alone
+            else {"mae": tj.Weighted.mean(abs(errors).sum(-1), tower.weight)},
             local={"seen": tower.local["seen"] + tower.weight.sum()},
         )
 
@@ -83,14 +85,15 @@ def train(options):
         local=options["local"],
         cross_tower_ops=getattr(tj, options["ops"])(),
     )
-    parts = options["micro_batches"]
+    parts, alone = options["micro_batches"], options["every"]
+    counts = {"example_ids": lambda batch: (batch["id"], batch["weight"])}
     step = tj.build_train_step(
-        loss_of(options["dropout"], options["dtype"]),
+        loss_of(options["dropout"], options["dtype"], alone),
         OPTIMIZERS[options["optimizer"]],
         strategy,
         remainder="pad",
         micro_batches=parts,
-        example_ids=lambda batch: (batch["id"], batch["weight"]),
+        **({"sync": tj.sync.DiLoCo(alone, fragments=2)} if alone else counts),
     )
     numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
     params = {"w": numbers.normal(size=(6, 8)), "v": numbers.normal(size=(8, 3))}
@@ -111,7 +114,8 @@ def train(options):
         "between_graph": strategy.between_graph,
         "steps": int(state.step),
         "examples": history.summary.examples,
-        "counted": str(
+        "counted": alone
+        or str(
             tj.metrics.check_examples(
                 state,
                 data()["id"],
@@ -119,8 +123,8 @@ def train(options):
                 epochs=options["epochs"],
             )
         ),
-        "loss": history.metrics["loss"].tolist(),
-        "mae": history.metrics["mae"].tolist(),
+        "loss": np.nan_to_num(history.metrics["loss"]).tolist(),
+        "mae": [] if alone else history.metrics["mae"].tolist(),
         "params": np.asarray(state.params["w"]).ravel().tolist(),
         "seen": float(tj.towers.read_local(state.local)["seen"]),
         "bits": digest(

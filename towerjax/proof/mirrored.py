@@ -57,6 +57,17 @@ def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
         )
 
 
+def refuse_meetings(analysis: Analysis) -> None:
+    """Raise where towers that go alone communicate."""
+    met = [f"{x.primitive} at {x.line}" for x in analysis.collectives]
+    if met:
+        raise ReplicationError(
+            f"Towers go alone between synchronisations, but meet in a step:"
+            f" {'; '.join(dict.fromkeys(met))}. Leave it out, or say"
+            " sync=tj.sync.EveryStep()."
+        )
+
+
 def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
     line = repeat.line or "a line of a library"
     if not repeat.outputs:

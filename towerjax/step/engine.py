@@ -81,6 +81,21 @@ class Engine:
         """The whole step, of global values."""
         state = TrainState(**carry, **clock)
         merged, finite, found = self.merged(run, self.stages, state, batch)
+        carry, now, *told = self.updated(carry, clock, merged, finite)
+        now["step"] = clock["step"] + 1
+        return carry, now, *told, *(() if found is None else (found,))
+
+    def updated(
+        self,
+        carry: dict[str, Any],
+        clock: dict[str, Any],
+        merged: PyTree,
+        finite: jax.Array | None,
+    ) -> tuple[Any, dict[str, Any], dict[str, Any], jax.Array | None]:
+        """The next state where it is accepted, metrics, and what tells if it was.
+
+        That is the loss, where None is returned for it.
+        """
 
         def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**carry, **clock)
@@ -93,7 +108,6 @@ class Engine:
             by_loss = finite is None and "loss" in values
             carry, now = split_state(after)
             now = {name: x for name, x in now.items() if x is not clock[name]}
-            now["step"] = clock["step"] + 1
             values = self._by_layout(metrics, values)
             return accepted, carry, (now, values, None if by_loss else whole)
 
@@ -101,7 +115,7 @@ class Engine:
             _, carry, rest = judged(carry)
         else:
             carry, rest = accept_or_keep(judged, carry)
-        return carry, *rest, *(() if found is None else (found,))
+        return carry, *rest
 
     def _by_layout(
         self, metrics: dict[str, Any], values: dict[str, Any]
@@ -132,7 +146,8 @@ class Engine:
     @functools.cached_property
     def _locating(self) -> tuple["_Stages", ...]:
         looks = Check(every=1, desync=False)
-        last = dataclasses.replace(self.passes[-1], check=looks, finite=False)
+        changes: Any = {"check": looks, "finite": False, "alone": None}
+        last = dataclasses.replace(self.passes[-1], **changes)
         return (*self.stages[:-1], _Stages.of(last))
 
     def merged(
@@ -272,10 +287,10 @@ def one_step_recipe(
     return Recipe(step, in_layouts, out_layouts, donate=donate)
 
 
-def locating_recipe(engine: Engine, recipe: Recipe) -> Recipe:
+def locating_recipe(located: Callable[..., tuple[Any]], recipe: Recipe) -> Recipe:
     """The recipe that tells what of a step is not finite, and keeps the state."""
     out_layouts = {"flags": Layout.MIRRORED}
-    return Recipe(engine.located, recipe.in_layouts, out_layouts, donate=False)
+    return Recipe(located, recipe.in_layouts, out_layouts, donate=False)
 
 
 def repeated_recipe(recipe: Recipe) -> Recipe:

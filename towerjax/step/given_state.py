@@ -92,7 +92,8 @@ def check_state(
     _check_counts(state, counts)
     wrong_towers = [
         f"{name} has {np.shape(x)[:1]} copies"
-        for name, x in named_leaves("state.local", state.local)
+        for root in ("local", "own")
+        for name, x in named_leaves(f"state.{root}", getattr(state, root))
         if np.shape(x)[:1] != (placement.num_towers,)
     ]
     if wrong_towers:

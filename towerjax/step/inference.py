@@ -29,7 +29,7 @@ from towerjax.types.options import check_whole
 def _model_shapes(state: Any) -> TrainState:
     """What of a state or of parameters an evaluation reads, in shapes."""
     if isinstance(state, TrainState):
-        return dataclasses.replace(state, opt_state=(), seen=None)
+        return dataclasses.replace(state, opt_state=(), seen=None, own=None)
     return abstract_state(state, (), 1, {})
 
 
@@ -81,7 +81,7 @@ class InferenceStep:
     def _model_of(self, state: Any) -> TrainState:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
-            return dataclasses.replace(state, opt_state=(), seen=None)
+            return dataclasses.replace(state, opt_state=(), seen=None, own=None)
         refuse_unheld("params", state)
         placement, layout = self.strategy.placement, state_layout(self.strategy)
         if not are_placed(state, placement, layout.params):

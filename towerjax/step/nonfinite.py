@@ -29,7 +29,8 @@ class Place:
       leaf: The leaf, ``"params/Dense_2/kernel"``.
       part: ``"parameter"`` as the step began, ``"loss"``, ``"gradient"`` or
         ``"metric"``: the tower's own, before any reduction.
-      kind: ``"NaN"``, ``"infinity"`` or ``"NaN and infinity"``.
+      kind: ``"NaN"``, ``"infinity"`` or ``"NaN and infinity"``; where towers went
+        alone, which of them is not known.
     """
 
     step: int
@@ -43,20 +44,35 @@ class NonFiniteError(FloatingPointError):
     """The loss, a gradient or a parameter was NaN or infinite, on some tower.
 
     A refused step left parameters, optimizer state and local variables as they were.
+    Towers that go alone leave their own part of it out, and tell when they meet.
 
     Attributes:
       step: Which step, counted from 0.
       places: Where it was found, a `Place` for each tower and leaf; empty where that
         is not known, and ``step.locate(state, batch)`` tells.
       refused: Was the step refused? Else a check found what the guard passes.
+      alone: Did towers go alone, and tell it at this step, when they met?
     """
 
     def __init__(
-        self, step: int, places: Sequence[Place] = (), *, refused: bool = True
+        self,
+        step: int,
+        places: Sequence[Place] = (),
+        *,
+        refused: bool = True,
+        alone: bool = False,
     ) -> None:
         """Say which step it was, and where."""
         where = f" Found: {told_places(places)}." if places else ""
-        if refused:
+        if alone:
+            text = (
+                f"Before towers met at step {step}, a tower's own loss or gradient was"
+                f" not finite.{where} Such a step changed nothing of that tower's and"
+                " counts nothing. Lower the learning rate, clip gradients, or look at"
+                " the batch; on_nonfinite='skip' goes on without a word, 'ignore'"
+                " updates all the same."
+            )
+        elif refused:
             text = (
                 f"The loss or a gradient of step {step} was not finite.{where} That"
                 " step changed neither parameters nor optimizer state. Lower the"
@@ -72,7 +88,8 @@ class NonFiniteError(FloatingPointError):
                 " refuses such a step."
             )
         super().__init__(text)
-        self.step, self.places, self.refused = step, tuple(places), refused
+        self.step, self.places = step, tuple(places)
+        self.refused, self.alone = refused, alone
 
 
 @jax.tree_util.register_dataclass

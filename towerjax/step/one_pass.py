@@ -65,6 +65,9 @@ class Pass:
         it.
       advice: What to do where a bare value differs from tower to tower; None says the
         usual.
+      alone: ``(state, returned) -> tree``: what a tower makes of what its micro-batches
+        came to, before towers meet; that is then merged. It is proved that towers do
+        not meet in it. None is nothing.
     """
 
     tower_fn: Callable[..., PyTree]
@@ -76,6 +79,7 @@ class Pass:
     weights: Literal["summed", "given"] | None = None
     of_state: bool = False
     advice: str | None = None
+    alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
     def stage(self) -> Stage:
         """The pass as a function of global values; see `on_device`."""
@@ -97,6 +101,7 @@ class Pass:
             counted=self.counted,
             advice=self.advice,
             proved_alone=not self.of_state,
+            meets=self.alone is None,
         )
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
@@ -144,9 +149,12 @@ class Pass:
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
         """A device's values in which padded rows would count, before the merge."""
+        returned = dataclasses.replace(self, alone=None)
+        if self.alone is not None:  # another program than that which is kept
+            axes = dataclasses.replace(axes, traced=None)
 
         def run(*args: PyTree) -> PyTree:
-            towers = self._towers(axes, *args)
+            towers = returned._towers(axes, *args)
             (added, shown, _), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
             # Which rows of a table are looked up, no weight decides.
@@ -176,6 +184,8 @@ class Pass:
             tower_id: jax.Array, own: PyTree, state: TrainState, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
             read, shared, merged = common
+            *own, mine = own
+            state = dataclasses.replace(state, own=mine)
             inputs = TowerInputs(
                 self.strategy, axes, state.step, state.rng, state.extra
             )
@@ -193,10 +203,11 @@ class Pass:
 
         rows = rows_of_towers(batch, axes.num_local)
         local = local_values(state.local)
-        own = (rows, num_valid, local)
+        own = (rows, num_valid, local, state.own)
         # Of a device's own size are the rows of its towers alone.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
-        common = (dataclasses.replace(state, local=first), read, shared, merged)
+        state = dataclasses.replace(state, local=first, own=None)
+        common = (state, read, shared, merged)
         stacked, number = ops.needs_every_tower, state.step
         return over_local_towers(
             tower_fn, axes, own, *common, stack_sums=stacked, number=number
@@ -235,9 +246,14 @@ class Pass:
             return split(self._returned(here, rows, tower, merged), part)
 
         if self.micro_batches == 1:
-            return of_part(0, rows, local)
-        parts = in_parts(rows, self.micro_batches)
-        return _in_turn(of_part, self.micro_batches, parts, local)
+            tree, pools = of_part(0, rows, local)
+        else:
+            parts = in_parts(rows, self.micro_batches)
+            tree, pools = _in_turn(of_part, self.micro_batches, parts, local)
+        if self.alone is None:
+            return tree, pools
+        here = dataclasses.replace(state, local=with_local_values(state.local, local))
+        return split(self.alone(here, filled(tree, pools)), part)
 
     def _returned(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
 from towerjax.proof.found import Analysis
-from towerjax.proof.mirrored import prove_mirrored, refuse_draws
+from towerjax.proof.mirrored import prove_mirrored, refuse_draws, refuse_meetings
 from towerjax.step.recipe import Recipe, Stage
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, leaf_name, name_by_key
@@ -77,6 +77,8 @@ class Proving:
             # Numbers of a trace that is over when one asks.
             names = proof.unmasked()
             proof = dataclasses.replace(proof, unmasked=lambda: names)
+        if not stage.meets:
+            refuse_meetings(proof.analysis)
         return proof, out, towers
 
     def proof(self) -> Proof:

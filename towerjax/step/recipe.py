@@ -25,6 +25,7 @@ class Stage:
       advice: What to do where a mirrored result depends on the tower; None says the
         usual.
       proved_alone: Is a reduction missed on one tower too, where it would do nothing?
+      meets: May towers meet in it? Else a collective is refused.
     """
 
     on_device: Callable[[TowerAxes], Callable[..., PyTree]]
@@ -33,6 +34,7 @@ class Stage:
     counted: Callable[[TowerAxes], Callable[..., PyTree]] | None = None
     advice: str | None = None
     proved_alone: bool = True
+    meets: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

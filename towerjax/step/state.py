@@ -35,6 +35,9 @@ class TrainState:
         None where the step was built without ``example_ids``.
       extra: What does not train and is one value for all towers, mirrored: statistics,
         codebooks, a target network; any pytree of arrays, or None.
+      own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, where
+        the step has a ``sync=`` by which towers go alone; ``params`` are then the
+        outer ones. Else None.
 
     Example:
       >>> import towerjax as tj
@@ -51,6 +54,7 @@ class TrainState:
     rng: jax.Array
     seen: ExampleCount | None = None
     extra: PyTree = None
+    own: PyTree = None
 
     def __repr__(self) -> str:
         """Its fields; of arrays that a step has taken over, shapes and dtypes."""
@@ -62,7 +66,7 @@ class TrainState:
 
     def _repr_html_(self) -> str:
         leaves = [
-            (*leaf, "per tower" if field.name == "local" else None)
+            (*leaf, "per tower" if field.name in ("local", "own") else None)
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
@@ -123,6 +127,7 @@ CARRY_LAYOUT = {
     "local": Layout.PER_TOWER,
     "seen": Layout.MIRRORED,
     "extra": Layout.MIRRORED,
+    "own": Layout.PER_TOWER,
 }
 """What a step takes over and hands on, as a prefix tree of layouts; donated."""
 

@@ -24,6 +24,7 @@ from towerjax.step.nonfinite import Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.proving import Proof, Proving, prove
+from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
     abstract_state,
@@ -44,17 +45,18 @@ class Step(CompiledStep):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Rounds,
         strategy: Strategy,
         options: StepOptions,
         *,
         counts_examples: bool = False,
+        finds: bool = False,
     ) -> None:
         recipe = one_step_recipe(
             engine.step,
             carry_layout(strategy),
             donate=options.donate,
-            checks=options.check is not None,
+            checks=finds or options.check is not None,
         )
         super().__init__(recipe, strategy, options, counts_examples=counts_examples)
         self.engine = engine
@@ -259,7 +261,9 @@ class Step(CompiledStep):
             placed = dataclasses.replace(placed, args=args)
         if steps not in self._locating:
             recipe = self._runner_for(placed).recipe
-            self._locating[steps] = self._run(locating_recipe(self.engine, recipe))
+            self._locating[steps] = self._run(
+                locating_recipe(self.engine.located, recipe)
+            )
         carry, clock = split_state(dataclasses.replace(state, step=at))
         (found,) = self._locating[steps]((carry, clock), placed)
         return tuple(jax.device_get(found).places(number))

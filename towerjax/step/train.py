@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.data.shard import Remainder
+from towerjax.mesh.placement import place
 from towerjax.metrics.example_cells import ExampleIds, as_addends, count_rows, from_sums
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.metrics.tower_statistics import TowerStatistics
@@ -19,8 +20,10 @@ from towerjax.step.engine import Guard, OnNonfinite
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.optimizers import may_need_more
 from towerjax.step.returned import is_typed
+from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState, abstract_params, checked_params
 from towerjax.step.step import Step, engine_of
+from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.trainable import (
     Trainable,
     check_trainable,
@@ -32,8 +35,8 @@ from towerjax.step.update import apply_update, checked_like
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
-from towerjax.towers.tower_local import with_local_values
-from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.towers.tower_local import stacked_local, with_local_values
+from towerjax.types import Layout, LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.options import check_function
 
 
@@ -58,6 +61,10 @@ class Training:
     trainable: Trainable | None = None
     parts: int = 1
     statistics: TowerStatistics | None = None
+
+    def begin(self, part: PyTree) -> tuple[PyTree, None]:
+        """The optimizer's state, of what is trained; a tower has nothing of its own."""
+        return self.optimizer.init(part), None
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns."""
@@ -155,16 +162,27 @@ class TrainStep(Step):
     """
 
     def __init__(
-        self, training: Training, strategy: Strategy, options: StepOptions
+        self,
+        training: Training,
+        strategy: Strategy,
+        options: StepOptions,
+        sync: Sync = EVERY_STEP,
     ) -> None:
         parts = strategy.num_towers * options.micro_batches
         self.training = dataclasses.replace(training, parts=parts)
         self.optimizer = training.optimizer
+        self.sync = sync
         engine = engine_of(
             (self.training.tower,), self.training.update, strategy, options
         )
+        self._begin, finds = self.training.begin, False
+        if not isinstance(sync, EveryStep):
+            _refuse_apart(self.training, strategy, options)
+            trainable = training.trainable
+            engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
+            self._begin, finds = engine.begin, engine.finds
         counts = training.example_ids is not None
-        super().__init__(engine, strategy, options, counts_examples=counts)
+        super().__init__(engine, strategy, options, counts_examples=counts, finds=finds)
 
     def init(
         self,
@@ -191,11 +209,19 @@ class TrainStep(Step):
             says no reduction, or a device is not on this machine.
         """
         part = self._trained(checked_params(params))
-        made = self.optimizer.init(part)
-        if may_need_more(made):
+        needs = jax.eval_shape(self.optimizer.init, part)
+        if may_need_more(needs):
             update = functools.partial(apply_update, self.optimizer)
-            jax.eval_shape(update, part, made, part, jnp.float32(0))
-        return super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
+            jax.eval_shape(update, part, needs, part, jnp.float32(0))
+        made, own = self._begin(part)
+        state = super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
+        if own is None:
+            return state
+        placement = self.strategy.placement
+        own = place(
+            stacked_local(own, placement.num_towers), placement, Layout.PER_TOWER
+        )
+        return dataclasses.replace(state, own=own)
 
     def shapes(
         self,
@@ -206,20 +232,23 @@ class TrainStep(Step):
         extra: PyTree = None,
     ) -> TrainState:
         """As of any step; the optimizer's state is what the optimizer makes."""
-        if not jax.tree.leaves(opt_state):
-            opt_state = self._fresh(params)
-        return super().shapes(params, opt_state=opt_state, local=local, extra=extra)
-
-    def _fresh(self, params: PyTree) -> PyTree:
         part = self._trained(abstract_params(params))
-        return jax.eval_shape(self.optimizer.init, part)
+        fresh, own = jax.eval_shape(self._begin, part)
+        if not jax.tree.leaves(opt_state):
+            opt_state = fresh
+        state = super().shapes(params, opt_state=opt_state, local=local, extra=extra)
+        towers = self.strategy.num_towers
+        own = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((towers, *x.shape), x.dtype), own
+        )
+        return dataclasses.replace(state, own=own)
 
     def _trained(self, params: PyTree) -> PyTree:
         return trained_part(params, trainable_flags(params, self.training.trainable))
 
     def _before_first_call(self, state: TrainState) -> TrainState:
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        fresh = jax.eval_shape(self.optimizer.init, self._trained(state.params))
+        fresh, _ = jax.eval_shape(self._begin, self._trained(state.params))
         return dataclasses.replace(state, step=number, opt_state=fresh)
 
 
@@ -239,6 +268,7 @@ def build_train_step(
     check: Check | None = None,
     example_ids: ExampleIds | None = None,
     statistics: TowerStatistics | None = None,
+    sync: Sync = EVERY_STEP,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -277,6 +307,9 @@ def build_train_step(
         ``docs/each_example_once.md``.
       statistics: `TowerStatistics()`: metrics of the towers' gradients, of which is
         told how large a batch is worth it; see ``docs/how_to/batch_size.md``.
+      sync: When towers meet: ``tj.sync.EveryStep()``; or each goes alone for some
+        steps, with ``tj.sync.LocalSGD`` and ``tj.sync.DiLoCo``, see
+        ``docs/how_to/synchronise_less.md``.
 
     Returns:
       A `TrainStep`.
@@ -315,7 +348,8 @@ def build_train_step(
     _check_statistics(statistics, strategy.num_towers * micro_batches)
     training = Training(loss_fn, optimizer, loss_reduction, example_ids, trainable)
     training = dataclasses.replace(training, statistics=statistics)
-    return TrainStep(training, strategy, options)
+    check_sync(sync)
+    return TrainStep(training, strategy, options, sync)
 
 
 def _check_statistics(statistics: Any, parts: int) -> None:
@@ -329,4 +363,21 @@ def _check_statistics(statistics: Any, parts: int) -> None:
         raise ValueError(
             "tj.TowerStatistics compares parts of a batch, and one tower of one"
             " micro-batch is one part. Use several towers, or micro_batches=2 or more."
+        )
+
+
+def _refuse_apart(training: Training, strategy: Strategy, options: StepOptions) -> None:
+    """Raise where an option would make towers meet that go alone."""
+    asked = {
+        "example_ids=...": training.example_ids is not None,
+        "statistics=...": training.statistics is not None,
+        "check=...": options.check is not None,
+        "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
+        f"state={strategy.state!r}": strategy.state != "mirrored",
+    }
+    bad = [name for name, is_asked in asked.items() if is_asked]
+    if bad:
+        raise ValueError(
+            f"{', '.join(bad)} needs all towers at every step, and sync= lets them go"
+            " alone. Leave it out, or say sync=tj.sync.EveryStep()."
         )

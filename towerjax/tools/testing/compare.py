@@ -10,6 +10,7 @@ import numpy as np
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
+from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.tower_local import read_variables
@@ -165,7 +166,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
 
     Raises:
       ValueError: It is neither, or a model with ``remainder="drop"`` on several
-        towers, which drops by their number.
+        towers, which drops by their number, or its towers go alone (``sync=``).
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -200,6 +201,11 @@ class _OneTowerStep(TrainStep):
     """A `TrainStep` on one tower, for the batches of a step on several."""
 
     def __init__(self, step: TrainStep) -> None:
+        if not isinstance(step.sync, EveryStep):
+            raise ValueError(
+                f"one_tower of a step with sync={step.sync!r}: towers that go alone are"
+                " not one tower. Compare a step with tj.sync.EveryStep()."
+            )
         strategy = _one_device(step.strategy)
         options = dataclasses.replace(step.options, micro_batches=1, donate=False)
         super().__init__(step.training, strategy, options)

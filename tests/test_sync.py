@@ -1,0 +1,408 @@
+"""Towers that go alone and meet now and then: against T trainings in NumPy float64."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+T, STEPS, INNER, MOMENTUM = 4, 9, 0.1, 0.5
+OUTER, NESTEROV = 0.7, 0.9
+FRAGMENT = {"b": 1, "w": 0}  # the larger leaf first
+START = {"b": np.float32(0.25), "w": np.array([0.5, -1, 2], np.float32)}
+SYNCS = {
+    "local": tj.sync.LocalSGD(every=3),
+    "diloco": tj.sync.DiLoCo(every=2),
+    "streaming": tj.sync.DiLoCo(every=4, fragments=2, overlap=3, keep=0.5),
+}
+LAYOUTS = {"4": (4, {}), "2 in turn": (2, {"local": "scan"}), "1 together": (1, {})}
+
+
+def loss_fn(params, batch, tower):
+    errors = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return tj.Weighted.mean(errors**2, tower.weight * batch["weight"])
+
+
+def batches(rows=14):
+    """So many rows: four towers of two micro-batches share them unevenly."""
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "x": rng.normal(size=(rows, 3)).astype(np.float32),
+            "y": rng.normal(size=rows).astype(np.float32),
+            "weight": rng.uniform(0.05, 1, rows).astype(np.float32),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def build(sync, devices=1, strategy=None, **options):
+    names = [f"cpu:{i}" for i in range(devices)]
+    options = {"remainder": "pad", "micro_batches": 2, **options}
+    optimizer = options.pop("optimizer", optax.sgd(INNER, momentum=MOMENTUM))
+    strategy = tj.Mirrored(names, towers=T, **(strategy or {}))
+    loss = options.pop("loss_fn", loss_fn)
+    return tj.build_train_step(loss, optimizer, strategy, sync=sync, **options)
+
+
+def trained(step, given=None, state=None):
+    """The state after the batches, and the loss that each step told."""
+    state, losses = state or step.init(START), []
+    for batch in batches() if given is None else given:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    step.settle()
+    return state, losses
+
+
+class Oracle:
+    """T local trainings and the outer update, in NumPy float64."""
+
+    def __init__(self, sync):
+        self.sync = sync
+        first = {name: np.float64(x) for name, x in START.items()}
+        self.outer, self.velocity = dict(first), {name: 0.0 for name in first}
+        self.towers = [dict(first) for _ in range(T)]
+        self.trace = [{name: 0.0 for name in first} for _ in range(T)]
+        self.weight = {name: np.zeros(T) for name in first}
+        self.loss, self.told, self.done = np.zeros(2), np.nan, 0
+
+    def step(self, batch):
+        padded = -(-len(batch["y"]) // (2 * T)) * 2 * T // T
+        for t in range(T):
+            rows = slice(t * padded, (t + 1) * padded)
+            self.alone(t, *(np.float64(batch[k][rows]) for k in ("x", "y", "weight")))
+        self.done += 1
+        plan = self.sync.rounds
+        for name in self.outer:
+            at = (FRAGMENT[name] + 1) * plan.every // plan.fragments
+            at = plan.every if plan.fragments == 1 else at
+            if self.done >= at and (self.done - at) % plan.every == 0:
+                self.meet(name)
+            since = self.done - at - plan.overlap
+            if since >= 0 and since % plan.every == 0:
+                for tower in self.towers:
+                    new = plan.keep * tower[name] + (1 - plan.keep) * self.outer[name]
+                    tower[name] = new
+        if self.done % (plan.every // plan.fragments) == 0:
+            self.told, self.loss = self.loss[0] / self.loss[1], np.zeros(2)
+
+    def alone(self, t, x, y, weight):
+        own = self.towers[t]
+        errors = x @ own["w"] + own["b"] - y
+        if weight.sum() == 0 or not np.isfinite(errors).all():
+            return
+        self.loss += [(weight * errors**2).sum(), weight.sum()]
+        slope = 2 * weight * errors / weight.sum()
+        for name, grad in {"w": slope @ x, "b": slope.sum()}.items():
+            self.trace[t][name] = grad + MOMENTUM * self.trace[t][name]
+            own[name] = own[name] - INNER * self.trace[t][name]
+            self.weight[name][t] += weight.sum()
+
+    def meet(self, name):
+        moved = [self.outer[name] - tower[name] for tower in self.towers]
+        move = np.average(moved, axis=0, weights=self.weight[name])
+        if isinstance(self.sync, tj.sync.LocalSGD):
+            self.outer[name] = self.outer[name] - move
+        else:
+            self.velocity[name] = move + NESTEROV * self.velocity[name]
+            step = move + NESTEROV * self.velocity[name]
+            self.outer[name] = self.outer[name] - OUTER * step
+        self.weight[name] = np.zeros(T)
+
+
+def expected(sync, given=None):
+    oracle, told = Oracle(sync), []
+    for batch in batches() if given is None else given:
+        oracle.step(batch)
+        told.append(oracle.told)
+    return oracle, told
+
+
+def assert_as_expected(state, losses, sync, given=None):
+    oracle, told = expected(sync, given)
+    np.testing.assert_allclose(losses, told, rtol=2e-5)
+    own = state.own.value.params
+    for name, outer in oracle.outer.items():
+        np.testing.assert_allclose(state.params[name], outer, rtol=2e-5, atol=2e-6)
+        towers = np.array([tower[name] for tower in oracle.towers])
+        np.testing.assert_allclose(own[name], towers, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def streaming():
+    """The step whose rounds have everything, on four devices."""
+    return build(SYNCS["streaming"], devices=4)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SYNCS)
+def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, layout):
+    devices, strategy = LAYOUTS[layout]
+    step = build(SYNCS[name], devices, strategy)
+    assert_as_expected(*trained(step), SYNCS[name])
+
+
+@pytest.mark.parametrize("weight", [1.0, None])
+def test_rounds_of_one_step_are_the_synchronous_step(weight):
+    given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]
+    every = build(tj.sync.EveryStep(), optimizer=optax.sgd(INNER))
+    alone = build(tj.sync.LocalSGD(every=1), optimizer=optax.sgd(INNER))
+    (state, losses), (other, others) = trained(every, given), trained(alone, given)
+    np.testing.assert_allclose(losses, others, rtol=2e-6)
+    for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6)
+
+
+def branches(text):
+    """The computations of an HLO text, and those that a conditional may leave out."""
+    parts = re.findall(r"^(?:ENTRY )?(%[\w.]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
+    chosen = re.findall(r"branch_computations=\{([^}]*)\}", text)
+    return dict(parts), {name for names in chosen for name in names.split(", ")}
+
+
+def sent(body):
+    """The bytes of a computation's all-reduces."""
+    found = re.findall(r"= (.*?) all-reduce\(", body)
+    shapes = re.findall(r"[fs]32\[(\d*)\]", " ".join(found))
+    return sum(4 * int(n or 1) for n in shapes)
+
+
+def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming):
+    text = streaming.program(streaming.init(START), batches()[0]).call.as_text()
+    bodies, chosen = branches(text)
+    others = r"(all-gather|all-to-all|collective-\w+|reduce-scatter)(-start)?\("
+    assert not re.search(others, text)
+    names = [name for name, body in bodies.items() if " all-reduce(" in body]
+    assert len(names) == 2 and chosen.issuperset(names)
+    # A fragment's numbers, 3 sums of weights and losses, and a number for each tower.
+    formula = sorted(4 * (n + 3 + T) for n in (3, 1))
+    assert sorted(sent(bodies[name]) for name in names) == formula
+
+
+def test_a_step_that_always_meets_is_seen_to():
+    step = build(tj.sync.EveryStep(), devices=4)
+    text = step.program(step.init(START), batches()[0]).call.as_text()
+    bodies, chosen = branches(text)
+    names = {name for name, body in bodies.items() if "all-reduce(" in body}
+    assert names and not names & chosen
+
+
+def test_the_bits_do_not_depend_on_the_devices():
+    pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+    one, *others = (
+        trained(build(SYNCS["streaming"], devices, pinned)) for devices in (1, 2, 4)
+    )
+    for state, losses in others:
+        assert np.array_equal(losses, one[1], equal_nan=True)
+        leaves = [(state.params, state.own), (one[0].params, one[0].own)]
+        for a, b in zip(*map(jax.tree.leaves, leaves), strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_path):
+    given, at = batches(), 5  # between what is sent and what is taken
+    store = tj.Checkpointer(tmp_path, every=at)
+    quiet = {"progress": False, "checkpointer": store}
+    state, _ = tj.run(streaming, streaming.init(START), given[:at], steps=at, **quiet)
+    other = build(SYNCS["streaming"], 2)
+    state, history = tj.run(other, other.init(START), given, steps=STEPS, **quiet)
+    assert int(state.step) == STEPS and len(history.metrics["loss"]) == STEPS - at
+    _, told = expected(SYNCS["streaming"])
+    losses = [*told[:at], *history.metrics["loss"]]
+    assert_as_expected(state, losses, SYNCS["streaming"])
+
+
+def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
+    quiet = {"progress": False, "checkpointer": tj.Checkpointer(tmp_path, every=1)}
+    tj.run(streaming, streaming.init(START), batches()[:1], steps=1, **quiet)
+    two = tj.build_train_step(
+        loss_fn,
+        optax.sgd(INNER, momentum=MOMENTUM),
+        tj.Mirrored(["cpu:0"], towers=2),
+        remainder="pad",
+        sync=SYNCS["streaming"],
+    )
+    with pytest.raises(tj.CheckpointError, match="Use as many towers"):
+        tj.run(two, two.init(START), batches(), steps=2, **quiet)
+    state = two.init(START)
+    with pytest.raises(ValueError, match="made for another number of towers than 4"):
+        streaming(state, batches()[0])
+
+
+def test_it_is_a_function_and_several_steps_are_one_program(streaming):
+    given = batches(16)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *given)
+    state, metrics = jax.jit(lambda s, b: jax.lax.scan(streaming.fn, s, b))(
+        streaming.init(START), stacked
+    )
+    assert_as_expected(state, metrics["loss"], SYNCS["streaming"], given)
+    start, quiet = streaming.init(START), {"progress": False}
+    state, history = tj.run(streaming, start, batches(), steps_per_call=4, **quiet)
+    assert_as_expected(state, history.metrics["loss"], SYNCS["streaming"])
+
+
+def test_the_outer_parameters_are_evaluated(streaming):
+    state, _ = trained(streaming)
+    measure = tj.build_eval_step(
+        lambda *args: {"loss": loss_fn(*args)}, streaming.strategy
+    )
+    found = tj.evaluate(measure, state, batches())["loss"]
+    outer, _ = expected(SYNCS["streaming"])
+    total = np.zeros(2)
+    for x in batches():
+        errors = x["x"] @ outer.outer["w"] + outer.outer["b"] - x["y"]
+        total += [(x["weight"] * errors**2).sum(), x["weight"].sum()]
+    np.testing.assert_allclose(found, total[0] / total[1], rtol=2e-5)
+
+
+def spoiled():
+    """Batches whose second has a NaN on tower 2, and whose fourth one on tower 0."""
+    given = batches()
+    for number, row in ((1, 9), (3, 0)):
+        given[number]["x"][row] = np.nan
+    return given
+
+
+@pytest.mark.parametrize("guard", ["loss", "gradients"])
+def test_a_tower_that_is_not_finite_leaves_its_own_step_out(guard):
+    sync = SYNCS["local"]
+    step = build(sync, 2, on_nonfinite="skip", guard=guard)
+    assert_as_expected(*trained(step, spoiled()), sync, spoiled())
+
+
+def test_it_is_told_when_towers_meet(streaming):
+    state, given = (
+        streaming.init(START),
+        batches()[:2] + spoiled()[1:2] + batches()[3:4],
+    )
+    for batch in given:
+        state, _ = streaming(state, batch)
+    with pytest.raises(tj.NonFiniteError, match="Before towers met at step 3") as told:
+        streaming.settle()
+    assert told.value.step == 3 and told.value.alone
+    (place,) = told.value.places
+    assert (place.step, place.tower, place.part) == (2, 2, "loss")
+    (here, *_) = streaming.locate(streaming.init(START), given[2])
+    assert (here.tower, here.part, here.kind) == (2, "loss", "NaN")
+    _, told = expected(SYNCS["streaming"], given)
+    assert_as_expected(state, told, SYNCS["streaming"], given)
+
+
+def test_a_round_that_nobody_learned_in_changes_nothing():
+    empty = [x | {"weight": x["weight"] * 0} for x in batches()[:3]]
+    step = build(SYNCS["local"])
+    state, losses = trained(step, empty)
+    assert np.isnan(losses).all()
+    state, losses = trained(step, state=state)
+    assert np.isfinite(losses[2:]).all()
+    assert_as_expected(state, losses, SYNCS["local"])
+
+
+def test_what_is_fixed_or_local_stays_so():
+    def counting(params, batch, tower):
+        local = {"rows": tower.local["rows"] + tower.weight.sum()}
+        return tj.TowerOutput(loss_fn(params, batch, tower), local=local)
+
+    local = {"rows": tj.TowerLocal(np.float32(0), tj.Reduction.NONE)}
+    step = build(SYNCS["local"], loss_fn=counting, trainable={"b": False, "w": True})
+    state, _ = trained(step, state=step.init(START, local=local))
+    assert state.own.value.params["b"] is None
+    assert state.params["b"] == START["b"] and (state.params["w"] != START["w"]).all()
+    # Of 14 rows the last of four towers has 2.
+    assert state.local["rows"].value.tolist() == [STEPS * n for n in (4, 4, 4, 2)]
+
+
+def two_means(params, batch, tower):
+    return loss_fn(params, batch, tower) + loss_fn(params, batch, tower)
+
+
+def with_metrics(params, batch, tower):
+    loss = loss_fn(params, batch, tower)
+    return tj.TowerOutput(loss, metrics={"again": loss})
+
+
+def with_extra(params, batch, tower):
+    return tj.TowerOutput(loss_fn(params, batch, tower), extra=tower.extra)
+
+
+def meeting(params, batch, tower):
+    return loss_fn(params, batch, tower) * tower.reduce(tj.Reduction.MEAN, 1.0)
+
+
+REFUSED = {
+    "several means": (dict(loss_fn=two_means), "sum of several means"),
+    "metrics": (dict(loss_fn=with_metrics), r"TowerOutput\(metrics=...\)"),
+    "extra": (dict(loss_fn=with_extra), r"TowerOutput\(extra=...\)"),
+    "meeting": (dict(loss_fn=meeting), "meet in a step: psum"),
+    "sharded": (dict(strategy={"state": "sharded"}), "state='sharded'"),
+    "check": (dict(check=tj.Check(every=2)), "check=... needs all towers"),
+    "ids": (dict(example_ids=lambda b: b["x"]), "example_ids=... needs all towers"),
+    "statistics": (dict(statistics=tj.TowerStatistics()), "statistics=... needs all"),
+    "sum": (dict(loss_reduction=tj.Reduction.SUM), "Reduction.SUM needs all towers"),
+    "fragments": (dict(sync=tj.sync.DiLoCo(3, fragments=3)), "trained, 2. Use as many"),
+    "sync": (dict(sync="local"), "must be tj.sync.EveryStep()"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused(name):
+    given, text = REFUSED[name]
+    options = {"sync": SYNCS["local"], **given}
+    extra = {"extra": np.float32(1)} if name == "extra" else {}
+    with pytest.raises(ValueError, match=text):
+        build(options.pop("sync"), **options).check(START, batches()[0], **extra)
+
+
+def test_one_tower_is_no_oracle_of_towers_that_go_alone(streaming):
+    with pytest.raises(ValueError, match="towers that go alone are not one tower"):
+        tj.testing.one_tower(streaming)
+
+
+def test_padding_that_nothing_masks_is_refused():
+    def unmasked(params, batch, tower):
+        return tj.Weighted.mean(batch["x"] @ params["w"] * batch["weight"])
+
+    step = build(SYNCS["local"], loss_fn=unmasked)
+    with pytest.raises(ValueError, match="does not depend on tower.weight"):
+        step(step.init(START), batches()[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(every=0),
+        dict(every=2.0),
+        dict(every=True),
+        dict(every=4, fragments=3),
+        dict(every=4, fragments=0),
+        dict(every=4, overlap=4),
+        dict(every=4, overlap=-1),
+        dict(every=4, keep=1.0),
+        dict(every=4, keep="half"),
+        dict(every=4, outer=0.7),
+    ],
+    ids=str,
+)
+def test_rounds_say_what_they_must_be(options):
+    with pytest.raises(ValueError, match=r"DiLoCo\.|fragments"):
+        tj.sync.DiLoCo(**options)
+    if options.keys() == {"every"}:
+        with pytest.raises(ValueError, match=r"LocalSGD\.every"):
+            tj.sync.LocalSGD(**options)
+
+
+def test_they_are_data():
+    assert tj.sync.LocalSGD(4) == tj.sync.LocalSGD(every=4) != tj.sync.LocalSGD(5)
+    text = "DiLoCo(every=4, fragments=2)"
+    assert repr(tj.sync.DiLoCo(4, fragments=2)) == text
+    assert hash(tj.sync.DiLoCo(4)) == hash(tj.sync.DiLoCo(4))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tj.sync.LocalSGD(4).every = 5
+    assert jnp.ndim(build(tj.sync.LocalSGD(4)).init(START).own.value.bad) == 1

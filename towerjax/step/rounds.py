@@ -1,0 +1,321 @@
+"""How do towers go alone, and meet now and then? One tower's step, and a cond."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from towerjax.mesh.placement import Placement
+from towerjax.metrics.weighted import UnknownWeights, Weighted
+from towerjax.step.engine import Engine
+from towerjax.step.nonfinite import NonFiniteError, Place
+from towerjax.step.one_pass import Pass
+from towerjax.step.recipe import Run, Stage
+from towerjax.step.returned import filled
+from towerjax.step.state import TrainState, split_state
+from towerjax.step.sync import DiLoCo
+from towerjax.step.trainable import (
+    Trainable,
+    trainable_flags,
+    trained_part,
+    with_trained,
+)
+from towerjax.step.update import apply_update
+from towerjax.towers.outputs import widened
+from towerjax.towers.tower import Tower
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PyTree, Reduction, Sum
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What each tower has of its own while it goes alone; in a state ``[T, ...]``.
+
+    Attributes:
+      params: The parameters that are trained.
+      opt_state: The optimizer's state.
+      weight: ``[P]``, what its losses weighed since each fragment was sent.
+      loss: The mean of its losses since towers met.
+      bad: The first step since then whose loss was not finite, from 1; 0 is none.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    weight: jax.Array
+    loss: Weighted
+    bad: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """``state.opt_state`` of a step whose towers go alone.
+
+    Attributes:
+      fragments: The outer optimizer's states.
+      loss: The mean of all towers' losses of the last round; of weight 0 before it.
+    """
+
+    fragments: tuple[PyTree, ...]
+    loss: Weighted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """What towers tell when they meet.
+
+    Attributes:
+      amiss: ``()`` bool: is there anything to be told?
+      bad: ``[T]``, as in `Own`.
+    """
+
+    amiss: jax.Array
+    bad: jax.Array
+
+    def error(self, number: int, placement: Placement) -> Exception:
+        """What is to be raised, once this is on the host."""
+        del placement
+        bad = np.asarray(self.bad)
+        places = [
+            Place(int(bad[t]) - 1, int(t), "loss", "loss", "NaN or infinity")
+            for t in np.flatnonzero(bad)
+        ]
+        return NonFiniteError(number, places, alone=True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """A step whose towers go alone and meet now and then.
+
+    Attributes:
+      one: The step of all towers, of which each does its own alone.
+      sync: When they meet, and what then becomes of the parameters.
+      optimizer: Each tower's.
+      trainable: Which parameters are trained.
+    """
+
+    one: Engine
+    sync: DiLoCo
+    optimizer: optax.GradientTransformation
+    trainable: Trainable | None
+
+    @property
+    def finds(self) -> bool:
+        """Does it tell which towers' losses were not finite?"""
+        return self.one.on_nonfinite == "raise"
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The step of all towers, each with its own parameters."""
+        (given,) = self.one.passes
+        own: Any = {"tower_fn": self._tower, "alone": self._alone, "finite": False}
+        return dataclasses.replace(
+            self.one, passes=(dataclasses.replace(given, **own),)
+        )
+
+    @functools.cached_property
+    def meetings(self) -> tuple[Stage, ...]:
+        """For each fragment the towers at its synchronisation."""
+        (given,) = self.one.passes
+        return tuple(
+            Pass(functools.partial(self._sent, p), given.strategy).stage()
+            for p in range(self.sync.fragments)
+        )
+
+    def begin(self, part: PyTree) -> tuple[Outer, TowerLocal]:
+        """The outer optimizer's state and one tower's own, of what is trained."""
+        outer = tuple(
+            self.sync.outer.init(trained_part(part, flags))
+            for flags in self._fragments(part)
+        )
+        none = Weighted(jnp.zeros(()), jnp.zeros(()))
+        weight = jnp.zeros(self.sync.fragments)
+        own = Own(part, self.optimizer.init(part), weight, none, jnp.int32(0))
+        return Outer(outer, none), TowerLocal(own, Reduction.NONE)
+
+    def step(
+        self, run: Run, carry: dict[str, Any], clock: dict[str, Any], *batch: PyTree
+    ) -> tuple[Any, ...]:
+        """The whole step, of global values."""
+        state = TrainState(**carry, **clock)
+        tree, own, *_ = run(self.engine.stages[0].plain, state, *batch, ())
+        after = filled(tree, {"own": own})
+        state = dataclasses.replace(state, **after, step=state.step + 1)
+        told = []
+        for p in range(self.sync.fragments):
+            state, bad = self._met(run, state, batch, p)
+            told.append(bad)
+        bad = sum(told[1:], told[0])
+        loss = state.opt_state.loss
+        # Before towers have met nobody knows it.
+        told_loss = jnp.where(loss.weight > 0, loss.value, jnp.nan)
+        metrics = {"one": {"loss": told_loss}, "own": {}}
+        carry, now = split_state(state)[0], {"step": state.step}
+        fine = (bad == 0).all()
+        if self.finds:
+            return carry, now, metrics, jnp.bool_(True), Apart(~fine, bad)
+        return carry, now, metrics, fine
+
+    def located(self, run: Run, *args: Any) -> tuple[Any]:
+        """As an engine's: towers with the parameters that they have."""
+        return self.engine.located(run, *args)
+
+    def _tower(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+        """One tower with its own parameters."""
+        try:
+            out = self.one.passes[0].tower_fn(self._of_one(state), rows, tower)
+        except UnknownWeights as error:
+            raise ValueError(
+                "A loss that is a sum of several means needs all towers' weights at"
+                " every step, and sync= lets towers go alone. Return one tj.Weighted,"
+                " to which tj.shared(...) may be added."
+            ) from error
+        bad = "metrics" if out["metrics"] else "extra"
+        if out["metrics"] or "extra" in out:
+            raise ValueError(
+                f"The loss function returned TowerOutput({bad}=...), of which towers"
+                " that go alone, with sync=, make no one value at each step. Return"
+                " the loss and local=, and measure the rest with tj.evaluate."
+            )
+        return out
+
+    def _of_one(self, state: TrainState) -> TrainState:
+        """The state of a tower as if it were the only one."""
+        own, flags = state.own.value, trainable_flags(state.params, self.trainable)
+        params = with_trained(own.params, state.params, flags)
+        return dataclasses.replace(
+            state, params=params, opt_state=own.opt_state, own=None
+        )
+
+    def _alone(self, state: TrainState, returned: dict[str, Any]) -> PyTree:
+        """A tower's own next state, of what its own rows came to."""
+        own, loss, grads = state.own.value, returned["loss"], returned["grads"]
+        finite = None
+        if self.one.guard == "gradients":
+            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads.sum)]
+            finite = functools.reduce(jnp.logical_and, finite)
+        carry, clock = split_state(self._of_one(state))
+        carry, _, values, whole = self.one.updated(carry, clock, returned, finite)
+        fine = jnp.isfinite(values["one"]["loss"]) if whole is None else whole
+        counts = fine if self.one.on_nonfinite != "ignore" else jnp.bool_(True)
+        weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
+        total = jnp.where(weight > 0, loss.value * weight, 0)
+        merged = own.loss.merge(Weighted(total.astype(own.loss.sum.dtype), weight))
+        first = jnp.where(fine | (own.bad > 0), own.bad, state.step + 1)
+        flags = trainable_flags(state.params, self.trainable)
+        part = trained_part(carry["params"], flags)
+        own = Own(part, carry["opt_state"], own.weight + weight, merged, first)
+        return {"own": TowerLocal(own, Reduction.NONE), "local": carry["local"]}
+
+    def _sent(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+        """What one tower sends of a fragment."""
+        del rows
+        own, (outer, flags) = state.own.value, self._fragment(state.params, p)
+        weight = own.weight[p]
+
+        def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
+            dtype = widened(x.dtype)
+            return jnp.where(weight > 0, outer.astype(dtype) - x.astype(dtype), 0)
+
+        move = jax.tree.map(moved, outer, trained_part(own.params, flags))
+        move = jax.tree.map(lambda x: x * weight.astype(x.dtype), move)
+        bad = jnp.zeros(tower.num_towers, jnp.int32).at[tower.id].set(own.bad)
+        return {"move": Weighted(move, weight), "loss": own.loss, "bad": Sum(bad)}
+
+    def _met(
+        self, run: Run, state: TrainState, batch: tuple[PyTree, ...], p: int
+    ) -> tuple[TrainState, jax.Array]:
+        """The state after a fragment was sent, where that is due; who was amiss."""
+        own, before = state.own.value, state.opt_state
+        mine, flags = self._fragment(state.params, p)
+        offset = (p + 1) * self.sync.every // self.sync.fragments
+        is_due = (state.step - offset) % self.sync.every == 0
+        # Of a branch's operands there are copies.
+        seen = dataclasses.replace(state, opt_state=(), local={}, seen=None)
+        owned = dataclasses.replace(own, opt_state=())
+        seen = dataclasses.replace(seen, own=TowerLocal(owned, Reduction.NONE))
+
+        def meet() -> tuple[Any, ...]:
+            out = run(self.meetings[p], seen, *batch, ())[0]
+            move, loss = out["move"], out["loss"]
+            old = (mine, before.fragments[p])
+            new = apply_update(self.sync.outer, move.value, old[1], old[0], loss.value)
+            new = jax.tree.map(lambda x, y: jnp.where(move.weight > 0, x, y), new, old)
+            return *new, loss, out["bad"].value
+
+        def go_on() -> tuple[Any, ...]:
+            nobody = jnp.zeros(own.bad.shape, jnp.int32)
+            return mine, before.fragments[p], before.loss, nobody
+
+        mine, after, loss, bad = lax.cond(is_due, meet, go_on)
+        outer = (*before.fragments[:p], after, *before.fragments[p + 1 :])
+        own = _counted_anew(own, is_due, p)
+        own = self._taken(own, mine, flags, state.step - offset)
+        state = dataclasses.replace(
+            state,
+            params=self._with_fragment(mine, state.params, flags),
+            opt_state=Outer(outer, loss),
+            own=TowerLocal(own, Reduction.NONE),
+        )
+        return state, bad
+
+    def _taken(self, own: Own, mine: PyTree, flags: PyTree, since: jax.Array) -> Own:
+        """A tower's own after it took the outer parameters, where that is due."""
+        since, keep = since - self.sync.overlap, self.sync.keep
+        is_due = (since >= 0) & (since % self.sync.every == 0)
+
+        def taken(x: jax.Array, outer: jax.Array) -> jax.Array:
+            new = outer[None]
+            if keep:
+                new = (keep * x + (1 - keep) * new).astype(x.dtype)
+            return jnp.where(is_due, new, x)
+
+        params = jax.tree.map(taken, trained_part(own.params, flags), mine)
+        params = with_trained(params, own.params, flags)
+        return dataclasses.replace(own, params=params)
+
+    def _fragment(self, params: PyTree, p: int) -> tuple[PyTree, PyTree]:
+        """The leaves of a fragment, and which of those that are trained they are."""
+        part = trained_part(params, trainable_flags(params, self.trainable))
+        flags = self._fragments(part)[p]
+        return trained_part(part, flags), flags
+
+    def _with_fragment(self, mine: PyTree, params: PyTree, flags: PyTree) -> PyTree:
+        trained = trainable_flags(params, self.trainable)
+        part = with_trained(mine, trained_part(params, trained), flags)
+        return with_trained(part, params, trained)
+
+    def _fragments(self, part: PyTree) -> list[PyTree]:
+        """For each fragment a tree of bool; alike in size, as far as leaves allow."""
+        leaves, treedef = jax.tree.flatten(part)
+        if self.sync.fragments > len(leaves):
+            raise ValueError(
+                f"sync={self.sync!r} has more fragments than there are parameters that"
+                f" are trained, {len(leaves)}. Use as many fragments, or fewer."
+            )
+        sizes = [0] * self.sync.fragments
+        chosen = [0] * len(leaves)
+        for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+            chosen[i] = sizes.index(min(sizes))
+            sizes[chosen[i]] += max(leaves[i].size, 1)
+        return [
+            treedef.unflatten([x == p for x in chosen])
+            for p in range(self.sync.fragments)
+        ]
+
+
+def _counted_anew(own: Own, is_due: jax.Array, p: int) -> Own:
+    """A tower's own with its counters at 0, where it has sent a fragment."""
+    anew = (own.weight.at[:, p].set(0), Weighted(0.0, 0.0), 0)
+    counters = (own.weight, own.loss, own.bad)
+    weight, loss, bad = jax.tree.map(
+        lambda new, x: jnp.where(is_due, jnp.asarray(new, x.dtype), x), anew, counters
+    )
+    return dataclasses.replace(own, weight=weight, loss=loss, bad=bad)
