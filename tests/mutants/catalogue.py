@@ -1434,5 +1434,49 @@ BESIDES = (
     ),
 )
 
+_ALONE = "test_sync.py::test_towers_train_alone_and_the_outer_update_is_made_of_them"
+ROUNDS = (
+    _m(
+        "Y01",
+        "towers that go alone count alike, whatever they have seen",
+        "step.rounds:Rounds._sent",
+        "weight = own.weight[p]",
+        "weight = jnp.sign(own.weight[p])",
+        f"{_ALONE}[local-1 together]",
+    ),
+    _m(
+        "Y02",
+        "what a tower has sent counts again in the next round",
+        "step.rounds:_counted_anew",
+        "own.weight.at[:, p].set(0)",
+        "own.weight",
+        f"{_ALONE}[local-1 together]",
+    ),
+    _m(
+        "Y03",
+        "towers do not go on alone while what they sent is under way",
+        "step.rounds:Rounds._taken",
+        "since - self.sync.overlap",
+        "since",
+        f"{_ALONE}[streaming-1 together]",
+    ),
+    _m(
+        "Y04",
+        "towers that go alone may meet in their loss",
+        "step.proving:Proving._prove",
+        "if not stage.meets:",
+        "if False:",
+        "test_sync.py::test_what_cannot_be_honoured_is_refused[meeting]",
+    ),
+    _m(
+        "Y05",
+        "padding is looked for after a tower has made its step of its rows",
+        "step.one_pass:Pass.counted",
+        "dataclasses.replace(axes, traced=None)",
+        "axes",
+        "test_sync.py::test_padding_that_nothing_masks_is_refused",
+    ),
+)
+
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
-MUTANTS += CHECKPOINTS + FIGURES + BESIDES
+MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS
