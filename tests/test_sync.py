@@ -262,6 +262,25 @@ def test_the_outer_parameters_are_evaluated(streaming):
     np.testing.assert_allclose(found, total[0] / total[1], rtol=2e-5)
 
 
+def test_a_sweep_trains_towers_that_go_alone():
+    def member(rate):
+        step = build(SYNCS["local"], 2, optimizer=optax.sgd(rate))
+        return step, step.init(START)
+
+    found = tj.sweep(
+        member,
+        {"rate": [0.05, INNER]},
+        batches(),
+        order="together",
+        evaluate=lambda state, rate: {"b": state.own.value.params["b"][3]},
+        progress=False,
+    )
+    step = build(SYNCS["local"], 2, optimizer=optax.sgd(INNER))
+    state, _ = trained(step)
+    own = state.own.value.params["b"][3]
+    assert found.members[1].evaluation["b"] == pytest.approx(float(own), rel=1e-5)
+
+
 def spoiled():
     """Batches whose second has a NaN on tower 2, and whose fourth one on tower 0."""
     given = batches()

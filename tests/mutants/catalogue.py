@@ -128,8 +128,10 @@ REGISTRY = (
         "B10",
         "gradients of micro-batches averaged, not weighted",
         "step.one_pass:_in_turn",
-        "total = jax.tree.map(jnp.add, total, added)",
-        "added = [Weighted(x.value, jnp.sign(x.weight)) for x in added[0]], added[1]\n"
+        "total = jax.tree.map(jnp.add, total, _summed(pools))",
+        "added, *others = _summed(pools)\n"
+        "        added = [Weighted(x.value, jnp.sign(x.weight)) for x in added]\n"
+        "        added = added, *others\n"
         "        total = jax.tree.map(jnp.add, total, added)",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
     ),
@@ -137,8 +139,8 @@ REGISTRY = (
         "B11",
         "reduced inside the accumulation loop: right, and A times the traffic",
         "step.one_pass:_in_turn",
-        "total = jax.tree.map(jnp.add, total, added)",
-        "added = lax.pmean(added, 'towerjax_tower')\n"
+        "total = jax.tree.map(jnp.add, total, _summed(pools))",
+        "added = lax.pmean(_summed(pools), 'towerjax_tower')\n"
         "        total = jax.tree.map(jnp.add, total, added)",
         "test_compiled.py::test_one_all_reduce_for_fifty_gradients[shard_map-4]",
     ),

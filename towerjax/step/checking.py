@@ -212,7 +212,7 @@ def error_of(
     if amiss is not None and np.asarray(amiss)[index]:
         found = jax.tree.map(lambda x: x[index], jax.device_get(guarded.found))
         error = found.error(int(number), placement)
-    if isinstance(error, NonFiniteError) and refused:
+    if isinstance(error, NonFiniteError) and refused and not error.alone:
         return NonFiniteError(error.step, error.places)
     return error or (NonFiniteError(int(number)) if refused else None)
 

@@ -49,7 +49,7 @@ class MembersStep(CompiledStep):
         strategy, options = built[-1].strategy, built[-1].options
         self._layout = carry_layout(strategy)
         if self._together:
-            self._layout["local"] = Layout.PER_TOWER_STEPS
+            self._layout["local"] = self._layout["own"] = Layout.PER_TOWER_STEPS
         if options.check is not None:
             raise ValueError(
                 f"check={options.check} looks at one training, and this program trains"

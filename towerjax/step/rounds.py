@@ -159,9 +159,7 @@ class Rounds:
         metrics = {"one": {"loss": told_loss}, "own": {}}
         carry, now = split_state(state)[0], {"step": state.step}
         fine = (bad == 0).all()
-        if self.finds:
-            return carry, now, metrics, jnp.bool_(True), Apart(~fine, bad)
-        return carry, now, metrics, fine
+        return carry, now, metrics, fine, *((Apart(~fine, bad),) if self.finds else ())
 
     def located(self, run: Run, *args: Any) -> tuple[Any]:
         """As an engine's: towers with the parameters that they have."""
