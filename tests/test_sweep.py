@@ -217,6 +217,7 @@ def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
     good, bad = found.members
     assert np.isfinite(good.metrics["loss"]).all()
     assert not np.isfinite(bad.metrics["loss"][-1])
+    assert quiet(small, {"rate": [0.1]}, FEW).members[0].order == "alone"
     assert found.best("loss") is good and found.best("loss", mode="max") is good
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # NaN is no JSON
@@ -295,6 +296,12 @@ def checked(rate):
 def test_what_cannot_be_swept_is_refused(build, grid, options, text):
     with pytest.raises((ValueError, OverflowError), match=text):
         quiet(build, grid, **options)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="is for one process"):
+        quiet(small, {"rate": [0.1]})
 
 
 # What came out.

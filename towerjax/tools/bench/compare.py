@@ -74,30 +74,20 @@ def _judge(new: Result, old: Result | None) -> Comparison:
         return Comparison(new.trial, Verdict.ONLY_NEW)
     after, before = new.interval("step_s"), old.interval("step_s")
     if after is None or before is None:
-        if before is not None:
-            return Comparison(new.trial, Verdict.NEWLY_FAILED)
-        is_new = after is not None
-        return Comparison(
-            new.trial, Verdict.NEWLY_OK if is_new else Verdict.STILL_NOT_OK
-        )
-    verdict = Verdict.OPEN
-    if after.high < before.low:
-        verdict = Verdict.FASTER
-    elif after.low > before.high:
-        verdict = Verdict.SLOWER
+        verdict = Verdict.STILL_NOT_OK if after is None else Verdict.NEWLY_OK
+        verdict = verdict if before is None else Verdict.NEWLY_FAILED
+        return Comparison(new.trial, verdict)
+    verdict = Verdict.FASTER if after.high < before.low else Verdict.OPEN
+    verdict = Verdict.SLOWER if after.low > before.high else verdict
     return Comparison(new.trial, verdict, after.over(before))
 
 
 def differences(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
     """In what the two sets of results were not measured alike."""
-    lines: dict[str, None] = {}
-    for name in ("machine", "timing", "versions"):
-        befores = [result.record.get(name, {}) for result in old]
-        afters = [result.record.get(name, {}) for result in new]
-        for before in befores[:1]:
-            for after in afters[:1]:
-                for key in dict.fromkeys([*before, *after]):
-                    was, now = before.get(key, "none"), after.get(key, "none")
-                    if was != now:
-                        lines[f"{name}: {key} {was}, now {now}"] = None
-    return list(lines)
+    lines = []
+    for name in ("machine", "timing", "versions") if old and new else ():
+        before, after = (x[0].record.get(name, {}) for x in (old, new))
+        for key in dict.fromkeys([*before, *after]):
+            was, now = before.get(key, "none"), after.get(key, "none")
+            lines += [] if was == now else [f"{name}: {key} {was}, now {now}"]
+    return lines

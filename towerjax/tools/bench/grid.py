@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import itertools
 import os
 import pathlib
 import tomllib
@@ -11,12 +10,14 @@ from typing import Any
 
 from towerjax.collectives.written import ops_of
 from towerjax.tools.bench.protocol import TimingProtocol
+from towerjax.tools.sweep.grid import combinations
 from towerjax.types.options import check_choice, check_whole
 
 STRATEGIES = ("mirrored", "mirrored_scan", "mirrored_pmap", "one_device")
-PEERS = ("jit", "pmap", "keras", "tensorflow", "torch")
+PEERS = ("jit", "pmap")
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_SHOWN = ("model", "batch", "towers", "devices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,10 @@ class Trial:
     """One thing to measure.
 
     Attributes:
-      model: One of ``mlp, cnn, resnet18, transformer, embedding``, or
-        ``module:factory``.
+      model: One of ``mlp, cnn, transformer, embedding``, or ``module:factory``.
       batch: Examples in the global batch.
-      by: ``"towerjax"``, or the peer that runs it: ``jit``, ``pmap``, ``keras``,
-        ``tensorflow`` or ``torch``.
+      by: ``"towerjax"``, or the peer that runs it: ``"jit"``, ``"pmap"``, or
+        ``module:function`` of your own, ``(trial, timing) -> record``.
       strategy: ``"mirrored"``; ``"mirrored_scan"`` and ``"mirrored_pmap"``, with that
         ``local`` or ``executor``; ``"one_device"``.
       towers: ``T``.
@@ -57,7 +57,8 @@ class Trial:
         """Check the options."""
         for name in ("batch", "towers", "devices", "micro_batches", "steps_per_call"):
             check_whole(name, getattr(self, name), 1)
-        check_choice("by", self.by, ("towerjax", *PEERS))
+        if ":" not in str(self.by):
+            check_choice("by", self.by, ("towerjax", *PEERS, "module:function"))
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("dtype", self.dtype, _DTYPES)
         if not isinstance(self.model, str) or not self.model:
@@ -72,13 +73,12 @@ class Trial:
           'mlp B=256 T=8 D=2 bfloat16'
         """
         words = [self.model, f"B={self.batch}", f"T={self.towers}", f"D={self.devices}"]
-        usual = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("by", "strategy", "cross_tower_ops", "dtype"):
-            if getattr(self, name) != usual[name]:
-                words.append(getattr(self, name))
-        for name, letter in (("micro_batches", "A"), ("steps_per_call", "K")):
-            if getattr(self, name) != 1:
-                words.append(f"{letter}={getattr(self, name)}")
+        letters = {"micro_batches": "A=", "steps_per_call": "K="}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _SHOWN and value != field.default:
+                short = value.rpartition(":")[2] if field.name == "by" else value
+                words.append(f"{letters.get(field.name, '')}{short}")
         return " ".join(words)
 
 
@@ -103,7 +103,7 @@ class Grid:
       micro_batches: ``A``.
       steps_per_call: ``K``.
       peers: Who else runs each combination of model, ``D`` devices, batch and dtype:
-        of ``jit, pmap, keras, tensorflow, torch``.
+        ``jit``, ``pmap``, ``module:function``.
 
     Raises:
       ValueError: An option is not one that there is, or no trial is left.
@@ -135,7 +135,7 @@ class Grid:
             object.__setattr__(self, field.name, tuple(value))
         for name in ("towers", "devices", "batches_per_tower"):
             for number in getattr(self, name):
-                check_whole(name, number, 1)
+                check_whole(name, number)
         if not (self.batches or self.batches_per_tower):
             raise ValueError("A grid needs batches=[...] or batches_per_tower=[...].")
         if not self.trials():
@@ -148,95 +148,87 @@ class Grid:
     def trials(self) -> tuple[Trial, ...]:
         """The trials, each once, by number of devices and then by model."""
         found: dict[Trial, None] = {}
-        combinations = itertools.product(
-            self.models,
-            self.dtypes,
-            self.towers,
-            self.strategies,
-            self.cross_tower_ops,
-            self.micro_batches,
-            self.steps_per_call,
-        )
-        for model, dtype, towers, strategy, ops, *repeats in combinations:
-            for devices, batch in itertools.product(
-                self.devices or (towers,), self._global_batches(towers)
-            ):
-                if towers % devices or (strategy == "one_device" and towers > 1):
-                    continue
-                ops = ops if towers > 1 else "AllReduce()"
-                trial = Trial(
-                    model,
-                    batch,
-                    "towerjax",
-                    strategy,
-                    towers,
-                    devices,
-                    ops,
-                    dtype,
-                    *repeats,
-                )
-                found[trial] = None
-                for peer in self.peers:
-                    found[_by_peer(trial, peer)] = None
-        order = [self.models.index, ("towerjax", *PEERS).index]
+        lists: dict[str, Sequence[Any]] = {
+            "model": self.models,
+            "dtype": self.dtypes,
+            "towers": self.towers,
+            "strategy": self.strategies,
+            "cross_tower_ops": self.cross_tower_ops,
+            "micro_batches": self.micro_batches,
+            "steps_per_call": self.steps_per_call,
+        }
+        for options in combinations(lists):
+            towers = options["towers"]
+            batches = [*self.batches, *(towers * b for b in self.batches_per_tower)]
+            if towers == 1:
+                options["cross_tower_ops"] = "AllReduce()"
+            elif options["strategy"] == "one_device":
+                continue
+            for devices in self.devices or (towers,):
+                for batch in batches if towers % devices == 0 else ():
+                    trial = Trial(batch=batch, devices=devices, **options)
+                    found |= {trial: None, **{_by(trial, x): None for x in self.peers}}
+        order = [*self.models], ["towerjax", *self.peers]
         return tuple(
-            sorted(found, key=lambda t: (t.devices, order[0](t.model), order[1](t.by)))
+            sorted(
+                found,
+                key=lambda t: (
+                    t.devices,
+                    order[0].index(t.model),
+                    order[1].index(t.by),
+                ),
+            )
         )
 
-    def _global_batches(self, towers: int) -> tuple[int, ...]:
-        return (*self.batches, *(towers * rows for rows in self.batches_per_tower))
 
-
-def _by_peer(trial: Trial, peer: str) -> Trial:
+def _by(trial: Trial, peer: str) -> Trial:
     """What the peer does: one tower on each of the devices, one step a call."""
+    devices, dtype = trial.devices, trial.dtype
     return Trial(
-        trial.model,
-        trial.batch,
-        by=peer,
-        towers=trial.devices,
-        devices=trial.devices,
-        dtype=trial.dtype,
+        trial.model, trial.batch, peer, "mirrored", devices, devices, dtype=dtype
     )
 
 
-def read_toml(path: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
-    r"""A grid and how it is timed, from a file.
+def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
+    r"""A grid and how it is timed, from files and lines of TOML.
 
-    Keys are `Grid`'s; a table ``[protocol]`` has `TimingProtocol`'s.
+    Keys are `Grid`'s; a table ``[protocol]`` has `TimingProtocol`'s. What comes later
+    stands instead of what came before.
 
     Args:
-      path: A TOML file.
+      sources: Files, and texts such as ``"towers=[1, 2]"`` or ``"protocol.rounds=7"``.
 
     Returns:
       ``(grid, protocol)``.
 
     Raises:
-      ValueError: The file is no TOML, has a key that there is not, or a value that
-        the grid refuses; names the file.
-      OSError: It cannot be read.
+      ValueError: A source is no TOML, has a key that there is not, or a value that
+        the grid refuses; names the sources.
+      OSError: A file cannot be read.
 
     Example:
-      >>> import tempfile
-      >>> with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-      ...     _ = file.write('models = ["mlp"]\nbatches = [64]\ntowers = [1, 2]')
-      ...     file.flush()
-      ...     grid, protocol = read_toml(file.name)
+      >>> lines = 'models = ["mlp"]', "batches = [64]\ntowers = [1, 2]"
+      >>> grid, protocol = read_toml(*lines, "protocol.rounds=7")
       >>> len(grid.trials()), protocol.rounds
-      (2, 11)
+      (2, 7)
     """
-    text = pathlib.Path(path).read_text()
+    options: dict[str, Any] = {}
+    timing: dict[str, Any] = {}
+    texts = [x if "=" in str(x) else pathlib.Path(x).read_text() for x in sources]
     try:
-        options = tomllib.loads(text)
-        timing = options.pop("protocol", {})
-        if not isinstance(timing, dict):
-            raise ValueError("protocol must be a table: [protocol].")
+        for text in texts:
+            found = tomllib.loads(str(text))
+            protocol = found.pop("protocol", {})
+            if not isinstance(protocol, dict):
+                raise ValueError("protocol must be a table: [protocol].")
+            options, timing = {**options, **found}, {**timing, **protocol}
         _check_keys(options, Grid, "")
         _check_keys(timing, TimingProtocol, "protocol.")
         if "models" not in options:
             raise ValueError('There is no models = ["mlp", ...].')
         return Grid(**options), TimingProtocol(**timing)
     except ValueError as error:  # which tomllib's are
-        raise ValueError(f"{os.fspath(path)}: {error}") from error
+        raise ValueError(f"{', '.join(map(str, sources))}: {error}") from error
 
 
 def _check_keys(options: dict[str, Any], kind: Any, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Which models are measured? Five, and what ``module:factory`` makes."""
+"""Which models are measured? Four, and what ``module:factory`` makes."""
 
 from typing import Any
 
@@ -92,16 +92,9 @@ def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
     return Model(init, losses, make_batch)
 
 
-def resnet18(dtype: Any) -> Model:
-    """ResNet-18 for images of 32 x 32, with group norm."""
-    # Flax comes only where it is measured.
-    from towerjax.tools.bench.networks import resnet18_of
-
-    return resnet18_of(dtype)
-
-
 def transformer(dtype: Any) -> Model:
     """A causal language model: 2 layers of width 128, 64 tokens."""
+    # Flax comes only where it is measured.
     from towerjax.tools.bench.networks import transformer_of
 
     return transformer_of(dtype)
@@ -110,7 +103,6 @@ def transformer(dtype: Any) -> Model:
 MODELS: dict[str, Factory] = {
     "mlp": mlp,
     "cnn": cnn,
-    "resnet18": resnet18,
     "transformer": transformer,
     "embedding": embedding,
 }

@@ -3,14 +3,14 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import Interval
 from towerjax.tools.bench.results import Result
 from towerjax.tools.bench.table import efficiency, over_hand
+from towerjax.tools.sweep.pictures import figure, line_with_band
 
-Figure = Callable[[Result, Sequence[Result]], Interval | None]
+Number = Callable[[Result, Sequence[Result]], Interval | None]
 
 
 def _step_ms(result: Result, _: Sequence[Result]) -> Interval | None:
@@ -18,19 +18,21 @@ def _step_ms(result: Result, _: Sequence[Result]) -> Interval | None:
     return step and step.scaled(1e3)
 
 
-def _rate(result: Result, _: Sequence[Result]) -> Interval | None:
-    return result.examples_per_s
-
-
-def _share(result: Result, _: Sequence[Result]) -> Interval | None:
-    return result.interval("communication")
-
-
-PLOTS: tuple[tuple[str, str, str, Figure], ...] = (
+PLOTS: tuple[tuple[str, str, str, Number], ...] = (
     ("step_time.png", "Step time", "ms", _step_ms),
-    ("examples_per_s.png", "Examples per second", "examples/s", _rate),
+    (
+        "examples_per_s.png",
+        "Examples per second",
+        "examples/s",
+        lambda x, _: x.examples_per_s,
+    ),
     ("efficiency.png", "Scaling efficiency", "of the smallest trial", efficiency),
-    ("communication.png", "Share of communication", "share of a step", _share),
+    (
+        "communication.png",
+        "Share of communication",
+        "share of a step",
+        lambda x, _: x.interval("communication"),
+    ),
     ("over_hand.png", "Step over hand-written JAX", "ratio", over_hand),
 )
 
@@ -41,12 +43,11 @@ def write_plots(
     """A picture for each figure that any trial has.
 
     A panel a model, a line for each set of trials that differ in ``T`` and ``D``
-    alone; bars are intervals, which may leave the picture.
+    alone; bands are intervals, which may leave the picture.
     """
-    check_matplotlib()
     written = []
-    for name, title, unit, figure in PLOTS:
-        values = [(result.trial, figure(result, results)) for result in results]
+    for name, title, unit, number in PLOTS:
+        values = [(result.trial, number(result, results)) for result in results]
         drawn = [(trial, value) for trial, value in values if value is not None]
         if drawn:
             _draw(drawn, title, unit, folder / name)
@@ -54,56 +55,37 @@ def write_plots(
     return written
 
 
-def check_matplotlib() -> None:
-    """Raise where plots cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError(
-            "A report has plots, and Matplotlib is not installed. Install"
-            " 'towerjax[examples]', or leave out --report."
-        ) from None
-
-
 def _draw(
     values: Sequence[tuple[Trial, Interval]], title: str, unit: str, path: pathlib.Path
 ) -> None:
-    from matplotlib.figure import Figure
-
     models = list(dict.fromkeys(trial.model for trial, _ in values))
     label_of = _labels([trial for trial, _ in values])
     labels = list(dict.fromkeys(label_of(trial) for trial, _ in values))
-    size = (max(5.0, 3.2 * len(models)), 3.0 + 0.12 * -(-len(labels) // 3))
-    picture = Figure(figsize=size, layout="constrained", dpi=70)
-    panels = picture.subplots(1, len(models), squeeze=False)[0]
-    drawn: dict[str, Any] = {}
+    picture, panels = figure([f"T towers, {model}" for model in models], unit)
     for panel, model in zip(panels, models, strict=True):
+        own = sorted(
+            [(t.towers, x, label_of(t)) for t, x in values if t.model == model],
+            key=lambda point: point[0],
+        )
         for i, label in enumerate(labels):
-            points = [v for v in values if v[0].model == model]
-            points = [(t.towers, x) for t, x in points if label_of(t) == label]
+            points = [(towers, x) for towers, x, of in own if of == label]
             if points:
-                drawn[label] = _line(panel, sorted(points, key=lambda p: p[0]), i)
-        towers = sorted({trial.towers for trial, _ in values})
+                at, found = zip(*points, strict=True)
+                band = [x.low for x in found], [x.high for x in found]
+                style = {
+                    "marker": "os^Dvx"[i // 10 % 6],
+                    "ms": 3,
+                    "color": f"C{i % 10}",
+                }
+                line_with_band(
+                    panel, at, [x.median for x in found], band, label, **style
+                )
+        panel.set_ylim(0, 1.5 * max(x.median for _, x, _ in own))
         panel.set_xscale("log", base=2)
-        panel.set_xticks(towers, [str(n) for n in towers])
-        panel.set_ylim(0, 1.5 * max(x.median for t, x in values if t.model == model))
-        panel.set_title(model, fontsize=9)
-        panel.set_xlabel("T towers")
-    panels[0].set_ylabel(unit)
-    lines, names = list(drawn.values()), list(drawn)
-    picture.legend(lines, names, fontsize=6, ncols=3, loc="outside lower center")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.legend(fontsize=6)
     picture.suptitle(title, fontsize=10)
     picture.savefig(path, metadata={"Software": None})
-
-
-def _line(panel: Any, points: Sequence[tuple[int, Interval]], number: int) -> Any:
-    towers = [point[0] for point in points]
-    medians = [value.median for _, value in points]
-    lower = [value.median - value.low for _, value in points]
-    upper = [value.high - value.median for _, value in points]
-    style = {"marker": "os^Dvx"[number // 10 % 6], "ms": 3, "capsize": 2, "lw": 1}
-    color = f"C{number % 10}"
-    return panel.errorbar(towers, medians, [lower, upper], color=color, **style)
 
 
 def _labels(trials: Sequence[Trial]) -> Callable[[Trial], str]:

@@ -8,13 +8,7 @@ from towerjax.tools.bench.compare import Comparison
 from towerjax.tools.bench.plots import write_plots
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result
-from towerjax.tools.bench.table import (
-    COLUMNS,
-    WITHOUT,
-    comparison_rows,
-    rows_of,
-    without_figures,
-)
+from towerjax.tools.bench.table import tables
 
 _MEANING = """\
 * **step**: milliseconds of one optimizer step, awaited.
@@ -75,15 +69,13 @@ def markdown(
     parts = ["# Benchmark report", *_about(results)]
     if command:
         parts.append(f"Made by\n\n```bash\n{command}\n```")
-    parts += ["## Results", _table(COLUMNS, rows_of(results)), _MEANING.strip()]
-    parts += [f"![{title}]({name})" for name, title in plots]
-    if rows := without_figures(results):
-        cells = [[_in_a_cell(cell) for cell in row] for row in rows]
-        parts += ["## Without figures", _table(WITHOUT, cells)]
-    if compared:
-        parts += ["## Compared", *[f"* {note}" for note in notes]]
-        head = ("trial", "new over old step time", "verdict")
-        parts += [_table(head, comparison_rows(compared))]
+    after = {"Results": [_MEANING.strip(), *(f"![{t}]({name})" for name, t in plots)]}
+    after["Compared"] = [f"* {note}" for note in notes]
+    for title, head, rows in tables(results, compared):
+        cells = [[cell.replace("|", "\\|")[:400] for cell in row] for row in rows]
+        lines = [head, ["---"] * len(head), *cells]
+        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        parts += [f"## {title}", table, *after.get(title, [])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -106,12 +98,3 @@ def _about(results: Sequence[Result]) -> list[str]:
         )
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [text, f"Versions: {named}.", TimingProtocol(**first["timing"]).describe()]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _in_a_cell(text: str) -> str:
-    return text.replace("|", "\\|")[:400]

@@ -10,7 +10,6 @@ from towerjax.tools.bench.protocol import Interval
 from towerjax.tools.bench.results import Result
 from towerjax.types.html_form import table
 
-WITHOUT = ("status", "why", "trials")
 COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
 
 
@@ -24,8 +23,8 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
     rate = result.examples_per_s
     for kind in (_of_same_batch, _of_same_rows):
         alike = [
-            other
-            for other in results
+            (other.trial.devices, other.trial.towers, i)
+            for i, other in enumerate(results)
             if other.examples_per_s is not None
             and kind(other.trial) == kind(result.trial)
             and (
@@ -33,18 +32,17 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
                 or other.trial.cross_tower_ops == result.trial.cross_tower_ops
             )
         ]
-        alike.sort(key=lambda other: (other.trial.devices, other.trial.towers))
-        if rate and alike and alike[0].trial != result.trial:
-            first = alike[0]
-            assert first.examples_per_s is not None
+        first = results[min(alike)[-1]] if alike else result
+        if rate and first.examples_per_s and first.trial != result.trial:
             scale = first.trial.devices / result.trial.devices
             return rate.over(first.examples_per_s).scaled(scale)
     return None
 
 
 def _of_same_batch(trial: Trial) -> Trial:
-    alone = dataclasses.replace(trial, towers=1, devices=1)
-    return dataclasses.replace(alone, cross_tower_ops="AllReduce()")
+    return dataclasses.replace(
+        trial, towers=1, devices=1, cross_tower_ops="AllReduce()"
+    )
 
 
 def _of_same_rows(trial: Trial) -> Trial:
@@ -70,35 +68,55 @@ def _one_step(trial: Trial) -> tuple[Any, ...]:
     return (trial.model, trial.devices, trial.batch, trial.dtype, *repeats)
 
 
+Table = tuple[str, Sequence[str], list[list[str]]]
+"""A title, the columns' names, and the cells."""
+
+
 class Results(list[Result]):
     """The results of a sweep: a list, and a table in a notebook."""
 
     def _repr_html_(self) -> str:
-        caption = f"{len(self)} trials"
-        return table(caption, COLUMNS, rows_of(self))
+        return table(f"{len(self)} trials", COLUMNS, rows_of(self))
+
+
+def tables(
+    results: Sequence[Result], compared: Sequence[Comparison] = ()
+) -> list[Table]:
+    """What a report shows, and a terminal: results, those without figures, verdicts."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.status != "ok":
+            why = " ".join(str(result.record.get("error", "")).split())
+            reasons.setdefault((result.status, why), []).append(result.trial.describe())
+    rows = [[*reason, "; ".join(trials)] for reason, trials in reasons.items()]
+    found: list[Table] = [("Results", COLUMNS, rows_of(results))]
+    found += [("Without figures", ("status", "why", "trials"), rows)]
+    rows = [
+        [c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value]
+        for c in compared
+    ]
+    found += [("Compared", ("trial", "new over old step time", "verdict"), rows)]
+    return found[:1] + [table for table in found[1:] if table[2]]
 
 
 def rows_of(results: Sequence[Result]) -> list[list[str]]:
     """The cells of the table, a row for each trial, under `COLUMNS`."""
     rows = []
     for result in results:
-        if result.status == "not available":
-            continue
         step, rate = result.interval("step_s"), result.examples_per_s
-        if step is None or rate is None:
-            rows.append([result.trial.describe(), result.status, *["-"] * 4])
-            continue
-        over = _cell(over_hand(result, results), "{:.2f}")
-        rows.append(
-            [
-                result.trial.describe(),
+        cells = [result.status, *["-"] * 4]
+        if step is not None and rate is not None:
+            over = _cell(over_hand(result, results), "{:.2f}")
+            is_paired = over == "-" or "over_hand" in result.record
+            cells = [
                 _cell(step.scaled(1e3), "{:.3g}"),
                 f"{rate.median:,.0f}",
                 _cell(efficiency(result, results), "{:.2f}"),
-                over if "over_hand" in result.record or over == "-" else f"*{over}*",
+                over if is_paired else f"*{over}*",
                 _cell(result.interval("communication"), "{:.1%}"),
             ]
-        )
+        if result.status != "not available":
+            rows.append([result.trial.describe(), *cells])
     return rows
 
 
@@ -107,32 +125,3 @@ def _cell(value: Interval | None, form: str) -> str:
         return "-"
     low, high = form.format(value.low), form.format(value.high)
     return f"{form.format(value.median)} [{low}, {high}]"
-
-
-def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A table for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*[Text(cell.strip("*")) for cell in row])
-    return table
-
-
-def comparison_rows(found: Sequence[Comparison]) -> list[list[str]]:
-    """The cells of a comparison: trial, new over old, verdict."""
-    return [
-        [c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value] for c in found
-    ]
-
-
-def without_figures(results: Sequence[Result]) -> list[list[str]]:
-    """The cells of a table of trials that were not measured: status, why, which."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        if result.status != "ok":
-            why = " ".join(str(result.record.get("error", "")).split())
-            trials = reasons.setdefault((result.status, why), [])
-            trials.append(result.trial.describe())
-    return [[*reason, "; ".join(trials)] for reason, trials in reasons.items()]

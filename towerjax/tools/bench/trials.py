@@ -32,40 +32,32 @@ NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-class CacheHits:
-    """How many programs this process took from the persistent cache so far."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_listener(self._note)
-
-    def _note(self, event: str, **_: Any) -> None:
-        self.count += event == _CACHE_HIT
-
-
-def run_trial(
-    trial: Trial, timing: TimingProtocol, hits: CacheHits | None = None
-) -> dict[str, Any]:
+def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``.
 
     The hand-written step has its turns in the same rounds, and on several devices the
     bare reduction.
     """
+    events: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     strategy, work = strategy_of(trial), work_of(trial, timing.seed)
-    before = hits.count if hits else 0
-    contenders = {trial.by: _contender(trial, work, strategy)}
-    from_cache = hits.count > before if hits else None
+    if trial.by == "towerjax":
+        own = by_towerjax(work, strategy)
+    else:
+        own = {"jit": by_jit, "pmap": by_pmap}[trial.by](work, strategy.placement)
+    contenders, from_cache = {trial.by: own}, _CACHE_HIT in events
     contenders["hand"] = by_hand(work, strategy.placement)
     if trial.by == "towerjax" and trial.devices > 1:
         contenders["communication"] = bare_reduction(work, strategy)
-    losses = first_losses(contenders[trial.by])
+    losses = first_losses(own)
     check_losses(losses, first_losses(contenders["hand"]), trial)
     timed = list(contenders.values())
     calls = calls_in(timing.seconds_per_round, timed, timing.warmup_calls)
     table = in_turns(timed, rounds=timing.rounds, calls=calls, trim=timing.trim)
     names = ["own", *list(contenders)[1:]]
     return {
-        "compile_s": contenders[trial.by].compile_seconds,
+        "device": jax.devices()[0].device_kind,
+        "compile_s": own.compile_seconds,
         "from_cache": from_cache,
         "calls": calls,
         "losses": losses,
@@ -124,12 +116,6 @@ def work_of(trial: Trial, seed: int) -> Work:
     model = find_model(trial.model, trial.dtype)
     params, batch = model.init(seed), model.make_batch(seed + 1, trial.batch)
     return Work(model, params, batch, trial.micro_batches, trial.steps_per_call)
-
-
-def _contender(trial: Trial, work: Work, strategy: Strategy) -> Contender:
-    if trial.by == "towerjax":
-        return by_towerjax(work, strategy)
-    return {"jit": by_jit, "pmap": by_pmap}[trial.by](work, strategy.placement)
 
 
 def first_losses(contender: Contender) -> list[float]:

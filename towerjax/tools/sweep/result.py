@@ -21,7 +21,8 @@ class Member:
       config: What `build` was given.
       metrics: Name -> ``[n, ...]``, of each step.
       evaluation: What ``evaluate`` returned of its last state.
-      order: ``"together"`` or ``"in_turn"``: how it was trained.
+      order: How it was trained: ``"together"``, ``"in_turn"``, or ``"alone"`` where no
+        other shared its program.
       seconds: How long its training took, compiling included; of members that were
         trained together, their share.
     """

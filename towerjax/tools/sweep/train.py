@@ -101,39 +101,38 @@ def sweep(
     """
     check_function("build", build, "build(**config)")
     check_choice("order", order, get_args(Order))
+    if jax.process_count() > 1:
+        raise ValueError(
+            "tj.sweep is for one process, which times, decides and writes; this job has"
+            f" {jax.process_count()}. Share the grid out, a sweep on each machine."
+        )
     configs = configs_of(grid)
     traced = traced_names(configs, static)
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
-    about = {"sweep": {"build": name, "steps": steps, "names": sorted(configs[0])}}
-    file = RecordFile(results, "config", about)
+    about = {"build": name, "steps": steps, "names": sorted(configs[0])}
+    file = RecordFile(results, "config", {"sweep": about})
+    programs: dict[str, list[Config]] = {}
+    for config in configs:
+        fixed = {k: x for k, x in config.items() if k not in traced}
+        programs.setdefault(repr(fixed), []).append(config)
     done = sum(file.get(config) is not None for config in configs)
-    with contextlib.closing(
-        News(choose_display(progress), len(configs), done, "member")
-    ) as news:
-        for members in _programs(configs, traced):
+    display = choose_display(progress)
+    with contextlib.closing(News(display, len(configs), done, "member")) as news:
+        for members in programs.values():
             todo = [config for config in members if file.get(config) is None]
-            if not todo:
-                continue
-            known = [record["order"] for c in members if (record := file.get(c))]
+            known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
             fixed = {k: x for k, x in members[0].items() if k not in traced}
-            data = _Data(batches, fixed, steps, steps_per_call)
-            program = _Program(build, fixed, traced, data, evaluate)
+            program = _Program(
+                build, fixed, traced, batches, steps, steps_per_call, evaluate
+            )
+            asked = known.pop() if order == "fastest" and known else order
             news.starts(", ".join(f"{k}={x}" for k, x in fixed.items()))
             with _explained(traced):
-                for record in program.trained(todo, known[0] if known else order):
+                for record in program.trained(todo, asked) if todo else ():
                     file.add(record)
                     news.ends()
     found = [file.get(config) for config in configs]
     return Sweep(tuple(Member.of(record) for record in found if record is not None))
-
-
-def _programs(configs: Sequence[Config], traced: Sequence[str]) -> list[list[Config]]:
-    """The configurations that differ in traced numbers alone."""
-    found: dict[str, list[Config]] = {}
-    for config in configs:
-        fixed = {k: x for k, x in config.items() if k not in traced}
-        found.setdefault(repr(fixed), []).append(config)
-    return list(found.values())
 
 
 @contextlib.contextmanager
@@ -143,9 +142,8 @@ def _explained(traced: Sequence[str]) -> Iterator[None]:
         yield
     except Exception as error:
         # NumPy and Python speak of a tracer as JAX does.
-        if not isinstance(error, jax.errors.JAXTypeError) and "Tracer" not in str(
-            error
-        ):
+        is_ours = isinstance(error, jax.errors.JAXTypeError)
+        if not is_ours and "Tracer" not in str(error):
             raise
         raise ValueError(
             f"tj.sweep traces {', '.join(traced)}: build gets arrays, which share one"
@@ -156,42 +154,15 @@ def _explained(traced: Sequence[str]) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Data:
-    """The batches of one program, for as many runs as it takes."""
-
-    source: Any
-    fixed: Config
-    steps: int | None
-    steps_per_call: int
-
-    def train(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
-        """``(state, history)`` of all steps, or of the first few."""
-        source: Any = self.source
-        batches: Any = source(**self.fixed) if callable(source) else source
-        if isinstance(batches, Batches):
-            batches = batches.at(batches.position)
-        elif isinstance(source, Iterator):
-            raise ValueError(
-                f"batches is a {type(batches).__name__}, which can be gone through only"
-                " once, but every training needs all of it. Pass a list, tj.batches, or"
-                " a function that gives the batches anew."
-            )
-        steps, per_call = self.steps, self.steps_per_call
-        if few is not None:
-            batches, steps = list(itertools.islice(batches, few * per_call)), None
-        return run(
-            step, state, batches, steps=steps, steps_per_call=per_call, progress=False
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class _Program:
     """What members that differ in traced numbers alone share."""
 
     build: Build
     fixed: Config
     traced: Sequence[str]
-    data: _Data
+    source: Any
+    steps: int | None
+    steps_per_call: int
     evaluate: Callable[..., Mapping[str, Any]] | None
 
     def trained(self, members: Sequence[Config], order: str) -> Iterator[Record]:
@@ -205,11 +176,10 @@ class _Program:
         each = [
             {name: x[i] for name, x in numbers.items()} for i in range(len(members))
         ]
+        order = order if len(members) > 1 else "alone"
         alone, together = (MembersStep(self._built, x) for x in (each[0], numbers))
-        if len(members) == 1:
-            order = "in_turn"
         if order == "fastest":
-            both = _Turn(self.data, together, numbers), _Turn(self.data, alone, each[0])
+            both = _Turn(self, together, numbers), _Turn(self, alone, each[0])
             in_turns(both, rounds=1, calls=1)  # compiles
             times = in_turns(both, rounds=_ROUNDS, calls=1)[:, :, 0].min(axis=0)
             is_faster = times[0] < len(members) * times[1]
@@ -220,11 +190,30 @@ class _Program:
         for one, config in zip(each, members, strict=True):
             yield from self._records(alone, one, [config], order)
 
+    def run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
+        """``(state, history)`` of all steps, or of the first few."""
+        source, steps = self.source, self.steps
+        batches: Any = source(**self.fixed) if callable(source) else source
+        if isinstance(batches, Batches):
+            batches = batches.at(batches.position)
+        elif isinstance(source, Iterator):
+            raise ValueError(
+                f"batches is a {type(batches).__name__}, which can be gone through only"
+                " once, but every training needs all of it. Pass a list, tj.batches, or"
+                " a function that gives the batches anew."
+            )
+        per_call = self.steps_per_call
+        if few is not None:
+            batches, steps = list(itertools.islice(batches, few * per_call)), None
+        return run(
+            step, state, batches, steps=steps, steps_per_call=per_call, progress=False
+        )
+
     def _records(
         self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
     ) -> Iterator[Record]:
         start_s = time.perf_counter()
-        state, history = self.data.train(step, step.begin(numbers))
+        state, history = self.run(step, step.begin(numbers))
         seconds = (time.perf_counter() - start_s) / len(configs)
         for i, config in enumerate(configs):
             own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
@@ -255,7 +244,7 @@ class _Program:
 class _Turn:
     """One of two ways to train, for a few steps at a time."""
 
-    data: _Data
+    program: _Program
     step: MembersStep
     numbers: Any
     state: Any = None
@@ -263,5 +252,5 @@ class _Turn:
     def run(self) -> Any:
         """A few steps on."""
         state = self.step.begin(self.numbers) if self.state is None else self.state
-        self.state, _ = self.data.train(self.step, state, _MEASURED_STEPS)
+        self.state, _ = self.program.run(self.step, state, _MEASURED_STEPS)
         return self.state

@@ -31,6 +31,7 @@ class Job:
       params: Of ``mlp``, a list of ``{"w", "b"}``; of ``cnn``, ``{"convs", "dense"}``.
       batch: The global batch.
       expected: The first losses of the hand-written step.
+      device: The kind of device that the peer runs on.
     """
 
     trial: Trial
@@ -38,6 +39,7 @@ class Job:
     params: PyTree
     batch: PyTree
     expected: tuple[float, ...]
+    device: str
 
 
 @dataclasses.dataclass
@@ -55,12 +57,14 @@ class Step:
         self.step()
 
 
-def job_of(trial: Trial, timing: TimingProtocol) -> Job:
-    """The work of a trial."""
+def job_of(trial: Trial, timing: TimingProtocol, device: str) -> Job:
+    """The work of a trial, where it is one that the peers have."""
+    if trial.model not in ("mlp", "cnn") or trial.dtype != "float32":
+        raise NotImplementedError("For the peers mlp and cnn are written, in float32.")
     work = work_of(trial, timing.seed)
     here = Placement((f"{jax.default_backend()}:0",), 1, "vmap", "shard_map")
     expected = first_losses(by_hand(work, here))
-    return Job(trial, timing, work.params, work.batch, tuple(expected))
+    return Job(trial, timing, work.params, work.batch, tuple(expected), device)
 
 
 def measured(job: Job, step: Callable[[], Any], losses: Sequence[float]) -> dict:
@@ -82,4 +86,5 @@ def as_figures(
 ) -> dict[str, Any]:
     """What goes into the record."""
     found = figures(table, ["own"], 1, job.timing)
-    return {"calls": calls, "losses": list(losses)[:NUM_LOSSES], **found}
+    losses = list(losses)[:NUM_LOSSES]
+    return {"device": job.device, "calls": calls, "losses": losses, **found}

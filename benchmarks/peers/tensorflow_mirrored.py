@@ -7,27 +7,22 @@ from typing import Any
 
 import jax
 
+from benchmarks.peers.same_work import Job, job_of, measured
 from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
 from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.peers.same_work import Job, job_of, measured
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.trials import NUM_LOSSES
 
 
-def device() -> str:
-    """The kind of device that it runs on."""
-    return "cpu" if not _tensorflow().config.list_physical_devices("GPU") else "gpu"
-
-
-def _tensorflow() -> Any:
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    return importlib.import_module("tensorflow")
-
-
 def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure a trial."""
-    tf = _tensorflow()
-    step = _built(tf, job := job_of(trial, timing), _devices(tf, trial.devices))
+    # JAX takes most of a GPU's memory, which TensorFlow needs.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    tf = importlib.import_module("tensorflow")
+    kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
+    job = job_of(trial, timing, kind)
+    step = _built(tf, job, _devices(tf, trial.devices))
     losses = [float(step()) for _ in range(NUM_LOSSES)]
     return measured(job, lambda: step().numpy(), losses)
 

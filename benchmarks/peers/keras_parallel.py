@@ -10,23 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.peers.same_work import Job, job_of, measured
 from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
 from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.peers.same_work import Job, job_of, measured
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.trials import NUM_LOSSES
-
-
-def device() -> str:
-    """The kind of device that it runs on."""
-    return jax.devices()[0].device_kind
 
 
 def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure a trial."""
     os.environ["KERAS_BACKEND"] = "jax"
     keras: Any = importlib.import_module("keras")
-    job = job_of(trial, timing)
+    job = job_of(trial, timing, jax.devices()[0].device_kind)
     devices = keras.distribution.list_devices()[: trial.devices]
     parallel = keras.distribution.DataParallel(devices=devices)
     keras.distribution.set_distribution(parallel)

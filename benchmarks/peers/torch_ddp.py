@@ -10,33 +10,27 @@ from typing import Any
 
 import jax
 
-from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
-from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.machine import describe_machine
-from towerjax.tools.bench.peers.same_work import (
+from benchmarks.peers.same_work import (
     Job,
     Step,
     as_figures,
     job_of,
     timed_rounds,
 )
+from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
+from towerjax.tools.bench.grid import Trial
+from towerjax.tools.bench.machine import describe_machine
 from towerjax.tools.bench.protocol import TimingProtocol, calls_in
 from towerjax.tools.bench.trials import NUM_LOSSES, check_losses
 
 
-def _torch() -> Any:
-    return importlib.import_module("torch")
-
-
-def device() -> str:
-    """The kind of device that it runs on."""
-    torch = _torch()
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-
-
 def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure a trial: ``D`` processes, of which the first one reports."""
-    job = job_of(trial, timing)
+    # JAX takes most of a GPU's memory, which PyTorch needs.
+    jax.config.update("jax_platforms", "cpu")
+    torch = importlib.import_module("torch")
+    on_gpu = torch.cuda.is_available()
+    job = job_of(trial, timing, torch.cuda.get_device_name(0) if on_gpu else "cpu")
     spawn = importlib.import_module("torch.multiprocessing").spawn
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (job, folder), nprocs=trial.devices)
@@ -46,7 +40,7 @@ def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
 
 
 def _rank(rank: int, job: Job, folder: str) -> None:
-    torch, count = _torch(), job.trial.devices
+    torch, count = importlib.import_module("torch"), job.trial.devices
     on_gpus = torch.cuda.device_count() >= count
     torch.set_num_threads(max(1, describe_machine()["cores"] // count))
     torch.distributed.init_process_group(
