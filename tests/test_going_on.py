@@ -135,9 +135,9 @@ def test_a_launcher_that_is_killed_leaves_nobody_and_goes_on_when_started(tmp_pa
         command, options = moment(seed, folder, "launcher")
         first = forked.context().Process(target=launch, args=(command,), kwargs=options)
         first.start()
-        first.join(20)
+        first.join(60)
         assert first.exitcode == -9
-        until = time.monotonic() + 5
+        until = time.monotonic() + 20
         while alive(folder):
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -177,7 +177,7 @@ def test_a_real_training_ends_on_the_bits_of_the_undisturbed(
 def children(program, **options):
     start = "import os, signal, sys, time; me = os.environ['TOWERJAX_PROCESS_ID'];"
     command = [sys.executable, "-I", "-S", "-c", start + program]
-    return launch(command, processes=2, regrow_s=0, grace_s=0.1, **options)
+    return launch(command, **{"processes": 2, "regrow_s": 0, "grace_s": 0.1, **options})
 
 
 def test_a_program_that_fails_by_itself_is_not_started_again(capfd):
@@ -195,6 +195,17 @@ def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
     assert left == [str(n) for n in reversed(range(restarts))]
 
 
+@pytest.mark.slow
+def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(capfd):
+    waits = "signal.signal(15, signal.SIG_IGN);"
+    killed = "time.sleep(1); os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
+    options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 3}
+    began = time.monotonic()
+    assert children(waits + killed, **options) == 75
+    assert 5 < time.monotonic() - began < 20
+    assert "still running: 0; ended with SIGKILL" in capfd.readouterr().err
+
+
 def test_a_shell_that_says_so_was_killed_too():
     command = ["sh", "-c", "sh -c 'kill -9 $$'; exit $?"]
     assert launch(command, processes=1, restarts=0) == 75
@@ -206,10 +217,10 @@ def test_who_is_told_to_end_and_saves_is_to_be_started_again(capfd):
     """The program tells the launcher, which is this process."""
     saves = (
         "signal.signal(15, lambda *_: sys.exit(75));"
-        "os.kill(os.getppid(), 15) if me == '0' else None; time.sleep(60)"
+        "os.kill(os.getppid(), 15); time.sleep(60)"
     )
-    assert children(saves, restarts=5) == 75
-    assert "SIGTERM passed on to 2 running" in capfd.readouterr().err
+    assert children(saves, restarts=5, processes=1, grace_s=60) == 75
+    assert "SIGTERM passed on to 1 running" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

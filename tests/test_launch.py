@@ -141,7 +141,7 @@ def test_the_last_words_come_before_the_news_of_the_end(capfd):
     with _group() as group:
         worker = _start(0, child(program), environ, group)
         wait_until(lambda: not is_alive(worker.popen.pid))
-        assert _Job(group, [worker], Patience(1), []).run().code == 3
+        assert _Job(group, [worker], Patience(1, 1), []).run().code == 3
     words, news = capfd.readouterr().err.splitlines()
     assert words == "[0] why"
     assert re.fullmatch(r"towerjax launch: process 0 exited with code 3 after .*", news)

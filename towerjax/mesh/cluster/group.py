@@ -29,6 +29,7 @@ class Patience:
 
     Attributes:
       grace_s: From SIGTERM to SIGKILL.
+      failed_s: The same, for those that one that failed has left.
       hang_s: For a sign of life of each process.
       step_s: For a step of any of them, once all have begun one.
       ask_at: Until the processes that do steps are asked to end, by
@@ -36,6 +37,7 @@ class Patience:
     """
 
     grace_s: float
+    failed_s: float
     hang_s: float = math.inf
     step_s: float = math.inf
     ask_at: float | None = None
@@ -216,6 +218,8 @@ class _Job:
             )
 
     def _look_for_hangs(self) -> None:
+        if self._kill_at is not None:
+            return  # who ends, or waits for one that is lost, does no steps
         now, running = time.monotonic(), self._running
         for worker in running:
             silent_s = now - worker.heartbeat.last
@@ -263,7 +267,9 @@ class _Job:
         if not self._end.told and not as_asked:
             self._fail(worker)
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + self._patience.grace_s
+            patience = self._patience
+            seconds = patience.grace_s if as_asked else patience.failed_s
+            self._kill_at = time.monotonic() + seconds
 
     def _fail(self, worker: _Worker) -> None:
         code, rest = worker.popen.returncode, len(self._running)

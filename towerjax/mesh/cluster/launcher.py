@@ -18,6 +18,8 @@ from towerjax.types.options import check_number, check_whole
 # What `initialize` reads.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 NOT_FOUND = 127
+# Processes of JAX that one has left wait for it, and hold SIGTERM back.
+_LEFT_S = 5.0
 _SECONDS = "a number of seconds >= 0"
 _ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP"))
 
@@ -51,7 +53,7 @@ def launch(
     and asked by SIGTERM to save and end once it does steps and more of them fit. The
     program is to save itself and go on from there, as `run` with a `Checkpointer` does;
     see ``docs/how_to/restarts.md``. One that fails by a code of its own is not started
-    again, but for 75.
+    again, but for 75. Those that a lost one leaves have no more than 5 s of grace.
 
     Note: JAX holds SIGTERM back in a process that called `initialize`, so that a job
     can save before it is preempted. Such processes run on until ``grace_s``.
@@ -105,9 +107,15 @@ def launch(
     with _signals() as arrived:
         while True:
             count = going_on.count(time.monotonic())
-            waits = hang_timeout_s, step_timeout_s, going_on.grows_at(count)
+            patience = Patience(
+                grace_s,
+                grace_s if restarts is None else min(grace_s, _LEFT_S),
+                hang_timeout_s,
+                step_timeout_s,
+                going_on.grows_at(count),
+            )
             environs = [environ | member for member in _members(count, port)]
-            end = run_group(command, environs, Patience(grace_s, *waits), arrived)
+            end = run_group(command, environs, patience, arrived)
             after = going_on.after(end, time.monotonic())
             if after is None:
                 return going_on.code(end)
