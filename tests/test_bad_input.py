@@ -70,7 +70,10 @@ def test_malformed_batches_are_refused(name, compiled):
 
 
 CHANGES = {
-    "new leaf": ({**good(), "y": np.ones(4)}, r"batch\['y'\] is new: float32\[4\]"),
+    "new leaf": (
+        {**good(), "y": np.ones(4)},
+        r"batch\['y'\] was absent and is float32\[4\]",
+    ),
     "other name": (
         {"z": good()["x"]},
         r"(?s)batch\['x'\] is missing.*batch\['z'\] is new",
@@ -268,7 +271,7 @@ def test_an_optimizer_that_changes_types_is_refused(compiled):
 
     optimizer = optax.GradientTransformation(lambda p: jnp.int32(0), update)
     step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(TWO))
-    text = r"state\.opt_state was int32\[\] and becomes float32\[\]"
+    text = r"state\.opt_state was int32\[\] and is float32\[\]"
     refused(step, step.init(start()), good(), text, compiled)
 
 

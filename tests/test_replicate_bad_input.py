@@ -496,24 +496,24 @@ def with_params(state, **params):
 TRAIN_OPS = {
     "dtype": (
         lambda s: with_params(s, b=s.params["b"].astype(jnp.bfloat16)),
-        r"train_op\.params\['b'\] was float32\[\] and becomes bfloat16\[\]\. Look at"
+        r"train_op\.params\['b'\] was float32\[\] and is bfloat16\[\]\. Look at"
         r" model_fn's train_op",
     ),
     "shape": (
         lambda s: with_params(s, w=s.params["w"][:2]),
-        r"train_op\.params\['w'\] was float32\[3\] and becomes float32\[2\]",
+        r"train_op\.params\['w'\] was float32\[3\] and is float32\[2\]",
     ),
     "new leaf": (
         lambda s: with_params(s, c=jnp.ones(())),
-        r"train_op\.params\['c'\] was absent and becomes float32\[\]",
+        r"train_op\.params\['c'\] was absent and is float32\[\]",
     ),
     "missing leaf": (
         lambda s: dataclasses.replace(s, params={"w": s.params["w"]}),
-        r"train_op\.params\['b'\] was float32\[\] and becomes absent",
+        r"train_op\.params\['b'\] was float32\[\] and is absent",
     ),
     "params alone": (
         lambda s: s.params,
-        r"train_op\['w'\] was absent and becomes float32\[3\]",
+        r"train_op\['w'\] was absent and is float32\[3\]",
     ),
 }
 

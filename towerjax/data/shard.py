@@ -10,7 +10,7 @@ import numpy as np
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.types import PyTree, Shared, named_leaves
-from towerjax.types.leaves import held_dtype, problem_of, refuse_unheld
+from towerjax.types.leaves import changes, held_dtype, problem_of, refuse_unheld
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
@@ -263,28 +263,13 @@ def end_to_end(rows: PyTree) -> PyTree:
 
 def explain_change(expected: Signature, got: Signature) -> str:
     """Which leaves differ between two signatures, one bullet a leaf."""
-    before, after = _signature_leaves(expected), _signature_leaves(got)
-    lines = []
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        if old is None:
-            lines.append(f"  * batch{name} is new: {new}")
-        elif new is None:
-            lines.append(f"  * batch{name} is missing; it was {old}")
-        elif old != new:
-            lines.append(f"  * batch{name} was {old} and is {new}")
-    if not lines:
-        lines.append(
-            f"  * the containers were {expected.treedef} and are {got.treedef}"
+    kinds = [
+        jax.tree.unflatten(
+            x.treedef, [jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves]
         )
-    return "\n".join(lines)
-
-
-def _signature_leaves(signature: Signature) -> dict[str, str]:
-    texts = [f"{dtype}{list(shape)}" for shape, dtype in signature.leaves]
-    tree = jax.tree.unflatten(signature.treedef, texts)
-    paths = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): text for path, text in paths}
+        for x in (expected, got)
+    ]
+    return "\n".join(f"  * {line}" for line in changes("batch", *kinds))
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:

@@ -11,7 +11,8 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import user_context
 
 from towerjax.step.optimizers import check_updates, given_loss
-from towerjax.types import PyTree, named_leaves
+from towerjax.types import PyTree
+from towerjax.types.leaves import changes
 
 
 class RowUpdates:
@@ -190,30 +191,11 @@ def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTr
 
     A step whose state changes its type compiles again at every call.
     """
-    same_tree = jax.tree.structure(before) == jax.tree.structure(after)
-    if not same_tree or _types(before) != _types(after):
-        raise ValueError(_explain_types(before, after, root, culprit))
+    if found := changes(root, before, after):
+        raise ValueError(
+            "The step would change the type of its state, and so compile anew each"
+            f" time: {'; '.join(found)}. Look at {culprit}."
+        )
     # Drops the weak type of what was computed with Python numbers.
     after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
-
-
-def _types(tree: PyTree) -> list[tuple[tuple[int, ...], Any]]:
-    return [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
-
-
-def _explain_types(before: PyTree, after: PyTree, root: str, culprit: str) -> str:
-    was, now = (
-        {name: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for name, x in leaves}
-        for leaves in (named_leaves(root, before), named_leaves(root, after))
-    )
-    bad = [
-        f"{name} was {was.get(name, 'absent')} and becomes {now.get(name, 'absent')}"
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
-    ]
-    return (
-        "The step would change the type of its state, and so compile anew each time: "
-        + ("; ".join(bad) or "its containers change")
-        + f". Look at {culprit}."
-    )

@@ -18,6 +18,7 @@ from towerjax.metrics.state import (
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER
 from towerjax.types import PyTree, Reduction, TowerOutput, named_leaves
+from towerjax.types.leaves import changes
 
 
 def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
@@ -156,24 +157,10 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
 
 def check_local(before: PyTree, after: PyTree) -> PyTree:
     """The next local values, once they are like the ones before."""
-    old = dict(named_leaves("local", before))
-    new = dict(named_leaves("local", after))
-    bad = [f"{name} is missing" for name in old.keys() - new.keys()]
-    bad += [f"{name} is not in tower.local" for name in new.keys() - old.keys()]
-    if not bad and jax.tree.structure(before) != jax.tree.structure(after):
-        bad = [f"its containers changed to {jax.tree.structure(after)}"]
-    for name in sorted(old.keys() & new.keys()):
-        was, now = jnp.asarray(old[name]), jnp.asarray(new[name])
-        if (was.shape, was.dtype) != (now.shape, now.dtype):
-            bad.append(
-                f"{name} was {was.dtype}{list(was.shape)} and is"
-                f" {now.dtype}{list(now.shape)}"
-            )
-    if bad:
+    if found := changes("local", before, after):
         raise ValueError(
-            "TowerOutput.local must be like tower.local, but "
-            + "; ".join(sorted(bad))
-            + ". Start from tower.local, or give step.init(local=...) what the loss"
-            " function returns."
+            f"TowerOutput.local must be like tower.local, but {'; '.join(found)}. Start"
+            " from tower.local, or give step.init(local=...) what the loss function"
+            " returns."
         )
     return after

@@ -100,6 +100,23 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         raise ValueError(f"Devices hold arrays of numbers, but {'; '.join(bad)}.")
 
 
+def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
+    """What leaves were and are where dtypes or shapes differ, or else containers."""
+    was, now = (
+        {n: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for n, x in leaves}
+        for leaves in (named_leaves(root, before), named_leaves(root, after))
+    )
+    found = [
+        f"{name} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+    trees = jax.tree.structure(before), jax.tree.structure(after)
+    if not found and trees[0] != trees[1]:
+        found = [f"its containers were {trees[0]} and are {trees[1]}"]
+    return found
+
+
 def has_tracers(tree: PyTree) -> bool:
     """Is any leaf without a value, because JAX traces it?"""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -18,6 +18,7 @@ from towerjax.towers.cross_tower.call import is_inside_tower
 from towerjax.towers.cross_tower.values import is_per_tower
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types.leaves import changes
 from towerjax.types.options import check_whole
 
 
@@ -188,17 +189,10 @@ def _placed(tree: PyTree, placement: Placement) -> PyTree:
 
 def _like(before: PyTree, after: PyTree) -> PyTree:
     """What a step returned, once the next step can take it."""
-
-    def kinds(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), tree)
-
-    if jax.tree.structure(before) != jax.tree.structure(after) or kinds(
-        before
-    ) != kinds(after):
+    if found := changes("initial", before, after):
         raise ValueError(
             "run_steps_on_dataset: a step returns what the next one takes, of the same"
-            f" tree, shapes and dtypes as initial, but initial is {kinds(before)} and"
-            f" the step returned {kinds(after)}."
+            f" tree, shapes and dtypes as initial, but {'; '.join(found)}."
         )
     return jax.tree.map(jnp.asarray, after)
 
