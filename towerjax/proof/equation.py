@@ -165,6 +165,14 @@ def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     return [open_jaxpr(x) for x in held(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
 
+def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in sub_jaxprs(eqn):
+            yield from all_eqns(inner)
+
+
 def arrays_in(jaxpr: Jaxpr) -> Iterator[Any]:
     """The arrays that stand in a jaxpr itself, with JAX's simplified constants."""
     inside = [v for eqn in jaxpr.eqns for v in eqn.invars]

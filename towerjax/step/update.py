@@ -163,15 +163,19 @@ class Walk:
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> list[Any]:
-        """Evaluate an equation, in its line's name; the variables that it made."""
+        """Evaluate an equation; the variables that it made."""
         operands = [self.read(x) for x in eqn.invars] if operands is None else operands
-        params = eqn.primitive.get_bind_params(eqn.params)
-        info = eqn.source_info
-        with user_context(info.traceback, name_stack=info.name_stack):
-            out = eqn.primitive.bind(*operands, **params)
-        outs = out if eqn.primitive.multiple_results else [out]
-        self.values.update(zip(eqn.outvars, outs, strict=True))
+        self.values.update(zip(eqn.outvars, evaluated(eqn, operands), strict=True))
         return list(eqn.outvars)
+
+
+def evaluated(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """What an equation gives for operands, in its line's name."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    info = eqn.source_info
+    with user_context(info.traceback, name_stack=info.name_stack):
+        out = eqn.primitive.bind(*operands, **params)
+    return out if eqn.primitive.multiple_results else [out]
 
 
 def needed(

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.layers.sparse.lookup import Lookup, lookup_of
 from towerjax.proof.origin import Site, line_of
+from towerjax.step.update import Walk, evaluated
 from towerjax.types import PyTree, leaf_name
 
 Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
@@ -110,7 +111,7 @@ class _Read(NamedTuple):  # one lookup that happened
     output: jax.ShapeDtypeStruct
 
 
-class _Walk:
+class _Lookups:
     """What one evaluation of the jaxpr looked up, in order; and the zeros to add."""
 
     def __init__(self, zeros: list[Any] | None) -> None:
@@ -118,17 +119,15 @@ class _Walk:
         self.reads: list[_Read] = []
         self.rows: list[Any] = []
 
-    def read(
-        self, jaxpr: Jaxpr, eqn: JaxprEqn, lookup: Lookup, operands: list[Any]
-    ) -> Any:
+    def read(self, eqn: JaxprEqn, lookup: Lookup, operands: list[Any]) -> Any:
         table = operands[0]
-        (out,) = _bind(jaxpr, eqn, [table.array, *operands[1:]])
+        (out,) = evaluated(eqn, [table.array, *operands[1:]])
         if self.zeros is not None:
             out = _differentiated_by(out, self.zeros[len(self.reads)])
         struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
         self.reads.append(_Read(table.leaf, lookup, struct))
         self.rows.append(lookup.rows(operands[1:]))
-        return _cast(jaxpr, out, table.casts)
+        return _cast(out, table.casts)
 
 
 def _value_and_grad(
@@ -139,13 +138,13 @@ def _value_and_grad(
     reads: list[_Read] = []
 
     def run(dense: dict[int, Any], zeros: list[Any] | None) -> tuple[Any, Any]:
-        walk = _Walk(zeros)
+        lookups = _Lookups(zeros)
         inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
-        outs = _evaluate(closed.jaxpr, closed.consts, inputs, walk, None)
-        outs = [_whole(closed.jaxpr, x) for x in outs]
-        reads[:] = walk.reads
+        outs = _evaluate(closed, inputs, lookups, None)
+        outs = [_whole(x) for x in outs]
+        reads[:] = lookups.reads
         value, aux = flat.split(outs)
-        return value, (aux, walk.rows)
+        return value, (aux, lookups.rows)
 
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
     jax.eval_shape(functools.partial(run, zeros=None), dense)
@@ -193,38 +192,33 @@ class _Flat:
 
 
 def _evaluate(
-    jaxpr: Jaxpr, consts: Any, inputs: list[Any], walk: _Walk, outer: Site | None
+    closed: Any, inputs: list[Any], lookups: _Lookups, outer: Site | None
 ) -> list[Any]:
-    env = dict(zip(jaxpr.constvars + jaxpr.invars, [*consts, *inputs], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        outs = _apply(jaxpr, eqn, [read(v) for v in eqn.invars], walk, outer)
-        env |= dict(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    walk = Walk(closed, inputs)
+    for eqn in closed.jaxpr.eqns:
+        outs = _apply(eqn, [walk.read(v) for v in eqn.invars], lookups, outer)
+        walk.values.update(zip(eqn.outvars, outs, strict=True))
+    return [walk.read(v) for v in closed.jaxpr.outvars]
 
 
 def _apply(
-    jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any], walk: _Walk, outer: Site | None
+    eqn: JaxprEqn, operands: list[Any], lookups: _Lookups, outer: Site | None
 ) -> list[Any]:
     tables = [x for x in operands if isinstance(x, _Table)]
     name = eqn.primitive.name
     if not tables:
-        return _bind(jaxpr, eqn, operands)
+        return evaluated(eqn, operands)
     if name in _CALLS:
-        closed = eqn.params["jaxpr"]
-        return _evaluate(closed.jaxpr, closed.consts, operands, walk, (eqn, outer))
+        return _evaluate(eqn.params["jaxpr"], operands, lookups, (eqn, outer))
     if name == "stop_gradient":
-        return _bind(jaxpr, eqn, [_whole(jaxpr, x) for x in operands])
+        return evaluated(eqn, [_whole(x) for x in operands])
     if len(tables) == 1 and tables[0] is operands[0]:
         out: Any = eqn.outvars[0].aval
         floats = jnp.issubdtype(out.dtype, jnp.floating)
         if name in _ROW_BY_ROW and floats:
             return [tables[0]._replace(casts=(*tables[0].casts, eqn))]
         if lookup := lookup_of(eqn):
-            return [walk.read(jaxpr, eqn, lookup, operands)]
+            return [lookups.read(eqn, lookup, operands)]
     line = line_of((eqn, outer))
     raise ValueError(
         f"{tables[0].name} is selected by `sparse`, but {name} uses it otherwise than"
@@ -234,26 +228,14 @@ def _apply(
     )
 
 
-def _bind(jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    """The one equation applied, with the source line that it came from."""
-    given = [
-        (v, x)
-        for v, x in zip(eqn.invars, operands, strict=True)
-        if not isinstance(v, Literal)
-    ]
-    invars, values = [v for v, _ in given], [x for _, x in given]
-    one = jaxpr.replace(constvars=[], invars=invars, outvars=eqn.outvars, eqns=[eqn])
-    return eval_jaxpr(one, [], *values)
-
-
-def _cast(jaxpr: Jaxpr, x: Any, casts: tuple[JaxprEqn, ...]) -> Any:
+def _cast(x: Any, casts: tuple[JaxprEqn, ...]) -> Any:
     for eqn in casts:
-        (x,) = _bind(jaxpr, eqn, [x])
+        (x,) = evaluated(eqn, [x])
     return x
 
 
-def _whole(jaxpr: Jaxpr, x: Any) -> Any:
-    return _cast(jaxpr, x.array, x.casts) if isinstance(x, _Table) else x
+def _whole(x: Any) -> Any:
+    return _cast(x.array, x.casts) if isinstance(x, _Table) else x
 
 
 @jax.custom_jvp

@@ -1,17 +1,18 @@
 """What does an optimizer do if all it sees of a table is some of its rows?"""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Literal
 
 from towerjax.collectives.duplicates import set_rows, sum_duplicates
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.proof.equation import all_eqns
 from towerjax.types import PyTree, named_leaves
 
 Owners = Sequence[int | None]
@@ -87,7 +88,7 @@ class RowWise:
 
         state = jax.eval_shape(self.optimizer.init, tree)
         closed = jax.make_jaxpr(update)(tree, state, tree)
-        eqns = list(_all_eqns(closed.jaxpr))
+        eqns = list(all_eqns(closed.jaxpr))
         atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
         return UpdateProgram(
             tuple(eqn.primitive.name for eqn in eqns),
@@ -153,16 +154,6 @@ class RowWise:
         for i, which in indices.items():
             updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
         return updates, jax.tree.unflatten(state_def, new_state)
-
-
-def _all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    def is_inner(x: Any) -> bool:
-        return isinstance(x, Jaxpr | ClosedJaxpr)
-
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for x in filter(is_inner, jax.tree.leaves(dict(eqn.params), is_leaf=is_inner)):
-            yield from _all_eqns(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
 
 
 def _is_whole(x: Any) -> bool:
