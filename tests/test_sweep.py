@@ -200,7 +200,9 @@ def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
 def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     path = tmp_path / "sweep.jsonl"
     about = {"build": "mine.build", "steps": 5, "names": ["rate"]}
-    RecordFile(path, "config", {"sweep": about}).add({"config": {"rate": 0.1}})
+    record = {"order": "alone", "seconds": 0.1, "metrics": {}, "evaluation": {}}
+    file = RecordFile(path, "config", {"sweep": about})
+    file.add({"config": {"rate": 0.1}, **record})
     text = r"sweep.jsonl' holds results with the sweep .*mine.build.* has .*small"
     with pytest.raises(ValueError, match=text):
         quiet(small, {"rate": [0.1]}, results=path)

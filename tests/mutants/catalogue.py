@@ -1480,5 +1480,32 @@ ROUNDS = (
     ),
 )
 
+SWEEPS = (
+    _m(
+        "W01",
+        "members in turn are all given the first one's numbers",
+        "tools.sweep.train:_Program.trained",
+        "{name: x[i] for name, x in numbers.items()}",
+        "{name: x[0] for name, x in numbers.items()}",
+        "test_sweep.py::test_a_member_is_what_it_is_alone[in_turn]",
+    ),
+    _m(
+        "W02",
+        "of members that train together all are told the first one's metrics",
+        "step.members:MembersStep.of_member",
+        "values[:, index]",
+        "values[:, 0]",
+        "test_sweep.py::test_a_member_is_what_it_is_alone[together]",
+    ),
+    _m(
+        "W03",
+        "a sweep goes on in the file of another",
+        "tools.sweep.record_file:RecordFile._check_same",
+        "if (old := record.get(name)) != value:",
+        "if (old := record.get(name)) is value:",
+        "test_sweep.py::test_a_file_of_another_sweep_is_refused_before_anything_runs",
+    ),
+)
+
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
-MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS
+MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS
