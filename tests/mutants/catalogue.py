@@ -33,6 +33,8 @@ _SHARED_SUM = (
 )
 _EXACT = "test_one_tower.py::test_evaluation_and_prediction_are_exact_for_any_size"
 
+_CODES = "test_compressed.py::test_sums_are_those_of_the_same_codes_in_float64"
+
 # What a tower gives to the one reduction of a step: gradient and loss come first.
 _GIVEN = 'sums = (pools["added"], pools["shown"], due)'
 
@@ -42,7 +44,7 @@ REGISTRY = (
         "mean of the towers' means instead of sum / total weight",
         "step.one_pass:Pass._towers",
         _GIVEN,
-        'pools["added"] = [Weighted(x.value, jnp.sign(x.weight))\n'
+        'pools["added"] = [type(x)(x.value, jnp.sign(x.weight))\n'
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
@@ -119,7 +121,7 @@ REGISTRY = (
         "divided by the rows of all micro-batches, empty ones included",
         "step.one_pass:Pass._towers",
         _GIVEN,
-        'pools["added"] = [Weighted(x.sum, jnp.full_like(x.weight, num_rows(own[0])))\n'
+        'pools["added"] = [type(x)(x.sum, jnp.full_like(x.weight, num_rows(own[0])))\n'
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
@@ -130,7 +132,7 @@ REGISTRY = (
         "step.one_pass:_in_turn",
         "total = jax.tree.map(jnp.add, total, _summed(pools))",
         "added, *others = _summed(pools)\n"
-        "        added = [Weighted(x.value, jnp.sign(x.weight)) for x in added]\n"
+        "        added = [type(x)(x.value, jnp.sign(x.weight)) for x in added]\n"
         "        added = added, *others\n"
         "        total = jax.tree.map(jnp.add, total, added)",
         f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
@@ -190,8 +192,8 @@ REGISTRY = (
         "metrics are averaged over towers instead of merged",
         "step.one_pass:Pass._towers",
         _GIVEN,
-        'pools["shown"] = [Weighted(x.value, jnp.float32(1))\n'
-        "            if isinstance(x, Weighted) else x\n"
+        'pools["shown"] = [type(x)(x.value, jnp.float32(1))\n'
+        '            if hasattr(x, "weight") else x\n'
         '            for x in pools["shown"]]\n'
         f"        {_GIVEN}",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
@@ -267,7 +269,7 @@ REGISTRY = (
         "step.one_pass:Pass._towers",
         _GIVEN,
         'good = jnp.isfinite(pools["added"][1].sum)\n'
-        '        pools["added"] = [Weighted(jax.tree.map(\n'
+        '        pools["added"] = [type(x)(jax.tree.map(\n'
         "            lambda g: jnp.where(good, g, 0), x.sum), x.weight)\n"
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
@@ -1433,6 +1435,30 @@ BESIDES = (
         "x if yes else None",
         "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
         "test_inputs_and_fixed.py::test_only_what_is_trainable_is_trained",
+    ),
+    _m(
+        "A01",
+        "the noise of parts is divided by their number, with which it is too small",
+        "metrics.tower_statistics:TowerStatistics.metrics",
+        "jnp.maximum(parts - 1, 1)",
+        "parts",
+        "test_tower_statistics.py::test_statistics_are_those_of_numpy[4-4-vmap-1-21]",
+    ),
+    _m(
+        "A02",
+        "what the code of a device's share loses is never sent",
+        "collectives.compressed:Compressed._coded_sum",
+        "start, size) + lost_share",
+        "start, size)",
+        f"{_CODES}[4-4-vmap-8-1-True]",
+    ),
+    _m(
+        "A03",
+        "the certificate forgets what the second code loses",
+        "collectives.compressed:_largest",
+        " + jnp.sqrt(squares[:, 1].sum(axis=0))",
+        "",
+        f"{_CODES}[4-4-vmap-4-1-False]",
     ),
 )
 

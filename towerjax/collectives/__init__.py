@@ -3,13 +3,16 @@
 A cross-tower op is a frozen dataclass with ``needs_every_tower`` (does it want
 each local tower's values apart, ``[k, ...]``, or their sum?) and
 ``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if it has options
-that not every set of devices can honour.
+that not every set of devices can honour; ``init_state`` and ``sum_with_state`` if it
+keeps something from step to step.
 """
 
 from towerjax.collectives.all_reduce import AllReduce as AllReduce
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
+from towerjax.collectives.base import KeepsState as KeepsState
 from towerjax.collectives.choose import OpsChoice as OpsChoice
 from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_tower_ops
+from towerjax.collectives.compressed import Compressed as Compressed
 from towerjax.collectives.hierarchical import Hierarchical as Hierarchical
 from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevice
 from towerjax.collectives.packed import Packed as Packed

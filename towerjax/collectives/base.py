@@ -41,6 +41,46 @@ class ChecksDevices(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsState(Protocol):
+    """A cross-tower op that sums a gradient in a way of its own, with a state.
+
+    Used in the last pass of a step, for what towers return as ``"grads"``. The state is
+    ``state.own``, a ``TowerLocal`` whose reduction is SUM.
+    """
+
+    def init_state(self, gradient: PyTree) -> PyTree:
+        """What one tower keeps before the first step.
+
+        Args:
+          gradient: Arrays or shapes like the gradient's: of the parameters.
+
+        Returns:
+          Arrays, or None; once on each tower they are leaves ``[T, ...]``.
+
+        Raises:
+          ValueError: Of such a gradient there is nothing to do.
+        """
+        ...
+
+    def sum_with_state(
+        self, tree: PyTree, is_gradient: PyTree, state: PyTree, axes: TowerAxes
+    ) -> tuple[Sums, PyTree, dict[str, jax.Array]]:
+        """The sum over all towers, inside a device function.
+
+        Args:
+          tree: This device's towers' values, added.
+          is_gradient: A bool for each leaf.
+          state: What this device's towers keep, leaves ``[k, ...]``.
+          axes: The axes that the towers meet over.
+
+        Returns:
+          ``(sums, state, metrics)``: the sums; what this device's towers keep now; and
+          metrics, the same on each device.
+        """
+        ...
+
+
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
     """The sum over all towers that a step makes itself, as `CrossTowerOps` does it."""
     with jax.named_scope(SUMMED_BY_STEP):

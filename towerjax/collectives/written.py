@@ -5,12 +5,13 @@ from typing import Any
 
 from towerjax.collectives.all_reduce import AllReduce
 from towerjax.collectives.base import CrossTowerOps
+from towerjax.collectives.compressed import Compressed
 from towerjax.collectives.hierarchical import Hierarchical
 from towerjax.collectives.one_device import ReduceToOneDevice
 from towerjax.collectives.packed import Packed
 from towerjax.collectives.pinned_tree import PinnedTree
 
-_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical)
+_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
 
 
 def ops_of(text: str) -> CrossTowerOps:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
+from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
@@ -50,6 +51,12 @@ class ModelOptions:
 
     def check_state(self, strategy: Any) -> None:
         """Raise where a strategy and these options say two things of the variables."""
+        if isinstance(strategy.cross_tower_ops, KeepsState):
+            raise ValueError(
+                f"cross_tower_ops={strategy.cross_tower_ops!r} keeps a state, for which"
+                " a model function has no place. Use tj.build_train_step or"
+                " tj.build_step, or tj.AllReduce()."
+            )
         mirrored = self.variable_placement is VariablePlacement.MIRRORED
         if strategy.state != "mirrored" and not mirrored:
             raise ValueError(

@@ -106,7 +106,7 @@ class ModelEngine:
         """The parts of the one spec, without a verdict on them; and the next state."""
         engine, cut, traced = self._engine(carry, clock, batch)
         state = TrainState(**carry, **clock)
-        merged, _, _ = engine.merged(on_devices, engine.stages, state, batch)
+        merged, *_ = engine.merged(on_devices, engine.stages, state, batch)
         after, parts = self._updated(cut, traced, state, merged)
         names = ("loss", "eval_metrics", "predictions", "export_outputs")
         out = (*(parts.get(name) for name in names), traced)

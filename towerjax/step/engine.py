@@ -80,8 +80,8 @@ class Engine:
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
         state = TrainState(**carry, **clock)
-        merged, finite, found = self.merged(run, self.stages, state, batch)
-        carry, now, *told = self.updated(carry, clock, merged, finite)
+        merged, finite, found, *summed = self.merged(run, self.stages, state, batch)
+        carry, now, *told = self.updated(carry, clock, merged, finite, *summed)
         now["step"] = clock["step"] + 1
         return carry, now, *told, *(() if found is None else (found,))
 
@@ -91,10 +91,13 @@ class Engine:
         clock: dict[str, Any],
         merged: PyTree,
         finite: jax.Array | None,
+        kept: PyTree = None,
+        told: dict[str, jax.Array] | None = None,
     ) -> tuple[Any, dict[str, Any], dict[str, Any], jax.Array | None]:
         """The next state where it is accepted, metrics, and what tells if it was.
 
-        That is the loss, where None is returned for it.
+        That is the loss, where None is returned for it. ``kept`` and ``told`` are what
+        the cross-tower op keeps, and tells as metrics.
         """
 
         def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -102,6 +105,10 @@ class Engine:
             with _no_collectives():
                 updated = self.update_fn(before, merged)
             after, metrics = _checked_update(before, updated)
+            after, metrics = (
+                dataclasses.replace(after, own=kept),
+                metrics | (told or {}),
+            )
             accepted, values, whole = _values(metrics)
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
@@ -156,19 +163,22 @@ class Engine:
         stages: tuple["_Stages", ...],
         state: TrainState,
         batch: tuple[PyTree, ...],
-    ) -> tuple[PyTree, jax.Array | None, Any]:
-        """What the passes came to; is all of it finite; what the last check found."""
+    ) -> tuple[PyTree, jax.Array | None, Any, PyTree, dict[str, jax.Array]]:
+        """What the passes came to; is all finite; of the last what its check found.
+
+        And what its cross-tower op keeps and tells.
+        """
         merged: tuple[Any, ...] = ()
-        whole, found = [], None
+        whole, found, kept, told = [], None, None, {}
         for stage in stages:
             out = stage.run(run, state, *batch, merged)
-            tree, own, finite, found = out
+            tree, own, finite, found, kept, told = out
             tree = filled(tree, {"own": own})
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
             whole += [] if finite is None else [finite]
         finite = functools.reduce(jnp.logical_and, whole) if whole else None
-        return merged[0], finite, found
+        return merged[0], finite, found, kept, told
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,7 +191,8 @@ class _Stages:
 
     @classmethod
     def of(cls, one: Pass) -> "_Stages":
-        weights = dataclasses.replace(one, weights="summed", finite=False, check=None)
+        off: Any = {"finite": False, "check": None, "keeps": False}
+        weights = dataclasses.replace(one, weights="summed", **off)
         weighted = dataclasses.replace(one, weights="given")
         return cls(one.stage(), weights.stage(), weighted.stage())
 

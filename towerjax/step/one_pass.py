@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
-from towerjax.collectives.base import sum_over_towers
+from towerjax.collectives.base import KeepsState, sum_over_towers
+from towerjax.collectives.packing import Sums
 from towerjax.collectives.rows_over_towers import reduce_stacked_rows
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
@@ -21,11 +22,17 @@ from towerjax.metrics.state import (
     is_metric,
     merged_rows,
 )
-from towerjax.metrics.weighted import Weighted
+from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
-from towerjax.step.nonfinite import Flags, flags, side_by_side
+from towerjax.step.nonfinite import flags, side_by_side
 from towerjax.step.recipe import Stage
-from towerjax.step.returned import METRICS, filled, is_typed, key_of, split
+from towerjax.step.returned import (
+    are_gradients,
+    filled,
+    is_typed,
+    parts_of_tower,
+    split,
+)
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.executors import branches_explained
 from towerjax.towers.local_towers import over_local_towers
@@ -38,11 +45,6 @@ from towerjax.towers.tower_local import (
 )
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
-
-_PARTS = {"loss": ("loss", "loss"), "grads": ("gradient", "params")}
-_PARTS |= {name: ("metric", name) for name in METRICS}
-_PARTS["minimized"] = ("loss", "loss")
-_ORDER = ("loss", "gradient", "metric", "value")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,6 +59,7 @@ class Pass:
       reads_local: Do towers see what their tower-local variables are together?
       finite: Is it told whether all that is added, but for metrics, is finite?
       check: What is looked at besides; None is nothing.
+      keeps: May its cross-tower op sum the gradient in a way of its own, with a state?
       weights: ``"summed"``: the pass is made for the denominators of the means that
         its towers differentiate, and comes to these alone; ``"given"``: ``merged``
         ends with them.
@@ -76,6 +79,7 @@ class Pass:
     reads_local: bool = False
     finite: bool = False
     check: Check | None = None
+    keeps: bool = False
     weights: Literal["summed", "given"] | None = None
     of_state: bool = False
     advice: str | None = None
@@ -93,6 +97,8 @@ class Pass:
             "own": Layout.PER_TOWER,
             "finite": Layout.MIRRORED,
             "found": Layout.MIRRORED,
+            "kept": Layout.PER_TOWER,
+            "told": Layout.MIRRORED,
         }
         return Stage(
             self.on_device,
@@ -106,7 +112,6 @@ class Pass:
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
         """The pass as each device runs it."""
-        ops = self.strategy.cross_tower_ops
 
         def run(
             state: TrainState,
@@ -114,7 +119,7 @@ class Pass:
             num_valid: jax.Array,
             shared: list[PyTree],
             merged: PyTree,
-        ) -> tuple[PyTree, PyTree, jax.Array | None, Findings | None]:
+        ) -> tuple[PyTree, PyTree, jax.Array | None, Findings | None, PyTree, PyTree]:
             copies, common = None, None
             if self.check is not None:
                 layout = state_layout(self.strategy)
@@ -127,7 +132,7 @@ class Pass:
                     num_valid = after(copies.prints, num_valid)
             towers = self._towers(axes, state, batch, num_valid, shared, merged)
             sums, (tree, folded, joined, own, flagged) = towers
-            sums = sum_over_towers(ops, sums, axes)
+            sums, kept, told = self._summed(sums, tree, state, axes)
             added, shown, due = sums.tree()
             folded = [folded_over_towers(x, axes) for x in folded]
             joined = [_of_all_towers(x, axes) for x in joined]
@@ -143,9 +148,24 @@ class Pass:
                 if common is not None:
                     flagged = side_by_side(common, flagged)
                 found = findings(copies, flagged, due > 0, axes)
-            return tree, [_end_to_end(x) for x in own], finite, found
+            own = [_end_to_end(x) for x in own]
+            return tree, own, finite, found, kept, told
 
         return run
+
+    def _summed(
+        self, sums: PyTree, tree: PyTree, state: TrainState, axes: TowerAxes
+    ) -> tuple[Sums, PyTree, dict[str, jax.Array]]:
+        """The sums over all towers; what the op keeps of them, and tells."""
+        ops = self.strategy.cross_tower_ops
+        if not (self.keeps and isinstance(ops, KeepsState)):
+            return sum_over_towers(ops, sums, axes), None, {}
+        is_gradient = jax.tree.map(lambda _: False, sums)
+        is_gradient = (are_gradients(tree, sums[0]), *is_gradient[1:])
+        own = local_values(state.own)
+        with jax.named_scope(SUMMED_BY_STEP):
+            sums, own, told = ops.sum_with_state(sums, is_gradient, own, axes)
+        return sums, with_local_values(state.own, own), told
 
     def counted(self, axes: TowerAxes) -> Callable[..., Any]:
         """A device's values in which padded rows would count, before the merge."""
@@ -196,14 +216,16 @@ class Pass:
                 # Is any device's check due? Sent along; a collective more is dear.
                 due = self.check.is_due(state.step).astype(jnp.float32)
                 if self.check.nonfinite:
-                    flagged = _flagged(tree, pools, due > 0)
+                    flagged = flags(parts_of_tower(tree, pools), due=due > 0)
             sums = (pools["added"], pools["shown"], due)
             kept = (pools["folded"], pools["joined"], pools["own"])
             return sums, (tree, *kept, flagged)
 
         rows = rows_of_towers(batch, axes.num_local)
         local = local_values(state.local)
-        own = (rows, num_valid, local, state.own)
+        # What an op keeps is not the towers' matter.
+        mine = None if self.keeps else state.own
+        own = (rows, num_valid, local, mine)
         # Of a device's own size are the rows of its towers alone.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first, own=None)
@@ -285,24 +307,6 @@ def _refuse_inside(trace: Any) -> None:
             " cond or vmap, where its weights cannot be seen from outside. Call it"
             " outside of them."
         )
-
-
-def _flagged(tree: PyTree, pools: PyTree, due: jax.Array) -> Flags:
-    """What is not finite of one tower, when the check is due."""
-    tree = filled(tree, {"added": pools["added"], "shown": pools["shown"]})
-    parts = []
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
-        if not is_typed(x):
-            continue
-        first = key_of(path[0]) if path else "result"
-        part, root = _PARTS.get(first, ("value", first))
-        is_one = part != "gradient" and jax.tree_util.all_leaves([getattr(x, "sum", x)])
-        of_tree = isinstance(x, Weighted) and not is_one
-        x = x.value if isinstance(x, Sum) else x.sum if of_tree else x
-        rest = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-        parts.append((part, "/".join(filter(None, [root, rest])), x))
-    parts.sort(key=lambda found: _ORDER.index(found[0]))
-    return flags(parts, due=due)
 
 
 def _in_turn(

@@ -10,12 +10,19 @@ import numpy as np
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check, is_additive, is_metric, wide
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.nonfinite import Part
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
 
 METRICS = ("metrics", "eval_metrics")
 """Of what towers return, the parts that no guard looks at."""
+
+_GRADIENT = ("gradient", "params")
+_PARTS = {"loss": ("loss", "loss"), "grads": _GRADIENT, "minimized": ("loss", "loss")}
+_PARTS |= {name: ("metric", name) for name in METRICS}
+_ORDER = ("loss", "gradient", "metric", "value")
 
 
 @jax.tree_util.register_pytree_node_class
@@ -77,7 +84,43 @@ def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
     def one(x: Any) -> Any:
         return next(left[x.kind]) if isinstance(x, Hole) and x.kind in left else x
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, Hole))
+    return jax.tree.map(one, tree, is_leaf=is_hole)
+
+
+def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[Part]:
+    """What one tower adds up, by what it is: loss first, then gradients, metrics."""
+    tree = filled(tree, {"added": pools["added"], "shown": pools["shown"]})
+    parts = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
+        if not is_typed(x):
+            continue
+        first = key_of(path[0]) if path else "result"
+        part, root = _PARTS.get(first, ("value", first))
+        is_one = part != "gradient" and jax.tree_util.all_leaves([getattr(x, "sum", x)])
+        of_tree = isinstance(x, Weighted) and not is_one
+        x = x.value if isinstance(x, Sum) else x.sum if of_tree else x
+        rest = jax.tree_util.keystr(path[1:], simple=True, separator="/")
+        parts.append((part, "/".join(filter(None, [root, rest])), x))
+    return sorted(parts, key=lambda found: _ORDER.index(found[0]))
+
+
+def are_gradients(tree: PyTree, added: list[Any]) -> list[PyTree]:
+    """Of each leaf that is added: is it of what a tower returned as ``"grads"``?"""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
+    paths = [path for path, x in leaves if is_hole(x) and x.kind == "added"]
+
+    def flags(path: tuple[Any, ...], x: Any) -> PyTree:
+        is_gradient = bool(path) and _PARTS.get(key_of(path[0])) == _GRADIENT
+        out = jax.tree.map(lambda _: is_gradient, x)
+        # A denominator is exact.
+        return Weighted(out.sum, False) if isinstance(x, Weighted) else out
+
+    return [flags(path, x) for path, x in zip(paths, added, strict=True)]
+
+
+def is_hole(x: Any) -> bool:
+    """Was a typed leaf taken out here?"""
+    return isinstance(x, Hole)
 
 
 def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:

@@ -15,7 +15,8 @@ from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.trainable import trainable_flags
 from towerjax.towers.tower_local import checked_local, stacked_local
-from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.html_form import leaf_table
 from towerjax.types.leaves import native, refuse_unheld
 
@@ -37,7 +38,8 @@ class TrainState:
         codebooks, a target network; any pytree of arrays, or None.
       own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, where
         the step has a ``sync=`` by which towers go alone; ``params`` are then the
-        outer ones. Else None.
+        outer ones. Or what a cross-tower op keeps, `towerjax.collectives.Compressed`.
+        Else None.
 
     Example:
       >>> import towerjax as tj
@@ -194,6 +196,14 @@ def init_state(
         extra=jax.tree.map(native, extra),
     )
     return place(state, placement, state_layout(strategy))
+
+
+def kept_for_sums(strategy: Any, gradient: PyTree) -> TowerLocal:
+    """``state.own`` before the first step, where a cross-tower op keeps a state."""
+    own = strategy.cross_tower_ops.init_state(gradient)
+    shape = (strategy.num_towers,)
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), own)
+    return TowerLocal(rows, Reduction.SUM, name="own")
 
 
 def _check_processes(placement: Placement, tree: PyTree) -> None:

@@ -1,6 +1,7 @@
 """How is a step built? Of functions of one tower and of an update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder, fit_shapes, without_shared
 from towerjax.mesh.placement import place
 from towerjax.step.checking import Check
@@ -30,8 +32,10 @@ from towerjax.step.state import (
     abstract_state,
     carry_layout,
     init_state,
+    kept_for_sums,
     split_state,
 )
+from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
 from towerjax.types.options import check_function
@@ -125,7 +129,7 @@ class Step(CompiledStep):
           ValueError: A leaf is of a dtype that devices do not hold, ``local`` says no
             reduction, or a device is not on this machine.
         """
-        return init_state(
+        state = init_state(
             params,
             opt_state,
             self.strategy,
@@ -134,6 +138,20 @@ class Step(CompiledStep):
             extra=extra,
             counts=self.counts_examples,
         )
+        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
+            return state
+        sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
+        own = jax.jit(self._kept(state.params), out_shardings=sharding)()
+        return dataclasses.replace(state, own=own)
+
+    def _kept(self, params: PyTree) -> Callable[[], PyTree]:
+        """Makes what the cross-tower op keeps before the first step."""
+        gradient = shapes_of(self._trained(params))
+        return functools.partial(kept_for_sums, self.strategy, gradient)
+
+    def _trained(self, params: PyTree) -> PyTree:
+        """Of parameters those of which there are gradients."""
+        return params
 
     def check(
         self,
@@ -199,9 +217,13 @@ class Step(CompiledStep):
           ValueError: As `init`.
         """
         num_towers, counts = self.strategy.placement.num_towers, self.counts_examples
-        return abstract_state(
+        state = abstract_state(
             params, opt_state, num_towers, local, extra, counts=counts
         )
+        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
+            return state
+        own = jax.eval_shape(self._kept(state.params))
+        return dataclasses.replace(state, own=own)
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
         """The compiled program for such a batch; for absent devices from shapes."""
@@ -284,6 +306,7 @@ def engine_of(
             micro_batches=options.micro_batches,
             finite=options.guard == "gradients",
             check=options.check if number == last else None,
+            keeps=number == last and isinstance(strategy.cross_tower_ops, KeepsState),
         )
         for number, tower_fn in enumerate(tower_fns)
     )

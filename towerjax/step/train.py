@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
 from towerjax.metrics.example_cells import ExampleIds, as_addends, count_rows, from_sums
@@ -237,6 +238,8 @@ class TrainStep(Step):
         if not jax.tree.leaves(opt_state):
             opt_state = fresh
         state = super().shapes(params, opt_state=opt_state, local=local, extra=extra)
+        if own is None:
+            return state
         towers = self.strategy.num_towers
         own = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((towers, *x.shape), x.dtype), own
@@ -368,12 +371,14 @@ def _check_statistics(statistics: Any, parts: int) -> None:
 
 def _refuse_apart(training: Training, strategy: Strategy, options: StepOptions) -> None:
     """Raise where an option would make towers meet that go alone."""
+    ops = strategy.cross_tower_ops
     asked = {
         "example_ids=...": training.example_ids is not None,
         "statistics=...": training.statistics is not None,
         "check=...": options.check is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
         f"state={strategy.state!r}": strategy.state != "mirrored",
+        f"cross_tower_ops={ops!r}": isinstance(ops, KeepsState),
     }
     bad = [name for name, is_asked in asked.items() if is_asked]
     if bad:

@@ -43,7 +43,8 @@ class Mirrored(CrossTowerMethods):
         ``"scan"`` one after another, which needs the memory of one.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
       cross_tower_ops: How a reduction travels: `AllReduce`, `PinnedTree`, `Packed`,
-        `ReduceToOneDevice` or `Hierarchical`; see `choose_cross_tower_ops`.
+        `ReduceToOneDevice`, `Hierarchical` or `Compressed`; see
+        `choose_cross_tower_ops`.
       prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
         places each when it is asked for.
       axis_name: A name of the axis of all towers for code that has one written in it,
@@ -285,8 +286,8 @@ def _check_choices(strategy: Mirrored) -> None:
         raise ValueError(
             f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce(),"
             " tj.PinnedTree(), tj.collectives.Packed(...),"
-            " tj.collectives.ReduceToOneDevice(...) or"
-            " tj.collectives.Hierarchical(...)."
+            " tj.collectives.ReduceToOneDevice(...),"
+            " tj.collectives.Hierarchical(...) or tj.collectives.Compressed(...)."
         )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.collectives import Compressed
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
@@ -193,6 +194,12 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         raise ValueError(
             f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step or"
             " tj.estimator.replicate_model_fn returned."
+        )
+    if isinstance(ops := step.strategy.cross_tower_ops, Compressed):
+        raise ValueError(
+            f"one_tower of a step with cross_tower_ops={ops!r}, whose towers are one"
+            " tower only as far as its certificate says. Build the step with"
+            " tj.AllReduce() to compare."
         )
     return _OneTowerStep(step)
 

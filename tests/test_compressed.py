@@ -1,0 +1,304 @@
+"""Sums in few bits: what NumPy makes of the same codes, what is sent, what is lost."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import mirrored
+
+import towerjax as tj
+
+BLOCK = 8
+SHAPES = {"small": (3,), "w": (5, 13), "v": (30,)}
+W = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def compressed(bits=8, **options):
+    options = {"block": BLOCK, "above_bytes": 40} | options
+    return tj.collectives.Compressed(bits=bits, **options)
+
+
+def loss_fn(params, batch, tower):
+    """The gradient of a tower is the sum of its rows."""
+    rows = jax.tree.map(lambda x: x.sum(axis=0), batch)
+    products = jax.tree.map(lambda w, x: (w * x).sum(), params, rows)
+    loss = tj.Weighted(sum(jax.tree.leaves(products)), 1.0)
+    return tj.TowerOutput(loss, {"rows": tj.Weighted(rows["w"], 1.0)})
+
+
+def data(size, seed=0, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {
+        name: (rng.normal(size=(size, *shape)) * rng.uniform(0.1, 9, shape)).astype("f")
+        for name, shape in shapes.items()
+    }
+
+
+def step_of(T, D, local="vmap", ops=None, loss_fn=loss_fn, **options):
+    ops = compressed() if ops is None else ops
+    strategy = mirrored(T, D, local, cross_tower_ops=ops)
+    return tj.build_train_step(loss_fn, optax.sgd(1.0), strategy, **options)
+
+
+# The codes, in NumPy float64.
+
+
+def coded(x, bits):
+    """``[..., n]``: what it is once it was sent."""
+    most = 2 ** (bits - 1) - 1
+    blocks = x.reshape(-1, BLOCK)
+    scales = (np.abs(blocks).max(axis=1) / most).astype(np.float32).astype(float)
+    units = np.where(scales == 0, 1, scales)[:, None]
+    return (np.rint(blocks / units) * units).reshape(x.shape)
+
+
+def filled_up(x):
+    return np.pad(x.reshape(-1), (0, -x.size % BLOCK))
+
+
+class Oracle:
+    """Devices that code, add and keep what they lose."""
+
+    def __init__(self, devices, bits, feedback=True):
+        self.devices, self.bits, self.feedback = devices, bits, feedback
+        self.sizes = [filled_up(W[name]).size for name in ("v", "w")]
+        total = sum(self.sizes)
+        self.rest = -total % (BLOCK * devices)
+        self.lost = np.zeros((devices, total + self.rest))
+
+    def leaves(self, x):
+        """By name, of ``[..., n]``."""
+        v, w = (x[..., : self.sizes[0]], x[..., self.sizes[0] : sum(self.sizes)])
+        return {"v": v, "w": w}
+
+    def sum(self, batch):
+        """The sum of all rows, and the certificate."""
+        rows = {k: batch[k].astype(float) for k in ("v", "w")}
+        parts = {k: np.split(x, self.devices) for k, x in rows.items()}
+        x = np.stack(
+            [
+                np.concatenate([filled_up(parts[k][d].sum(0)) for k in ("v", "w")])
+                for d in range(self.devices)
+            ]
+        )
+        x = np.pad(x, ((0, 0), (0, self.rest))) + self.lost
+        sent = coded(x, self.bits)
+        share = sent.sum(axis=0)
+        total = coded(share, self.bits)
+        lost, lost_shares = x - sent, share - total
+        self.exact = x.sum(axis=0)
+        parts = [self.leaves(x) for x in (lost, lost_shares, total)]
+        error = max(
+            (np.linalg.norm(own[k], axis=1).sum() + np.linalg.norm(shares[k]))
+            / np.linalg.norm(whole[k])
+            for own, shares, whole in [parts]
+            for k in ("v", "w")
+        )
+        if self.feedback:
+            at = np.split(np.arange(x.shape[1]), self.devices)
+            for device, part in enumerate(at):
+                lost[device, part] += lost_shares[part]
+            self.lost = lost
+        return self.leaves(total), error, self.leaves(self.exact)
+
+
+def of_leaf(flat, name):
+    return flat[: W[name].size].reshape(W[name].shape)
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "local", "bits", "A", "feedback"),
+    [
+        (4, 4, "vmap", 8, 1, True),
+        (4, 2, "scan", 4, 2, True),
+        (6, 3, "vmap", 4, 1, True),
+        (4, 4, "vmap", 4, 1, False),
+    ],
+)
+def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedback):
+    ops = compressed(bits, error_feedback=feedback)
+    step, oracle = step_of(T, D, local, ops, micro_batches=A), Oracle(D, bits, feedback)
+    state, expected = step.init(W), {name: 0.0 for name in W}
+    for seed in range(3):
+        batch = data(2 * T, seed)
+        state, metrics = step(state, batch)
+        total, error, exact = oracle.sum(batch)
+        expected["small"] -= batch["small"].astype(float).sum(0) / (T * A)
+        for name in ("v", "w"):
+            expected[name] -= of_leaf(total[name], name) / (T * A)
+            sums = exact[name], total[name]
+            gap = np.linalg.norm(np.subtract(*sums)) / np.linalg.norm(sums[1])
+            assert gap <= error
+        np.testing.assert_allclose(metrics["compression/error"], error, rtol=1e-5)
+        rows = batch["w"].astype(float).sum(0) / (T * A)  # a metric, above the size
+        assert abs(metrics["rows"] - rows).max() <= 1e-6 * abs(rows).max()
+    for name, x in expected.items():
+        np.testing.assert_allclose(state.params[name], x, atol=2e-5 * abs(x).max())
+    if feedback:
+        kept = state.own.value
+        lost = oracle.leaves(oracle.lost.sum(axis=0))
+        assert kept["small"] is None and kept["w"].shape == (T, 5, 13)
+        for name in ("v", "w"):
+            found = np.asarray(kept[name], float).sum(axis=0)
+            np.testing.assert_allclose(found, of_leaf(lost[name], name), atol=1e-4)
+    else:
+        assert not jax.tree.leaves(state.own)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_sent_is_what_the_formula_says(bits):
+    step = step_of(4, 4, ops=compressed(bits))
+    text = step.program(step.init(W), data(4)).call.as_text()
+    kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+    found = {
+        name: re.findall(r"(\w+)\[([\d,]*)\]", shapes)
+        for shapes, name in re.findall(rf"= (\S.*?) ({kinds})(?:-start)?\(", text)
+    }
+    share = Oracle(4, bits).lost.shape[1] // 4
+    size = share * bits // 8 + share // BLOCK * 4
+    assert found.keys() == {"all-to-all", "all-gather", "all-reduce"}
+    assert found["all-to-all"] == [("u8", f"1,{size}")] * 4
+    assert found["all-gather"][-1] == ("u8", f"4,{size + 2 * 2 * 4}")
+    # Exact: the small leaf, the loss, the metric, and what each is divided by.
+    numbers = sum(int(n or 1) for _, n in found["all-reduce"])
+    assert {kind for kind, _ in found["all-reduce"]} == {"f32"}
+    assert numbers == (3 + 1) + (1 + 1) + (65 + 1)
+
+
+def opposed(params, batch, tower):
+    """Large gradients that cancel, and small ones that do not."""
+    sign = 1 - 2 * (tower.id % 2)
+    loss = 0.5 * ((params - 1) ** 2).sum() + 100 * sign * params[0]
+    return tj.Weighted(loss * batch.sum() / len(batch), 1.0)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_error_feedback_learns_what_rounding_alone_hides(feedback):
+    ops = compressed(4, error_feedback=feedback)
+    strategy = mirrored(4, 4, cross_tower_ops=ops)
+    step = tj.build_train_step(opposed, optax.sgd(0.05), strategy)
+    batches = [np.ones(4, np.float32)] * 600
+    state = step.init(np.zeros(32, np.float32))
+    state, _ = tj.run(step, state, batches, steps_per_call=100, progress=False)
+    gap = abs(np.asarray(state.params[1:8]) - 1).max()
+    assert gap < 0.5 if feedback else gap == 1
+
+
+def test_one_device_loses_nothing_and_pays_what_others_lost():
+    batch, step = data(4), step_of(4, 4, ops=compressed(4))
+    state, _ = step(step.init(W), batch)
+    alone = step_of(4, 1, ops=compressed(4))
+    state, metrics = alone(alone.place(state), batch)
+    assert metrics["compression/error"] == 0
+    assert not any(x.any() for x in jax.tree.leaves(jax.device_get(state.own)))
+    for name in W:
+        exact = -2 * batch[name].astype(float).sum(0) / 4
+        np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
+
+
+def test_a_step_that_is_refused_loses_nothing():
+    step = step_of(2, 2, on_nonfinite="skip")
+    state, _ = step(step.init(W), data(2))
+    before = jax.device_get(state)
+    batch = data(2)
+    batch["w"][1, 0, 0] = np.nan
+    state, _ = step(state, batch)
+    after = jax.device_get(state)
+    for name in ("params", "own"):
+        pair = (jax.tree.leaves(getattr(x, name)) for x in (before, after))
+        for x, y in zip(*pair, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+def test_what_is_lost_is_in_checkpoints_and_goes_on_with_other_towers(tmp_path):
+    batches = [data(8, seed) for seed in range(3)]
+    checkpointer, step = tj.Checkpointer(tmp_path), step_of(4, 4, ops=compressed(4))
+
+    def ran(number):
+        state = step.init(W)
+        saved = {"checkpointer": checkpointer, "steps": number, "progress": False}
+        return jax.device_get(tj.run(step, state, batches, **saved)[0])
+
+    two = ran(2)
+    moved = step_of(2, 2, ops=compressed(4))
+    moved = checkpointer.restore(moved, moved.init(W))
+    again, whole = ran(3), step.init(W)
+    for batch in batches:
+        whole, _ = step(whole, batch)
+    for name in ("params", "own"):
+        pair = (jax.tree.leaves(getattr(x, name)) for x in (whole, again))
+        for x, y in zip(*pair, strict=True):
+            np.testing.assert_array_equal(x, y)
+    pair = (jax.tree.leaves(x.own) for x in (two, moved))
+    for x, y in zip(*pair, strict=True):
+        assert x.any() and y.shape[0] == 2
+        np.testing.assert_allclose(y.sum(axis=0), x.sum(axis=0), atol=1e-5)
+
+
+def tower_fn(state, batch, tower):
+    loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+    return {"loss": loss.loss, "gradient": grads}
+
+
+def update_fn(state, merged):
+    return dataclasses.replace(state), {"loss": merged["loss"]}
+
+
+def of_others(state, batch, tower):
+    grads = tower_fn(state, batch, tower)["gradient"]
+    return {"loss": tj.Weighted(1.0, 1.0), "grads": tj.Weighted(grads.sum["v"], 1.0)}
+
+
+def built(tower_fn):
+    strategy = mirrored(2, 2, cross_tower_ops=compressed())
+    return tj.build_step(tower_fn, update_fn, strategy)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: compressed(3), "Compressed.bits=3 must be one of 8, 4"),
+        (lambda: compressed(block=7), "Compressed.block=7 must be a multiple of 2"),
+        (
+            lambda: step_of(2, 2, ops=tj.collectives.Compressed()).check(W, data(2)),
+            "above 131072 bytes, and params has none",
+        ),
+        (lambda: built(tower_fn).check(W, data(2)), "found no gradient"),
+        (lambda: built(of_others).check(W, data(2)), "Make the state with step.init"),
+        (
+            lambda: tj.estimator.replicate_model_fn(
+                lambda *args: None,
+                devices=mirrored(2, 2, cross_tower_ops=compressed()),
+            ),
+            "for which a model function has no place",
+        ),
+        (
+            lambda: step_of(2, 2, sync=tj.sync.LocalSGD(every=2)),
+            "above_bytes=40) needs all towers at every step",
+        ),
+        (
+            lambda: tj.testing.one_tower(step_of(2, 2)),
+            "one tower only as far as its certificate says",
+        ),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused_by_name(call, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        call()
+
+
+def test_evaluations_are_exact():
+    strategy = mirrored(4, 4, cross_tower_ops=compressed(4))
+    step = tj.build_eval_step(
+        lambda params, batch, tower: {"x": tj.Weighted(batch["w"].sum(0), 1.0)},
+        strategy,
+    )
+    batch, train = data(4), step_of(4, 4)
+    metrics = tj.evaluate(step, train.init(W), [batch])
+    np.testing.assert_allclose(metrics["x"], batch["w"].sum(0) / 4, rtol=1e-5)
+    assert jnp.shape(metrics["x"]) == (5, 13)
