@@ -10,7 +10,13 @@ import numpy as np
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.types import PyTree, Shared, named_leaves
-from towerjax.types.leaves import changes, held_dtype, problem_of, refuse_unheld
+from towerjax.types.leaves import (
+    changes,
+    held_dtype,
+    map_parts,
+    problem_of,
+    refuse_unheld,
+)
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
@@ -64,23 +70,17 @@ def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
     """The rows of a batch, and what its `Shared` leaves held."""
     held: list[PyTree] = []
 
-    def one(x: Any) -> Any:
-        if not isinstance(x, Shared):
-            return x
+    def put_aside(x: Shared) -> Shared:
         held.append(x.value)
         return Shared(None)
 
-    return jax.tree.map(one, batch, is_leaf=lambda x: isinstance(x, Shared)), held
+    return map_parts(Shared, put_aside, batch), held
 
 
 def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
     """The inverse of `without_shared`, but that the trees stand there bare."""
     left = iter(held)
-    return jax.tree.map(
-        lambda x: next(left) if isinstance(x, Shared) else x,
-        rows,
-        is_leaf=lambda x: isinstance(x, Shared),
-    )
+    return map_parts(Shared, lambda x: next(left), rows)
 
 
 def count_examples(batch: PyTree) -> int:

@@ -30,9 +30,10 @@ from towerjax.step.state import TrainState
 from towerjax.towers.one_axis import on_these_devices
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import TowerInputs
-from towerjax.towers.tower_local import is_local, local_values, read_local
+from towerjax.towers.tower_local import local_values, read_local
+from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data, like_key
+from towerjax.types.leaves import key_data, like_key, map_parts
 from towerjax.types.version import __version__
 
 _FORMAT = 1
@@ -284,13 +285,13 @@ def _as_one_tower(variables: PyTree) -> PyTree:
     JAX arrays: NumPy's own take no traced index, as in ``table[ids]``.
     """
 
-    def one(x: Any) -> Any:
-        return dataclasses.replace(x, value=read_local(x)) if is_local(x) else x
+    def one(x: TowerLocal) -> TowerLocal:
+        return dataclasses.replace(x, value=read_local(x))
 
     def on_host(x: Any) -> Any:
         return like_key(jnp.asarray(jax.device_get(key_data(x))), x)
 
-    return jax.tree.map(on_host, jax.tree.map(one, variables, is_leaf=is_local))
+    return jax.tree.map(on_host, map_parts(TowerLocal, one, variables))
 
 
 def _symbolic(features: PyTree) -> PyTree:

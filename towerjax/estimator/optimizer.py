@@ -23,7 +23,7 @@ from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
 from towerjax.towers.outputs import as_tower_output, widened
 from towerjax.types import PyTree, Reduction
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, map_parts
 
 
 @jax.tree_util.register_dataclass
@@ -44,15 +44,9 @@ class TowerOptimizerState:
 
 def in_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
     """The tree in which each `TowerOptimizerState` says which towers it runs in."""
-
-    def bound(x: Any) -> Any:
-        return dataclasses.replace(x, towers=towers) if _is_state(x) else x
-
-    return jax.tree.map(bound, tree, is_leaf=_is_state)
-
-
-def _is_state(x: Any) -> bool:
-    return isinstance(x, TowerOptimizerState)
+    return map_parts(
+        TowerOptimizerState, lambda x: dataclasses.replace(x, towers=towers), tree
+    )
 
 
 def _transformation(optimizer: Any) -> optax.GradientTransformation:
@@ -291,7 +285,7 @@ def _sum_of(loss: Any) -> jax.Array:
 
 def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
     """Raise for a state that ``init`` cannot have made."""
-    if not _is_state(state):
+    if not isinstance(state, TowerOptimizerState):
         raise ValueError(
             f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
             " with its own init(params)."

@@ -15,20 +15,20 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import is_key, refuse_unheld
+from towerjax.types.leaves import is_key, map_parts, refuse_unheld
 
 
 def as_state(variables: PyTree, clock: dict[str, Any]) -> TrainState:
     """The variables as a state; of other trees with this clock."""
     if isinstance(variables, TrainState):
         return variables
-    nodes = jax.tree.leaves(variables, is_leaf=is_local)
-    bare = jax.tree.map(
-        lambda x: dataclasses.replace(x, value=None) if is_local(x) else x,
-        variables,
-        is_leaf=is_local,
-    )
-    local = [x for x in nodes if is_local(x)]
+    local: list[TowerLocal] = []
+
+    def put_aside(x: TowerLocal) -> TowerLocal:
+        local.append(x)
+        return dataclasses.replace(x, value=None)
+
+    bare = map_parts(TowerLocal, put_aside, variables)
     return TrainState(params=bare, opt_state=(), local=local, **clock)
 
 
@@ -37,9 +37,7 @@ def as_variables(state: TrainState, *, of_state: bool) -> PyTree:
     if of_state:
         return state
     local = iter(state.local)
-    return jax.tree.map(
-        lambda x: next(local) if is_local(x) else x, state.params, is_leaf=is_local
-    )
+    return map_parts(TowerLocal, lambda x: next(local), state.params)
 
 
 class VariablePlacement(enum.Enum):
@@ -92,10 +90,8 @@ def init_variables(variables: PyTree, strategy: Strategy) -> PyTree:
     """A copy of the variables on all towers."""
     refuse_unheld("variables", variables)
     placement = strategy.placement
-    stacked = jax.tree.map(
-        lambda x: stacked_local(x, placement.num_towers) if is_local(x) else x,
-        variables,
-        is_leaf=is_local,
+    stacked = map_parts(
+        TowerLocal, lambda x: stacked_local(x, placement.num_towers), variables
     )
     return place(stacked, placement, layouts_in(stacked, strategy))
 

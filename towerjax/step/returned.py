@@ -15,6 +15,7 @@ from towerjax.step.nonfinite import Part
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
+from towerjax.types.leaves import map_parts
 
 METRICS = ("metrics", "eval_metrics")
 """Of what towers return, the parts that no guard looks at."""
@@ -131,11 +132,7 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
         # By way of the host: a slice on the devices compiles for every new size.
         return jnp.asarray(np.asarray(x)[kept]) if batch.padded else x
 
-    return jax.tree.map(
-        lambda x: jax.tree.map(cut, x.value) if isinstance(x, Rows) else x,
-        tree,
-        is_leaf=is_typed,
-    )
+    return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 
 
 def key_of(entry: Any) -> str:

@@ -11,7 +11,7 @@ from jax import lax
 
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import TowerAxes
-from towerjax.towers.variables import MirroredVar, TowerLocal
+from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
 
 
@@ -134,10 +134,5 @@ def merge_over_towers(
         what = "A PerTower that merge_fn returned"
         return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
 
-    is_variable = _is_a(MirroredVar | TowerLocal)
     merged = merge_fn(strategy, *jax.tree.map(gather, values, is_leaf=is_variable))
-    return jax.tree.map(own_row, merged, is_leaf=_is_a(PerTower | TowerLocal))
-
-
-def _is_a(types: Any) -> Callable[[Any], bool]:
-    return lambda x: isinstance(x, types)
+    return jax.tree.map(own_row, merged, is_leaf=is_per_tower)

@@ -18,8 +18,6 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
-from towerjax.types import short_repr
-from towerjax.types.html_form import table
 from towerjax.types.options import check_choice, check_whole
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -84,13 +82,6 @@ class Mirrored(CrossTowerMethods):
         if devices is not None:
             _check_divides(self.towers, len(devices))
             _check_ops(self.cross_tower_ops, devices)
-
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
-
-    def _repr_html_(self) -> str:
-        return _as_html(self)
 
     @functools.cached_property
     def placement(self) -> Placement:
@@ -185,13 +176,6 @@ class OneDevice(CrossTowerMethods):
         if self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
-
-    def _repr_html_(self) -> str:
-        return _as_html(self)
-
     @property
     def state(self) -> Literal["mirrored"]:
         """One device holds all of it."""
@@ -233,26 +217,6 @@ def check_roles(builder: str, **given: Any) -> None:
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
         f" Write {builder}({', '.join(given)}), with a strategy such as tj.Mirrored()."
     )
-
-
-def _as_html(strategy: Strategy) -> str:
-    """Which device has which towers."""
-    try:
-        placement = strategy.placement
-    except ValueError as error:  # what cannot be placed here can still be shown
-        return table(repr(strategy), (), [(str(error),)])
-    each = placement.axes.num_local
-    rows = [
-        (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
-        for i, name in enumerate(placement.devices)
-    ]
-    together = "one after another" if placement.local == "scan" else "together"
-    last = (
-        f"{placement.num_towers} towers on {placement.num_devices} devices",
-        *([f"{each} on each, {together}"] if each > 1 else []),
-        repr(strategy.cross_tower_ops),
-    )
-    return table(repr(strategy), ("device", "towers"), rows, last=last)
 
 
 def _check_choices(strategy: Mirrored) -> None:

@@ -20,9 +20,16 @@ from towerjax.collectives.reduce import (
 )
 from towerjax.mesh.placement import TowerAxes, waited
 from towerjax.towers.one_axis import first_tower_of_device
-from towerjax.towers.variables import TowerLocal, is_variable, named
+from towerjax.towers.variables import TowerLocal, is_variable, named, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key, key_data, like_key, native, refuse_unheld
+from towerjax.types.leaves import (
+    is_key,
+    key_data,
+    like_key,
+    map_parts,
+    native,
+    refuse_unheld,
+)
 
 
 def is_local(x: Any) -> bool:
@@ -115,12 +122,7 @@ def read_variables(tree: PyTree) -> PyTree:
     nodes = jax.tree.leaves(tree, is_leaf=is_variable)
     values = iter(read_local([x for x in nodes if is_local(x)]))
 
-    def one(x: Any) -> Any:
-        if is_local(x):
-            return next(values)
-        return x.value if is_variable(x) else x
-
-    return jax.tree.map(one, tree, is_leaf=is_variable)
+    return plain(map_parts(TowerLocal, lambda x: next(values), tree))
 
 
 @jax.jit

@@ -11,7 +11,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
-from towerjax.types import PyTree, Reduction, named_leaves
+from towerjax.types import PerTower, PyTree, Reduction, named_leaves
+from towerjax.types.leaves import map_parts
 
 
 @jax.tree_util.register_dataclass
@@ -96,6 +97,16 @@ def is_variable(x: Any) -> bool:
     return isinstance(x, MirroredVar | TowerLocal)
 
 
+def is_per_tower(x: Any) -> bool:
+    """Does it hold one value a tower?"""
+    return isinstance(x, PerTower | TowerLocal)
+
+
+def any_per_tower(tree: PyTree) -> bool:
+    """Does any part of a tree hold one value a tower?"""
+    return any(map(is_per_tower, jax.tree.leaves(tree, is_leaf=is_per_tower)))
+
+
 def named(variable: Variable) -> str:
     """What errors call a variable."""
     kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
@@ -155,9 +166,7 @@ def _dtype(value: Any) -> Any:
 
 def plain(value: PyTree) -> PyTree:
     """The tree with each variable replaced by what it holds."""
-    return jax.tree.map(
-        lambda x: x.value if is_variable(x) else x, value, is_leaf=is_variable
-    )
+    return map_parts(Variable, lambda x: x.value, value)
 
 
 def assigned_in_tower(

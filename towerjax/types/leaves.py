@@ -1,6 +1,7 @@
 """Which arrays can devices hold? The others are refused by name, with what to write."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,6 +99,15 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {'; '.join(bad)}.")
+
+
+def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """The tree with ``fn`` of each part of a class, and all else as it is."""
+    return jax.tree.map(
+        lambda x: fn(x) if isinstance(x, kind) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, kind),
+    )
 
 
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:

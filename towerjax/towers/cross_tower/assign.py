@@ -10,15 +10,16 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
-from towerjax.towers.cross_tower.values import any_per_tower, is_per_tower
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
     Variable,
+    any_per_tower,
     check_variable,
     combined,
     fitted,
+    is_per_tower,
     named,
     plain,
 )

@@ -11,14 +11,40 @@ import numpy as np
 from towerjax.towers.cross_tower import call, values
 from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.job import JobMethods
-from towerjax.towers.cross_tower.values import any_per_tower, is_per_tower, send
+from towerjax.towers.cross_tower.values import send
 from towerjax.towers.cross_tower.whereabouts import WhereaboutsMethods
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.towers.variables import any_per_tower, is_per_tower
+from towerjax.types import PerTower, PyTree, Reduction, short_repr
+from towerjax.types.html_form import table
 from towerjax.types.leaves import has_tracers
 
 
 class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
     """What every strategy can do with towers' values; all of it pure."""
+
+    cross_tower_ops: Any
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return short_repr(self)
+
+    def _repr_html_(self) -> str:
+        try:
+            placement = self.placement
+        except ValueError as error:  # what cannot be placed here can still be shown
+            return table(repr(self), (), [(str(error),)])
+        each = placement.axes.num_local
+        rows = [
+            (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
+            for i, name in enumerate(placement.devices)
+        ]
+        together = "one after another" if placement.local == "scan" else "together"
+        last = (
+            f"{placement.num_towers} towers on {placement.num_devices} devices",
+            *([f"{each} on each, {together}"] if each > 1 else []),
+            repr(self.cross_tower_ops),
+        )
+        return table(repr(self), ("device", "towers"), rows, last=last)
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone: devices, once looked up, do not pickle."""

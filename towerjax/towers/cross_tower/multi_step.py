@@ -15,8 +15,8 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import row_weights, rows_of_towers, with_shared
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.call import is_inside_tower
-from towerjax.towers.cross_tower.values import is_per_tower
 from towerjax.towers.tower import Tower
+from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import changes
 from towerjax.types.options import check_whole

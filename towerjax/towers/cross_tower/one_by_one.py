@@ -22,10 +22,9 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.proof.mirrored import ReplicationError
 from towerjax.towers.cross_tower.regroup import is_same, regroup, select_tower
-from towerjax.towers.cross_tower.values import is_per_tower
 from towerjax.towers.merge import WithNames, are_apart, is_mergeable, stacked_rows
 from towerjax.towers.tower import TowerInputs
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, is_per_tower
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import has_tracers, is_traced, key_data, like_key
 

@@ -31,9 +31,9 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.destinations import destination_names
 from towerjax.towers.executors import over_devices
 from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import has_tracers, is_traced
+from towerjax.types.leaves import has_tracers, is_traced, map_parts
 
 
 def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) -> PyTree:
@@ -69,16 +69,6 @@ def _reduced(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
     per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
     out = over_devices(device_fn, placement, per_tower, mirrored)(rows)
     return jax.lax.with_sharding_constraint(out, placement.sharding(mirrored))
-
-
-def is_per_tower(x: Any) -> bool:
-    """Does it hold one value a tower?"""
-    return isinstance(x, PerTower | TowerLocal)
-
-
-def any_per_tower(tree: PyTree) -> bool:
-    """Does any part of a tree hold one value a tower?"""
-    return any(map(is_per_tower, jax.tree.leaves(tree, is_leaf=is_per_tower)))
 
 
 def as_per_tower(x: Any) -> PerTower:
@@ -157,13 +147,13 @@ def _whole_weighted(value: PyTree, num_towers: int) -> PyTree:
     The weight of towers that all have as many examples comes back as one value.
     """
 
-    def one(x: Any) -> Any:
-        fields = (x.sum, x.weight) if isinstance(x, Weighted) else ()
+    def one(x: Weighted) -> Weighted:
+        fields = (x.sum, x.weight)
         if not any(map(is_per_tower, fields)):
             return x
         return Weighted(*(_on_each_tower(field, num_towers) for field in fields))
 
-    return jax.tree.map(one, value, is_leaf=lambda x: isinstance(x, Weighted))
+    return map_parts(Weighted, one, value)
 
 
 def _on_each_tower(x: Any, num_towers: int) -> Any:

@@ -11,11 +11,11 @@ from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower import regroup
 from towerjax.towers.cross_tower.assign import check_mirrored, copies, copy_like
-from towerjax.towers.cross_tower.values import as_per_tower, is_per_tower, send
+from towerjax.towers.cross_tower.values import as_per_tower, send
 from towerjax.towers.merge import are_apart, stacked_rows
 from towerjax.towers.one_axis import arrays_of, with_arrays
 from towerjax.towers.tower_local import read_variables
-from towerjax.towers.variables import plain
+from towerjax.towers.variables import is_per_tower, plain
 from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import is_traced
 
