@@ -15,7 +15,7 @@ from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Buffer, Memory, memory_of
 from towerjax.step.report.tables import (
-    Shown,
+    Stored,
     Table,
     in_bytes,
     in_flops,
@@ -52,7 +52,7 @@ def timed(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport(Shown):
+class StepReport(Stored):
     """What a compiled step does, on each device, in one call.
 
     Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.

@@ -148,7 +148,7 @@ def _made_of_fields(kind: Any, value: Any) -> Any:
 
 
 class Shown:
-    """The base of a dataclass that says with ``tables`` how it is shown."""
+    """The base of what says with ``tables`` how it is shown."""
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown.
@@ -157,6 +157,19 @@ class Shown:
           NotImplementedError: The report does not say it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no tables().")
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return as_html(self.tables())
+
+    def __rich__(self) -> Any:
+        return as_rich(self.tables())
+
+
+class Stored(Shown):
+    """The base of a dataclass that is shown, and that JSON holds whole."""
 
     def to_json(self) -> str:
         """One JSON object with all fields; `from_json` makes the report of it again."""
@@ -178,12 +191,3 @@ class Shown:
         except json.JSONDecodeError as error:
             raise ValueError(f"This is no JSON: {error}.") from None
         return _made(cls, found)
-
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return as_html(self.tables())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.tables())

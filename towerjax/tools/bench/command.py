@@ -6,14 +6,14 @@ import shlex
 import sys
 from typing import Any
 
+from towerjax.step.report.tables import as_text
 from towerjax.tools.bench.compare import compare, differences
 from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.report import write_report
 from towerjax.tools.bench.results import read_results
 from towerjax.tools.bench.sweep import sweep
-from towerjax.tools.bench.table import tables
 from towerjax.tools.shell import NOT_SO, OK, add_command, show
-from towerjax.tools.sweep.pictures import check_matplotlib, rich_table
+from towerjax.tools.sweep.pictures import check_matplotlib
 
 _EXAMPLE = """\
 example:
@@ -77,32 +77,20 @@ def _bench(options: argparse.Namespace) -> int:
     )
     compared = compare(old, results) if options.compare else []
     notes, page = differences(old, results), None
-    if not options.json:
-        _print(tables(results, compared), notes)
     if options.report:
         command = shlex.join(["towerjax", *sys.argv[1:]])
         page = write_report(
             results, options.report, command=command, compared=compared, notes=notes
         )
-    if options.json or page:
-        fields = {
-            "results": [result.record for result in results],
-            "compared": [
-                {**dataclasses.asdict(x), "verdict": x.verdict.value} for x in compared
-            ],
-            "differences": notes,
-            "report": None if page is None else str(page),
-        }
-        show(options, f"Written: {page}", fields)
+    written = [f"Written: {page}"] if page else []
+    verdicts = [{**dataclasses.asdict(x), "verdict": x.verdict.value} for x in compared]
+    fields = {
+        "results": [result.record for result in results],
+        "compared": verdicts,
+        "differences": notes,
+        "report": str(page) if page else None,
+    }
+    text = "\n".join([as_text(results.tables(compared)), *notes, *written])
+    show(options, text, fields)
     failed = any(result.status == "failed" for result in results)
     return NOT_SO if failed or any(c.is_worse for c in compared) else OK
-
-
-def _print(found: Any, notes: list[str]) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for _, head, rows in found:
-        console.print(rich_table(head, rows))
-    for note in notes:
-        console.print(note, highlight=False)

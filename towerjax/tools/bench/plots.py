@@ -62,25 +62,16 @@ def _draw(
     label_of = _labels([trial for trial, _ in values])
     labels = list(dict.fromkeys(label_of(trial) for trial, _ in values))
     picture, panels = figure([f"T towers, {model}" for model in models], unit)
+    values = sorted(values, key=lambda value: value[0].towers)
     for panel, model in zip(panels, models, strict=True):
-        own = sorted(
-            [(t.towers, x, label_of(t)) for t, x in values if t.model == model],
-            key=lambda point: point[0],
-        )
-        for i, label in enumerate(labels):
-            points = [(towers, x) for towers, x, of in own if of == label]
-            if points:
-                at, found = zip(*points, strict=True)
-                band = [x.low for x in found], [x.high for x in found]
-                style = {
-                    "marker": "os^Dvx"[i // 10 % 6],
-                    "ms": 3,
-                    "color": f"C{i % 10}",
-                }
-                line_with_band(
-                    panel, at, [x.median for x in found], band, label, **style
-                )
-        panel.set_ylim(0, 1.5 * max(x.median for _, x, _ in own))
+        own = [(label_of(t), t.towers, x) for t, x in values if t.model == model]
+        for label in dict.fromkeys(of for of, _, _ in own):
+            at = [towers for of, towers, _ in own if of == label]
+            found = [x for of, _, x in own if of == label]
+            band = [x.low for x in found], [x.high for x in found]
+            style = {"color": f"C{labels.index(label) % 10}", "marker": "o", "ms": 3}
+            line_with_band(panel, at, [x.median for x in found], band, label, **style)
+        panel.set_ylim(0, 1.5 * max(x.median for *_, x in own))
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:g}")
         panel.legend(fontsize=6)

@@ -8,7 +8,7 @@ from towerjax.tools.bench.compare import Comparison
 from towerjax.tools.bench.plots import write_plots
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result
-from towerjax.tools.bench.table import tables
+from towerjax.tools.bench.table import Results
 
 _MEANING = """\
 * **step**: milliseconds of one optimizer step, awaited.
@@ -71,11 +71,11 @@ def markdown(
         parts.append(f"Made by\n\n```bash\n{command}\n```")
     after = {"Results": [_MEANING.strip(), *(f"![{t}]({name})" for name, t in plots)]}
     after["Compared"] = [f"* {note}" for note in notes]
-    for title, head, rows in tables(results, compared):
-        cells = [[cell.replace("|", "\\|")[:400] for cell in row] for row in rows]
-        lines = [head, ["---"] * len(head), *cells]
-        table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-        parts += [f"## {title}", table, *after.get(title, [])]
+    for table in Results(results).tables(compared):
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in table.rows]
+        lines = [table.head, ["---"] * len(table.head), *cells]
+        text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        parts += [f"## {table.title}", text, *after.get(table.title, [])]
     return "\n\n".join(parts) + "\n"
 
 

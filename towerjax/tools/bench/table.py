@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.bench.compare import Comparison
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import Interval
 from towerjax.tools.bench.results import Result
-from towerjax.types.html_form import table
 
 COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
 
@@ -68,38 +68,42 @@ def _one_step(trial: Trial) -> tuple[Any, ...]:
     return (trial.model, trial.devices, trial.batch, trial.dtype, *repeats)
 
 
-Table = tuple[str, Sequence[str], list[list[str]]]
-"""A title, the columns' names, and the cells."""
+class Results(list[Result], Shown):
+    """The results of a sweep: a list, and a table where it is shown."""
+
+    def tables(self, compared: Sequence[Comparison] = ()) -> tuple[Table, ...]:
+        """What is shown: results, those without figures, verdicts.
+
+        Args:
+          compared: What `compare` found.
+
+        Returns:
+          A table each, but for what is empty.
+        """
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for result in self:
+            if result.status != "ok":
+                why = " ".join(str(result.record.get("error", "")).split())
+                trials = reasons.setdefault((result.status, why[:400]), [])
+                trials.append(result.trial.describe())
+        without = [(*reason, "; ".join(trials)) for reason, trials in reasons.items()]
+        verdicts = [
+            (c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value)
+            for c in compared
+        ]
+        found = (
+            Table("Results", COLUMNS, tuple(rows_of(self))),
+            Table("Without figures", ("status", "why", "trials"), tuple(without)),
+            Table(
+                "Compared",
+                ("trial", "new over old step time", "verdict"),
+                tuple(verdicts),
+            ),
+        )
+        return found[:1] + tuple(table for table in found[1:] if table.rows)
 
 
-class Results(list[Result]):
-    """The results of a sweep: a list, and a table in a notebook."""
-
-    def _repr_html_(self) -> str:
-        return table(f"{len(self)} trials", COLUMNS, rows_of(self))
-
-
-def tables(
-    results: Sequence[Result], compared: Sequence[Comparison] = ()
-) -> list[Table]:
-    """What a report shows, and a terminal: results, those without figures, verdicts."""
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for result in results:
-        if result.status != "ok":
-            why = " ".join(str(result.record.get("error", "")).split())
-            reasons.setdefault((result.status, why), []).append(result.trial.describe())
-    rows = [[*reason, "; ".join(trials)] for reason, trials in reasons.items()]
-    found: list[Table] = [("Results", COLUMNS, rows_of(results))]
-    found += [("Without figures", ("status", "why", "trials"), rows)]
-    rows = [
-        [c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value]
-        for c in compared
-    ]
-    found += [("Compared", ("trial", "new over old step time", "verdict"), rows)]
-    return found[:1] + [table for table in found[1:] if table[2]]
-
-
-def rows_of(results: Sequence[Result]) -> list[list[str]]:
+def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """The cells of the table, a row for each trial, under `COLUMNS`."""
     rows = []
     for result in results:
@@ -116,7 +120,7 @@ def rows_of(results: Sequence[Result]) -> list[list[str]]:
                 _cell(result.interval("communication"), "{:.1%}"),
             ]
         if result.status != "not available":
-            rows.append([result.trial.describe(), *cells])
+            rows.append((result.trial.describe(), *cells))
     return rows
 
 

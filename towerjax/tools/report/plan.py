@@ -8,7 +8,7 @@ import jax
 
 from towerjax.mesh.absent import Absent
 from towerjax.step.report.step_report import StepReport
-from towerjax.step.report.tables import Shown, Table, in_bytes, in_flops, in_seconds
+from towerjax.step.report.tables import Stored, Table, in_bytes, in_flops, in_seconds
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_whole
@@ -45,7 +45,7 @@ class PlanRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Shown):
+class Plan(Stored):
     """What a step needs on devices that are not here; see ``tj.tools.plan``.
 
     Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.

@@ -1,18 +1,7 @@
-"""How do results look? As a table for the terminal, and as lines with bands."""
+"""How do results look? As lines with bands around them, in panels."""
 
 from collections.abc import Sequence
 from typing import Any
-
-
-def rich_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """A table for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*[Text(cell.strip("*")) for cell in row])
-    return table
 
 
 def check_matplotlib() -> None:

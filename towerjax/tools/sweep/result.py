@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.sweep.grid import Config
-from towerjax.tools.sweep.pictures import figure, line_with_band, rich_table
-from towerjax.types.html_form import table as html_table
+from towerjax.tools.sweep.pictures import figure, line_with_band
 from towerjax.types.options import check_choice
 
 
@@ -61,8 +61,10 @@ def _array(values: Any) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sweep:
-    """The members of a sweep, in the grid's order; a table in a notebook.
+class Sweep(Shown):
+    """The members of a sweep, in the grid's order.
+
+    Printed it is a table of text, in a notebook HTML, with ``rich.print`` a rich table.
 
     Attributes:
       members: Each a `Member`.
@@ -75,24 +77,18 @@ class Sweep:
         """What the members were built of."""
         return [member.config for member in self.members]
 
-    def table(self) -> Any:
-        """A table for ``rich.print``: a row a member, its configuration and metrics.
+    def tables(self) -> tuple[Table, ...]:
+        """What is shown: a row a member.
 
         Returns:
-          A ``rich.table.Table``.
+          One table.
         """
-        return rich_table(*self._cells())
-
-    def _repr_html_(self) -> str:
-        return html_table(f"{len(self.members)} members", *self._cells())
-
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        rows = self.rows()
         cells = [
-            [f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()]
-            for row in rows
+            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
+            for row in self.rows()
         ]
-        return list(rows[0]), cells
+        head = tuple(self.rows()[0])
+        return (Table(f"{len(self.members)} members", head, tuple(cells)),)
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping a member: its configuration, its last numbers, how it was trained.
