@@ -215,7 +215,7 @@ BAD = {
     "batch norm": (batch_norm, "batch_statistics", "loss", {}),
     "contrastive": (contrastive, "contrastive", "loss", {}),
     "clipped": (clips_in_tower, "clipping", "gradient['w']", {}),
-    "elements cut": (cuts_elements, "clipping", "gradient['b']", {}),
+    "elements cut": (cuts_elements, "clipping", "gradient['b']", {"towers": (1, 2)}),
     "dropout": (dropout, "rng", "gradient['w']", {}),
     "reads id": (reads_id, "tower_id", "loss", {}),
     "places": (differences_of_neighbours, "row_order", "loss", {}),
@@ -240,7 +240,7 @@ BAD = {
 def test_what_is_wrong_is_found_and_named(name):
     loss_fn, cause, leaf, options = BAD[name]
     with pytest.raises(SplitError) as error:
-        assert_replicates(loss_fn, PARAMS, BATCH, **{"towers": (1, 2, 3)} | options)
+        assert_replicates(loss_fn, PARAMS, BATCH, **{"towers": (3,)} | options)
     found = {finding.leaf: finding for finding in error.value.findings}
     assert found[leaf].causes[0] == cause, str(error.value)
     assert found[leaf].difference > 0 or cause == "per_tower"
@@ -389,9 +389,7 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_right_passes(name):
     loss_fn, params, options = GOOD[name]
-    report = assert_replicates(
-        loss_fn, params, BATCH, **{"towers": (1, 2, 3)} | options
-    )
+    report = assert_replicates(loss_fn, params, BATCH, **{"towers": (1, 3)} | options)
     assert report.examples == 14 and report.largest < 1e-2
     assert {"loss", "gradient['w']"} <= set(report.compared)
     assert report.splits == 2 * len(report.towers)
