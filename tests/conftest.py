@@ -40,8 +40,13 @@ def compiled():
 
 
 def pairs_of(item):
-    """Each two arguments of a case with their values, by name and index."""
-    return set(itertools.combinations(sorted(item.callspec.indices.items()), 2))
+    """Each two of a case's values, of arguments that are given apart."""
+    values = item.callspec.params
+    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    given = [re.findall(r"\w+", names) if isinstance(names, str) else names
+             for names in given]  # fmt: skip
+    chosen = [tuple((name, id(values[name])) for name in names) for names in given]
+    return set(itertools.combinations(chosen, 2))
 
 
 def covering(cases):
