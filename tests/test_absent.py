@@ -366,10 +366,11 @@ def test_an_evaluation_for_devices_that_are_not_here():
     importlib.util.find_spec("libtpu") is None,
     reason="towerjax[tpu-compiler] is not installed",
 )
-def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_no_more_is_sent_and_held_than_by_hand_on_tpus(name):
     devices = tj.Absent("v5e:2x4")
-    ours = by_towerjax(PROGRAMS["mlp"], tj.Mirrored(devices=devices))
-    hand = by_hand(PROGRAMS["mlp"], devices)
+    ours = by_towerjax(PROGRAMS[name], tj.Mirrored(devices=devices))
+    hand = by_hand(PROGRAMS[name], devices)
     assert len(ours.collectives) == len(hand.collectives) == 1
     assert ours.collectives[0].bytes <= hand.collectives[0].bytes + 16
     assert ours.memory.not_donated == ()
