@@ -135,6 +135,7 @@ def test_only_a_traceback_about_gpus_that_are_not_there_is_kept_back(monkeypatch
                 assert found(record(name, failed)) == (not kept_back)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_program_does_not_see_that_there_is_a_compiler():
     text = (
@@ -147,14 +148,9 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mlp",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("cnn", "resnet50", "gpt2")),
-    ],
-)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
@@ -186,6 +182,7 @@ def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     assert (found.towers, found.devices) == (16, 8)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_several_steps_are_one_loop_with_one_reduction_in_it():
     step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
@@ -203,6 +200,7 @@ def test_several_steps_are_one_loop_with_one_reduction_in_it():
     assert [op.opcode for op in entry].count("while") == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_each_state_is_held_as_the_strategy_says():
     planned = tj.tools.plan(make_step, towers=[8], flop_rate=1e12, bandwidth=1e9)
@@ -333,6 +331,7 @@ def test_commands_for_absent_devices(shell):
     assert all(row["bound_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_one_device_several_hosts_and_their_groups():
     step, params, batch = make_step(tj.Mirrored(devices=tj.Absent("h200", 1)))

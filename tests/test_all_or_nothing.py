@@ -199,6 +199,7 @@ def test_after_a_hook_that_raises_the_bits_are_those_of_an_undisturbed_run(
     assert_same_losses(losses, undisturbed[1])
 
 
+@pytest.mark.slow
 def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
     source = shuffled()
     with pytest.raises(BrokenError) as caught:
@@ -433,6 +434,7 @@ def test_a_state_lost_on_the_devices_is_made_anew(
     assert_same_losses(losses, undisturbed[1])
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("ways", [[False], [True, True], [True, False]], ids=str)
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_step_that_fails_again_is_not_done(step, undisturbed, ways, steps_per_call):

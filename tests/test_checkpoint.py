@@ -206,6 +206,7 @@ def test_other_towers_deal_out_what_was_there(step, tmp_path):
     np.testing.assert_array_equal(new.local["key"].value, [first_key] * 3)
 
 
+@pytest.mark.slow
 def test_a_variable_without_one_value_stays_on_as_many_towers(three):
     four = model.build(4, towers=4)
     with pytest.raises(tj.CheckpointError, match=r"\['own'\].*NONE, so the 8 towers"):

@@ -86,6 +86,7 @@ def test_a_device_makes_the_flops_of_all_its_towers(local):
     assert (found.towers, found.devices) == (4, 1)
 
 
+@pytest.mark.slow
 def test_one_all_reduce_with_its_bytes(of_eight):
     (found,) = of_eight.collectives
     size = 4 * (NUMBERS + 3)  # and the loss, with both weights

@@ -293,6 +293,7 @@ def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy)
         np.testing.assert_allclose(after.params[i], state.params, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_gradient_through_three_steps_is_a_finite_difference():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     step = tj.build_train_step(loss_fn, optimizer, mirrored(2), donate=False)

@@ -82,7 +82,7 @@ def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
     assert_same(a, b)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("state", SHARDED)
 def test_a_device_holds_its_part_alone(state, steps):
@@ -174,6 +174,7 @@ def test_a_state_of_another_layout_is_refused_and_placed():
         mirrored_step(step.init(start()), rows())
 
 
+@pytest.mark.slow
 def test_nan_is_refused_named_and_changes_nothing():
     step = build("sharded", check=tj.Check(every=1))
     state, bad = step.init(start()), rows()
