@@ -193,6 +193,16 @@ def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming
     assert sorted(sent(bodies[name]) for name in names) == formula
 
 
+def test_what_a_tower_updates_is_not_copied():
+    def squares(params, batch, tower):
+        return tj.Weighted.mean((batch["x"] @ params["m"]).sum(-1) ** 2, tower.weight)
+
+    step = build(SYNCS["local"], 4, loss_fn=squares, optimizer=optax.adam(0.1))
+    state = step.init({"m": np.ones((3, 70), np.float32)})
+    text = step.program(state, batches()[0]).call.as_text()
+    assert "f32[1,3,70]" in text and not re.search(r"70\]\S* copy\(", text)
+
+
 def test_a_step_that_always_meets_is_seen_to():
     step = build(tj.sync.EveryStep(), devices=4)
     text = step.program(step.init(START), batches()[0]).call.as_text()

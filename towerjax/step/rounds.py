@@ -200,8 +200,16 @@ class Rounds:
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads.sum)]
             finite = functools.reduce(jnp.logical_and, finite)
         carry, clock = split_state(self._of_one(state))
-        carry, _, values, whole = self.one.updated(carry, clock, returned, finite)
-        fine = jnp.isfinite(values["one"]["loss"]) if whole is None else whole
+
+        def updated(carry: dict[str, Any]) -> tuple[Any, ...]:
+            carry, _, values, whole = self.one.updated(carry, clock, returned, finite)
+            return carry, values["one"]["loss"], whole
+
+        # With a dim before, as the state has it on a device of one tower: what is
+        # updated in another shape XLA:CPU copies, at every step.
+        out = jax.vmap(updated)(jax.tree.map(lambda x: x[None], carry))
+        carry, value, whole = jax.tree.map(lambda x: x[0], out)
+        fine = jnp.isfinite(value) if whole is None else whole
         counts = fine if self.one.on_nonfinite != "ignore" else jnp.bool_(True)
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
