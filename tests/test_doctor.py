@@ -16,8 +16,7 @@ from towerjax.collectives import AllReduce
 from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools.cli import main
 from towerjax.tools.doctor import command, self_test
-from towerjax.tools.doctor.advice import advice_on
-from towerjax.tools.doctor.machine import DeviceInfo, this_machine
+from towerjax.tools.doctor.machine import DeviceInfo, advice_on, this_machine
 from towerjax.tools.doctor.self_test import differences, op_result, ops_for, tower_rows
 
 ROOT = pathlib.Path(__file__).parent.parent

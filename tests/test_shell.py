@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.loop.json_lines import as_json
+from towerjax.loop.records import as_json
 from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools.cli import main
 from towerjax.tools.shell import show

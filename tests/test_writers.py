@@ -18,8 +18,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.json_lines import plain
-from towerjax.loop.records import Record
+from towerjax.loop.records import Record, plain
 from towerjax.loop.run import run
 
 ROOT = pathlib.Path(__file__).parents[1]

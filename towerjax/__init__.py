@@ -5,10 +5,10 @@ from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.data.feed import batches
 from towerjax.layers import sparse
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History
-from towerjax.loop.json_lines import JsonLines
+from towerjax.loop.records import JsonLines
 from towerjax.loop.run import run
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard

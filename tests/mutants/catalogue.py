@@ -1431,7 +1431,7 @@ BESIDES = (
     _m(
         "N04",
         "what is fixed is trained when it is floating",
-        "step.trainable:trained_part",
+        "step.optimizers:trained_part",
         "x if yes else None",
         "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
         "test_inputs_and_fixed.py::test_only_what_is_trainable_is_trained",

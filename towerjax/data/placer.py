@@ -173,12 +173,8 @@ class Placer:
     ) -> PlacedBatch:
         """A batch that lies on the devices already."""
         rows, shared = _rows_of_tower(arrays, self.placement.num_towers), [*shared]
-        signature, is_new = self._signature(arrays, shared)
-        fingerprint = None
-        if batch is not None and is_new and self.placement.num_processes > 1:
-            fingerprint = _fingerprint((batch, shared))
         args = (arrays, self._placed_counts(counts), shared)
-        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
+        return self._made(args, counts, rows, batch)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps."""
@@ -226,11 +222,17 @@ class Placer:
         rows = _rows_of_tower(arrays, self.placement.num_towers, dim=1)
         shared = shared + [shared[-1]] * (steps - len(shared))
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
-        signature, is_new = self._signature(arrays, held)
-        fingerprint = None
-        if batch is not None and is_new and self.placement.num_processes > 1:
-            fingerprint = _fingerprint((batch, held))
         args = (arrays, num_valid, held, self._number(len(counts)))
+        return self._made(args, counts, rows, batch)
+
+    def _made(
+        self, args: tuple[PyTree, ...], counts: np.ndarray, rows: int, batch: PyTree
+    ) -> PlacedBatch:
+        """With the one signature of all its kind; the first has its fingerprint too."""
+        new = batch_signature(args[0], args[2])
+        signature, fingerprint = self._signatures.setdefault(new, new), None
+        if batch is not None and signature is new and self.placement.num_processes > 1:
+            fingerprint = _fingerprint((batch, args[2]))
         return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def _fitted(
@@ -276,14 +278,6 @@ class Placer:
             return x if lies_there else place_own(x, self.placement, Layout.MIRRORED)
 
         return jax.tree.map(one, held)
-
-    def _signature(
-        self, arrays: PyTree, shared: list[PyTree]
-    ) -> tuple[Signature, bool]:
-        """The one object for all batches of a kind, and whether it is the first."""
-        signature = batch_signature(arrays, shared)
-        known = self._signatures.setdefault(signature, signature)
-        return known, known is signature
 
     def _placed_counts(self, counts: np.ndarray) -> jax.Array:
         """The counts on the towers' devices; the few that occur are placed once."""

@@ -13,9 +13,13 @@ from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import Compat, ModelFn, ModelOptions, static_keys
 from towerjax.estimator.data import as_batch
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.pipeline import ModelEngine, call_runner
+from towerjax.estimator.pipeline import (
+    ModelEngine,
+    ModelStep,
+    ModelTrainStep,
+    call_runner,
+)
 from towerjax.estimator.spec import Mode, ModelSpec, check_mode, joined_rows
-from towerjax.estimator.steps import ModelStep, ModelTrainStep
 from towerjax.estimator.whereabouts import (
     VariablePlacement,
     as_state,
@@ -215,11 +219,9 @@ class ReplicatedModel:
             max_programs=self.options.max_programs,
             check=check,
         )
-        key, wanted = (
-            (static_keys(given), options),
-            ("loss", "train_op", "eval_metrics"),
-        )
+        key = static_keys(given), options
         if key not in self._steps:
+            wanted = "loss", "train_op", "eval_metrics"
             engine = self._engine(Mode.TRAIN, wanted, given, options)
             self._steps[key] = ModelTrainStep(engine)
         return self._steps[key]
@@ -299,10 +301,9 @@ class ReplicatedModel:
         given: Mapping[str, Any],
         options: StepOptions,
     ) -> ModelEngine:
-        # The caller's params may change before a later trace.
-        given, wanted = copy.deepcopy(dict(given)), tuple(wanted)
+        given = copy.deepcopy(dict(given))  # which may change before a later trace
         how = (self.model_fn, self.strategy, self.options)
-        return ModelEngine(*how, mode, wanted, given, options)
+        return ModelEngine(*how, mode, tuple(wanted), given, options)
 
     def _runner(
         self,
@@ -315,7 +316,7 @@ class ReplicatedModel:
         given = {"params": params, "config": config}
         leaves, treedef = jax.tree.flatten(variables)
         kinds = [(x.shape, x.dtype) for x in leaves]
-        key = (mode, wanted, treedef, static_keys(given))
+        key = mode, wanted, treedef, static_keys(given)
         # Compared, not hashed: a tenth of the time for many leaves.
         known = self._runners.setdefault(key, [])
         for seen, runner in known:

@@ -9,7 +9,7 @@ import jax
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.replicate import ReplicatedModel
-from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import evaluate as over_batches
 from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History

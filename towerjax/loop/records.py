@@ -1,14 +1,20 @@
-"""What is written down of a run, step by step, and by whom?"""
+"""What is written of a run while it goes on? Records, by writers, as lines of JSON."""
 
 import dataclasses
+import json
+import math
+import os
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import from_first_process
+from towerjax.types.options import check_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,3 +139,149 @@ def opened(writers: Iterable[Writer], start: int, placement: Placement) -> Write
     if failed:
         raise ValueError("A writer could not be opened on process 0, which says why.")
     return made
+
+
+def as_json(value: Any) -> Any:
+    """The value with each float that is not finite by its name, as ``float`` reads."""
+    if isinstance(value, Mapping):
+        return {name: as_json(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(x) for x in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+HEAD = b'{"kind": '
+"""How every line begins; a torn one may be shorter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonLines:
+    """A file of one JSON object a line, one line a step and an evaluation.
+
+    ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
+    ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact: read back, they are
+    those of the `History`. JSON has no NaN and no infinities; they are the strings
+    ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. Arrays are
+    nested lists.
+
+    A line is handed to the operating system whole before the next step is looked at,
+    so that a process killed at any time leaves whole lines.
+
+    A run that starts at step ``n`` keeps the lines up to step ``n`` and cuts off
+    later ones, and a torn last line: those steps are done again, and no step is
+    there twice. A run that starts at step 0 refuses a file that has lines.
+
+    Attributes:
+      path: The file; its folder is made.
+      replace: May a run that starts at step 0 cut off all lines of an earlier one?
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.TemporaryDirectory()
+      >>> options = JsonLines(folder.name + "/run.jsonl")
+      >>> writer = options.open(0)
+      >>> writer.write(Record("train", 1, 2.5, {"loss": np.float32(np.nan)}))
+      >>> writer.close()
+      >>> print(pathlib.Path(options.path).read_text().strip())
+      {"kind": "train", "step": 1, "time_s": 2.5, "metrics": {"loss": "NaN"}}
+      >>> folder.cleanup()
+    """
+
+    path: str | os.PathLike[str]
+    replace: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the path."""
+        check_path("JsonLines.path", self.path, "a file's path")
+
+    def open(self, start: int) -> "OpenJsonLines":
+        """Begin, or go on after the lines of earlier steps.
+
+        Args:
+          start: Steps that the state had done before.
+
+        Returns:
+          The open file.
+
+        Raises:
+          ValueError: The file holds something else, or an earlier run.
+        """
+        path = pathlib.Path(self.path)
+        if path.is_dir():
+            raise ValueError(f"JsonLines(path={str(path)!r}) is a folder; name a file.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():  # a pipe or a device has no lines to go on after
+            self._cut(path, start)
+        return OpenJsonLines(path)
+
+    def _cut(self, path: pathlib.Path, start: int) -> None:
+        kept, last = _bytes_until(path, start)
+        if start == 0 and last > 0 and not self.replace:
+            raise ValueError(
+                f"JsonLines: {str(path)!r} holds an earlier run up to step {last}, but"
+                " this one starts at step 0. Use another path, go on with that run's"
+                " state, or say JsonLines(path, replace=True)."
+            )
+        if kept < path.stat().st_size:
+            os.truncate(path, kept)
+
+
+def _bytes_until(path: pathlib.Path, start: int) -> tuple[int, int]:
+    """How many bytes the lines up to a step have, and the last step of all lines."""
+    kept = last = 0
+    is_cut = False
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n") and line.startswith(HEAD[: len(line)]):
+                break  # torn by a full disk
+            try:
+                if not line.startswith(HEAD):
+                    raise ValueError("Each line of a run begins in the same way.")
+                step = json.loads(line)["step"]
+                is_cut = is_cut or step > start
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"JsonLines: line {number} of {str(path)!r} is not a line of a run:"
+                    f" {line[:60]!r}. Nothing was changed; use another path."
+                ) from error
+            kept += 0 if is_cut else len(line)
+            last = max(last, step)
+    return kept, last
+
+
+class OpenJsonLines:
+    """A `JsonLines` file that is being written."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        # Unbuffered: a line is one call of the system, which no kill cuts in two.
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Append a line."""
+        head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
+        metrics = {name: plain(name, x) for name, x in record.metrics.items()}
+        text = json.dumps({**head, "metrics": metrics}, allow_nan=False)
+        rest = memoryview(f"{text}\n".encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def plain(name: str, value: Any) -> Any:
+    """A metric as JSON can hold it."""
+    array = np.asarray(value)
+    if array.dtype.kind in "biu":
+        return array.tolist()
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"JsonLines: the metric {name!r} is {array.dtype}{list(array.shape)}, not"
+            " real numbers. Return its real and imaginary parts, or leave it out."
+        )
+    array = array.astype(np.float64)
+    numbers = array.tolist()
+    return numbers if np.isfinite(array).all() else as_json(numbers)

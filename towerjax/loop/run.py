@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
-from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import Batches
 from towerjax.loop.history import History
 from towerjax.loop.options import (

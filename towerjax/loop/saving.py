@@ -8,13 +8,12 @@ import jax
 
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.checkpoint.options import Checkpointer
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
     decoded_cursor,
     encoded_cursor,
 )
-from towerjax.loop.checkpoint.saver import Saver, left_of
+from towerjax.loop.checkpoint.saver import Checkpointer, Saver, left_of
 from towerjax.loop.options import LoopOptions
 from towerjax.loop.steps import LoopStep, PadsAlike
 from towerjax.mesh.cluster import heartbeat

@@ -15,16 +15,16 @@ from towerjax.metrics.weighted import UnknownWeights, Weighted
 from towerjax.step.engine import Engine
 from towerjax.step.nonfinite import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
-from towerjax.step.recipe import Run, Stage
-from towerjax.step.returned import filled
-from towerjax.step.state import TrainState, split_state
-from towerjax.step.sync import DiLoCo
-from towerjax.step.trainable import (
+from towerjax.step.optimizers import (
     Trainable,
     trainable_flags,
     trained_part,
     with_trained,
 )
+from towerjax.step.recipe import Run, Stage
+from towerjax.step.returned import filled
+from towerjax.step.state import TrainState, split_state
+from towerjax.step.sync import DiLoCo
 from towerjax.step.update import apply_update
 from towerjax.towers.outputs import widened
 from towerjax.towers.tower import Tower

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
-from towerjax.step.trainable import trainable_flags
+from towerjax.step.optimizers import trainable_flags
 from towerjax.towers.tower_local import checked_local, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, Reduction, named_leaves

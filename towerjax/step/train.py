@@ -19,19 +19,19 @@ from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite
 from towerjax.step.gradient import value_and_grad
-from towerjax.step.optimizers import may_need_more
+from towerjax.step.optimizers import (
+    Trainable,
+    check_trainable,
+    may_need_more,
+    trainable_flags,
+    trained_part,
+    with_trained,
+)
 from towerjax.step.returned import is_typed
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState, abstract_params, checked_params
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
-from towerjax.step.trainable import (
-    Trainable,
-    check_trainable,
-    trainable_flags,
-    trained_part,
-    with_trained,
-)
 from towerjax.step.update import apply_update, checked_like
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from towerjax.loop.json_lines import as_json
+from towerjax.loop.records import as_json
 
 OK = 0
 """All went well."""

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from towerjax.collectives.written import ops_of
-from towerjax.loop.checkpoint.options import Checkpointer
+from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.history import History
-from towerjax.loop.json_lines import JsonLines, plain
+from towerjax.loop.records import JsonLines, plain
 from towerjax.loop.run import run
 from towerjax.mesh import cluster
 from towerjax.mesh.devices import canonical_device_name

@@ -10,8 +10,7 @@ import jax
 
 from towerjax.mesh import cluster
 from towerjax.step.report.tables import Table, as_text, in_bytes
-from towerjax.tools.doctor.advice import Advice, advice_on
-from towerjax.tools.doctor.machine import Machine, this_machine
+from towerjax.tools.doctor.machine import Advice, Machine, advice_on, this_machine
 from towerjax.tools.doctor.self_test import (
     Result,
     device_result,

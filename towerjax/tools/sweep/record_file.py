@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any, TypeAlias
 
-from towerjax.loop.json_lines import as_json
+from towerjax.loop.records import as_json
 
 Record: TypeAlias = dict[str, Any]
 

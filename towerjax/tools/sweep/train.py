@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from towerjax.data.feed import Batches
-from towerjax.loop.json_lines import plain
 from towerjax.loop.progress import choose_display
+from towerjax.loop.records import plain
 from towerjax.loop.run import run
 from towerjax.step.members import MembersStep
 from towerjax.step.state import TrainState
