@@ -118,11 +118,11 @@ def referred():
 
 
 def public(module):
-    """The names that a package imports ``as`` themselves."""
+    """The names that a package imports ``as`` themselves, or that a module lists."""
     text = pathlib.Path(module.__file__).read_text()
     pairs = re.findall(r"^(?:from .* import|   ) (\w+) as (\w+),?$", text, re.MULTILINE)
     assert all(name == again for name, again in pairs)
-    return {name for name, _ in pairs}
+    return {name for name, _ in pairs} | {*getattr(module, "__all__", ())}
 
 
 def test_every_public_name_is_in_the_reference_once():

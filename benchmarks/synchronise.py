@@ -1,0 +1,134 @@
+"""How little may towers send? The loss of a language model against the bytes sent.
+
+The model of ``notebooks/05_language_model.ipynb`` and its text, Python's own standard
+library: 4 towers train it with each way to synchronise, with the same batches and the
+same optimizer. What a tower sends is counted in the traced step.
+
+Run: ``python -m benchmarks.synchronise [docs/benchmarks/synchronise.svg]``
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import pathlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from towerjax import Mirrored, batches, build_eval_step, build_train_step, run, sync
+
+NOTEBOOK = pathlib.Path(__file__).parents[1] / "notebooks/05_language_model.ipynb"
+TOWERS, ROWS, STEPS, EVERY = 4, 32, 320, 16
+# A run of 20 rounds is short for the papers' momentum of 0.9.
+LESS = optax.sgd(0.7, momentum=0.6, nesterov=True)
+WAYS: dict[str, sync.Sync] = {
+    "every step": sync.EveryStep(),
+    "local SGD, every 4": sync.LocalSGD(4),
+    "local SGD, every 16": sync.LocalSGD(EVERY),
+    "DiLoCo, every 16": sync.DiLoCo(EVERY),
+    "DiLoCo, momentum 0.6": sync.DiLoCo(EVERY, LESS),
+    "the same in 4 fragments": sync.DiLoCo(EVERY, LESS, fragments=4),
+}
+COLORS = ("#2f6db5", "#d0a04c", "#b5622f", "#8f8f8f", "#3d8a5f", "#8a4f9e")
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="img"
+     font-family="system-ui, sans-serif" font-size="13" fill="#7f7f7f">
+  <title>Loss of a language model against what a tower has sent</title>
+  <desc>Of as many bytes, towers that meet less often come to a smaller loss; of as
+  many steps, to a somewhat larger one.</desc>
+  <style>
+    polyline { fill: none; stroke-width: 2px; }
+    path { stroke: #7f7f7f; stroke-opacity: 0.3; }
+    .end { text-anchor: end; } .mid { text-anchor: middle; }
+  </style>
+  <text x="330" y="18" class="mid">bits per byte of text that was held out, by MB that a
+  tower has sent (logarithmic)</text>
+"""
+
+
+def model() -> dict[str, Any]:
+    """What the notebook's first cells define: the text, the model and its losses."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(x["source"]) for x in cells if x["cell_type"] == "code"]
+    until = next(i for i, x in enumerate(sources) if "def metric_fn" in x)
+    found: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for source in sources[: until + 1]:
+            exec(source.replace("%matplotlib inline", ""), found)
+    return found
+
+
+def trained(way: sync.Sync, given: dict[str, Any]) -> tuple[float, Any]:
+    """What a tower sends in a step, on average; its run's history."""
+    rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, STEPS)
+    strategy = Mirrored([f"{jax.default_backend()}:0"], towers=TOWERS)
+    step = build_train_step(
+        given["loss_fn"], optax.adamw(rates, b2=0.98), strategy, sync=way
+    )
+    params = given["init_params"]()
+    proof = step.check(params, np.zeros((ROWS, given["LENGTH"] + 1), np.int32))
+    sent = sum(x.bytes for x in proof.analysis.collectives)
+    _, history = run(
+        step,
+        step.init(params, rng=jax.random.key(1)),
+        batches(given["train"], ROWS, epochs=None, seed=0),
+        steps=STEPS,
+        evaluate=build_eval_step(given["metric_fn"], strategy),
+        eval_batches=lambda: batches(given["test"], 250),
+        eval_every=2 * EVERY,
+        progress=False,
+    )
+    return sent / getattr(way, "every", 1), history
+
+
+def main() -> None:
+    """Print the table; draw it."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("svg", nargs="?")
+    options = parser.parse_args()
+    given, curves = model(), []
+    print(f"JAX {jax.__version__}, {STEPS} steps of {ROWS} rows on {TOWERS} towers")
+    print(f"{'':23} {'kB a step':>9} {'MB in all':>9} {'bits per byte':>13}")
+    for name, way in WAYS.items():
+        start_s = time.perf_counter()
+        sent, history = trained(way, given)
+        curve = [(n * sent / 1e6, x["bits"]) for n, x in history.evaluations]
+        curves.append((name, curve))
+        line = f"{name:23} {sent / 1e3:9.1f} {curve[-1][0]:9.1f} {curve[-1][1]:13.3f}"
+        print(f"{line}   ({time.perf_counter() - start_s:.0f} s)", flush=True)
+    if options.svg:
+        draw(options.svg, curves)
+
+
+def draw(path: str, curves: list[tuple[str, list[tuple[float, float]]]]) -> None:
+    """Each way's curve, as an svg."""
+    points = [point for _, curve in curves for point in curve]
+    low, high = (f(x for x, _ in points) for f in (min, max))
+    least, most = min(y for _, y in points) - 0.05, max(y for _, y in points)
+
+    def across(x: float) -> float:
+        return 60 + 500 * np.log(x / low) / np.log(high / low)
+
+    def down(y: float) -> float:
+        return 40 + 250 * (most - y) / (most - least)
+
+    text = HEAD
+    for y in np.arange(np.ceil(least * 5) / 5, most, 0.2):
+        text += f'<path d="M60 {down(y):.0f}H580"/>\n'
+        text += f'<text x="52" y="{down(y) + 4:.0f}" class="end">{y:.1f}</text>\n'
+    for x in 10.0 ** np.arange(np.ceil(np.log10(low)), np.log10(high)):
+        text += f'<text x="{across(x):.0f}" y="312" class="mid">{x:g}</text>\n'
+    ends = sorted((down(curve[-1][1]), name) for name, curve in curves)
+    for (name, curve), color in zip(curves, COLORS, strict=True):
+        line = " ".join(f"{across(x):.0f},{down(y):.1f}" for x, y in curve)
+        text += f'<polyline points="{line}" stroke="{color}"/>\n'
+        y = 60 + 20 * [n for _, n in ends].index(name)
+        text += f'<text x="590" y="{y}" fill="{color}">{name}</text>\n'
+    pathlib.Path(path).write_text(text + "</svg>\n")
+
+
+if __name__ == "__main__":
+    main()
