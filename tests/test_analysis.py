@@ -25,8 +25,8 @@ from towerjax.proof.analysis import (
     analyse,
 )
 from towerjax.proof.equation import open_jaxpr
-from towerjax.proof.grid import coordinate_of, without_coordinate
-from towerjax.proof.mirrored import ReplicationError, prove_mirrored
+from towerjax.proof.found import ReplicationError, prove_mirrored
+from towerjax.proof.marks import coordinate_of, without_coordinate
 
 AXIS = "device"
 

@@ -10,7 +10,7 @@ from jax import lax
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.proof.mirrored import ReplicationError
+from towerjax.proof.found import ReplicationError
 
 PLACES = [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)]
 

@@ -16,7 +16,7 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, shared
-from towerjax.proof.mirrored import ReplicationError
+from towerjax.proof.found import ReplicationError
 from towerjax.step import sync
 from towerjax.step.checking import Check
 from towerjax.step.desync import DesyncError

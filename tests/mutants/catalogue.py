@@ -428,7 +428,7 @@ PROOF = (
     _m(
         "P03",
         "proof: one side of a grid of towers is all of it",
-        "proof.grid:without_coordinate",
+        "proof.marks:without_coordinate",
         "return left | {over._replace(within=not over.within)}",
         "return left",
         f"{_GRID}[steps0-8]",
@@ -518,7 +518,7 @@ PROOF = (
     _m(
         "P14",
         "proof: only the first leaf declared MIRRORED is looked at",
-        "proof.mirrored:prove_mirrored",
+        "proof.found:prove_mirrored",
         "if name is not None and d is not None",
         "if name == names[0] and d is not None",
         "test_analysis.py::test_one_bad_leaf_of_many_is_the_only_one_named",

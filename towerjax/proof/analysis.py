@@ -4,7 +4,7 @@ The function is traced, not run: we walk its jaxpr and carry a mark along with e
 value, which says along which axes it may differ. A value that differs along none is
 MIRRORED. A dependence starts at a per-tower input or at `axis_index`, and ends at a
 reduction over the tower axes, or at two that together are one: see
-`towerjax.proof.grid`. The same walk finds collectives that only some towers reach, and
+`towerjax.proof.marks`. The same walk finds collectives that only some towers reach, and
 sums of what is the same on all: see `towerjax.proof.scale`.
 """
 

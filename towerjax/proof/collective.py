@@ -13,14 +13,16 @@ from towerjax.proof.equation import (
     named_axes,
 )
 from towerjax.proof.found import Collective, Hang
-from towerjax.proof.grid import (
+from towerjax.proof.marks import (
+    Context,
     Coordinate,
+    Mark,
     along_axes,
     coordinate_of,
+    merged,
     without_axes,
     without_coordinate,
 )
-from towerjax.proof.marks import Context, Mark, merged
 from towerjax.proof.origin import Site, line_of
 from towerjax.proof.scale import Scale
 

@@ -1,4 +1,4 @@
-"""What can the analysis of a per-tower function find?"""
+"""What can the analysis of a per-tower function find, and what of it is refused?"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -78,3 +78,76 @@ class Analysis:
             tuple(x for part in parts for x in part.repeats),
             tuple(x for part in parts for x in part.draws),
         )
+
+
+_DIFFERING = "These outputs must be the same on every tower, but are not:"
+_REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
+or keep it per tower in TowerOutput(local=...)."""
+_REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
+_ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
+tower.num_towers. Where T times the value is meant, write value * tower.num_towers."""
+_HANGING = "Only some towers reach these collectives, so devices would hang:"
+_AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
+merge_call or reduction out of the cond or while."""
+
+
+class ReplicationError(ValueError):
+    """What is MIRRORED differs or is counted T times, or a collective would hang.
+
+    Or random numbers would depend on how many towers share a device.
+    """
+
+
+def prove_mirrored(
+    analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
+) -> None:
+    """Nothing, when every output declared MIRRORED is proved so and nothing hangs."""
+    differing = [
+        f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
+        + (f"made at {d.line}" if d.line else "returned as it came in")
+        for name, d in zip(names, analysis.outputs, strict=True)
+        if name is not None and d is not None
+    ]
+    hanging = [
+        f"  - {hang.primitive} at {hang.line}, under the {hang.control} at "
+        f"{hang.control_line}, whose predicate differs from tower to tower"
+        for hang in analysis.hangs
+    ]
+    repeated = [_repeat(repeat, names) for repeat in analysis.repeats]
+    text = differing and [_DIFFERING, *differing, advice or _REDUCE]
+    text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
+    text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
+    if text:
+        raise ReplicationError("\n".join(text))
+
+
+def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
+    """Raise where draws would depend on how many towers share a device."""
+    lines = dict.fromkeys(draw.line or "a line of a library" for draw in analysis.draws)
+    if lines and shared:
+        raise ReplicationError(
+            "Random numbers of a key of rbg depend under vmap on how many towers share"
+            f" a device, and are drawn at {', '.join(lines)}. Use"
+            " jax.random.key(seed, impl='threefry2x32'), local='scan', or one tower a"
+            " device."
+        )
+
+
+def refuse_meetings(analysis: Analysis) -> None:
+    """Raise where towers that go alone communicate."""
+    met = [f"{x.primitive} at {x.line}" for x in analysis.collectives]
+    if met:
+        raise ReplicationError(
+            f"Towers go alone between synchronisations, but meet in a step:"
+            f" {'; '.join(dict.fromkeys(met))}. Leave it out, or say"
+            " sync=tj.sync.EveryStep()."
+        )
+
+
+def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
+    line = repeat.line or "a line of a library"
+    if not repeat.outputs:
+        return f"  - {repeat.into} (at {line})"
+    leaves = [names[i] or f"result {i}" for i in repeat.outputs]
+    shown = ", ".join(leaves[:4]) + (f" and {len(leaves) - 4} more" * (len(leaves) > 4))
+    return f"  - {shown}: the sum over towers is made at {line}"

@@ -13,7 +13,7 @@ from jax import lax
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.state import is_metric
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
-from towerjax.proof.mirrored import ReplicationError
+from towerjax.proof.found import ReplicationError
 from towerjax.step.checking import Check
 from towerjax.step.one_pass import Pass
 from towerjax.step.recipe import Recipe, Run, Stage

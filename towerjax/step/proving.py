@@ -11,8 +11,7 @@ from jax.core import Tracer
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
-from towerjax.proof.found import Analysis
-from towerjax.proof.mirrored import prove_mirrored, refuse_draws, refuse_meetings
+from towerjax.proof.found import Analysis, prove_mirrored, refuse_draws, refuse_meetings
 from towerjax.step.recipe import Recipe, Stage
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, leaf_name, name_by_key

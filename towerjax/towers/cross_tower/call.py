@@ -20,7 +20,7 @@ from towerjax.mesh.placement import (
     waited,
 )
 from towerjax.proof.analysis import analyse
-from towerjax.proof.mirrored import ReplicationError, prove_mirrored, refuse_draws
+from towerjax.proof.found import ReplicationError, prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constants import Constant
 from towerjax.towers.cross_tower.one_by_one import call_one_by_one
 from towerjax.towers.executors import branches_explained, over_devices, trace_one_tower

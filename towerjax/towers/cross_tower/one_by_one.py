@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.mesh.placement import Placement, place
-from towerjax.proof.mirrored import ReplicationError
+from towerjax.proof.found import ReplicationError
 from towerjax.towers.cross_tower.regroup import is_same, regroup, select_tower
 from towerjax.towers.merge import WithNames, are_apart, is_mergeable, stacked_rows
 from towerjax.towers.tower import TowerInputs
