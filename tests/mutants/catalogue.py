@@ -77,9 +77,9 @@ REGISTRY = (
     _m(
         "B05",
         "one leaf is never reduced",
-        "collectives.all_reduce:AllReduce.sum_over_towers",
-        "buffers = lax.psum(buffers, DEVICE_AXIS)",
-        "buffers = [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]",
+        "collectives.all_reduce:_all_reduce",
+        "return lax.psum(buffers, DEVICE_AXIS)",
+        "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]",
         f"{_OPS}[3-3-AllReduce(pack_below_bytes=0)]",
     ),
     _m(

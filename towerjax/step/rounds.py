@@ -26,6 +26,7 @@ from towerjax.step.returned import filled
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
 from towerjax.step.update import apply_update
+from towerjax.towers.local_towers import as_one_of_several
 from towerjax.towers.outputs import widened
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
@@ -205,10 +206,7 @@ class Rounds:
             carry, _, values, whole = self.one.updated(carry, clock, returned, finite)
             return carry, values["one"]["loss"], whole
 
-        # With a dim before, as the state has it on a device of one tower: what is
-        # updated in another shape XLA:CPU copies, at every step.
-        out = jax.vmap(updated)(jax.tree.map(lambda x: x[None], carry))
-        carry, value, whole = jax.tree.map(lambda x: x[0], out)
+        carry, value, whole = as_one_of_several(updated, carry)
         fine = jnp.isfinite(value) if whole is None else whole
         counts = fine if self.one.on_nonfinite != "ignore" else jnp.bool_(True)
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)

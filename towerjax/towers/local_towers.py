@@ -54,6 +54,15 @@ def over_local_towers(
     return _running_sum(of_tower, ids, per_tower)
 
 
+def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+    """``fn(value)``, computed with a dim before: as a state has one tower's value.
+
+    What is updated in another shape than the state's XLA:CPU copies, at every step.
+    """
+    out = jax.vmap(fn)(jax.tree.map(lambda x: x[None], value))
+    return jax.tree.map(lambda x: x[0], out)
+
+
 def _alone(tower_fn: Callable[..., PyTree], tower_id: jax.Array, row: PyTree) -> PyTree:
     """One tower's program, fused with nothing that depends on how many are here."""
     tower_id, row = lax.optimization_barrier((tower_id, row))
