@@ -833,9 +833,9 @@ STATE = (
     _m(
         "S05",
         "early stopping takes more for better",
-        "loop.stopping:_sign",
-        'option.mode == "min"',
-        'option.mode != "min"',
+        "loop.stopping:sign_of",
+        'mode == "min"',
+        'mode != "min"',
         "test_stopping.py::test_patience_of_any_values_is_as_counted_by_hand",
     ),
     _m(
@@ -858,7 +858,7 @@ STATE = (
         "S08",
         "the last state is kept as the best",
         "loop.stopping:Watch._keep",
-        "if not _sign(option) * value < best:",
+        "if not sign_of(option.mode) * value < best:",
         "if value != value:",
         "test_stopping.py::test_the_best_state_is_that_of_its_step_bit_for_bit"
         "[shard_map-devices]",
