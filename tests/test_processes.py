@@ -46,10 +46,11 @@ def told_by(processes, devices, *argv, runs=1):
 SGD = {"epochs": 10, "optimizer": "sgd", "dtype": "bfloat16"}
 PARTS = {"steps_per_call": 4, "micro_batches": 3}
 EVEN = {"dropout": 0.0}
+CODED = {"coded": True, "local": "vmap"}
 # The runs of one job, by its processes and the devices of each: one start for all.
 RUNS = {
     (1, 8): {"plain": {}, "even": EVEN | {"ops": "AllReduce"}},
-    (1, 4): {"parts": PARTS, "alone": PARTS | {"every": 6}},
+    (1, 4): {"parts": PARTS, "alone": PARTS | {"every": 6}, "coded": CODED},
     (1, 1): {
         "plain": {},
         "sgd": SGD,
@@ -66,6 +67,7 @@ RUNS = {
         "raw": {"input": "raw"},
         "parts": PARTS | {"input": "own"},
         "alone": PARTS | {"every": 6},
+        "coded": CODED,
     },
     (4, 1): {"plain": {}},
 }
@@ -137,6 +139,17 @@ def test_towers_that_go_alone_meet_over_processes():
     (alone,) = train(1, 4, "alone")
     assert alone["loss"][1] == 0 < alone["loss"][-1] < alone["loss"][2]
     assert_same_bits(train(2, 2, "alone"), alone)
+
+
+@pytest.mark.slow
+def test_coded_sums_and_what_towers_tell_over_processes():
+    """What each tower tells is handed round; the digest is of that too."""
+    (alone,) = train(1, 4, "coded")
+    assert alone["loss"][-1] < 0.5 * alone["loss"][0]
+    first, second = train(2, 2, "coded")
+    assert_same_bits([second], first)
+    for name in ("loss", "mae", "params"):
+        np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

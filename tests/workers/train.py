@@ -18,6 +18,7 @@ import towerjax as tj
 ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
 
 CLIP = optax.clip_by_global_norm(1.0)
+CODED = tj.collectives.Compressed(bits=4, above_bytes=64)
 OPTIMIZERS = {"adam": optax.chain(CLIP, optax.adam(1e-2)), "sgd": optax.sgd(0.02)}
 
 
@@ -25,6 +26,7 @@ def options_of(given):
     defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
     defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32", "every": 0}
+    defaults |= {"coded": False}
     return defaults | given
 
 
@@ -83,7 +85,7 @@ def train(options):
     strategy = tj.Mirrored(
         towers=options["towers"],
         local=options["local"],
-        cross_tower_ops=getattr(tj, options["ops"])(),
+        cross_tower_ops=CODED if options["coded"] else getattr(tj, options["ops"])(),
     )
     parts, alone = options["micro_batches"], options["every"]
     counts = {"example_ids": lambda batch: (batch["id"], batch["weight"])}
@@ -93,6 +95,7 @@ def train(options):
         strategy,
         remainder="pad",
         micro_batches=parts,
+        statistics=tj.TowerStatistics() if options["coded"] else None,
         **({"sync": tj.sync.DiLoCo(alone, fragments=2)} if alone else counts),
     )
     numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
