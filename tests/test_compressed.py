@@ -110,6 +110,7 @@ def of_leaf(flat, name):
     return flat[: W[name].size].reshape(W[name].shape)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("T", "D", "local", "bits", "A", "feedback"),
     [
@@ -149,6 +150,7 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
         assert not jax.tree.leaves(state.own)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_is_sent_is_what_the_formula_says(bits):
     step = step_of(4, 4, ops=compressed(bits))
@@ -176,6 +178,7 @@ def opposed(params, batch, tower):
     return tj.Weighted(loss * batch.sum() / len(batch), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feedback", [True, False])
 def test_error_feedback_learns_what_rounding_alone_hides(feedback):
     ops = compressed(4, error_feedback=feedback)
@@ -188,6 +191,7 @@ def test_error_feedback_learns_what_rounding_alone_hides(feedback):
     assert gap < 0.5 if feedback else gap == 1
 
 
+@pytest.mark.slow
 def test_one_device_loses_nothing_and_pays_what_others_lost():
     batch, step = data(4), step_of(4, 4, ops=compressed(4))
     state, _ = step(step.init(W), batch)

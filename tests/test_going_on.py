@@ -101,6 +101,7 @@ NAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", NAMED)
 def test_a_lost_process_is_named_and_the_job_ends_as_undisturbed(
     fault, tmp_path, capfd
@@ -130,6 +131,7 @@ def read(path):
         return b""
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_nobody_and_goes_on_when_started(tmp_path):
     def run(seed, folder):
         command, options = moment(seed, folder, "launcher")

@@ -147,6 +147,7 @@ def quiet(build, grid, batches=FEW, **options):
     return tj.sweep(build, grid, batches, progress=False, **options)
 
 
+@pytest.mark.slow
 def test_the_faster_order_is_measured_once_and_kept(tmp_path, compiled):
     path = tmp_path / "sweep.jsonl"
     compiled.steps()
@@ -165,6 +166,7 @@ def test_the_faster_order_is_measured_once_and_kept(tmp_path, compiled):
         w = w - 0.2 * 2 / 8 * errors @ batch["x"]
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
     path, seen = tmp_path / "sweep.jsonl", []
 

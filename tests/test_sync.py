@@ -140,6 +140,7 @@ def streaming():
     return build(SYNCS["streaming"], devices=4)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -156,6 +157,7 @@ def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, layout):
     assert_as_expected(*trained(step), SYNCS[name])
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("weight", [1.0, None])
 def test_rounds_of_one_step_are_the_synchronous_step(weight):
     given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]
@@ -224,6 +226,7 @@ def test_the_bits_do_not_depend_on_the_devices():
             assert np.array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_path):
     given, at = batches(), 5  # between what is sent and what is taken
     store = tj.Checkpointer(tmp_path, every=at)
@@ -254,6 +257,7 @@ def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
         streaming(state, batches()[0])
 
 
+@pytest.mark.slow
 def test_it_is_a_function_and_several_steps_are_one_program(streaming):
     given = batches(16)
     stacked = jax.tree.map(lambda *x: np.stack(x), *given)
@@ -280,6 +284,7 @@ def test_the_outer_parameters_are_evaluated(streaming):
     np.testing.assert_allclose(found, total[0] / total[1], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_towers_that_go_alone():
     def member(rate):
         step = build(SYNCS["local"], 2, optimizer=optax.sgd(rate))
@@ -307,6 +312,7 @@ def spoiled():
     return given
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("guard", ["loss", "gradients"])
 def test_a_tower_that_is_not_finite_leaves_its_own_step_out(guard):
     sync = SYNCS["local"]
