@@ -7,7 +7,7 @@ import towerjax as tj
 LAYOUTS = [
     # towers, devices, local, micro-batches
     (1, 1, "vmap", 1),
-    (4, 1, "vmap", 1),
+    pytest.param(4, 1, "vmap", 1, marks=pytest.mark.slow),
     (4, 4, "vmap", 1),
     pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow),
     (4, 2, "scan", 3),

@@ -264,6 +264,7 @@ def test_a_broken_writer_or_evaluation_loses_nothing(step, undisturbed):
         assert_same_losses(losses, undisturbed[1])
 
 
+@pytest.mark.slow
 def test_batches_are_set_back_where_a_run_stops_early(step):
     source = shuffled()
     state, history = tj.run(

@@ -204,6 +204,7 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_loses_nothing():
     step = step_of(2, 2, on_nonfinite="skip")
     state, _ = step(step.init(W), data(2))

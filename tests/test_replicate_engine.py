@@ -104,6 +104,7 @@ def steep(variables, features, labels, mode, tower):
     return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("count", "devices", "local"), LAYOUTS)
 def test_a_gradient_that_is_not_finite_is_refused_and_named(count, devices, local):
     model = replicated(count, devices, local, fn=steep)

@@ -129,6 +129,7 @@ def test_the_users_line_and_the_trips_of_a_collective_in_a_loop():
     assert [c.trips for c in found if c not in inside] == [1]
 
 
+@pytest.mark.slow
 def test_memory_counts_what_is_taken_over_once(of_eight):
     memory = of_eight.memory
     kinds = memory.by_kind

@@ -214,6 +214,7 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     assert path.read_text() == "notes\n"
 
 
+@pytest.mark.slow
 def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
     path = tmp_path / "sweep.jsonl"
     grid = {"rate": [0.1, 1e38]}

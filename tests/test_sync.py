@@ -195,6 +195,7 @@ def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming
     assert sorted(sent(bodies[name]) for name in names) == formula
 
 
+@pytest.mark.slow
 def test_what_a_tower_updates_is_not_copied():
     def squares(params, batch, tower):
         return tj.Weighted.mean((batch["x"] @ params["m"]).sum(-1) ** 2, tower.weight)
@@ -338,6 +339,7 @@ def test_it_is_told_when_towers_meet(streaming):
     assert_as_expected(state, told, SYNCS["streaming"], given)
 
 
+@pytest.mark.slow
 def test_a_round_that_nobody_learned_in_changes_nothing():
     empty = [x | {"weight": x["weight"] * 0} for x in batches()[:3]]
     step = build(SYNCS["local"])
@@ -348,6 +350,7 @@ def test_a_round_that_nobody_learned_in_changes_nothing():
     assert_as_expected(state, losses, SYNCS["local"])
 
 
+@pytest.mark.slow
 def test_what_is_fixed_or_local_stays_so():
     def counting(params, batch, tower):
         local = {"rows": tower.local["rows"] + tower.weight.sum()}

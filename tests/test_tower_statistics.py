@@ -126,6 +126,7 @@ def collectives(text):
     return [(name, shapes.count("[")) for shapes, name in found]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=str)
 def test_two_numbers_more_travel_and_no_collective(ops):
     found, bits = [], []
@@ -139,6 +140,7 @@ def test_two_numbers_more_travel_and_no_collective(ops):
     jax.tree.map(np.testing.assert_array_equal, *bits)
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_program_tell_of_each():
     step = step_of(4, 2)
     batches = [data(20, seed) for seed in range(3)]
