@@ -1,5 +1,6 @@
 """The training that the tests of checkpoints stop and go on with, in any process."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +82,4 @@ def bits(state):
 
 
 def assert_same_bits(state, expected):
-    def same(x, y):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
-
-    jax.tree.map(same, bits(state), expected)
+    chex.assert_trees_all_equal(bits(state), expected, strict=True)

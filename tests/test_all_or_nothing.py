@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 
+import chex
 import grain
 import jax
 import numpy as np
@@ -70,7 +71,7 @@ def bits(state):
 
 
 def assert_same_bits(state, expected):
-    jax.tree.map(np.testing.assert_array_equal, bits(state), expected)
+    chex.assert_trees_all_equal(bits(state), expected, strict=True)
 
 
 @pytest.fixture(scope="module")

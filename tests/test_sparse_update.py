@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import compiler_flags
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,7 @@ def densely(optimizer, grads, state, params, **extra_args):
 
 
 def assert_same(actual, expected, rtol=1e-5):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
+    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=1e-6)
 
 
 warmup = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 100)

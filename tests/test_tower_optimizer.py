@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,11 +57,7 @@ def mean_of(params, features, labels):
     return losses_of(params, features, labels).mean()
 
 
-def same_bits(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert a.dtype == b.dtype
+same_bits = functools.partial(chex.assert_trees_all_equal, strict=True)
 
 
 # Outside of towers.
