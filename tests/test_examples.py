@@ -277,7 +277,7 @@ def check_sweep(notebook):
 
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
-    check_outputs(notebook, [["90/90"], ["46/90"], ["90/90"]], figures=1)
+    check_outputs(notebook, [["90/90"], ["46/90"], ["90/90"]], figures=2)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     text = "\n".join(printed(cell) for cell in code)
     assert "more than 30,000 windows to train on: True\n" in text
