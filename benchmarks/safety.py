@@ -3,6 +3,7 @@
 JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
 """
 
+import contextlib
 import functools
 import tempfile
 import time
@@ -103,11 +104,12 @@ def save_seconds(devices: int) -> dict[str, float]:
             seconds = 1 / history.summary.steps_per_second
             best[name] = min(best.get(name, seconds), seconds)
         with tempfile.TemporaryDirectory() as folder:
-            saver = Saver(tj.Checkpointer(folder), step, state)
+            stack = contextlib.ExitStack()
+            saver = Saver(tj.Checkpointer(folder), step, state, stack)
             jax.block_until_ready(state)
             begin = functools.partial(saver.save, state, 1, batches={})
             timed("pause", begin)
-            timed("then", saver.close)
+            timed("then", stack.close)
     return best
 
 

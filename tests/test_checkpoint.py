@@ -1,5 +1,6 @@
 """A training that is stopped anywhere and goes on gives the bits of one that is not."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -186,9 +187,9 @@ def test_other_towers_deal_out_what_was_there(step, tmp_path):
     local = {name: x for name, x in state.local.items() if name != "own"}
     state = dataclasses.replace(state, local=local)
     saving = tj.Checkpointer(tmp_path)
-    saver = Saver(saving, step, state)
-    saver.save(state, 3, batches={"used": 3, "cursor": None})
-    saver.close()
+    with contextlib.ExitStack() as stack:
+        saver = Saver(saving, step, state, stack)
+        saver.save(state, 3, batches={"used": 3, "cursor": None})
     old = model.bits(state)
     three = model.build(3, towers=3)
     new = model.bits(saving.restore(three, model.init(three, own=False)))

@@ -229,7 +229,7 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     text = r"(?s)batch\['features'\].*was float32\[4, 3\] and is float32\[6, 3\]"
     refused(compiled, text, model, variables, rows(6, 3), rows(6))
     refused(compiled, r"max_programs=\.\.\. \(now 1\)", model, variables, X[:, :2], Y)
-    text = r"batch\['labels'\] is missing"
+    text = r"batch\['labels'\] was float32\[4\] and is absent"
     refused(compiled, text, model, variables, X, None)
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
     several = replicated()

@@ -7,6 +7,7 @@ checks the newest checkpoint, says so, and saves; what it says must be newer tha
 that was whole before. Prints one JSON line.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -51,7 +52,7 @@ def save_without_end(path, say):
     like = step.init(values(0))
     saving = tj.Checkpointer(path, keep=2)
     newest = whole_step(saving, step, like)
-    saver = Saver(saving, step, like)
+    saver = Saver(saving, step, like, contextlib.ExitStack())
     say(f"{newest}\n")
     for number in range(newest + 1, newest + 10_000):
         state = step.init(values(number))

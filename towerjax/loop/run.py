@@ -142,8 +142,7 @@ def run(
         with contextlib.ExitStack() as stack:
             saving, exit_code = None, None
             if checkpointer is not None:
-                saving = Saving(checkpointer, step, state, ledger)
-                stack.callback(saving.close)
+                saving = Saving(checkpointer, step, state, ledger, stack)
                 state, options = saving.resume(state, options)
                 if placement.num_processes == 1:
                     exit_code = checkpointer.exit_code

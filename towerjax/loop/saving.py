@@ -1,5 +1,6 @@
 """How is a run saved, and where does it go on? What the loop asks of checkpoints."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -23,15 +24,20 @@ from towerjax.step.state import TrainState
 
 
 class Saving:
-    """The checkpoints of a run, and the one it began with."""
+    """The checkpoints of a run, and the one it began with; ``stack`` ends them."""
 
     def __init__(
-        self, options: Checkpointer, step: LoopStep, state: TrainState, ledger: Ledger
+        self,
+        options: Checkpointer,
+        step: LoopStep,
+        state: TrainState,
+        ledger: Ledger,
+        stack: contextlib.ExitStack,
     ) -> None:
         self._options, self._step, self._ledger = options, step, ledger
         self._check_batches()
         encoded_cursor(ledger.cursor)
-        self._saver = Saver(options, step, state)
+        self._saver = Saver(options, step, state, stack)
         self.resumed: CheckpointRecord | None = None
         self._before = int(state.step)
         self._is_best = False
@@ -122,7 +128,3 @@ class Saving:
     def wait(self) -> None:
         """Until the last checkpoint counts."""
         self._saver.wait()
-
-    def close(self) -> None:
-        """Let go of the directory."""
-        self._saver.close()

@@ -113,7 +113,7 @@ def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     """What leaves were and are where dtypes or shapes differ, or else containers."""
     was, now = (
-        {n: f"{jnp.result_type(x)}{list(jnp.shape(x))}" for n, x in leaves}
+        {n: f"{_dtype_of(x)}{list(jnp.shape(x))}" for n, x in leaves}
         for leaves in (named_leaves(root, before), named_leaves(root, after))
     )
     found = [
@@ -125,6 +125,10 @@ def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     if not found and trees[0] != trees[1]:
         found = [f"its containers were {trees[0]} and are {trees[1]}"]
     return found
+
+
+def _dtype_of(leaf: Any) -> Any:
+    return held_dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
 def has_tracers(tree: PyTree) -> bool:

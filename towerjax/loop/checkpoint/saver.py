@@ -190,25 +190,29 @@ class Checkpointer:
 
 
 class Saver:
-    """Writes the checkpoints of one run; a context, which waits for the last one."""
+    """Writes the checkpoints of one run, until ``stack`` lets go of the directory."""
 
     def __init__(
-        self, options: Checkpointer, step: LoopStep, state: TrainState
+        self,
+        options: Checkpointer,
+        step: LoopStep,
+        state: TrainState,
+        stack: contextlib.ExitStack,
     ) -> None:
         self.options = options
         self._step, self._is_first = step, jax.process_index() == 0
-        self._stack = contextlib.ExitStack()
         needed = sum(x.nbytes for x in plain_arrays(state).values())
 
         def prepare() -> None:
             folder.prepare(options.path, needed)
-            self._stack.enter_context(folder.held(options.path))
+            stack.enter_context(folder.held(options.path))
 
         first_process_says(prepare)
-        self._files = array_files()
+        self._files = stack.enter_context(contextlib.closing(array_files()))
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
         )
+        stack.callback(self._thread.shutdown)  # first, and then it writes no more
         self._writing: concurrent.futures.Future[None] | None = None
         self._saved: int | None = None
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
@@ -323,12 +327,6 @@ class Saver:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
-
-    def close(self) -> None:
-        """Wait for the thread, whatever came of it; let go of the directory."""
-        self._thread.shutdown()
-        self._files.close()
-        self._stack.close()
 
 
 def left_of(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
