@@ -191,13 +191,32 @@ def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
 )
 def test_runs_are_filled_in_order(sizes, max_bytes, max_leaves, buffers):
     leaves = [jnp.zeros(n) for n in sizes]
-    packing = Packing.plan(leaves, max_bytes=max_bytes, max_leaves=max_leaves)
+    packing = Packing.plan(
+        leaves, alone_above=max_bytes, reach=max_bytes, max_leaves=max_leaves
+    )
+    assert [slot.buffer for slot in packing.slots] == buffers
+
+
+@pytest.mark.parametrize(
+    "sizes, alone_above, reach, buffers",
+    [
+        ([1, 50, 1, 1], 12, 1000, [0, 1, 0, 0]),  # small ones on both sides of a large
+        ([1, 50, 1, 50, 1], 12, 220, [0, 1, 0, 2, 3]),  # until the first is too far
+        ([2, 2, 2, 2], 12, 16, [0, 0, 1, 1]),
+        ([50, 1, 50, 1], 200, 1e9, [0, 0, 0, 0]),
+    ],
+)
+def test_small_leaves_share_a_buffer_with_those_in_reach(
+    sizes, alone_above, reach, buffers
+):
+    leaves = [jnp.zeros(n) for n in sizes]
+    packing = Packing.plan(leaves, alone_above=alone_above, reach=reach)
     assert [slot.buffer for slot in packing.slots] == buffers
 
 
 def test_runs_are_of_one_dtype():
     leaves = [jnp.zeros(2, d) for d in ("int32", "float32", "int32", "float32")]
-    packing = Packing.plan(leaves, max_bytes=100, max_leaves=100)
+    packing = Packing.plan(leaves, alone_above=100, reach=100, max_leaves=100)
     assert [slot.buffer for slot in packing.slots] == [0, 1, 0, 1]
 
 

@@ -364,11 +364,14 @@ kinds_of_leaves = st.lists(
 @given(
     kinds_of_leaves,
     st.sampled_from([8, 100, 24, 0, -1, math.inf]),
+    st.sampled_from([1, 2, 8]),
     st.sampled_from([1, 2, math.inf]),
 )
-def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
+def test_leaves_share_buffers_without_gap_or_overlap(found, limit, times, most):
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in found]
-    packing = Packing.plan(leaves, max_bytes=limit, max_leaves=most)
+    packing = Packing.plan(
+        leaves, alone_above=limit, reach=times * limit, max_leaves=most
+    )
     ends = [0] * packing.num_buffers
     members = [[] for _ in ends]
     for slot, leaf in zip(packing.slots, leaves, strict=True):
@@ -379,7 +382,8 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
     for group in members:
         assert len({leaf.dtype for leaf in group}) == 1 and len(group) <= most
         sizes = [leaf.size * leaf.dtype.itemsize for leaf in group]
-        assert len(group) == 1 or sum(sizes) <= limit
+        assert len(group) == 1 or max(sizes) <= limit
+        assert len(group) == 1 or sum(sizes) <= times * limit
     if limit == most == math.inf:
         assert packing.num_buffers == len({leaf.dtype for leaf in leaves})
     for total in (0, 1, len(leaves), 41):
@@ -392,7 +396,7 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, most):
 def packed_and_unpacked(leaves):
     out = []
     for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
-        packing = Packing.plan(leaves, max_bytes=limit, max_leaves=most)
+        packing = Packing.plan(leaves, alone_above=limit, reach=limit, max_leaves=most)
         buffers = packing.pack(leaves, lead=0)
         out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
     return out

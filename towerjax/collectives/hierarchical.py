@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.packing import PACK_BYTES, Sums, sum_packed
+from towerjax.collectives.packing import Sums, sum_packed
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
@@ -80,7 +80,7 @@ class Hierarchical:
             flat = [buffer.reshape(-1) for buffer in buffers]
             return [_sum_in_two(buffer, size, axes.num_devices) for buffer in flat]
 
-        return sum_packed(tree, axes, travel, max_bytes=PACK_BYTES)
+        return sum_packed(tree, axes, travel)
 
 
 def _devices_of_a_process(axes: TowerAxes) -> int:

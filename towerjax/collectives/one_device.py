@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.packing import PACK_BYTES, Sums, sum_packed
+from towerjax.collectives.packing import Sums, sum_packed
 from towerjax.collectives.reduce import as_bits, from_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
@@ -86,7 +86,7 @@ class ReduceToOneDevice:
                 for buffer in buffers
             ]
 
-        return sum_packed(tree, axes, travel, max_bytes=PACK_BYTES)
+        return sum_packed(tree, axes, travel)
 
 
 def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:

@@ -79,12 +79,14 @@ class Packed:
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         if self.num_packs is not None:
-            return sum_packed(tree, axes, self._all_reduce)
+            return sum_packed(tree, axes, self._all_reduce, alone_above=math.inf)
+        most = self.bytes_per_pack or math.inf
         return sum_packed(
             tree,
             axes,
             self._all_reduce,
-            max_bytes=self.bytes_per_pack or math.inf,
+            alone_above=most,
+            reach=most,
             max_leaves=self.max_group or math.inf,
         )
 
