@@ -557,10 +557,7 @@ def test_a_mask_of_positions_counts_positions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "concurrently", [True, pytest.param(False, marks=SLOW)], ids=str
-)
-def test_outside_a_step_the_mask_is_the_weight(concurrently):
+def test_outside_a_step_the_mask_is_the_weight():
     rows, mask = batch(8)["x"][:, :OUT], np.float32([1, 1, 0, 1, 0, 0, 1, 0])
 
     def tower_fn(tower, x, mask):
@@ -568,12 +565,8 @@ def test_outside_a_step_the_mask_is_the_weight(concurrently):
 
     values = [tj.PerTower(v.reshape(4, 2, *v.shape[1:])) for v in (rows, mask)]
     expected = 0.1 * rows[mask > 0].astype(np.float64).mean(0)
-    mean = towers(4, 2).call_for_each_tower(
-        tower_fn, *values, run_concurrently=concurrently
-    )
-    # One after another, what towers compute of what they share is their own.
-    for row in getattr(mean, "values", [mean]):
-        np.testing.assert_allclose(row, expected, **CLOSE)
+    mean = towers(4, 2).call_for_each_tower(tower_fn, *values)
+    np.testing.assert_allclose(mean, expected, **CLOSE)
     with pytest.raises(ValueError, match="tower.weight outside a step"):
         towers(4, 2).call_for_each_tower(
             lambda tower, x: tower_fn(tower, x, None), values[0]

@@ -234,7 +234,6 @@ def test_a_function_without_hash_is_refused():
         strategy.call_for_each_tower(fn)
     out = strategy.call_for_each_tower(lambda tower: fn(tower))
     assert out.values.tolist() == [0, 1]
-    assert strategy.call_for_each_tower(fn, run_concurrently=False).values.shape == (2,)
 
 
 def test_unhashable_results_that_are_no_arrays_come_back():
@@ -363,15 +362,12 @@ def test_all_gather_of_vectors_is_differentiable(T, D):
     np.testing.assert_allclose(out.values, expected, rtol=16 * EPS, atol=16 * EPS)
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
 @pytest.mark.parametrize("name", ["weight", "rng", "step", "rows"])
-def test_what_a_step_alone_has_is_refused(name, concurrently):
+def test_what_a_step_alone_has_is_refused(name):
     strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
     text = f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
     with pytest.raises(ValueError, match=text):
-        strategy.call_for_each_tower(
-            lambda tower: getattr(tower, name) + 0, run_concurrently=concurrently
-        )
+        strategy.call_for_each_tower(lambda tower: getattr(tower, name) + 0)
 
 
 def branch(tower):
@@ -395,9 +391,61 @@ def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
         with pytest.raises(jax.errors.TracerBoolConversionError) as error:
             call()
         notes = " ".join(error.value.__notes__)
-        assert "Write jnp.where or lax.cond; to see" in notes
-    out = strategy.call_for_each_tower(branch, run_concurrently=False)
-    assert strategy.unwrap(out) == [1.0, 2.0]
+        assert "Write jnp.where or lax.cond; to see values, jax.debug.print" in notes
+
+
+@pytest.mark.parametrize("value", [False, None, 0, "no"])
+def test_towers_have_no_order_to_choose(value):
+    text = f"run_concurrently={value!r}, but all towers are one .* jax.debug.print"
+    with pytest.raises(ValueError, match=text):
+        mirrored(2).call_for_each_tower(lambda tower: 0, run_concurrently=value)
+    assert mirrored(2).call_for_each_tower(lambda tower: 0, run_concurrently=True) == 0
+
+
+def summed_in_a_tower(tower, x):
+    return tower.reduce(R.SUM, 2 * x)
+
+
+def summed_into_a_variable(tower, x):
+    return tower.assign_add(tj.towers.MirroredVar(x, R.SUM), jnp.float32(1)).value
+
+
+def counted(tower, x):
+    return tower.reduce(R.SUM, 1.0), 3 * tower.reduce(R.SUM, x / tower.num_towers)
+
+
+def test_a_sum_of_what_all_towers_share_is_refused():
+    strategy, x = mirrored(2, 2), np.float32(-2)
+    for fn in (summed_in_a_tower, summed_into_a_variable):
+        with pytest.raises(tj.ReplicationError, match="T times too much"):
+            strategy.call_for_each_tower(fn, x)
+    for fn in (lambda tower, x: 2 * x, lambda tower, x: jnp.float32(-4)):
+        out = strategy.call_for_each_tower(fn, x)
+        assert float(out) == -4  # one value and no PerTower, by proof
+        with pytest.raises(ValueError, match="SUM of -4.0, which is the same on all 2"):
+            strategy.reduce(R.SUM, out)
+    for given in (x, 1.0, np.float32(1)):
+
+        def assigned(tower, _, x=given):
+            return tower.assign_add(tj.towers.MirroredVar(x, R.SUM), x)
+
+        def merged(tower, _, x=given):
+            return tower.merge_call(lambda s: s.reduce(R.SUM, x))
+
+        with pytest.raises(ValueError, match="cannot be reduced|the same on all 2"):
+            strategy.call_for_each_tower(assigned, x)
+        with pytest.raises(ValueError, match="SUM of .* the same on all 2 towers"):
+            strategy.call_for_each_tower(merged, x)
+    assert [*map(float, strategy.call_for_each_tower(counted, x))] == [2, -6]
+
+
+def test_what_is_equal_by_chance_is_a_value_a_tower():
+    strategy, rows = mirrored(2), tj.PerTower(np.float32([[1, 2], [3, 0]]))
+    out = strategy.call_for_each_tower(
+        lambda tower, x: (x.sum(), tower.reduce(R.SUM, x.sum())), rows
+    )
+    assert out[0].values.tolist() == [3, 3] and float(out[1]) == 6
+    assert float(strategy.reduce(R.SUM, out[0])) == 6
 
 
 class Model:

@@ -122,12 +122,7 @@ def check_init_from_checkpoint(case, strategy):
         restored = tj.towers.restored_values(strategy, {"v1": v1, "v2": v2}, saved)
         ways = [tuple(restored.values())]
         ways += [(strategy.assign(v1, saved["v1"]), strategy.assign(v2, saved["v2"]))]
-        ways += [
-            strategy.call_for_each_tower(
-                in_a_tower, v1, v2, saved, run_concurrently=concurrently
-            )
-            for concurrently in (True, False)
-        ]
+        ways += [strategy.call_for_each_tower(in_a_tower, v1, v2, saved)]
         for new1, new2 in ways:
             assert isinstance(new1, tj.towers.MirroredVar) and isinstance(
                 new2, tj.TowerLocal

@@ -59,12 +59,9 @@ def check_single_creation(case, strategy):
         v = tj.towers.MirroredVar(jnp.float32(1.0), name="foo")
         return tower.merge_call(lambda strategy, v: v, v)
 
-    for concurrently in (True, False):
-        v = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
-        assert (
-            isinstance(v, tj.towers.MirroredVar) and v.name == case["expected"]["name"]
-        )
-        assert components(strategy, v) == [1.0, 1.0]
+    v = strategy.call_for_each_tower(tower_fn)
+    assert isinstance(v, tj.towers.MirroredVar) and v.name == case["expected"]["name"]
+    assert components(strategy, v) == [1.0, 1.0]
 
 
 @TABLE.checks("var.same_canonical")
@@ -74,20 +71,17 @@ def check_same_canonical(case, strategy):
     def tower_fn(tower):
         return [tj.towers.MirroredVar(jnp.ones(()), name=name) for name in names]
 
-    for concurrently in (True, False):
-        out = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
-        assert [v.name for v in out] == case["expected"]["names"]
-        assert len(out) == case["expected"]["count"]
+    out = strategy.call_for_each_tower(tower_fn)
+    assert [v.name for v in out] == case["expected"]["names"]
+    assert len(out) == case["expected"]["count"]
 
 
 @TABLE.checks("var.name_mismatch_error")
 def check_name_mismatch(case, strategy):
-    def tower_fn(tower):
-        return tj.towers.MirroredVar(1.0, name="foo" if tower.id == 0 else "bar")
-
+    made = [tj.towers.MirroredVar(1.0, name=name) for name in ("foo", "bar")]
     refused(
         case,
-        lambda: strategy.call_for_each_tower(tower_fn, run_concurrently=False),
+        lambda: strategy.regroup(made),
         text="towers made variables with a mismatching name or reduction: tower 0"
         " variable 'foo', tower 1 variable 'bar'",
     )
@@ -133,13 +127,10 @@ def check_tower_local(case, strategy):
         )
 
     expected = case["expected"]
-    for concurrently in (True, False):
-        out = strategy.call_for_each_tower(
-            tower_fn, v_sum, v_mean, run_concurrently=concurrently
-        )
-        for v, name in zip(out, ("v_sum", "v_mean"), strict=True):
-            assert components(strategy, v) == expected[f"{name}_components"]
-            assert float(strategy.read_var(v)) == expected[f"read_{name}"]
+    out = strategy.call_for_each_tower(tower_fn, v_sum, v_mean)
+    for v, name in zip(out, ("v_sum", "v_mean"), strict=True):
+        assert components(strategy, v) == expected[f"{name}_components"]
+        assert float(strategy.read_var(v)) == expected[f"read_{name}"]
 
 
 @TABLE.checks("var.tower_local.update")
@@ -189,15 +180,11 @@ def check_assign_in_tower(case, strategy):
     initial = float(re.search(r"init ([\d.]+)", case["setup"])[1])
     v = strategy.create_var("v", initial, reduction=R.MEAN)
     values = tj.PerTower(np.float32(case["input"]["values"]))
-    for concurrently in (True, False):
-        new = strategy.call_for_each_tower(
-            lambda tower, v, x: getattr(tower, method)(v, x),
-            v,
-            values,
-            run_concurrently=concurrently,
-        )
-        assert float(strategy.read_var(new)) == case["expected"]["read"]
-        assert components(strategy, new) == [case["expected"]["read"]] * 2
+    new = strategy.call_for_each_tower(
+        lambda tower, v, x: getattr(tower, method)(v, x), v, values
+    )
+    assert float(strategy.read_var(new)) == case["expected"]["read"]
+    assert components(strategy, new) == [case["expected"]["read"]] * 2
 
 
 @TABLE.checks("assign.error.sum_of_plain")
@@ -205,14 +192,11 @@ def check_sum_of_plain(case, strategy):
     v = strategy.create_var("v", 1.0, reduction=R.SUM)
     [text] = case["expected"]["message_has"]
     text = text.replace("non-DistributedValues", "constant")  # our word for it
-    for concurrently in (True, False):
-        refused(
-            case,
-            lambda c=concurrently: strategy.call_for_each_tower(
-                lambda tower, v: tower.assign(v, 5.0), v, run_concurrently=c
-            ),
-            text=text,
-        )
+    refused(
+        case,
+        lambda: strategy.call_for_each_tower(lambda tower, v: tower.assign(v, 5.0), v),
+        text=text,
+    )
 
 
 @TABLE.checks("update.error.per_device_arg")
@@ -255,31 +239,24 @@ def check_moving_average(case, strategy):
         scale = 1 - decay**count.value if debias else 1.0
         return average.value / scale
 
-    for concurrently in (True, False):
-        out = strategy.call_for_each_tower(
-            tower_fn,
-            average,
-            count,
-            tj.PerTower(np.float32(own)),
-            run_concurrently=concurrently,
-        )
-        for row in strategy.unwrap(out):  # compiled: bare, proved the same on all
-            np.testing.assert_allclose(row, case["expected"], rtol=case["tol"])
+    out = strategy.call_for_each_tower(
+        tower_fn, average, count, tj.PerTower(np.float32(own))
+    )  # bare: proved the same on all
+    np.testing.assert_allclose(out, case["expected"], rtol=case["tol"])
 
 
 @TABLE.checks("creator.thread_local")
 def check_creators(case, strategy):
     def tower_fn(tower, outer):
         def own(name):
-            return f"{outer(name)}:thread_{tower.id}"
+            return f"{outer(name)}:thread", tower.id
 
         tower.merge_call(lambda strategy: None)
         return own("v")
 
-    out = strategy.call_for_each_tower(
-        tower_fn, lambda name: "main_thread", run_concurrently=False
-    )
-    assert strategy.unwrap(out) == case["expected"]
+    word, ids = strategy.call_for_each_tower(tower_fn, lambda name: "main_thread")
+    made = [f"{word}_{tower}" for tower in strategy.unwrap(ids)]
+    assert made == case["expected"]
 
 
 @TABLE.checks("ctor.error.both")
@@ -343,11 +320,8 @@ def check_get(case, strategy):
     def tower_fn(tower, own):
         return tower.merge_call(lambda strategy, v: strategy.unwrap(v)[0], own)
 
-    for concurrently in (True, False):
-        current = strategy.call_for_each_tower(
-            tower_fn, value, run_concurrently=concurrently
-        )
-        assert int(current) == case["expected"]["<current>"]
+    current = strategy.call_for_each_tower(tower_fn, value)
+    assert int(current) == case["expected"]["<current>"]
 
 
 @TABLE.checks("values.delegate.operators")
@@ -431,15 +405,13 @@ def check_regroup_of_a_variable(case, strategy):
 
 @TABLE.checks("mirrored.regroup.error_len")
 def check_regroup_error(case, strategy):
+    nests = [case["input"][f"tower{t}"] for t in range(2)]
     refused(
         case,
-        lambda: strategy.call_for_each_tower(
-            lambda tower: list(range(tower.id)), run_concurrently=False
-        ),
-        text="tower 0 has a list of 0, tower 1 a list of 1",
+        lambda: strategy.regroup(nests),
+        text="nests differs in structure from tower to tower: tower 0 has a list of 0,"
+        " tower 1 a list of 1",
     )
-    nests = [case["input"][f"tower{t}"] for t in range(2)]
-    refused(case, lambda: strategy.regroup(nests), text="differs in structure")
 
 
 # The file and this module.

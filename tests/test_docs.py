@@ -253,16 +253,15 @@ def test_parameters_lie_on_the_worker_devices():
     assert v.value.devices() == set(jax.devices("cpu")[:4])
 
 
-@pytest.mark.parametrize("run_concurrently", [True, False])
 @pytest.mark.parametrize("towers", [1, 4])
-def test_a_tower_knows_its_strategy(towers, run_concurrently):
+def test_a_tower_knows_its_strategy(towers):
     strategy, seen = mirrored(1, towers=towers), []
 
     def tower_fn(tower):
         seen.append((tower.strategy, tower.num_towers))
         assert tower.strategy.is_single_tower == (tower.num_towers == 1)
 
-    strategy.call_for_each_tower(tower_fn, run_concurrently=run_concurrently)
+    strategy.call_for_each_tower(tower_fn)
     assert set(seen) == {(strategy, towers)}
 
 

@@ -142,14 +142,10 @@ def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
                 jax.jit(lambda x, r=reduction: strategy.reduce(r, tj.PerTower(x)))(
                     rows
                 ),
-                *[
-                    strategy.call_for_each_tower(
-                        lambda tower, x, r=reduction: tower.reduce(r, x),
-                        tj.PerTower(rows),
-                        run_concurrently=concurrently,
-                    )
-                    for concurrently in (True, False)
-                ],
+                strategy.call_for_each_tower(
+                    lambda tower, x, r=reduction: tower.reduce(r, x),
+                    tj.PerTower(rows),
+                ),
             ]
             numpys = jnp.mean if reduction is R.MEAN else jnp.sum
             expected = numpys(jnp.asarray(rows))
@@ -160,13 +156,12 @@ def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
         assert strategy.read_var(own).dtype == jnp.mean(jnp.asarray(rows)).dtype
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
-def test_gathered_and_reduced_python_numbers_are_strong(concurrently):
+def test_gathered_and_reduced_python_numbers_are_strong():
     def tower_fn(tower):
         first = tower.reduce(R.ONLY_FIRST_TOWER, 2.5)
         return tower.all_gather(2.5), first, tower.reduce(R.MEAN, 2.5)
 
-    out = mirrored(2).call_for_each_tower(tower_fn, run_concurrently=concurrently)
+    out = mirrored(2).call_for_each_tower(tower_fn)
     assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
 
 
@@ -240,15 +235,11 @@ def test_a_mirrored_variable_that_no_reduction_fits_says_so(
     strategy = mirrored(T)
     v = strategy.create_var("v", initial, reduction=reduction)
     said = f"variable 'v' is {initial.dtype} .* makes {reduced} .* Create it as"
-    for concurrently in (True, False):
-        for value in (jnp.asarray(initial), jnp.zeros((), reduced)):
-            with pytest.raises(ValueError, match=said):
-                strategy.call_for_each_tower(
-                    lambda tower, v, x: tower.assign(v, x),
-                    v,
-                    value,
-                    run_concurrently=concurrently,
-                )
+    for value in (jnp.asarray(initial), jnp.zeros((), reduced)):
+        with pytest.raises(ValueError, match=said):
+            strategy.call_for_each_tower(
+                lambda tower, v, x: tower.assign(v, x), v, value
+            )
 
 
 def test_what_has_no_difference_says_so():

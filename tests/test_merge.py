@@ -574,18 +574,15 @@ def test_batch_norm_over_axis_names_is_that_of_the_whole_batch(T, D):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("concurrently", [True, False])
 @pytest.mark.parametrize("axis", [0, 1, -1])
-def test_all_gather_joins_along_a_dim(axis, concurrently):
+def test_all_gather_joins_along_a_dim(axis):
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
     rows = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
 
     def tower_fn(tower, x):
         return tower.all_gather({"x": x}, axis=axis)
 
-    out = strategy.call_for_each_tower(
-        tower_fn, tj.PerTower(rows), run_concurrently=concurrently
-    )
+    out = strategy.call_for_each_tower(tower_fn, tj.PerTower(rows))
     np.testing.assert_array_equal(out["x"], np.concatenate(list(rows), axis))
 
 
@@ -609,8 +606,7 @@ def test_all_gather_names_a_dim_that_is_not_there():
         strategy.call_for_each_tower(lambda t: t.all_gather({"x": 1.0 * t.id}, axis=1))
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
-def test_merge_call_takes_names(concurrently):
+def test_merge_call_takes_names():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=2)
 
     def merge_fn(strategy, a, *, b, word):
@@ -620,17 +616,5 @@ def test_merge_call_takes_names(concurrently):
     def tower_fn(tower):
         return tower.merge_call(merge_fn, 1 + tower.id, b=3 + tower.id, word="word")
 
-    out = strategy.call_for_each_tower(tower_fn, run_concurrently=concurrently)
+    out = strategy.call_for_each_tower(tower_fn)
     assert int(out) == 73
-
-
-def test_other_merge_functions_with_names_are_told_apart():
-    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
-
-    def tower_fn(tower):
-        first = lambda strategy, *, v: v  # noqa: E731
-        second = lambda strategy, *, v: v  # noqa: E731
-        return tower.merge_call(first if tower.id == 0 else second, v=tower.id)
-
-    with pytest.raises(tj.ReplicationError, match="towers meet in different merges"):
-        strategy.call_for_each_tower(tower_fn, run_concurrently=False)

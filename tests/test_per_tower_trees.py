@@ -23,9 +23,8 @@ def rows_of(t):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
-def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
+def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D):
     strategy = mirrored(T, D)
     value = tj.PerTower(tuple(tree_of(t) for t in range(T)))
 
@@ -33,9 +32,7 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
         assert tree["a"].shape == (2,) and tree["b"][1][0].shape == (1, 2)
         return tree["a"].sum() + tree["b"][0], tower.reduce(R.SUM, tree)
 
-    own, total = strategy.call_for_each_tower(
-        tower_fn, value, run_concurrently=concurrently
-    )
+    own, total = strategy.call_for_each_tower(tower_fn, value)
     assert own.values.tolist() == [4.0 * t for t in range(T)]
     for out in (total, strategy.reduce(R.SUM, value)):
         n = T * (T - 1) / 2
@@ -44,16 +41,14 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D, concurrently):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
-def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D, concurrently):
+def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D):
     strategy = mirrored(T, D)
     value = tj.PerTower(tuple(rows_of(t) for t in range(T)))
     dense = sum(np.asarray(rows_of(t).to_dense()) for t in range(T))
     own, total = strategy.call_for_each_tower(
         lambda tower, rows: (rows.to_dense(), tower.reduce(R.SUM, rows)),
         value,
-        run_concurrently=concurrently,
     )
     assert own.values.tolist() == [rows_of(t).to_dense().tolist() for t in range(T)]
     np.testing.assert_allclose(total.to_dense(), dense)
@@ -165,11 +160,8 @@ def test_a_list_and_a_named_tuple_are_trees_whatever_their_length(tree):
     assert strategy.select_tower(value, 1) == tree(3, 3)
     joined = strategy.gather(tj.PerTower(tree(a[:, None], b[:, None])), 0)
     assert [x.tolist() for x in joined] == [[1, 3], [39, 3]]
-    for concurrently in (True, False):
-        own = strategy.call_for_each_tower(
-            lambda tower, x: 100 * x[0] + x[1], value, run_concurrently=concurrently
-        )
-        assert own.values.tolist() == [139, 303]
+    own = strategy.call_for_each_tower(lambda tower, x: 100 * x[0] + x[1], value)
+    assert own.values.tolist() == [139, 303]
 
 
 def test_a_tuple_that_a_tower_local_variable_holds_is_a_tree():
@@ -185,11 +177,9 @@ def test_a_tuple_that_a_tower_local_variable_holds_is_a_tree():
 def test_a_list_of_the_towers_values_is_told_to_be_a_tuple():
     with pytest.raises(ValueError, match="or pass a tuple of them"):
         mirrored(2).unwrap(tj.PerTower([1.0, 2.0]))
-    for concurrently in (True, False):
-        with pytest.raises(ValueError, match=r"shape \(\), .* A tuple of them will do"):
-            mirrored(2).call_for_each_tower(
-                lambda tower: tower.merge_call(
-                    lambda strategy, x: tj.PerTower(strategy.unwrap(x)), tower.id
-                ),
-                run_concurrently=concurrently,
+    with pytest.raises(ValueError, match=r"shape \(\), .* A tuple of them will do"):
+        mirrored(2).call_for_each_tower(
+            lambda tower: tower.merge_call(
+                lambda strategy, x: tj.PerTower(strategy.unwrap(x)), tower.id
             )
+        )

@@ -206,7 +206,6 @@ def told():
         ),
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
         ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
-        ("one_by_one", "run_concurrently=False"),
         ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
         ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),

@@ -106,26 +106,6 @@ def test_inside_a_tower_rows_join_too(T, D, executor, reduction):
         assert_joined(strategy.reduce(reduction, rows), towers, reduction)
 
 
-@pytest.mark.few_fast(1)
-@REDUCTIONS
-@pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
-def test_rows_join_where_towers_run_one_by_one(T, D, reduction):
-    towers = [of_tower(t) for t in range(T)]
-
-    def tower_fn(tower):
-        own = towers[int(tower.id)]
-        return tower.reduce(reduction, {"rows": own, "id": tower.id})
-
-    strategy = mirrored(T, D)
-    out = strategy.call_for_each_tower(tower_fn, run_concurrently=False)
-    rows = jax.tree.map(
-        lambda x: strategy.unwrap(x)[0],
-        out["rows"],
-        is_leaf=lambda x: isinstance(x, tj.PerTower),
-    )
-    assert_joined(rows, towers, reduction)
-
-
 def wide(t, size=6):
     """Tower ``t``'s rows of an array ``[size, 2]``, as it is and in full."""
     rows = of_tower(t)
@@ -144,9 +124,8 @@ def test_gathered_rows_are_rows_of_the_joined_array():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("concurrently", [True, False])
 @GRIDS
-def test_rows_gathered_in_a_tower_are_rows_of_the_joined_array(T, D, concurrently):
+def test_rows_gathered_in_a_tower_are_rows_of_the_joined_array(T, D):
     towers, full = zip(*map(wide, range(T)), strict=True)
     strategy = mirrored(T, D)
 
@@ -155,9 +134,7 @@ def test_rows_gathered_in_a_tower_are_rows_of_the_joined_array(T, D, concurrentl
         return tower.all_gather({"rows": rows}, axis=0)["rows"], merged
 
     stacked = tj.PerTower(jax.tree.map(lambda *x: np.stack(x), *towers))
-    outs = strategy.call_for_each_tower(
-        tower_fn, stacked, run_concurrently=concurrently
-    )
+    outs = strategy.call_for_each_tower(tower_fn, stacked)
     for out in (*outs, strategy.gather(stacked, 0)):
         assert out.dense_shape == (6 * T, 2)
         np.testing.assert_allclose(out.to_dense(), np.concatenate(full), rtol=1e-6)

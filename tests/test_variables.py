@@ -205,8 +205,7 @@ def test_towers_assign_to_their_own_copies(T, D, reduction):
         assert new.value.sharding.is_equivalent_to(n.value.sharding, 1)
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
-def test_assigning_keeps_the_dtype(concurrently):
+def test_assigning_keeps_the_dtype():
     strategy = mirrored(2)
     v = strategy.create_var("v", jnp.bfloat16(1), reduction=R.MEAN)
     n = strategy.create_var("n", jnp.int8(1), reduction=R.NONE, tower_local=True)
@@ -214,12 +213,11 @@ def test_assigning_keeps_the_dtype(concurrently):
     def tower_fn(tower, v, n):
         return tower.assign_add(v, tower.id), tower.assign_add(n, 2)
 
-    v, n = strategy.call_for_each_tower(tower_fn, v, n, run_concurrently=concurrently)
+    v, n = strategy.call_for_each_tower(tower_fn, v, n)
     assert (v.value.dtype, n.value.dtype) == (jnp.bfloat16, jnp.int8)
     assert float(v.value) == 1.5 and n.value.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("concurrently", [True, False])
 @pytest.mark.parametrize(
     "options, initial, value, text",
     [
@@ -266,13 +264,11 @@ def test_assigning_keeps_the_dtype(concurrently):
         ),
     ],
 )
-def test_a_tower_may_not_assign(options, initial, value, text, concurrently):
+def test_a_tower_may_not_assign(options, initial, value, text):
     strategy = mirrored(2)
     v = strategy.create_var("v", initial, **options)
     with refuses(text):
-        strategy.call_for_each_tower(
-            lambda tower, v: tower.assign(v, value), v, run_concurrently=concurrently
-        )
+        strategy.call_for_each_tower(lambda tower, v: tower.assign(v, value), v)
 
 
 def test_the_ways_out_of_no_reduction_work():
@@ -340,9 +336,8 @@ def test_towers_make_variables(T, D):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("concurrently", [True, False])
 @LAYOUTS
-def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
+def test_variables_meet_in_a_merge_as_such(T, D):
     strategy = mirrored(T, D)
     v = strategy.create_var("v", (1.0, 2.0))
     n = strategy.create_var("n", (1, 5), reduction=R.SUM, tower_local=True)
@@ -358,9 +353,7 @@ def test_variables_meet_in_a_merge_as_such(T, D, concurrently):
         n = tower.assign_add(n, (tower.id, 0))
         return tower.merge_call(merge_fn, v, n)
 
-    v, n, total = strategy.call_for_each_tower(
-        tower_fn, v, n, run_concurrently=concurrently
-    )
+    v, n, total = strategy.call_for_each_tower(tower_fn, v, n)
     ids = np.arange(T)
     assert [float(x) for x in v.value] == [(1 + ids).sum(), 0.5]
     assert n.value[0].tolist() == (2 + ids).tolist()

@@ -179,12 +179,6 @@ def saved_and_restored(me):
     return totals
 
 
-def one_by_one(me):
-    tj.Mirrored(towers=4).call_for_each_tower(
-        lambda tower: tower.id, run_concurrently=False
-    )
-
-
 def evaluated_and_predicted(me):
     strategy = tj.Mirrored(towers=4)
     evaluate = tj.build_eval_step(
@@ -336,7 +330,6 @@ SCENARIOS = [
     destination_of_one_process,
     ops,
     saved_and_restored,
-    one_by_one,
     evaluated_and_predicted,
     differing_batches,
     differing_towers,

@@ -12,7 +12,6 @@ from towerjax.collectives.reduce import (
     check_reduction,
     gather_over_towers,
     reduce_over_towers,
-    reduce_stacked,
     reduced_dtype,
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows, rows_of
@@ -132,19 +131,6 @@ def _divided(reduction: Reduction, rows: IndexedRows, num_towers: int) -> Indexe
     if reduction is Reduction.MEAN:
         values = values / num_towers
     return dataclasses.replace(rows, values=values.astype(dtype))
-
-
-def reduce_stacked_tree(
-    reduction: Reduction, stacked: PyTree, num_towers: int
-) -> PyTree:
-    """As `reduce_stacked`, of a tree that may hold ``IndexedRows``."""
-
-    def one(x: Any) -> Any:
-        if is_rows(x):
-            return reduce_stacked_rows(reduction, x, num_towers)
-        return reduce_stacked(reduction, x)
-
-    return jax.tree.map(one, stacked, is_leaf=is_rows)
 
 
 def reduce_tree_over_towers(

@@ -172,8 +172,7 @@ def branches_explained() -> Iterator[None]:
         error.add_note(
             "A tower function is traced once for all towers: tower.id, the batch and"
             " what is computed of them have no values yet. Write jnp.where or lax.cond;"
-            " to see values, run towers one by one with"
-            " strategy.call_for_each_tower(fn, ..., run_concurrently=False)."
+            " to see values, jax.debug.print('{}', x)."
         )
         raise
 

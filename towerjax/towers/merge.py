@@ -1,6 +1,5 @@
 """How do towers meet? merge_call: one function sees all towers' values side by side."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,25 +92,15 @@ def _stacked(leaves: Sequence[Any], name: str) -> jax.Array:
     return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
 
-@dataclasses.dataclass(frozen=True)
-class WithNames:
-    """A merge function whose last value is a mapping of the others, by name."""
-
-    func: Callable[..., PyTree]
-
-    def __call__(self, strategy: Any, *values: PyTree) -> PyTree:
-        """The function, with its own names."""
-        return self.func(strategy, *values[:-1], **values[-1])
-
-
 def merge_over_towers(
     strategy: Any,
     axes: TowerAxes,
     tower_id: jax.Array,
     merge_fn: Callable[..., PyTree],
     values: tuple[PyTree, ...],
+    named: dict[str, PyTree],
 ) -> PyTree:
-    """``merge_fn(strategy, *per_tower_values)``, seen by every tower alike.
+    """``merge_fn`` of all towers' values, seen by every tower alike.
 
     Every tower computes the same function of the same gathered values, so the
     result needs no sending back, and it differentiates as it stands.
@@ -134,5 +123,6 @@ def merge_over_towers(
         what = "A PerTower that merge_fn returned"
         return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
 
-    merged = merge_fn(strategy, *jax.tree.map(gather, values, is_leaf=is_variable))
+    values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
+    merged = merge_fn(strategy, *values, **named)
     return jax.tree.map(own_row, merged, is_leaf=is_per_tower)

@@ -7,30 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.reduce import (
-    check_addable,
-    gather_over_towers,
-    join_rows,
-    strong,
-)
+from towerjax.collectives.reduce import gather_over_towers, join_rows
 from towerjax.collectives.rows_over_towers import (
     check_joins,
     join_stacked_rows,
-    reduce_stacked_tree,
     reduce_tree_over_towers,
 )
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.towers.merge import (
-    WithNames,
-    merge_over_towers,
-    refuse_in_turn,
-    stacked_rows,
-)
+from towerjax.towers.merge import merge_over_towers, refuse_in_turn
 from towerjax.towers.variables import Variable, assigned_in_tower
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types import PyTree, Reduction
 
 
 def shared_key(key: jax.Array, step: jax.Array) -> jax.Array:
@@ -64,8 +53,6 @@ class Tower:
     _num_valid: jax.Array | None
     _first_row: Any
     _rows: int
-    # How towers that run one by one meet; None where one program runs all of them.
-    _meet: Any = None
     # Of means' denominators: who adds up this tower's; those of all, where known.
     _note: Any = None
     _known: Any = None
@@ -114,16 +101,9 @@ class Tower:
           A tuple of one name, for ``axis_name=`` and ``lax.psum``.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet, and under
-            ``run_concurrently=False``.
+          ValueError: Under ``local="scan"``, where towers never meet.
         """
         refuse_in_turn(self._axes, "tower.axis_names")
-        if self._meet is not None:
-            raise ValueError(
-                "tower.axis_names: towers that run one by one, with"
-                " run_concurrently=False, are no axis of one program. Use tower.reduce"
-                " or tower.all_gather, or leave out run_concurrently."
-            )
         return (self._axes.tower_axis,)
 
     def merge_call(
@@ -157,12 +137,9 @@ class Tower:
           >>> out.values.tolist()
           [10, 11]
         """
-        if named:
-            merge_fn, values = WithNames(merge_fn), (*values, named)
-        if self._meet is not None:
-            refuse_in_turn(self._axes, "tower.merge_call")
-            return self._meet("tower.merge_call", merge_fn, *values)
-        return merge_over_towers(self.strategy, self._axes, self.id, merge_fn, values)
+        return merge_over_towers(
+            self.strategy, self._axes, self.id, merge_fn, values, named
+        )
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
         """One value of all towers' values, the same on each tower.
@@ -185,13 +162,6 @@ class Tower:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
         refuse_in_turn(self._axes, "tower.reduce")
-        if self._meet is not None:
-            check_addable(reduction, value)
-            return self._meet_stacked(
-                f"tower.reduce({reduction!r}, ...)",
-                value,
-                lambda rows: reduce_stacked_tree(reduction, rows, self.num_towers),
-            )
         return reduce_tree_over_towers(reduction, value, self.id, self._axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
@@ -225,12 +195,8 @@ class Tower:
                 return join_stacked_rows(x, self.num_towers)
             return join_rows(x, axis)
 
-        def joined(rows: PyTree) -> PyTree:
-            return jax.tree.map(one, rows, is_leaf=is_rows)
-
-        if self._meet is not None:
-            return self._meet_stacked("tower.all_gather", value, joined)
-        return joined(gather_over_towers(value, self._axes))
+        rows = gather_over_towers(value, self._axes)
+        return jax.tree.map(one, rows, is_leaf=is_rows)
 
     @property
     def note_weights(self) -> Callable[[list[Any]], None] | None:
@@ -250,25 +216,6 @@ class Tower:
         if self._known is None:
             raise UnknownWeights
         return next(self._known).value, self._parts * self.num_towers
-
-    def _meet_stacked(
-        self, what: str, value: PyTree, fn: Callable[[PyTree], PyTree]
-    ) -> PyTree:
-        """``fn`` of a tree of leaves ``[T, ...]``, for towers that run one by one."""
-        leaves, treedef = jax.tree.flatten(value)
-        # Strong dtypes, as a compiled reduction has them.
-        leaves = [strong(x) for x in leaves]
-
-        def merge_fn(strategy: Any, rows: list[PerTower], structure: Any) -> PyTree:
-            if isinstance(structure, PerTower):
-                raise ValueError(
-                    f"{what} got structures that differ from tower to tower:"
-                    f" {', '.join(structure.values)}. Give all towers the same."
-                )
-            stacked = [stacked_rows(row, self.num_towers, what) for row in rows]
-            return fn(jax.tree.unflatten(treedef, stacked))
-
-        return self._meet(what, merge_fn, leaves, str(treedef))
 
     def assign(self, variable: Variable, value: PyTree) -> Any:
         """The variable with a new value.
@@ -380,7 +327,6 @@ class TowerInputs:
         *,
         first_row: Any = 0,
         micro_batch: jax.Array | None = None,
-        meet: Any = None,
     ) -> Tower:
         """The context of one tower."""
         return Tower(
@@ -396,5 +342,4 @@ class TowerInputs:
             _num_valid=num_valid,
             _first_row=first_row,
             _rows=rows,
-            _meet=meet,
         )

@@ -20,9 +20,8 @@ from towerjax.mesh.placement import (
     waited,
 )
 from towerjax.proof.analysis import analyse
-from towerjax.proof.found import ReplicationError, prove_mirrored, refuse_draws
+from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constants import Constant
-from towerjax.towers.cross_tower.one_by_one import call_one_by_one
 from towerjax.towers.executors import branches_explained, over_devices, trace_one_tower
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.merge import is_mergeable, stacked_rows
@@ -30,7 +29,6 @@ from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers
-from towerjax.types.options import check_flag
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 # An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
@@ -163,10 +161,7 @@ def call_for_each_tower(
     with fields that may change is traced anew each call. Works inside ``jax.jit``,
     ``jax.grad`` and ``lax.scan``.
     """
-    check_flag("run_concurrently", run_concurrently)
-    if not run_concurrently:
-        proof = functools.partial(_proved, strategy, fn, args, kwargs)
-        return call_one_by_one(strategy, fn, args, kwargs, proof)
+    _check_order(run_concurrently)
     _check_hash(fn)
     placement: Placement = strategy.placement
     if is_inside_tower():
@@ -200,28 +195,6 @@ def _prepared(
     return call, _own_rows(of_kind(_ROWS), strategy.num_towers), of_kind(_FREE)
 
 
-def _proved(
-    strategy: Any,
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> list[bool] | None:
-    """Which leaves of the result are the same on all towers, by the proof.
-
-    None of a function that has no compiled form: it branches on values, or prints
-    them.
-    """
-    try:
-        call, rows, arrays = _prepared(strategy, strategy.placement, fn, args, kwargs)
-        outputs = call.prove(rows, [jnp.asarray(x) for x in arrays])
-    except ReplicationError:
-        raise
-    except Exception:  # noqa: BLE001, whatever the function says to tracers
-        return None
-    mirrored = iter(outputs.mirrored)
-    return [c is None and next(mirrored) for c in outputs.constants]
-
-
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
     """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
     rows = [x if _is_rows(x) else PerTower(x) for x in values]
@@ -236,6 +209,15 @@ def _refuse_nested_pmap(placement: Placement) -> None:
         raise ValueError(
             "call_for_each_tower in a merge function: executor='pmap' does not nest."
             " Leave out executor='pmap'."
+        )
+
+
+def _check_order(run_concurrently: Any) -> None:
+    if run_concurrently is not True:
+        raise ValueError(
+            f"call_for_each_tower: run_concurrently={run_concurrently!r}, but all"
+            " towers are one program, with the same results in any order. Leave it out;"
+            ' to see values, write jax.debug.print("{}", x) in the function.'
         )
 
 

@@ -101,8 +101,8 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
           fn: The tower function; may use ``tower.merge_call`` and the like.
           *args: ``PerTower`` leaves are handed out row by row, a tower-local variable
             holds the tower's copy, others go in whole.
-          run_concurrently: False runs one tower after another, each until it
-            finishes or waits in a merge, with real values: for prints and pdb.
+          run_concurrently: Always True: all towers are one program. To see values,
+            write ``jax.debug.print("{}", x)`` in ``fn``.
           **kwargs: As ``args``.
 
         Returns:
@@ -111,7 +111,7 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
 
         Raises:
           ValueError: A ``PerTower`` argument has not one row a tower; ``fn`` has no
-            hash.
+            hash; ``run_concurrently`` is not True.
           ReplicationError: Not every tower would reach a collective, or a mirrored
             variable comes back that is not the same on every tower.
 
@@ -120,11 +120,8 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
           >>> strategy = tj.Mirrored(towers=2)
           >>> own = tj.PerTower(jnp.array([1, 5]))
           >>> def tower_fn(tower, x):
-          ...     print(f"tower {tower.id} has {x}")
           ...     return x + tower.reduce(tj.Reduction.SUM, x)
-          >>> strategy.call_for_each_tower(tower_fn, own, run_concurrently=False)
-          tower 0 has 1
-          tower 1 has 5
+          >>> strategy.call_for_each_tower(tower_fn, own)
           PerTower(values=Array([ 7, 11], dtype=int32))
         """
         return call.call_for_each_tower(

@@ -1,7 +1,7 @@
 """Which tree holds T towers' trees? Regroup T nests into one, and select one back."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -43,19 +43,14 @@ def select_tower(value: PyTree, tower: int) -> PyTree:
     return jax.tree.map(one, value, is_leaf=_is_whole)
 
 
-def regroup(
-    nests: Sequence[PyTree],
-    *,
-    root: str = "nests",
-    bare: Callable[[Sequence[Any]], bool] | None = None,
-) -> PyTree:
+def regroup(nests: Sequence[PyTree]) -> PyTree:
     """One tree of ``T`` towers' trees: the inverse of `select_tower`."""
     if not nests:
-        raise ValueError(f"{root} is empty; pass one tree for each tower.")
-    return _regrouped(list(nests), root, bare or is_same)
+        raise ValueError("nests is empty; pass one tree for each tower.")
+    return _regrouped(list(nests), "nests")
 
 
-def is_same(leaves: Sequence[Any]) -> bool:
+def _is_same(leaves: Sequence[Any]) -> bool:
     """Is it one value on all towers: the same object, or equal constants?"""
     first = leaves[0]
     return all(x is first for x in leaves) or _are_equal_constants(leaves)
@@ -71,7 +66,7 @@ def _is_whole(x: Any) -> bool:
     return isinstance(x, PerTower | TowerLocal | MirroredVar)
 
 
-def _regrouped(nests: list[Any], where: str, bare: Callable[..., bool]) -> Any:
+def _regrouped(nests: list[Any], where: str) -> Any:
     first = nests[0]
     if all(x is None for x in nests):
         return None
@@ -87,12 +82,12 @@ def _regrouped(nests: list[Any], where: str, bare: Callable[..., bool]) -> Any:
                 " towers the same lists, tuples and keys."
             )
     if structures[0] == jax.tree.structure(0):  # a leaf, and not an empty list
-        return first if bare(nests) else PerTower(_side_by_side(nests))
+        return first if _is_same(nests) else PerTower(_side_by_side(nests))
     if isinstance(first, TowerLocal):
         return jax.tree.map(lambda *rows: jnp.stack(rows), *nests)
     rows = zip(*[nodes for nodes, _ in children], strict=True)
     parts = [
-        _regrouped([x for _, x in row], where + jax.tree_util.keystr(row[0][0]), bare)
+        _regrouped([x for _, x in row], where + jax.tree_util.keystr(row[0][0]))
         for row in rows
     ]
     return jax.tree.unflatten(structures[0], parts)
