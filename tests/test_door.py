@@ -57,6 +57,22 @@ def test_a_buffer_that_is_written_again_changes_no_batch():
     assert found == [[number] * 8 for number in range(5)]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, bool])
+def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
+    """Their copies travel with the call; a large aligned array would be shared."""
+    step, state = build(devices), None
+    room = np.zeros(8 << 20, np.uint8)
+    start = -room.ctypes.data % 64
+    x = room[start : start + (4 << 18)].view(dtype)
+    for value in (1, 0, 1):
+        x[:] = value
+        state = step.init(np.float32(3.0))
+        state, metrics = step(state, {"x": x})
+        x[:] = 1 - value
+        assert float(metrics["loss"]) == (3 - value) ** 2
+
+
 def test_values_are_looked_at_each_time():
     step, good = build(), rows(dtype=np.int64)
     step.place_batch(good)

