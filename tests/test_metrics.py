@@ -528,10 +528,12 @@ REFUSED = [
     (lambda: m.accuracy(I, N), r"predictions of dtype float32.*predictions > 0\.5"),
     (
         lambda: m.accuracy(N, I),
-        r"labels of dtype float.*labels.astype\(jnp.int32\)",
+        r"labels of dtype float.*labels.astype\(jnp.int32\).*mean\(labels == pred",
     ),
     (lambda: m.accuracy(I, I, N - 1), "accuracy got a weight of -0.75"),
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),
+    (lambda: m.mean(N, np.ones(1)), r"mean got values of shape \(2,\).*\(1,\)"),
+    (lambda: m.mean(np.ones((2, 2)), np.ones((1, 2))), r"weights of shape \(1, 2\)"),
     (lambda: m.mean_squared_error(N, N[:1]), "mean_squared_error got labels of shape"),
     (lambda: m.precision(B, N), "Scores need a threshold"),
     (lambda: m.precision(B, B, threshold=0.5), "threshold=0.5.*take none"),
@@ -569,6 +571,16 @@ def test_bad_input_is_refused(number):
     build, text = REFUSED[number]
     with pytest.raises(ValueError, match=text):
         jax.make_jaxpr(build)()  # what is known is refused before anything runs
+
+
+def test_weights_in_a_column_count_rows():
+    values, column = np.float32([[1, 2], [3, np.nan]]), np.float32([[3], [0]])
+    loss = tj.estimator.compute_weighted_loss(values, column)
+    hits = m.accuracy(np.ones((2, 2), int), np.eye(2, dtype=int), column)
+    for state in (m.mean(values, column), tj.Weighted.mean(values, column)):
+        assert (float(state.sum), float(state.weight)) == (9, 6)
+    assert (float(loss.sum), float(loss.weight)) == (9, 2)  # two weights are not 0
+    assert float(hits.value) == 0.5
 
 
 def test_a_sum_of_means_is_not_their_pool():

@@ -76,9 +76,9 @@ def compute_weighted_loss(
 
     Args:
       losses: ``[b, ...]``, one for each element.
-      weights: ``[b]`` or any leading part of the shape of ``losses``, >= 0; None
-        counts every element once. An element of weight 0 is left out even when its
-        loss is NaN.
+      weights: ``[b]``, ``[b, 1]`` or any leading part of the shape of ``losses``,
+        >= 0; None counts every element once. An element of weight 0 is left out even
+        when its loss is NaN.
       reduction: What it is divided by: for ``SUM_BY_NONZERO_WEIGHTS`` the number of
         elements whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of
         elements, for ``MEAN`` the sum of the weights, for ``SUM`` nothing.

@@ -82,8 +82,9 @@ def true_positives(
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape: booleans, integers 0 and 1, or with a threshold
         scores.
-      weight: Of the leading dims of ``labels``, ``[b]`` for one per example, >= 0;
-        None counts each once. An element of weight 0 is left out whatever it is.
+      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once. An element of weight 0 is left out
+        whatever it is.
       threshold: A score above it (not at it) says yes.
 
     Returns:

@@ -95,8 +95,8 @@ def mean_iou(
       labels: ``[b, ...]`` class ids from 0 to ``num_classes - 1``.
       predictions: The same shape.
       num_classes: ``C``.
-      weight: Of the leading dims of ``labels``, ``[b]`` for one per example, >= 0;
-        None counts each once.
+      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once.
 
     Returns:
       A `Confusion`, float32 or wider: exact up to ``2**24`` a batch.

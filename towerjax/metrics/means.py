@@ -14,8 +14,9 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
-      weight: Of the leading dims of ``values``, ``[b]`` for one per example, >= 0;
-        None counts each once. An element of weight 0 is left out even when NaN.
+      weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once. An element of weight 0 is left out even
+        when NaN.
 
     Returns:
       A ``Weighted`` of two scalars, float32 or wider.
@@ -62,7 +63,8 @@ def accuracy(
             raise ValueError(
                 f"accuracy got {what} of dtype {dtype}; they must be class ids or"
                 f" booleans. Write {what}.astype(jnp.int32) of ids that are held as"
-                f" floats{scores if what == 'predictions' else ''}."
+                f" floats{scores if what == 'predictions' else ''}, or, for how often"
+                " two floats agree, tj.metrics.mean(labels == predictions, weight)."
             )
     return _weighted(
         "accuracy", jnp.asarray(labels) == jnp.asarray(predictions), weight

@@ -69,14 +69,16 @@ def element_weights(
             " with weight 0."
         )
     weight = jnp.asarray(as_array(weight))
-    if shape[: weight.ndim] != weight.shape:
+    given, dims = weight.shape, len(shape)
+    weight = weight.reshape(given + (1,) * (dims - len(given)))
+    leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
+    if given and weight.shape not in leading:
         raise ValueError(
-            f"{name} got {what} of shape {shape} and weights of shape {weight.shape}."
+            f"{name} got {what} of shape {shape} and weights of shape {given}."
             f" Weights must have the leading dims of the {what}, here {shape[:1]} for"
             " one weight per example."
         )
     weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
-    weight = weight.reshape(weight.shape + (1,) * (len(shape) - weight.ndim))
     return jnp.broadcast_to(weight, shape)
 
 

@@ -192,8 +192,9 @@ def auc(
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape, scores between 0 and 1. 16 bits are widened.
-      weight: Of the leading dims of ``labels``, ``[b]`` for one per example, >= 0;
-        None counts each once. An element of weight 0 is left out whatever it is.
+      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once. An element of weight 0 is left out
+        whatever it is.
       curve: ``"ROC"`` or ``"PR"``.
       num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
 

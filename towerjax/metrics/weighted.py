@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from towerjax.metrics.rows import element_weights
 from towerjax.types import ArrayLike
 
 
@@ -67,8 +68,8 @@ class Weighted:
 
         Args:
           values: Shape ``[b, ...]`` or ``()``, numbers or booleans.
-          weight: Shape equal to the leading dims of ``values`` (``[b]`` for
-            per-example weights), >= 0; None counts every element once.
+          weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one
+            per example, >= 0; None counts every element once.
 
         Returns:
           A ``Weighted`` of two scalars.
@@ -85,17 +86,8 @@ class Weighted:
         values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         if weight is None:
             return cls(values.sum(), jnp.asarray(values.size, values.dtype))
-        _refuse_negative(weight)
-        weight = jnp.asarray(weight)
-        if values.shape[: weight.ndim] != weight.shape:
-            raise ValueError(
-                f"Weighted.mean got values of shape {values.shape} and weights of shape"
-                f" {weight.shape}. Weights must have the leading dims of the values,"
-                f" here {values.shape[:1]} for one weight per example."
-            )
+        weight = element_weights("Weighted.mean", values.shape, weight, "values")
         weight = weight.astype(values.dtype)
-        weight = weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
-        weight = jnp.broadcast_to(weight, values.shape)
         counted = jnp.where(weight != 0, values * weight, 0)
         return cls(counted.sum(), weight.sum())
 
