@@ -22,7 +22,7 @@ _TOWER_OPTIMIZER = (
     "test_tower_optimizer.py::test_towers_update_once_of_the_one_gradient"
 )
 _IN_TURN = "test_replicate_steps.py::test_towers_in_turn_meet_in_every_mode"
-_AUDIT = "test_audit.py::test_what_is_wrong_is_found_and_named"
+_AUDIT = "test_audit.py::test_what_depends_on_the_split_is_found"
 _PROCESSES_LOOK = (
     "test_bad_input.py"
     "::test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls"
@@ -1155,35 +1155,18 @@ TESTING = (
     _m(
         "T01",
         "assert_replicates is blind to a leaf",
-        "tools.testing.replicates:_audit",
-        "compared = tuple(sorted(one.leaves.keys() - random))",
-        "compared = tuple(sorted(one.leaves.keys() - random))[-1:]",
+        "tools.testing.audit:_report",
+        "compared = tuple(sorted(one.keys() - random))",
+        "compared = tuple(sorted(one.keys() - random))[-1:]",
         "test_audit.py::test_the_numbers_of_a_finding_are_those_of_numpy",
     ),
     _m(
         "T02",
-        "assert_replicates does not see plain metrics that differ",
-        "tools.testing.replicates:_is_bad",
-        "or any(name in x.unequal for _, x in runs)",
-        "or False",
-        "test_audit.py::test_a_value_that_is_right_on_the_first_tower_alone_is_found",
-    ),
-    _m(
-        "T03",
-        "assert_replicates splits without padding",
-        "tools.testing.audited:splits_of",
-        "rows = -(-examples // num_towers) + 1",
-        "rows = -(-examples // num_towers)",
-        "test_audit.py::"
-        "test_padding_that_counts_is_found_where_the_towers_divide_the_batch",
-    ),
-    _m(
-        "T04",
-        "assert_replicates takes a clipped gradient for a mean of means",
-        "tools.testing.causes:Experiments._clipped",
-        'if not leaf.startswith("gradient")',
-        'if leaf.startswith("gradient")',
-        f"{_AUDIT}[clipped]",
+        "assert_replicates keeps the order of the rows",
+        "tools.testing.audit:assert_replicates",
+        "lambda x: x[permuted]",
+        "lambda x: x",
+        f"{_AUDIT}[places]",
     ),
     _m(
         "T05",
@@ -1208,15 +1191,6 @@ TESTING = (
         "return OneDevice(strategy.placement.devices[0])",
         "return strategy",
         "test_testing.py::test_the_oracle_shows_what_is_wrong",
-    ),
-    _m(
-        "T08",
-        "the audit reads a MEAN on the first tower alone",
-        "tools.testing.audited:Audited._read",
-        "rows.mean(axis=0)",
-        "rows[0]",
-        f"{_AUDIT}[moving mean]",
-        f"{_AUDIT}[count as mean]",
     ),
     _m(
         "T09",

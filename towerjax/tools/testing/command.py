@@ -6,8 +6,8 @@ from typing import Any
 
 from towerjax.tools.named import here_importable, made, named, whole_numbers
 from towerjax.tools.shell import NOT_SO, OK, add_command, show
-from towerjax.tools.testing.findings import CAUSES, AuditReport, SplitError
-from towerjax.tools.testing.replicates import assert_replicates
+from towerjax.tools.testing.audit import assert_replicates
+from towerjax.tools.testing.findings import SplitError
 from towerjax.types import Reduction
 
 _EXAMPLE = """\
@@ -27,7 +27,7 @@ def add_audit(commands: Any) -> None:
         _audit,
         summary="does a loss function give the same on any number of towers?",
         description="Compare a loss function on several numbers of towers with one, on"
-        " one device, and say what depends on the split and why.",
+        " one device, and say what depends on the split.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("loss_fn", metavar="module:function")
@@ -76,20 +76,8 @@ def _audit(options: argparse.Namespace) -> int:
                 padding=not options.no_padding,
             )
         except SplitError as error:
-            show(options, str(error), _fields(error))
+            found = [dataclasses.asdict(finding) for finding in error.findings]
+            show(options, str(error), {"same": False, "findings": found})
             return NOT_SO
-    show(options, str(report), _fields(report))
+    show(options, str(report), {"same": True, **dataclasses.asdict(report)})
     return OK
-
-
-def _fields(result: AuditReport | SplitError) -> dict[str, Any]:
-    if isinstance(result, AuditReport):
-        return {"same": True, **dataclasses.asdict(result)}
-    findings = [
-        {
-            **dataclasses.asdict(finding),
-            "advice": [CAUSES[cause] for cause in finding.causes],
-        }
-        for finding in result.findings
-    ]
-    return {"same": False, "findings": findings}

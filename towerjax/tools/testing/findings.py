@@ -4,44 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-CAUSES = {
-    "rng": "random draws: on one tower the value changes with the key, and every tower"
-    " has a key of its own. Draw from keys that lie in the batch, one an example, or"
-    " say rng='ignore' to leave out what is random",
-    "tower_id": "the value depends on which tower has which rows (tower.id, or one"
-    " tower's value taken for all): it changes when two towers exchange their rows",
-    "row_order": "the value depends on the order of the rows: it changes when the two"
-    " halves of the batch change places on one tower",
-    "first_tower": "Reduction.ONLY_FIRST_TOWER reads what tower 0 alone has seen; the"
-    " value does not change with the other towers' rows",
-    "per_tower": "a plain array must be the same on all towers, and this one is not."
-    " Return a state: tj.Weighted.mean(values, tower.weight)",
-    "initial": "every tower starts with a copy of the initial value, and SUM adds all"
-    " of them: with zeros to start from the difference vanishes",
-    "sum": "a sum where a mean was meant: T towers of the same rows give T times what"
-    " one tower gives for all of them. Return tj.Weighted.mean(values, tower.weight)",
-    "divided": "a total that is divided by the number of towers: T towers of the same"
-    " rows give 1/T of what one tower gives for all of them. For a total use a bare"
-    " scalar with loss_reduction=SUM, for a mean tj.Weighted.mean, for local SUM",
-    "mean_of_means": "a mean of the towers' means: the difference vanishes when the"
-    " towers are weighed as their rows are. Return tj.Weighted.mean(values, weight), or"
-    " tj.Weighted(sum, weight), instead of what is already divided",
-    "clipping": "the gradient is cut inside the tower, before towers are added. Clip"
-    " in the optimizer, which sees the whole gradient: optax.clip_by_global_norm",
-    "batch_statistics": "statistics of the tower's own rows (as of batch norm), or"
-    " another function of all of them that is no mean: an example's part changes with"
-    " the other rows of its tower, and not when every row comes twice. Take statistics"
-    " over all towers: tower.reduce, or axis_name=tower.axis_names",
-    "contrastive": "rows are compared with the other rows of their tower alone (as of"
-    " a contrastive loss): an example's part changes with the other rows, also when"
-    " every row comes twice. Compare with all rows: tower.all_gather or"
-    " tower.merge_call",
-    "padding": "padded rows count: the value of one tower changes when rows of weight"
-    " 0 are added. Read tower.weight: tj.Weighted.mean(values, tower.weight)",
-    "unknown": "no experiment explains it",
-}
-"""Cause -> what it means and what to write instead."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -49,8 +11,6 @@ class Finding:
 
     Attributes:
       leaf: Its name, such as ``gradient['w']``.
-      causes: Keys of ``CAUSES``, the likeliest first.
-      evidence: What the experiments measured, in words.
       towers: ``T`` where the difference is largest.
       split: Which split that was.
       value: The element that differs most, on ``T`` towers.
@@ -60,8 +20,6 @@ class Finding:
     """
 
     leaf: str
-    causes: tuple[str, ...]
-    evidence: str
     towers: int
     split: str
     value: float
@@ -70,16 +28,12 @@ class Finding:
     relative: float
 
     def __str__(self) -> str:
-        """Some lines for a person."""
-        head = (
+        """One line for a person."""
+        return (
             f"{self.leaf} is {self.value:.6g} on {self.towers} towers ({self.split})"
             f" and {self.one_tower:.6g} on one: they differ by {self.difference:.3g}"
             f" ({self.relative:.2%} of its size)"
         )
-        lines = [f"    {cause}: {CAUSES[cause]}." for cause in self.causes]
-        if self.evidence:
-            lines.append(f"    measured: {self.evidence}.")
-        return "\n".join([head, *lines])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +82,12 @@ class SplitError(AssertionError):
         self.findings = tuple(findings)
         super().__init__(
             f"{len(self.findings)} leaves depend on how the batch is split over"
-            " towers:\n" + "\n".join(f"  * {finding}" for finding in self.findings)
+            " towers:\n"
+            + "\n".join(f"  * {finding}" for finding in self.findings)
+            + "\nReturn sums with weights: tj.Weighted.mean(values, tower.weight) and"
+            " tj.metrics. Compare rows and take statistics over all towers, with"
+            " tower.all_gather and tower.reduce. Clip in the optimizer. Draw from keys"
+            " that lie in the batch, or say rng='ignore'."
         )
 
     def __reduce__(self) -> Any:

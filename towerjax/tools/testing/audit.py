@@ -1,0 +1,282 @@
+"""Does a loss function give the same on any number of towers? The audit."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.shard import count_examples
+from towerjax.step.train import TrainStep, build_train_step
+from towerjax.tools.testing.findings import AuditReport, Finding, SplitError
+from towerjax.towers.strategies import Mirrored
+from towerjax.towers.tower_local import is_local, read_local
+from towerjax.types import LossFn, PyTree, Reduction, named_leaves
+from towerjax.types.leaves import is_key
+from towerjax.types.options import check_whole
+
+# As a jaxpr writes the dtypes: eight times the distance of neighbours.
+_RTOL = {"f16[": 8 * 2.0**-10, "bf16[": 8 * 2.0**-7}
+
+
+def assert_replicates(
+    loss_fn: LossFn,
+    params: PyTree,
+    batch: PyTree,
+    towers: Sequence[int] = (1, 2, 3, 4, 8),
+    *,
+    local: PyTree = None,
+    rng: jax.Array | str | None = None,
+    rtol: float | None = None,
+    loss_reduction: Reduction | None = None,
+    padding: bool = True,
+) -> AuditReport:
+    """Raise if loss, gradient, metrics or local state depend on the number of towers.
+
+    Train steps of ``T`` towers on one device get the batch in order and with its rows
+    permuted, padded where ``T`` does not divide it, and are compared with the step of
+    one tower. What a train step refuses, such as padding that counts, it refuses here.
+
+    Args:
+      loss_fn: As for `build_train_step`.
+      params: As for ``step.init``.
+      batch: Arrays ``[B, ...]`` of different examples, with unequal weights where the
+        loss takes weights.
+      towers: The numbers of towers ``T`` to compare with one.
+      local: Tower-local variables: a pytree of ``TowerLocal``, each leaf one tower's.
+      rng: The key that ``tower.rng`` is made of; None is ``jax.random.key(0)``. What
+        changes with it differs, because towers have keys of their own; with
+        ``"ignore"`` such leaves are left out, and the report names them.
+      rtol: The largest difference, in parts of a leaf's largest value (for gradients at
+        least 1% of the largest one's, and 0.1% of the loss); None is 1e-4, and more
+        where the loss function computes in 16 bits.
+      loss_reduction: As for `build_train_step`.
+      padding: May towers have padded rows? False is for losses that are only trained
+        with ``remainder="error"``, and takes numbers of towers that divide ``B``.
+
+    Returns:
+      An `AuditReport` of what was compared.
+
+    Raises:
+      SplitError: An ``AssertionError``: which leaf depends on the split, by how much
+        and at which ``T``; its ``findings`` say the same as data.
+      ReplicationError: As of a train step.
+      ValueError: An argument is not one that there is, the batch is malformed, a
+        value on one tower is not finite, nothing is left to compare, or ``T`` does
+        not divide the batch and ``padding`` is False.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> batch = {"x": np.arange(12, dtype=np.float32)}
+      >>> def good(w, batch, tower):
+      ...     return tj.Weighted.mean((w - batch["x"]) ** 2, tower.weight)
+      >>> assert_replicates(good, np.float32(1), batch).compared
+      ('gradient', 'loss')
+      >>> def bad(w, batch, tower):
+      ...     return tj.Weighted(good(w, batch, tower).value, 1.0)
+      >>> try:
+      ...     assert_replicates(bad, np.float32(1), batch)
+      ... except tj.testing.SplitError as error:
+      ...     [finding.leaf for finding in error.findings]
+      ['gradient', 'loss']
+    """
+    examples = _checked_batch(batch, towers)
+    if rtol is not None and not rtol >= 0:
+        raise ValueError(f"rtol={rtol!r} must be >= 0, or None.")
+    if isinstance(rng, str) and rng != "ignore":
+        raise ValueError(
+            f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
+        )
+    audited = _Audited(loss_fn, params, local, loss_reduction, padding)
+    key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
+    permuted = np.random.default_rng(0).permutation(examples)
+    batches = {
+        "in order": batch,
+        "permuted": jax.tree.map(lambda x: x[permuted], batch),
+    }
+    with jax.default_matmul_precision("highest"):
+        alone = audited.step(1)
+        one = audited.run(alone, batch, key)
+        _refuse_nonfinite(one)
+        random = frozenset()
+        if isinstance(rng, str):
+            other = audited.run(alone, batch, jax.random.fold_in(key, 1))
+            random = frozenset(name for name in one if _gap(other[name], one[name]) > 0)
+        runs = {
+            (number, name): audited.run(step, rows, key)
+            for number, step in ((n, audited.step(n)) for n in towers)
+            for name, rows in batches.items()
+        }
+        if rtol is None:
+            rtol = audited.rtol(alone, batch)
+    return _report(one, runs, random, rtol, examples, audited.left_out())
+
+
+def _kept(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
+    """An optimizer whose state is the last gradient."""
+    return updates, updates
+
+
+@dataclasses.dataclass(frozen=True)
+class _Audited:
+    """A loss function, as train steps of any number of towers on one device."""
+
+    loss_fn: LossFn
+    params: PyTree
+    local: PyTree
+    reduction: Reduction | None
+    padding: bool
+
+    def step(self, towers: int) -> TrainStep:
+        """The train step of so many towers."""
+        return build_train_step(
+            self.loss_fn,
+            optax.GradientTransformation(lambda params: params, _kept),
+            Mirrored(devices=(jax.local_devices()[0],), towers=towers),
+            loss_reduction=self.reduction,
+            remainder="pad" if self.padding else "error",
+            on_nonfinite="ignore",
+            donate=False,
+        )
+
+    def run(
+        self, step: TrainStep, batch: PyTree, key: jax.Array
+    ) -> dict[str, np.ndarray]:
+        """What a step came to, by the names of the leaves."""
+        state, metrics = step(step.init(self.params, local=self.local, rng=key), batch)
+        found = named_leaves("gradient", state.opt_state)
+        found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
+        for name, variable in named_leaves("local", state.local, is_leaf=is_local):
+            if variable.reduction is not Reduction.NONE:
+                found += named_leaves(name, read_local(variable))
+        return {name: np.asarray(x, np.float64) for name, x in found if not is_key(x)}
+
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the local leaves that have no one value to compare."""
+        return tuple(
+            name
+            for path, variable in named_leaves("local", self.local, is_leaf=is_local)
+            for name, x in named_leaves(path, variable.value)
+            if variable.reduction is Reduction.NONE or is_key(x)
+        )
+
+    def rtol(self, step: TrainStep, batch: PyTree) -> float:
+        """What rounding may make, by the narrowest dtype of the traced step."""
+        state = step.init(self.params, local=self.local)
+        text = str(jax.make_jaxpr(step.fn)(state, batch))
+        return max(
+            [1e-4, *(rtol for name, rtol in _RTOL.items() if f":{name}" in text)]
+        )
+
+
+def _report(
+    one: Mapping[str, np.ndarray],
+    runs: Mapping[tuple[int, str], Mapping[str, np.ndarray]],
+    random: frozenset[str],
+    rtol: float,
+    examples: int,
+    left_out: tuple[str, ...],
+) -> AuditReport:
+    """What was compared; raises where a leaf is not what it is on one tower."""
+    compared = tuple(sorted(one.keys() - random))
+    if not compared:
+        raise ValueError(
+            "rng='ignore' leaves nothing to compare: every leaf changes with tower.rng."
+            " Switch the random part off for the audit, for instance with"
+            " deterministic=True, or draw from keys that lie in the batch."
+        )
+    sizes = _sizes([one, *runs.values()])
+    worst = {
+        name: max(runs, key=lambda run, n=name: _gap(runs[run][n], one[n]))
+        for name in compared
+    }
+    found = [
+        _finding(name, worst[name], runs[worst[name]][name], one[name], sizes[name])
+        for name in compared
+    ]
+    if bad := [x for x in found if x.relative > rtol]:
+        raise SplitError(bad)
+    largest = max(found, key=lambda x: x.relative)
+    return AuditReport(
+        towers=tuple(dict.fromkeys(number for number, _ in runs)),
+        examples=examples,
+        splits=len(runs),
+        compared=compared,
+        not_compared=(*sorted(random), *left_out),
+        largest=largest.relative,
+        largest_leaf=largest.leaf,
+    )
+
+
+def _sizes(runs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+    """Each leaf's largest value, by which differences are measured.
+
+    A gradient that is 0 but for rounding is as inexact as the others, and as the loss.
+    """
+    sizes = {
+        name: max(np.abs(x[name][np.isfinite(x[name])]).max(initial=0) for x in runs)
+        for name in runs[0]
+    }
+    gradients = [size for name, size in sizes.items() if name.startswith("gradient")]
+    least = max(0.01 * max(gradients), 0.001 * sizes["loss"])
+    return {
+        name: max(size, least) if name.startswith("gradient") else size
+        for name, size in sizes.items()
+    }
+
+
+def _gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """The differences; infinite where only one is not finite."""
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
+
+
+def _gap(got: np.ndarray, want: np.ndarray) -> float:
+    if got.shape != want.shape:
+        return np.inf
+    return float(_gaps(got, want).max(initial=0.0))
+
+
+def _finding(
+    name: str, run: tuple[int, str], got: np.ndarray, want: np.ndarray, size: float
+) -> Finding:
+    gap, element = _gap(got, want), (np.nan, np.nan)
+    if got.shape == want.shape and got.size:
+        at = np.unravel_index(np.argmax(_gaps(got, want)), got.shape)
+        element = got[at], want[at]
+    return Finding(
+        leaf=name,
+        towers=run[0],
+        split=run[1],
+        value=float(element[0]),
+        one_tower=float(element[1]),
+        difference=gap,
+        relative=gap / size if size else (np.inf if gap else 0.0),
+    )
+
+
+def _checked_batch(batch: PyTree, towers: Sequence[Any]) -> int:
+    if any(is_rows(x) for x in jax.tree.leaves(batch, is_leaf=is_rows)):
+        raise ValueError(
+            "The audit permutes the rows of the batch, which it cannot do with"
+            " IndexedRows. Give the batch as plain arrays."
+        )
+    if not towers:
+        raise ValueError(f"towers={towers!r} must be whole numbers >= 1, at least one.")
+    for i, number in enumerate(towers):
+        check_whole(f"towers[{i}]", number)
+    return count_examples(batch)
+
+
+def _refuse_nonfinite(one: Mapping[str, np.ndarray]) -> None:
+    bad = [name for name, x in one.items() if not np.isfinite(x).all()]
+    bad = [name for name in bad if name.startswith(("loss", "gradient"))]
+    if bad:
+        raise ValueError(
+            f"On one tower {', '.join(bad)} is not finite, so there is nothing to"
+            " compare with. Give parameters and a batch whose loss is finite."
+        )
