@@ -8,7 +8,6 @@ from towerjax.tools.launch_command import add_launch
 from towerjax.tools.report.command import add_plan, add_report
 from towerjax.tools.shell import Parser, finished
 from towerjax.tools.testing.command import add_audit
-from towerjax.tools.train_command import add_train
 from towerjax.types.version import __version__
 
 
@@ -26,15 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--traceback", action="store_true", help="show where an error was raised"
     )
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
-    every = (
-        add_train,
-        add_launch,
-        add_audit,
-        add_report,
-        add_plan,
-        add_bench,
-        add_doctor,
-    )
+    every = (add_launch, add_audit, add_report, add_plan, add_bench, add_doctor)
     for add in every:
         add(commands)
     return finished(parser.parse_args(arguments))
