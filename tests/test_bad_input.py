@@ -1,5 +1,6 @@
 """Each mistake gets one clear error before compilation, and loses nothing."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -445,6 +446,38 @@ def test_arguments_in_each_others_place_are_told():
     for builder in (tj.build_eval_step, tj.build_predict_step):
         with pytest.raises(ValueError, match="_fn is a Mirrored, strategy is a func"):
             builder(strategy, loss_fn)
+
+
+S = tj.Mirrored(TWO)
+UNLIKE = {
+    "fn(tower, *args)": lambda fn: S.call_for_each_tower(fn),
+    "loss_fn(params, batch, tower)": lambda fn: tj.build_train_step(
+        fn, optax.sgd(0.1), S
+    ),
+    "metric_fn(params, batch, tower)": lambda fn: tj.build_eval_step(fn, S),
+    "predict_fn(params, batch, tower)": lambda fn: tj.build_predict_step(fn, S),
+    "tower_fn(state, batch, tower)": lambda fn: tj.build_step(fn, loss_fn, S),
+    "tower_fn(state, batch, tower, merged)": lambda fn: tj.build_step(
+        (loss_fn, fn), loss_fn, S
+    ),
+    "update_fn(state, merged)": lambda fn: tj.build_step(loss_fn, fn, S),
+}
+
+
+@pytest.mark.parametrize("form", UNLIKE)
+def test_a_function_of_other_arguments_is_told_its_form(form):
+    text = rf"A function of \(\) cannot be called as {re.escape(form)}: too many"
+    with pytest.raises(ValueError, match=text):
+        UNLIKE[form](lambda: 0)
+
+
+def test_a_function_is_asked_itself_and_not_what_it_wraps():
+    @functools.wraps(lambda x: x)
+    def wrapping(tower, x):
+        return x + tower.id
+
+    for fn in (wrapping, jax.jit(lambda tower, x: x)):
+        tj.OneDevice("cpu:0").call_for_each_tower(fn, np.float32(1))
 
 
 PARAMS = {

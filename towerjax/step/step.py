@@ -38,7 +38,7 @@ from towerjax.step.state import (
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
-from towerjax.types.options import check_function
+from towerjax.types.options import check_function, check_takes
 
 
 class Step(CompiledStep):
@@ -381,9 +381,12 @@ def build_step(
     """
     check_roles("build_step", strategy=strategy)
     tower_fns = (tower_fn,) if callable(tower_fn) else tuple(tower_fn)
-    for one in tower_fns or (None,):
-        check_function("tower_fn", one, "tower_fn(state, batch, tower)")
+    for i, one in enumerate(tower_fns or (None,)):
+        form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
+        check_function("tower_fn", one, form)
+        check_takes(form, one, *range(3 + (i > 0)))
     check_function("update_fn", update_fn, "update_fn(state, merged)")
+    check_takes("update_fn(state, merged)", update_fn, *range(2))
     options = StepOptions(
         micro_batches=micro_batches,
         remainder=remainder,

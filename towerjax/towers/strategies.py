@@ -18,7 +18,7 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
-from towerjax.types.options import check_choice, check_whole
+from towerjax.types.options import check_choice, check_takes, check_whole
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """How a step's state lies between steps; see `Mirrored`."""
@@ -210,6 +210,8 @@ def check_roles(builder: str, **given: Any) -> None:
 
     wrong = [role for role, x in given.items() if not fits(role, x)]
     if not wrong:
+        for role in given.keys() & {"loss_fn", "metric_fn", "predict_fn"}:
+            check_takes(f"{role}(params, batch, tower)", given[role], *range(3))
         return
     shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
     swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)

@@ -1,5 +1,6 @@
 """Is an option what it must be? One text for each kind, before anything is done."""
 
+import inspect
 import numbers
 import os
 import sys
@@ -67,6 +68,21 @@ def check_function(name: str, value: Any, form: str) -> None:
     """Raise unless a value can be called."""
     if not callable(value) or isinstance(value, type):
         raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
+
+
+def check_takes(form: str, fn: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise unless a function can be called with these arguments, as its form says."""
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # what is compiled does not always say
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"A function of {signature} cannot be called as {form}: {error}. Write def"
+            f" {form}."
+        ) from None
 
 
 def check_does(name: str, value: Any, methods: str, example: str) -> None:

@@ -29,6 +29,7 @@ from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers
+from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 # An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
@@ -90,6 +91,7 @@ class _Call:
         pools = {_ROWS: iter(rows), _FREE: iter(arrays), "": iter(constants)}
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
         with branches_explained():
             return self.fn(tower, *args, **kwargs)
 
