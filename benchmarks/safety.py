@@ -1,4 +1,4 @@
-"""What do a count of examples, a kept copy of the state, and checkpoints cost?
+"""What do a count of examples and checkpoints cost?
 
 JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
 """
@@ -61,24 +61,6 @@ def count_seconds(devices: int, rows: int) -> dict[str, float]:
     return best
 
 
-def keep_seconds(devices: int) -> dict[str, float]:
-    """The least time of a step of a run, as its state is kept."""
-    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
-    optimizer, data = optax.adam(1e-3), _batch(64, 256)
-    donating = tj.build_train_step(_loss_fn, optimizer, strategy)
-    keeping = tj.build_train_step(_loss_fn, optimizer, strategy, donate=False)
-    ways = {f"keep_every={n}": (donating, n) for n in (100, 10, 1)}
-    ways = {"donated": (donating, None), **ways, "donate=False": (keeping, None)}
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(6):  # the first compiles
-        for name, (step, keep_every) in ways.items():
-            cut = tj.batches(data, 64, epochs=200)
-            state = step.init(_params(8, 256))
-            _, history = tj.run(step, state, cut, keep_every=keep_every, progress=False)
-            best[name] = min(best[name], 1 / history.summary.steps_per_second)
-    return best
-
-
 def save_seconds(devices: int) -> dict[str, float]:
     """The least time of a step of a run, as often as it is saved."""
     strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
@@ -120,10 +102,6 @@ def main() -> None:
             timed = count_seconds(devices, rows)
             text = "  ".join(f"{name} {s * 1e6:.0f} us" for name, s in timed.items())
             print(f"{devices} devices, {rows} rows: {text}", flush=True)
-    for devices in (1, 2):
-        timed = keep_seconds(devices)
-        text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
-        print(f"{devices} devices: {text}", flush=True)
     for devices in (1, 2):
         timed = save_seconds(devices)
         text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())

@@ -169,7 +169,7 @@ def test_a_number_of_the_host_goes_into_a_run_and_is_located():
     state.opt_state.hyperparams["learning_rate"] = 0.25
     state = dataclasses.replace(state, step=7)
     assert step.locate(state, batch) == ()
-    state, _ = tj.run(step, state, [batch] * 2, keep_every=1, progress=False)
+    state, _ = tj.run(step, state, [batch] * 2, progress=False)
     assert float(state.params["w"]) == 3.0 and int(state.step) == 9
 
 

@@ -107,18 +107,11 @@ class Ledger(Iterator[PyTree]):
 
         return placed
 
-    def use(self, number: int) -> list[_Taken]:
+    def use(self, number: int) -> None:
         """Note that the oldest batches were used."""
         used = [self._taken.popleft() for _ in range(number)]
         self.cursor = used[-1].cursor
         self.used += number
-        return used
-
-    def give_back(self, used: list[_Taken], cursor: Any) -> None:
-        """Note that the last batches were not used after all."""
-        self._taken.extendleft(reversed(used))
-        self.cursor = cursor
-        self.used -= len(used)
 
     def rest(self) -> Iterator[PyTree]:
         """All batches that were not used, once nothing takes any more."""

@@ -73,13 +73,12 @@ class LoopOptions:
     steps_per_call: int
     prefetch: int
     in_flight: int
-    keep_every: int | None = None
     may_end: bool = False
     hooks: tuple[Hook | WithState, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the options."""
-        for name in ("steps", "eval_every", "keep_every"):
+        for name in ("steps", "eval_every"):
             lowest = 0 if name == "steps" and self.may_end else 1
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), lowest)

@@ -43,7 +43,6 @@ def run(
     steps_per_call: int = 1,
     prefetch: int = 2,
     in_flight: int = 2,
-    keep_every: int | None = None,
     checkpointer: Checkpointer | None = None,
     progress: bool | None = None,
     hooks: Sequence[Hook | WithState] = (),
@@ -78,9 +77,6 @@ def run(
         steps are shorter than a call; a shorter last call needs no other program.
       prefetch: How many placed batches may wait; 0 places them in line.
       in_flight: How many calls may run without being waited for.
-      keep_every: Copy the state on the devices every so many steps, so that it can be
-        made anew where a step fails that has taken it over; see
-        ``docs/all_or_nothing.md``.
       checkpointer: Saves the run, and lets it go on from the newest checkpoint:
         ``steps`` counts from the state that is passed, and what is left is done. At
         SIGTERM the run is saved and ends with ``SystemExit(checkpointer.exit_code)``;
@@ -125,7 +121,7 @@ def run(
     check_does(
         "step", step, "strategy start place_batch dispatch", "tj.build_train_step(...)"
     )
-    numbers = (steps, eval_every, steps_per_call, prefetch, in_flight, keep_every)
+    numbers = (steps, eval_every, steps_per_call, prefetch, in_flight)
     options = LoopOptions(*numbers, hooks=check_hooks(hooks))
     evaluation = Evaluation(
         evaluate, eval_batches, eval_every, early_stopping, best, eval_params

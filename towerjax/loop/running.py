@@ -14,8 +14,8 @@ from towerjax.data import feed
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.evaluate import evaluate as over_batches
+from towerjax.loop.faults import fault_of, is_whole, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.keep import KeptState, fault_of, is_whole, with_place
 from towerjax.loop.options import Evaluation, LoopOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.records import Record, Writers
@@ -55,7 +55,6 @@ class Loop:
         self.saving: Saving | None = None
         self._step, self._options, self._evaluation = step, options, evaluation
         self._progress, self._ledger = progress, ledger
-        self._kept = KeptState(step, options.keep_every, ledger)
         self._watch = Watch(
             evaluation.early_stopping, evaluation.best, step.strategy.placement
         )
@@ -143,14 +142,12 @@ class Loop:
             self._step.program(self.state, placed)
             self._compile_s += time.perf_counter() - start_s
             self._compiled.add(placed.signature)
-        self._kept.see(self.state, self._dispatched)
         number = len(placed.num_examples)
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
             self._dispatched += number
-            taken = self._ledger.use(number if self._options.steps_per_call > 1 else 1)
-            self._kept.add(placed, taken)
+            self._ledger.use(number if self._options.steps_per_call > 1 else 1)
 
     def _check_asked_to_end(self) -> None:
         if self.saving is not None:
@@ -296,15 +293,15 @@ class Loop:
     def hand_over(self, error: Any) -> None:
         """Give what there is to an exception: the caller's state was donated."""
         self._record_all()
-        error.state = self.state if is_whole(self.state) else self._rebuilt()
+        error.state = self.state if is_whole(self.state) else None
         self.writers.close()
         self.writers.explain(error)
         error.history = self.history()
         error.batches = self._ledger.rest() if error.state else self._ledger.settle()
         if error.state is None:
             note = (
-                "The state is lost: the devices failed in it. Go on from a checkpoint;"
-                " keep_every=... keeps a copy for this"
+                "The state is lost: the devices failed in a step that had taken it over"
+                " (donate=False keeps it). Go on from a checkpoint"
             )
         else:
             note = f"error.state is the state after step {self._dispatched}; go on"
@@ -320,23 +317,6 @@ class Loop:
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
-
-    def _rebuilt(self) -> TrainState | None:
-        """The state before the step that failed, where a copy was kept."""
-        self._in_flight.clear()
-        rebuilt = self._kept.rebuild()
-        if rebuilt is None:
-            return None
-        state, done = rebuilt
-        number = self._dispatched = int(state.step)
-        for placed, metrics, guarded in reversed(done):
-            if number <= self._log.number:
-                break
-            call = Call(metrics, guarded, placed)
-            self._in_flight.appendleft(call)
-            number -= len(placed.num_examples)
-        self._record_all()
-        return state
 
 
 def _passes(every: int | None, before: int, after: int) -> bool:
