@@ -60,7 +60,7 @@ def test_a_tuple_of_rows_is_an_argument_too():
     assert out.values.tolist() == [2, 4, 8]
 
 
-@pytest.mark.parametrize("name", ["fn", "strategy", "self"])
+@pytest.mark.parametrize("name", ["fn", "form", "strategy", "self"])
 def test_any_keyword_belongs_to_the_tower_function(name):
     def tower_fn(tower, /, **kwargs):
         return kwargs
@@ -168,6 +168,9 @@ def test_unwrap_is_a_list_in_tower_order():
     assert [row["a"].tolist() for row in rows] == [[0, 1], [2, 3], [4, 5]]
     local = tj.TowerLocal(np.float32([4, 5]), R.NONE)
     assert [float(x) for x in unwrap(local)] == [4, 5]
+    tree = {"a": tj.PerTower((1, 2)), "b": [local, "word", None]}
+    assert unwrap(tree) == [{"a": t + 1, "b": [t + 4, "word", None]} for t in (0, 1)]
+    assert unwrap({"a": [5]}) == [{"a": [5]}]
 
 
 @LAYOUTS
@@ -361,7 +364,10 @@ def test_gather_is_in_tower_order():
 
 def test_gather_of_unequal_sizes():
     rows = [np.full((n, 2), t) for t, n in enumerate((1, 0, 3))]
-    out = mirrored(3).gather(tj.PerTower(tuple(rows)), 0)
+    value = tj.PerTower(tuple(rows))
+    out = mirrored(3).gather(value, 0)
+    tree = mirrored(3).gather({"a": [value]}, 0)
+    assert tree["a"][0].tolist() == out.tolist()
     assert out.tolist() == np.concatenate(rows).tolist()
 
 

@@ -117,3 +117,12 @@ def test_what_all_share_comes_back_as_an_array_of_its_own(reduction):
     assert out["n"] == 3
     alone = tj.Mirrored(towers=1).reduce(R.SUM, mine)
     assert isinstance(alone, jax.Array)
+
+
+def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
+    strategy = mirrored()
+    v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
+    with refuses(r"shape \(\), expected \(4,\).*own copy.* passed .* closes over"):
+        strategy.call_for_each_tower(lambda tower: tower.assign_add(v, 1.0))
+    own = strategy.call_for_each_tower(lambda tower, v: tower.assign_add(v, 1.0), v)
+    assert own.value.tolist() == [2.0] * 4

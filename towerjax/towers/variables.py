@@ -146,9 +146,12 @@ def fitted(
         except OverflowError:
             problems.append(f"{name} is {new}, which {held[0]} cannot hold")
     if problems:
+        closed = isinstance(variable, TowerLocal) and not copies
         raise ValueError(
             f"The value does not fit {named(variable)}: {'; '.join(problems)}. Cast or"
             " reshape it, or create the variable as the value is."
+            + " A tower sees its own copy of a variable that is passed to it as an"
+            " argument, and all towers' copies of one that it closes over." * closed
         )
     return jax.tree.unflatten(jax.tree.structure(old), leaves)
 

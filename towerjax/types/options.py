@@ -70,7 +70,7 @@ def check_function(name: str, value: Any, form: str) -> None:
         raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
 
 
-def check_takes(form: str, fn: Any, *args: Any, **kwargs: Any) -> None:
+def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
     """Raise unless a function can be called with these arguments, as its form says."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)

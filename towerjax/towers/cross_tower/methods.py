@@ -132,10 +132,10 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
         """The towers' values as a list; ``[value]`` when it is one value.
 
         Args:
-          value: ``PerTower``, ``TowerLocal`` or anything else.
+          value: ``PerTower``, ``TowerLocal``, a tree of such, or anything else.
 
         Returns:
-          ``T`` values in tower order, or one.
+          ``T`` values, or trees, in tower order, or one.
         """
         return values.unwrap(value)
 
@@ -217,12 +217,12 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
             return value
         return send(value, self.worker_devices)
 
-    def gather(self, value: PerTower, axis: int) -> PyTree:
+    def gather(self, value: PyTree, axis: int) -> PyTree:
         """All towers' values joined along a dim; sizes may differ along it alone.
 
         Args:
           value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or
-            of trees of them.
+            of trees of them; or a tree of such.
           axis: The dim to join along.
 
         Returns:

@@ -1,6 +1,7 @@
 """What are the towers' values together? Unwrap, reduce, gather, send."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.destinations import destination_names
 from towerjax.towers.executors import over_devices
 from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
-from towerjax.towers.variables import TowerLocal, is_per_tower
+from towerjax.towers.variables import TowerLocal, any_per_tower, is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import has_tracers, is_traced, map_parts
 
@@ -81,10 +82,18 @@ def as_per_tower(x: Any) -> PerTower:
 
 
 def unwrap(value: Any) -> list[Any]:
-    """The towers' values as a list; ``[value]`` when it is one value."""
-    if not is_per_tower(value):
+    """The towers' values, or trees, as a list; ``[value]`` when it is one value."""
+    if not any_per_tower(value):
         return [value]
-    rows = as_per_tower(value).values
+    parts, treedef = jax.tree.flatten(value, is_leaf=is_per_tower)
+    columns = [
+        _each(as_per_tower(x).values) if is_per_tower(x) else itertools.repeat(x)
+        for x in parts
+    ]
+    return [treedef.unflatten(row) for row in zip(*columns, strict=False)]
+
+
+def _each(rows: Any) -> list[Any]:
     return list(rows) if are_apart(rows) else _rows(rows)
 
 
@@ -286,11 +295,15 @@ def send(value: PyTree, destinations: Any) -> PyTree:
     return place(value, there, Layout.MIRRORED)
 
 
-def gather_values(strategy: Any, value: PerTower, axis: int) -> PyTree:
+def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
     check_axis(axis)
     value = _per_tower_rows(value, strategy.num_towers)
     if not is_per_tower(value):
+        if any_per_tower(value):
+            one = functools.partial(gather_values, strategy, axis=axis)
+            stops = lambda x: is_per_tower(x) or is_rows(x)  # noqa: E731
+            return jax.tree.map(one, value, is_leaf=stops)
         if strategy.num_towers > 1:
             raise ValueError(
                 f"gather of a value that is the same on all {strategy.num_towers}"
