@@ -469,6 +469,17 @@ stateful(
 )
 
 
+def test_the_proof_calls_no_callback():
+    called = []
+
+    def loss_fn(params, batch, tower):
+        jax.debug.callback(called.append, tower.id)
+        return mean(batch["x"] @ params["v"], tower)
+
+    tj.build_train_step(loss_fn, optax.sgd(1.0), tj.Mirrored(towers=4)).check(W, BATCH)
+    assert not called
+
+
 def step_of(name, towers, devices=None):
     params, loss_fn = PROGRAMS[name]()
     strategy = tj.Mirrored(devices, towers=towers)

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, Sharding
 # how a random key is made, or of what the equation shows as a jaxpr too.
 _TRUSTED = frozenset(
     "checkpoint composite core_map custom_jvp_call custom_lin custom_partitioning "
-    "custom_vjp_call custom_vmap_call inspect_sharding linear_call mpmd_map "
-    "pallas_call pure_callback random_bits random_fold_in random_gamma random_seed "
-    "random_split random_unwrap random_wrap reduce reduce_window remat2 remat_opt "
-    "run_state scan select_and_gather_add select_and_scatter_add".split()
+    "custom_vjp_call custom_vmap_call debug_callback inspect_sharding linear_call "
+    "mpmd_map pallas_call pure_callback random_bits random_fold_in random_gamma "
+    "random_seed random_split random_unwrap random_wrap reduce reduce_window remat2 "
+    "remat_opt run_state scan select_and_gather_add select_and_scatter_add".split()
 )
 _PLAIN = (str, bytes, int, float, complex, type(None), type, slice, range)
 _PLAIN += (np.generic, np.ndarray, np.dtype, jax.Array)
