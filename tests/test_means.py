@@ -152,6 +152,24 @@ def test_several_means_have_the_same_bits_on_any_devices():
     assert len(ends) == 1
 
 
+def test_terms_are_subtracted_and_divided():
+    def loss(params, batch, tower):  # as one writes an entropy bonus
+        first, second = losses(params, batch)
+        ce = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
+        aux = tj.Weighted.mean(second, batch["weight"] * tower.weight)
+        penalty = tj.shared(-2 * DECAY * (params["w"] ** 2).sum())
+        return -(-ce - 2 * FACTOR * aux / 2) - penalty / 2
+
+    step = tj.build_train_step(loss, optax.sgd(RATE), mirrored(4, 2), remainder="pad")
+    state, metrics = step(step.init(params()), data())
+    terms, grad = oracle(params()["w"].astype(float), data())
+    np.testing.assert_allclose([metrics[n] for n in NAMES], terms, rtol=200 * EPS)
+    w = params()["w"] - RATE * grad
+    np.testing.assert_allclose(state.params["w"], w, atol=400 * EPS)
+    with pytest.raises(ValueError, match=r"mean \+ float.*tj\.shared"):
+        1.0 - tj.Weighted(2.0, 1.0)
+
+
 def refused(loss, text, error=ValueError, **options):
     step = tj.build_train_step(loss, optax.sgd(RATE), mirrored(2, 2), **options)
     with pytest.raises(error, match=text):

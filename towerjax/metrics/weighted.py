@@ -24,9 +24,31 @@ def _refuse_negative(weight: Any) -> None:
             )
 
 
+class _Term:
+    """What follows from the ``+`` and ``*`` of a term of a loss."""
+
+    __array_ufunc__ = None  # so that numbers of NumPy ask for __radd__ and __rmul__
+
+    def __neg__(self: Any) -> Any:
+        """With the other sign."""
+        return self * -1
+
+    def __sub__(self: Any, other: Any) -> "Means":
+        """The sum with the other's negative."""
+        return self + other * -1
+
+    def __rsub__(self: Any, other: Any) -> "Means":
+        """The same from the right."""
+        return self * -1 + other
+
+    def __truediv__(self: Any, factor: ArrayLike) -> Any:
+        """Divided by a number that all towers share."""
+        return self * (1 / factor)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weighted:
+class Weighted(_Term):
     """A numerator and a denominator that travel together.
 
     The only thing that may be averaged: towers, micro-batches and batches merge
@@ -51,7 +73,6 @@ class Weighted:
 
     sum: Any
     weight: ArrayLike
-    __array_ufunc__ = None  # so that numbers of NumPy ask for __radd__ and __rmul__
 
     def __post_init__(self) -> None:
         """Refuse weights that are negative where that can be known."""
@@ -137,7 +158,7 @@ class Weighted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Means:
+class Means(_Term):
     """A sum of means, each with its own denominator, and of what all towers share.
 
     Such as ``ce + 0.1 * aux + tj.shared(l2)``: a loss of several terms, exact over
@@ -155,7 +176,6 @@ class Means:
 
     terms: tuple[Weighted, ...]
     shared: Any = 0.0
-    __array_ufunc__ = None
 
     @property
     def value(self) -> Any:
