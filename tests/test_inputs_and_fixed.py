@@ -331,6 +331,18 @@ def test_what_is_fixed_is_not_sent():
     assert program(None) == 3 * 2 + 2 * 4096 + 1 + 3
 
 
+def test_trainable_is_given_readable_names():
+    given, leaf = [], np.zeros(2, np.float32)
+    step = tj.build_train_step(
+        lora_loss,
+        optax.sgd(RATE),
+        mirrored(2, 2),
+        trainable=lambda name, leaf: given.append((name, leaf.shape)) or True,
+    )
+    step.shapes({"dense": {"kernel": leaf}, "heads": [leaf, leaf[:1]]})
+    assert set(given) == {("dense/kernel", (2,)), ("heads/0", (2,)), ("heads/1", (1,))}
+
+
 def test_refusals_name_the_leaf_and_what_to_write():
     def check(params, trainable=None):
         step = tj.build_train_step(
@@ -344,7 +356,7 @@ def test_refusals_name_the_leaf_and_what_to_write():
         check(half)
     with pytest.raises(ValueError, match=r"params\['base'\] is int8"):
         check(lora(), lambda name, leaf: name == "base")
-    with pytest.raises(ValueError, match="is floating"):
+    with pytest.raises(ValueError, match="chooses none .* names are 'a', 'b', 'base'"):
         check(lora(), False)
     with pytest.raises(ValueError, match="not the upper part of params"):
         check(lora(), {"a": True})

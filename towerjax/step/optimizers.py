@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from towerjax.types import PyTree, name_by_key, named_leaves
+from towerjax.types import PyTree, named_leaves, readable_leaves
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool of which ``params`` may be longer."""
@@ -16,21 +16,25 @@ Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 
 def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
     """A bool for each leaf: is it trained? Raises where it cannot be."""
+    readable = readable_leaves("", params)
     if trainable is None:
         # Of narrow floats and complex numbers it has to be said that they are fixed.
         flags = jax.tree.map(lambda x: jnp.issubdtype(_dtype(x), np.inexact), params)
     elif callable(trainable):
-        flags = jax.tree_util.tree_map_with_path(
-            lambda path, x: bool(trainable(name_by_key(path), _shape(x))), params
-        )
+        chosen = [bool(trainable(name, _shape(x))) for name, x in readable]
+        flags = jax.tree.unflatten(jax.tree.structure(params), chosen)
     else:
         flags = _spread(trainable, params)
     named, chosen = named_leaves("params", params), jax.tree.leaves(flags)
+    if trainable is not None and not any(chosen):
+        names = ", ".join([repr(name) for name, _ in readable[:8]])
+        raise ValueError(
+            "trainable=... chooses none of the params, so that nothing would train."
+            f" Their names are {names}{' ...' * (len(readable) > 8)}."
+        )
     if any(chosen):
         named = [pair for pair, yes in zip(named, chosen, strict=True) if yes]
     bad = [f"{name} is {_dtype(x)}" for name, x in named if not _has_gradient(x)]
-    if not any(chosen):
-        bad = bad or ["trainable=... leaves none"]
     if bad:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating,"
