@@ -1,5 +1,6 @@
 """Each mistake gets one clear error before compilation, and loses nothing."""
 
+import dataclasses
 import functools
 import re
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import towerjax as tj
 from towerjax.step.checking import Verdicts
 
-TWO = ("cpu:0", "cpu:1")
+TWO, SGD = ("cpu:0", "cpu:1"), optax.sgd(0.01)
 
 
 def loss_fn(params, batch, tower):
@@ -29,9 +30,9 @@ def start():
     return {"w": np.array([1.0, 2.0, 3.0], np.float32)}
 
 
-def build(fn=loss_fn, strategy=None, **options):
+def build(fn=loss_fn, strategy=None, optimizer=SGD, **options):
     strategy = strategy or tj.Mirrored(TWO)
-    return tj.build_train_step(fn, optax.sgd(0.01), strategy, **options)
+    return tj.build_train_step(fn, optimizer, strategy, **options)
 
 
 def refused(step, state, batch, text, names, error=ValueError):
@@ -185,8 +186,37 @@ def test_a_state_of_other_parameters_is_refused_by_name():
     step = build()
     step(step.init(start()), good())
     other = step.init({"w": np.ones(3, np.float32), "b": np.ones(1, np.float32)})
-    with pytest.raises((ValueError, TypeError), match="'b'"):
+    with pytest.raises(ValueError, match=r"params\['b'\] was absent and is float32"):
         step(other, good())
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), step.init(start()).params)
+    half = dataclasses.replace(step.init(start()), params=narrow)
+    with pytest.raises(ValueError, match=r"was float32\[3\] and is bfloat16\[3\]"):
+        step(half, good())
+
+
+@pytest.mark.parametrize("other", [optax.sgd(0.1), optax.adam(0.1)])
+def test_a_state_of_another_optimizer_is_refused_with_what_to_write(other):
+    momentum = build(optimizer=optax.sgd(0.1, momentum=0.9))
+    state = build(optimizer=other).init(start())
+    with pytest.raises(ValueError, match=r"another optimizer.*opt_state\[0\]\."):
+        momentum(state, good())
+    anew = momentum.init(state.params).opt_state
+    momentum(dataclasses.replace(state, opt_state=anew), good())
+
+
+def test_a_step_inside_a_trace_names_step_fn():
+    step, state = build(), build().init(start())
+    evaluate = tj.build_eval_step(
+        lambda p, b, t: {"loss": loss_fn(p, b, t)}, tj.Mirrored(TWO)
+    )
+    for call in (
+        lambda: jax.jit(step)(state, good()),
+        lambda: jax.eval_shape(lambda state: step(state, good()), state),
+        lambda: jax.jit(evaluate)(state, good()),
+        lambda: jax.vmap(lambda p: evaluate(p, good()))({"w": np.ones((2, 3))}),
+    ):
+        with pytest.raises(ValueError, match=r"step\.fn\(state, batch\)"):
+            call()
 
 
 LOSSES = {
@@ -706,6 +736,11 @@ def test_evaluating_a_state_from_elsewhere_says_where_it_is():
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
     with pytest.raises(ValueError, match=r"elsewhere .*\['cpu:0', 'cpu:1'\]"):
         evaluate(there, good())
+    step = build()
+    state = step.init(start())
+    step(state, good())
+    with pytest.raises(ValueError, match="donated to an earlier step"):
+        evaluate(state, good())
 
 
 @pytest.mark.slow

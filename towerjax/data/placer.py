@@ -28,7 +28,7 @@ from towerjax.data.shard import (
 from towerjax.data.sparse_rows import Room, SparseRows, room_for
 from towerjax.mesh.placement import Placement, are_placed, place_own, place_rows
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 BATCH_LAYOUT = {
@@ -149,6 +149,7 @@ class Placer:
             refuse_wrapping(batch)
             layout = Layout.PER_TOWER
             return known.of(place_rows(batch, self.placement, layout, by_call=by_call))
+        refuse_traced(batch)
         rows, shared = without_shared(batch)
         [rows], [counts] = self._fitted([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)

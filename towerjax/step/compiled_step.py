@@ -14,6 +14,7 @@ from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, repeated_recipe
 from towerjax.step.given_state import (
     check_is_state,
+    check_like,
     check_state,
     is_usable,
     with_numbers_placed,
@@ -28,6 +29,7 @@ from towerjax.step.state import (
 )
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Reduction
+from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_choice, check_flag, check_whole
 
 
@@ -213,10 +215,10 @@ class CompiledStep:
     def _ready(self, state: Any, runner: Runner) -> TrainState:
         """The state as the runner takes it: checked, its numbers on the devices."""
         check_is_state(state)
+        refuse_traced(state)
         expected = self._before_first_call(state)
         for program in itertools.islice(runner.programs.values(), 1):
-            carry, clock = program.call.args_info[0][:2]
-            expected = TrainState(**carry, **clock)
+            expected = _taken_by(program)
         placed = with_numbers_placed(state, self.strategy.placement, expected)
         self._check(placed)
         return placed
@@ -302,7 +304,10 @@ class CompiledStep:
             out = runner(split_state(state), batch)
         except (TypeError, ValueError):
             # JAX refuses a wrong state before it runs; say it in our words.
-            if (placed := self._ready(state, runner)) is state:
+            placed = self._ready(state, runner)
+            if (program := runner.programs.get(batch.signature)) is not None:
+                check_like(placed, _taken_by(program))
+            if placed is state:
                 raise
             out = runner(split_state(placed), batch)
         carry, now, metrics, finite, *found = out
@@ -361,3 +366,9 @@ class CompiledStep:
           DesyncError: With a check: the devices' copies of the state differed.
         """
         self._verdicts.settle()
+
+
+def _taken_by(program: Program) -> TrainState:
+    """What a program takes for a state, in shapes."""
+    carry, clock = program.call.args_info[0][:2]
+    return TrainState(**carry, **clock)

@@ -5,11 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, split_state
-from towerjax.types import Layout, named_leaves
+from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.html_form import layout_of
+from towerjax.types.leaves import changes
 
 
 def with_numbers_placed(
@@ -20,7 +22,7 @@ def with_numbers_placed(
     Such as a learning rate that was written into the optimizer's state. Of several
     processes, each of which calls this, the first one's numbers are taken.
     """
-    _check_not_donated(state)
+    check_not_donated(state)
     named, treedef = named_leaves("state", state), jax.tree.structure(state)
     leaves, at = [leaf for _, leaf in named], set(placement.jax_devices)
     away = [
@@ -65,7 +67,9 @@ def is_usable(state: Any) -> bool:
         leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
     if not isinstance(leaf, jax.Array):
         leaf = jax.tree.leaves(state.params)[0]
-    return isinstance(leaf, jax.Array) and not leaf.is_deleted()
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return False
+    return not leaf.is_deleted()
 
 
 def check_is_state(state: Any, make: str = "step.init(params).") -> None:
@@ -74,6 +78,30 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
         raise ValueError(
             f"The state is a {type(state).__name__}, not a TrainState. Make it with"
             f" {make}"
+        )
+
+
+def check_like(state: TrainState, expected: TrainState) -> None:
+    """Raise unless the state has the leaves that a compiled step takes."""
+    if found := changes("state", expected, state):
+        raise ValueError(
+            "The state has changed since the step was compiled for such batches:"
+            f" {'; '.join(found)}. Build another step for it, or cast it back."
+        )
+
+
+def check_opt_state(given: PyTree, made: PyTree) -> None:
+    """Raise unless an optimizer's state has the leaves that the optimizer makes."""
+    has, needs = (
+        [(name, np.shape(x)) for name, x in named_leaves("", tree)]
+        for tree in (given, made)
+    )
+    if has != needs:
+        raise ValueError(
+            "The state was made for another optimizer, or for other parameters, than"
+            f" this step's: {'; '.join(changes('state.opt_state', given, made))}. Begin"
+            " the optimizer anew, dataclasses.replace(state,"
+            " opt_state=step.init(state.params).opt_state)."
         )
 
 
@@ -103,7 +131,7 @@ def check_state(
             " variables with tj.towers.read_local and start them anew with"
             " step.init(state.params, local=...)."
         )
-    _check_not_donated(state)
+    check_not_donated(state)
     expected = set(placement.jax_devices)
     elsewhere = [
         f"{name} is on {_where(x)}"
@@ -138,7 +166,8 @@ def _check_counts(state: TrainState, counts: bool | None) -> None:
         )
 
 
-def _check_not_donated(state: TrainState) -> None:
+def check_not_donated(state: TrainState) -> None:
+    """Raise where a step has taken over the state's arrays, or some of them."""
     gone = [
         name
         for name, x in named_leaves("state", state)

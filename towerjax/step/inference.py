@@ -11,7 +11,7 @@ import numpy as np
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
-from towerjax.step.given_state import check_state
+from towerjax.step.given_state import check_not_donated, check_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.recipe import Recipe, Run
@@ -22,7 +22,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
@@ -82,6 +82,7 @@ class InferenceStep:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
             return dataclasses.replace(state, opt_state=(), seen=None, own=None)
+        refuse_traced(state)
         refuse_unheld("params", state)
         placement, layout = self.strategy.placement, state_layout(self.strategy)
         if not are_placed(state, placement, layout.params):
@@ -124,8 +125,13 @@ class InferenceStep:
         model = self._model_of(state)
         try:
             tree, own = self._runner((model,), batch)
+        except RuntimeError:  # an array that has been deleted, or any other
+            if isinstance(state, TrainState):
+                check_not_donated(state)
+            raise
         except (TypeError, ValueError) as error:
             # JAX refuses a wrong state before it runs; say it in our words.
+            refuse_traced(state)
             if isinstance(state, TrainState):
                 check_state(state, self.strategy.placement, state_layout(self.strategy))
             error.add_note(

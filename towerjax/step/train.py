@@ -18,6 +18,7 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite
+from towerjax.step.given_state import check_opt_state
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.optimizers import (
     Trainable,
@@ -252,6 +253,7 @@ class TrainStep(Step):
     def _before_first_call(self, state: TrainState) -> TrainState:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         fresh, _ = jax.eval_shape(self._begin, self._trained(state.params))
+        check_opt_state(state.opt_state, fresh)
         return dataclasses.replace(state, step=number, opt_state=fresh)
 
 

@@ -136,6 +136,15 @@ def has_tracers(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
+def refuse_traced(tree: PyTree) -> None:
+    """Raise where a step, which places and donates, is called inside of a trace."""
+    if has_tracers(tree):
+        raise ValueError(
+            "A step is called from Python, and JAX traces what it was given. Inside of"
+            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step."
+        )
+
+
 def is_traced(tree: PyTree) -> bool:
     """Is any leaf without a value, or are we where new arrays have none?"""
     return has_tracers((tree, jnp.arange(1)))
