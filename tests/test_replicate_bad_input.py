@@ -126,6 +126,10 @@ SIGNATURES = {
         r"does not take labels\. A model function is def model_fn\(variables",
     ),
     "nothing": (lambda: None, r"does not take features, labels, mode"),
+    "variables": (
+        lambda features, labels, mode, params: None,
+        r"does not take variables first\. A model function is def model_fn\(variables",
+    ),
     "unknown": (
         lambda variables, features, labels, mode, rate: None,
         r"model_fn\(variables, features, labels, mode, rate\) needs rate",

@@ -93,8 +93,10 @@ class ModelFn:
         parameters = dict(inspect.signature(fn).parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return cls(fn, frozenset(_WHERE_ASKED))
-        named = list(parameters)[1:]
-        missing = [name for name in _BY_NAME if name not in named]
+        first, *named = list(parameters) or [""]
+        missing = [name for name in _BY_NAME if name not in (first, *named)]
+        if first in _BY_NAME:  # as TensorFlow's model functions are written
+            missing = ["variables first", *missing]
         unknown = [
             name
             for name in named
