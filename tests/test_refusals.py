@@ -126,3 +126,9 @@ def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
         strategy.call_for_each_tower(lambda tower: tower.assign_add(v, 1.0))
     own = strategy.call_for_each_tower(lambda tower, v: tower.assign_add(v, 1.0), v)
     assert own.value.tolist() == [2.0] * 4
+
+
+def test_rows_of_a_table_do_not_stack():
+    rows = tj.sparse.IndexedRows(np.ones((1, 2)), np.array([1]), (5, 2))
+    with refuses("map: fn returns IndexedRows.*rows.to_dense"):
+        mirrored().map(lambda x: {"rows": rows}, [1, 2])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.collectives.sparse_rows import is_rows
 from towerjax.towers.cross_tower import call, values
 from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.job import JobMethods
@@ -271,8 +272,17 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
         by_tower = [results[t::num_towers] for t in range(num_towers)]
 
         def stack(*leaves: Any) -> jax.Array:
+            if is_rows(leaves[0]):
+                raise ValueError(
+                    "map: fn returns IndexedRows, of which several do not stack. Return"
+                    " rows.to_dense(), or use call_for_each_tower."
+                )
             return jnp.stack([jnp.asarray(x) for x in leaves])
 
         return PerTower(
-            tuple(jax.tree.map(stack, *group) for group in by_tower if group)
+            tuple(
+                jax.tree.map(stack, *group, is_leaf=is_rows)
+                for group in by_tower
+                if group
+            )
         )
