@@ -489,6 +489,19 @@ def test_per_tower_does_not_hide_padding():
         next(steps)
 
 
+def test_an_element_goes_to_a_tower_function_as_it_is():
+    strategy = mirrored(4, 2)
+    data = iter(strategy.distribute_dataset([np.arange(8), np.arange(6)]))
+
+    def tower_fn(tower, tree):
+        return tree["x"].sum() + tower.id
+
+    out = strategy.call_for_each_tower(tower_fn, {"x": next(data)})
+    assert out.values.tolist() == [1, 6, 11, 16]
+    with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
+        strategy.call_for_each_tower(tower_fn, {"x": next(data)})
+
+
 def test_elements_with_and_without_rows_do_not_mix_up():
     elements = [np.float32(1), np.arange(3, dtype=np.float32)]
     (placed,) = mirrored(2).distribute_dataset(elements, split="elements")

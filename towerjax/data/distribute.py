@@ -273,14 +273,7 @@ class DistributedDataset:
           ValueError: Rows were padded, which nothing here would tell from examples.
         """
         for placed in self:
-            if placed.padded:
-                raise ValueError(
-                    f"per_tower: towers have {placed.counts.tolist()} examples in"
-                    f" {placed.rows} rows, and what is yielded does not say which rows"
-                    " are padding. Use remainder='drop' or 'error', or go through the"
-                    " data set itself: placed.per_tower() and placed.counts."
-                )
-            yield placed.per_tower()
+            yield placed.unpadded()
 
     def _parts(
         self, number: int, stopped: threading.Event, source: Any, most_rows: int

@@ -115,6 +115,17 @@ class PlacedBatch:
 
         return jax.tree.map(lambda x: PerTower(split(x)), self.arrays)
 
+    def unpadded(self) -> PerTower:
+        """`per_tower` of a batch without padding, which nothing there would tell."""
+        if self.padded:
+            raise ValueError(
+                f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
+                " rows, and what is handed on does not say which rows are padding. Use"
+                " remainder='drop' or 'error', or go through the data set itself:"
+                " placed.per_tower() and placed.counts."
+            )
+        return self.per_tower()
+
 
 class Placer:
     """Checks, fits and places the batches of one step."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
     LOCAL_AXIS,
@@ -28,7 +29,7 @@ from towerjax.towers.merge import is_mergeable, stacked_rows
 from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, map_parts
 from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -186,6 +187,9 @@ def _prepared(
 ) -> tuple[_Call, list[Any], list[Any]]:
     """The call, and its arguments: those of each tower and those that all share."""
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
+    if any(isinstance(x, PlacedBatch) for x in leaves):
+        opened = map_parts(PlacedBatch, PlacedBatch.unpadded, (args, kwargs))
+        return _prepared(strategy, placement, fn, *opened)
     found = _kinds_of((args, kwargs), is_leaf=_is_rows)
     kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
 

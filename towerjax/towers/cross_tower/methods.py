@@ -100,8 +100,9 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
-          *args: ``PerTower`` leaves are handed out row by row, a tower-local variable
-            holds the tower's copy, others go in whole.
+          *args: ``PerTower`` leaves and an element of `distribute_dataset` are handed
+            out row by row, a tower-local variable holds the tower's copy, others go
+            in whole.
           run_concurrently: Always True: all towers are one program. To see values,
             write ``jax.debug.print("{}", x)`` in ``fn``.
           **kwargs: As ``args``.
@@ -111,8 +112,8 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
           variables as such.
 
         Raises:
-          ValueError: A ``PerTower`` argument has not one row a tower; ``fn`` has no
-            hash; ``run_concurrently`` is not True.
+          ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
+            padded; ``fn`` has no hash; ``run_concurrently`` is not True.
           ReplicationError: Not every tower would reach a collective, or a mirrored
             variable comes back that is not the same on every tower.
 
