@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import metrics_oracle as oracle
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import mirrored
 
 import towerjax as tj
 from towerjax.metrics.state import on_host, value_on_host
@@ -730,3 +732,36 @@ def test_small_integers_and_booleans_are_added_as_numbers():
     assert found["seen"] == 8 + 8 * 200
     one = Seen(True, np.uint8(200))
     assert operator.add(*jax.tree.leaves(m.merge(one, one))) == 2 + 400
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "local", "A"), [(4, 4, "vmap", 1), (4, 2, "scan", 2), (2, 1, "vmap", 1)]
+)
+def test_sums_and_what_is_each_towers_own_are_metrics_of_training(T, D, local, A):
+    y, size = np.arange(13, dtype=np.float32), 13
+
+    def counts(batch, weight):
+        columns = jax.nn.one_hot(batch["y"].astype(jnp.int32) % 3, 3)
+        return {"rows": tj.Sum((weight > 0).sum()), "column": tj.Sum(weight @ columns)}
+
+    def loss_fn(params, batch, tower):
+        weight = tower.weight
+        own = tj.Weighted(weight @ jnp.stack([batch["y"]] * 2, 1), weight.sum())
+        metrics = {**counts(batch, weight), "own": tj.PerTower(own)}
+        loss = tj.Weighted.mean(batch["y"] * params, weight)
+        return tj.TowerOutput(loss, metrics)
+
+    strategy = mirrored(T, D, local)
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), strategy, micro_batches=A, remainder="pad"
+    )
+    _, metrics = step(step.init(np.float32(1)), {"y": y})
+    columns = np.bincount(np.arange(13) % 3)
+    assert metrics["rows"] == size and metrics["column"].tolist() == columns.tolist()
+    each = -(-size // (T * A)) * A
+    own = [y[i * each : (i + 1) * each].mean(dtype=float) for i in range(T)]
+    np.testing.assert_allclose(metrics["own"], np.stack([own, own], 1), rtol=1e-6)
+
+    evaluate = tj.build_eval_step(lambda p, b, t: counts(b, t.weight), strategy)
+    values = tj.evaluate(evaluate, np.float32(0), tj.batches({"y": y}, 5))
+    assert values["rows"] == size and values["column"].tolist() == columns.tolist()

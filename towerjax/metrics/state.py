@@ -20,7 +20,7 @@ from towerjax.metrics.foreign import (
     merged_leaves,
 )
 from towerjax.metrics.weighted import Weighted
-from towerjax.types import PyTree
+from towerjax.types import PyTree, Sum
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
@@ -168,7 +168,8 @@ def described(x: Any) -> str:
 
 
 def _is_ours(x: Any) -> bool:
-    return isinstance(x, Additive) and type(x).merge is Additive.merge
+    adds = isinstance(x, Additive) and type(x).merge is Additive.merge
+    return adds or isinstance(x, Sum)
 
 
 def is_additive(state: Any) -> bool:
@@ -235,7 +236,7 @@ def merge(first: Any, second: Any) -> Any:
     for name, state in (("first", first), ("second", second)):
         if not is_metric(state):
             raise ValueError(f"merge got as {name} {described(state)}. {_STATES}")
-    if isinstance(first, Weighted | Additive) and type(first) is not type(second):
+    if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         raise ValueError(
             f"merge got a {type(first).__name__} and a {type(second).__name__}. Merge"
             " states that the same call made."
@@ -263,7 +264,7 @@ def compute(state: Any) -> Any:
     """
     if not is_metric(state):
         raise ValueError(f"compute got {described(state)}. {_STATES}")
-    if isinstance(state, Weighted | Additive | Adapted):
+    if isinstance(state, Weighted | Sum | Additive | Adapted):
         return state.compute()
     return jax.tree.map(jnp.asarray, state).compute()
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.metrics.state import is_metric
+from towerjax.metrics.state import compute, is_metric
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.found import ReplicationError
 from towerjax.step.checking import Check
@@ -25,8 +25,9 @@ from towerjax.step.state import (
     split_state,
 )
 from towerjax.step.update import accept_or_keep, checked_like
+from towerjax.towers.executors import over_members
 from towerjax.towers.outputs import metric_values
-from towerjax.types import Layout, PerTower, PyTree, Sum
+from towerjax.types import Layout, PerTower, PyTree
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
@@ -257,13 +258,15 @@ def _values(metrics: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], jax.Arr
 def _value(name: str, x: Any) -> Any:
     if is_metric(x):
         return metric_values({name: x})[name]
-    if isinstance(x, Sum | Means | PerTower):
-        x = x.values if isinstance(x, PerTower) else x.value
+    if isinstance(x, Means):
+        x = x.value
+    if isinstance(x, PerTower):
+        x = over_members(compute)(x.values) if is_metric(x.values) else x.values
     if not (hasattr(x, "dtype") or isinstance(x, int | float)):
         raise ValueError(
             f"metrics[{name!r}] is a {type(x).__name__}. A metric of a step is one"
-            " array or one state, tj.Sum or tj.PerTower: make one of each part, and"
-            " leave tj.Rows to an evaluation."
+            " array or one state, tj.Sum or tj.PerTower: make one of each part, and of"
+            " tj.Rows pass the .value, [B, ...], padded rows included."
         )
     return jnp.asarray(x)
 

@@ -185,7 +185,7 @@ def build_eval_step(
 
     def tower_fn(state: TrainState, batch: PyTree, tower: Tower) -> dict[str, Any]:
         metrics = metric_fn(state.params, batch, tower)
-        return {"metrics": check_metrics(metrics, loss_is_free=True)}
+        return {"metrics": check_metrics(metrics, trains=False)}
 
     return InferenceStep(tower_fn, strategy, remainder, max_programs)
 

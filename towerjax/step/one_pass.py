@@ -361,7 +361,7 @@ def _summed(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
 
 def _adds_up(x: PerTower) -> bool:
     values = jax.tree.leaves(x.values, is_leaf=is_typed)
-    return all(isinstance(v, Sum) or (is_metric(v) and is_additive(v)) for v in values)
+    return all(is_metric(v) and is_additive(v) for v in values)
 
 
 def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.metrics.state import check, is_additive, is_metric, wide
+from towerjax.metrics.state import check, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.nonfinite import Part
 from towerjax.towers.outputs import check_rows
@@ -51,7 +51,7 @@ class Hole:
 
 def is_typed(x: Any) -> bool:
     """Does its type say what becomes of it, when a tower returns it?"""
-    typed = Sum | Rows | PerTower | TowerLocal
+    typed = Rows | PerTower | TowerLocal
     return isinstance(x, typed) or is_rows(x) or is_metric(x)
 
 
@@ -66,9 +66,9 @@ def split(out: PyTree, rows: int) -> tuple[PyTree, dict[str, list[Any]]]:
             return _array(name, x)
         x = _checked(name, x, rows)
         kind = "joined" if is_rows(x) else "own"
-        if isinstance(x, Sum) or is_metric(x):
+        if is_metric(x):
             kind = "folded"
-            if isinstance(x, Sum) or is_additive(x):
+            if is_additive(x):
                 is_shown = bool(path) and key_of(path[0]) in METRICS
                 kind = "shown" if is_shown else "added"
         pools[kind].append(x)
@@ -152,8 +152,6 @@ def _array(name: str, x: Any) -> jax.Array:
 
 def _checked(name: str, x: Any, rows: int) -> Any:
     """A typed leaf whose arrays are wide enough to be added, and of the right rows."""
-    if isinstance(x, Sum):
-        return Sum(jax.tree.map(lambda v: wide(jnp.asarray(v)), x.value))
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):

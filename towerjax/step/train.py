@@ -84,7 +84,7 @@ class Training:
         returned = {
             "loss": out.loss,
             "grads": grads,
-            "metrics": check_metrics(out.metrics, loss_is_free=False),
+            "metrics": check_metrics(out.metrics, trains=True),
             "local": with_local_values(state.local, local),
         }
         if out.extra is not None:

@@ -49,7 +49,7 @@ def over_devices(
 
 
 def over_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``fn`` of several trainings at once: of all arguments, dim 0 is theirs."""
+    """``fn`` of several trainings, or towers: of all arguments, dim 0 is theirs."""
     return jax.vmap(fn)
 
 

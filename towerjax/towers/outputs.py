@@ -9,15 +9,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.shard import refuse_other_than_rows
-from towerjax.metrics.state import (
-    check,
-    compute,
-    described,
-    is_metric,
-)
+from towerjax.metrics.state import compute, described, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER
-from towerjax.types import PyTree, Reduction, TowerOutput, named_leaves
+from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
 from towerjax.types.leaves import changes
 
 
@@ -94,34 +89,34 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic | int | float)
 
 
-def check_metrics(metrics: Any, *, loss_is_free: bool) -> dict[str, Any]:
-    """Metrics as a dict of states that can be added and of plain arrays."""
+def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
+    """Metrics as a dict of states that can be merged and of plain arrays."""
     if not hasattr(metrics, "items"):
         raise ValueError(
             f"Metrics are a mapping of name to tj.Weighted, got {metrics!r}. Return"
             " {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
         )
-    if "loss" in metrics and not loss_is_free:
+    if "loss" in metrics and trains:
         raise ValueError(
             "metrics['loss'] is the name of the global loss; give yours another name."
         )
+
+    def fits(metric: Any) -> bool:
+        is_own = trains and isinstance(metric, PerTower)
+        return is_own or _is_array(metric) or is_metric(metric)
+
     bad = [
         f"metrics[{name!r}] is {described(metric)}"
         for name, metric in metrics.items()
-        if not isinstance(name, str) or not (_is_array(metric) or is_metric(metric))
+        if not isinstance(name, str) or not fits(metric)
     ]
     if bad:
         raise ValueError(
-            "Each metric is one tj.Weighted, one state of tj.metrics or one array,"
-            f" under a name that is a string, but {'; '.join(bad)}. Give nested metrics"
-            " names of their own, such as 'group/part'."
+            "Each metric is one tj.Weighted or tj.Sum, one state of tj.metrics or one"
+            f" array, under a name that is a string, but {'; '.join(bad)}. Give nested"
+            " metrics names of their own, such as 'group/part'."
         )
-    return {
-        name: jnp.asarray(metric)
-        if _is_array(metric)
-        else check(f"metrics[{name!r}]", metric)
-        for name, metric in metrics.items()
-    }
+    return dict(metrics)
 
 
 def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -52,16 +53,26 @@ class Layout(enum.Enum):
 class Sum:
     """What is added over micro-batches and towers, and never divided.
 
+    A metric state: as a metric its value is the total of all rows.
+
     Attributes:
       value: An array or a pytree of arrays, a tower's part; after the merge the total.
         What is narrower than 32 bits is added in 32.
 
     Example:
-      >>> Sum(3.0).value
-      3.0
+      >>> Sum(3.0).merge(Sum(4.0)).value
+      7.0
     """
 
     value: Any
+
+    def merge(self, other: "Sum") -> "Sum":
+        """Both added, leaf by leaf."""
+        return Sum(jax.tree.map(operator.add, self.value, other.value))
+
+    def compute(self) -> Any:
+        """The total."""
+        return self.value
 
 
 @jax.tree_util.register_dataclass
@@ -138,11 +149,11 @@ class TowerOutput:
 
     Attributes:
       loss: ``Weighted`` of two scalars (or a scalar, with ``loss_reduction``).
-      metrics: Name -> ``Weighted`` or another metric state (``tj.metrics``), merged
-        over towers and micro-batches; or a plain array that is the same on every
-        tower, which is proved before the step is compiled. Of several micro-batches
-        a plain array's last value is kept: make it a state where it depends on the
-        rows.
+      metrics: Name -> ``Weighted``, ``Sum`` or another metric state (``tj.metrics``),
+        merged over towers and micro-batches; ``PerTower`` of one; or a plain array that
+        is the same on every tower, which is proved before the step is compiled. Of
+        several micro-batches a plain array's last value is kept: make it a state where
+        it depends on the rows.
       local: The next value of the tower-local variables, of the same structure,
         shapes and dtypes as ``tower.local``; None leaves them as they are.
       extra: The next value of ``tower.extra``, of the same tree: ``Weighted`` and
