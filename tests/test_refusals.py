@@ -132,3 +132,32 @@ def test_rows_of_a_table_do_not_stack():
     rows = tj.sparse.IndexedRows(np.ones((1, 2)), np.array([1]), (5, 2))
     with refuses("map: fn returns IndexedRows.*rows.to_dense"):
         mirrored().map(lambda x: {"rows": rows}, [1, 2])
+
+
+@pytest.mark.parametrize("T, D", [(2, 2), (4, 2), (1, 1)])
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
+def test_what_is_across_towers_is_refused_in_a_tower(T, D, reduction):
+    strategy = mirrored(T, D)
+    for x in (lambda tower: 1.0 + tower.id, lambda tower: {"x": tower.id}):
+        with refuses(rf"strategy.reduce in a tower.*tower.reduce\(tj.{reduction!r}, x"):
+            strategy.call_for_each_tower(
+                lambda t, x=x: strategy.reduce(reduction, x(t))
+            )
+    with refuses(r"strategy.gather in a tower.*Write tower.all_gather\(x\)"):
+        strategy.call_for_each_tower(lambda t: strategy.gather(t.id[None], 0))
+    v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
+    with refuses(r"'v' has shape \(\), but dim 0.*in a tower it is its own copy: read"):
+        strategy.call_for_each_tower(lambda t, v: strategy.read_var(v), v)
+
+
+def test_a_merge_function_reduces_what_it_is_given():
+    strategy = mirrored()
+
+    def merge_fn(strategy, x, v):
+        return strategy.reduce(R.SUM, x), strategy.read_var(v)
+
+    v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
+    out = strategy.call_for_each_tower(
+        lambda tower, v: tower.merge_call(merge_fn, 1.0 + tower.id, v), v
+    )
+    assert [float(x) for x in out] == [10, 4]

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax import lax
 
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
+    LOCAL_AXIS,
     SPECS,
     Placement,
     TowerAxes,
@@ -161,6 +163,17 @@ def trace_one_tower(
     shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))
     env = [(DEVICE_AXIS, axes.num_devices)]
     return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*shapes)
+
+
+def is_inside_tower() -> bool:
+    """Is a tower function or a merge function being traced?"""
+    for axis in (DEVICE_AXIS, LOCAL_AXIS):
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            continue
+        return True
+    return False
 
 
 @contextlib.contextmanager

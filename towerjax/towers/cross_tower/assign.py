@@ -257,7 +257,8 @@ class VariableMethods:
           own reduction.
 
         Raises:
-          ValueError: A tower-local variable's reduction is NONE; names it.
+          ValueError: A tower-local variable's reduction is NONE, or it has not one
+            copy for each tower; names it.
 
         Example:
           >>> import towerjax as tj
@@ -265,6 +266,9 @@ class VariableMethods:
           >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
           2.5
         """
+        for x in jax.tree.leaves(value, is_leaf=is_per_tower):
+            if isinstance(x, TowerLocal):
+                check_towers(x, self.placement.num_towers)
         return read_variables(value)
 
 
@@ -354,7 +358,7 @@ def check_towers(variable: TowerLocal, num_towers: int) -> None:
             raise ValueError(
                 f"{named(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
                 f" {num_towers} towers. Make it with strategy.create_var(...,"
-                " tower_local=True)."
+                " tower_local=True); in a tower it is its own copy: read .value."
             )
 
 

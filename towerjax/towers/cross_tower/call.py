@@ -7,13 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
-    LOCAL_AXIS,
     Placement,
     TowerAxes,
     place,
@@ -23,7 +21,12 @@ from towerjax.mesh.placement import (
 from towerjax.proof.analysis import analyse
 from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constants import Constant
-from towerjax.towers.executors import branches_explained, over_devices, trace_one_tower
+from towerjax.towers.executors import (
+    branches_explained,
+    is_inside_tower,
+    over_devices,
+    trace_one_tower,
+)
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.merge import is_mergeable, stacked_rows
 from towerjax.towers.tower import Tower, TowerInputs
@@ -290,14 +293,3 @@ def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
     if placement.num_processes > 1 and layout is Layout.MIRRORED:
         return place(x, placement, layout)  # the same on all: the first process's
     return place_rows(x, placement, layout)
-
-
-def is_inside_tower() -> bool:
-    """Is a tower function or a merge function being traced?"""
-    for axis in (DEVICE_AXIS, LOCAL_AXIS):
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            continue
-        return True
-    return False

@@ -14,7 +14,7 @@ from towerjax.collectives.reduce import check_reduction
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import row_weights, rows_of_towers, with_shared
 from towerjax.mesh.placement import Placement, place
-from towerjax.towers.cross_tower.call import is_inside_tower
+from towerjax.towers.executors import is_inside_tower
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
