@@ -360,16 +360,11 @@ def sweep(step, undisturbed, parts, part, **options):
 
 
 @pytest.mark.slow
-def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed):
-    sweep(step, undisturbed, 15, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"prefetch": 0}, {"steps_per_call": 3}], ids=str
 )
-def test_ctrl_c_at_more_lines_of_the_loop_loses_nothing(step, undisturbed, options):
-    sweep(step, undisturbed, 120, 0, **options)
+def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed, options):
+    sweep(step, undisturbed, 40, 0, **options)
 
 
 def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread():

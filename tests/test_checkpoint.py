@@ -713,19 +713,18 @@ def signalled_at(event_number, sign, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
-    step, undisturbed, tmp_path, sign
+    step, undisturbed, tmp_path
 ):
     def run(path, hooks=()):
         return train(step, tj.Checkpointer(path, every=3), hooks=hooks)
 
-    last, ended = signalled_at(0, sign, lambda: run(tmp_path / "whole"))
+    last, ended = signalled_at(0, signal.SIGTERM, lambda: run(tmp_path / "whole"))
     assert last > 300 and ended is None
     inside = 0
     for event_number in range(3, last, last // 14):
         path = tmp_path / str(event_number)
-        _, ended = signalled_at(event_number, sign, lambda: run(path))  # noqa: B023
+        _, ended = signalled_at(event_number, signal.SIGTERM, lambda: run(path))  # noqa: B023
         seen = []
         state, _ = run(path, [lambda number, _: seen.append(number)])  # noqa: B023
         model.assert_same_bits(state, undisturbed[0])
@@ -895,10 +894,6 @@ def test_two_processes_go_on_where_one_stopped(step, undisturbed, tmp_path):
     assert saving.steps == (4, 6, 8) and len(saving.record(8).devices) == 4
     restored = saving.restore(step, model.init(step))
     model.assert_same_bits(restored, undisturbed[0])
-    (tmp_path / "step-8" / "record.json").write_text("{")
-    refused = worker(2, tmp_path, model.STEPS)
-    assert refused.returncode == 1
-    assert "record.json is missing, cut or changed" in refused.stdout + refused.stderr
 
 
 @pytest.mark.slow

@@ -56,14 +56,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "executor, micro_batches",
-    [("shard_map", 4)]
-    + [
-        pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in [("shard_map", 1), ("pmap", 1), ("pmap", 4)]
-    ],
-)
+@pytest.mark.parametrize("executor, micro_batches", [("shard_map", 4), ("pmap", 1)])
 def test_one_all_reduce_for_fifty_gradients(micro_batches, executor):
     strategy = tj.Mirrored(devices=devices(8), executor=executor)
     step = tj.build_train_step(
@@ -342,8 +335,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.01, 0.2])
-def test_an_interrupt_during_compilation_waits_for_it(delay_s):
+def test_an_interrupt_during_compilation_waits_for_it():
     process = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED],
         stdout=subprocess.PIPE,
@@ -351,7 +343,7 @@ def test_an_interrupt_during_compilation_waits_for_it(delay_s):
         text=True,
     )
     assert process.stdout.readline() == "compiling\n"
-    time.sleep(delay_s)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT, err

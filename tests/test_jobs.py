@@ -102,10 +102,8 @@ def until_it_sums(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "processes, devices", [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
-)
-def test_the_launchers_processes_find_each_other(processes, devices):
+def test_the_launchers_processes_find_each_other():
+    processes, devices = 2, 2
     with launched("shutdown", processes=processes, devices=devices) as job:
         out, err = job.communicate(timeout=WAIT_S)
     assert job.returncode == 0, err
@@ -241,8 +239,9 @@ def test_the_collective_timeout_comes_before_the_heartbeat():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-@pytest.mark.parametrize("heartbeat_s, collective_s", [(5, None), (40, 3)])
+@pytest.mark.parametrize(
+    "heartbeat_s, collective_s, stopped", [(5, None, 0), (40, 3, 1)]
+)
 def test_a_stopped_process_counts_as_lost(stopped, heartbeat_s, collective_s):
     """SIGSTOP stands for all that keeps a process from running and not from being."""
     arguments = {"heartbeat_timeout_s": heartbeat_s}

@@ -116,51 +116,30 @@ def test_a_check_takes_what_jit_takes():
         step.check(params, batch)
 
 
-def solved(params, x, *, solver, noise=False):
+def solved(params, x):
     diffrax = pytest.importorskip("diffrax")
 
     def drift(t, y, args):
         return -jnp.tanh(args["w"]) * y + args["b"]
 
     def losses(row):
-        terms = diffrax.ODETerm(drift)
-        if noise:
-            path = diffrax.VirtualBrownianTree(0, 1, 1e-2, (3,), jax.random.key(0))
-            spread = lambda t, y, args: 0.1 * jnp.diag(args["b"])  # noqa: E731
-            terms = diffrax.MultiTerm(terms, diffrax.ControlTerm(spread, path))
-        kind = getattr(diffrax, solver)()
-        exact = diffrax.PIDController(rtol=1e-4, atol=1e-6)
-        control = diffrax.ConstantStepSize() if noise else exact
+        terms, solver = diffrax.ODETerm(drift), diffrax.Tsit5()
+        control = diffrax.PIDController(rtol=1e-4, atol=1e-6)
         out = diffrax.diffeqsolve(
-            terms, kind, 0, 1, 0.1, row, params, stepsize_controller=control
+            terms, solver, 0, 1, 0.1, row, params, stepsize_controller=control
         )
         return (out.ys[-1] ** 2).sum()
 
     return jax.vmap(losses)(x)
 
 
-SOLVERS = {
-    "Tsit5": functools.partial(solved, solver="Tsit5"),
-    "Kvaerno5": functools.partial(solved, solver="Kvaerno5"),
-    "Euler": functools.partial(solved, solver="Euler", noise=True),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "solver, name",
-    [
-        ("Tsit5", "two devices"),
-        ("Kvaerno5", "one"),
-        ("Euler", "four towers"),
-    ],
-)
-def test_diffrax(solver, name):
+def test_diffrax():
     pytest.importorskip("diffrax")
     params, batch = data()
     with jax.numpy_rank_promotion("allow"):
-        check_step(SOLVERS[solver], PLACES[name](), params, batch)
+        check_step(solved, PLACES["two devices"](), params, batch)
 
 
 @pytest.mark.slow
@@ -218,11 +197,8 @@ def factored(params, x, *, solver):
 @pytest.mark.parametrize(
     "solver, name",
     [
-        ("LU", "one"),
-        ("QR", "four towers"),
         ("LU", "two devices"),
-        ("QR", "two devices"),
-        ("SVD", "two devices"),
+        ("QR", "four towers"),
     ],
 )
 def test_factorisations_of_lineax(solver, name):
@@ -261,13 +237,12 @@ SOLVE = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "solver, name",
-    [(solver, "two devices") for solver in SOLVE]
-    + [
+    [
         ("jax cg", "one"),
-        ("jax gmres", "four towers"),
-        ("lineax CG", "four towers"),
+        ("jax gmres", "two devices"),
         ("jax bicgstab", "four devices"),
-        ("lineax GMRES", "four devices"),
+        ("lineax CG", "four towers"),
+        ("lineax GMRES", "two devices"),
     ],
 )
 def test_solvers_of_an_operator_of_all_towers(solver, name):

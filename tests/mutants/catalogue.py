@@ -1075,8 +1075,7 @@ OTHER = (
         "step.optimizers:given_loss",
         "if _OF_EXAMPLES in kinds:",
         "if False:",
-        "test_proof_optax.py::test_what_takes_less_or_more_equals_plain_optax_or_is_refused"
-        "[dpsgd]",
+        "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]",
     ),
     _m(
         "O08",
