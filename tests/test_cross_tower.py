@@ -209,7 +209,7 @@ def test_a_tuple_of_rows_reduces_too():
     assert float(mirrored(3).reduce(R.ONLY_FIRST_TOWER, value)) == 1
 
 
-@pytest.mark.parametrize("value", [5.0, np.ones(2), jnp.int32(3), np.zeros(2)])
+@pytest.mark.parametrize("value", [5.0, np.ones(2), jnp.int32(3), np.arange(2)])
 def test_sum_of_a_value_shared_by_all_is_refused(value):
     with pytest.raises(ValueError) as error:
         mirrored(3).reduce(R.SUM, {"x": value})
@@ -221,6 +221,19 @@ def test_sum_of_a_value_shared_by_all_is_refused(value):
     )
     out = mirrored(1).reduce(R.SUM, value)  # one tower: no question
     assert np.shape(out) == np.shape(value) and np.array_equal(out, value)
+
+
+def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
+    strategy, x = mirrored(3), per_tower(3)
+
+    def tower_fn(tower, params, x):
+        return jax.grad(lambda params: params["w"] * x**2)(params)
+
+    params = {"unused": np.float32([5, 7]), "w": np.float32(2)}
+    grads = strategy.call_for_each_tower(tower_fn, params, x)
+    out = strategy.reduce(R.SUM, grads)
+    np.testing.assert_allclose(out["w"], (ROWS[:3] ** 2).sum(), rtol=4 * EPS)
+    assert out["unused"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,9 @@ def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
             lambda x: jnp.array(x) if isinstance(x, numpys) else x, value
         )
     known = not isinstance(value, Tracer) and not is_rows(value)
-    # In NumPy: while JAX traces, its own comparison would have no value.
-    if known and np.ndim(value) == 0 and np.asarray(value) == 0:
+    # Such as the gradient of an unused parameter. In NumPy: while JAX traces, its own
+    # comparison would have no value.
+    if known and not np.any(np.asarray(value)):
         return value
     if is_rows(value):
         value = "IndexedRows"
