@@ -188,6 +188,67 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
     refused(lambda p, b, t: loss_fn(p, b, t) + tj.shared(p["w"]), "one number")
 
 
+def moving(params, batch, tower):  # weights that learn
+    weight = jax.nn.sigmoid(batch["x"] @ params["w"])
+    return tj.Weighted.mean(losses(params, batch)[0], weight * tower.weight)
+
+
+def held(params, batch, tower):
+    loss = moving(params, batch, tower)
+    return dataclasses.replace(loss, weight=jax.lax.stop_gradient(loss.weight))
+
+
+def test_weights_that_move_with_the_parameters_are_refused():
+    text = r"weights of the loss depend on the parameters.*stop_gradient"
+    refused(moving, text)
+    refused(lambda *args: moving(*args) + held(*args), text)
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
+    with pytest.raises(ValueError, match=text):
+        optimizer.compute_gradients(lambda w: tj.Weighted(w, w), np.float32(1))
+
+    def chosen(params, batch, tower):  # a comparison has no derivative
+        sure = jax.nn.sigmoid(batch["x"] @ params["w"]) > 0.5
+        return tj.Weighted.mean(losses(params, batch)[0], sure * tower.weight)
+
+    for loss in (held, chosen):
+        tj.build_train_step(loss, optax.sgd(RATE), mirrored(2, 2)).check(
+            params(), data()
+        )
+
+
+def test_weights_learn_in_a_second_pass():
+    def first(state, batch, tower):
+        return moving(state.params, batch, tower)
+
+    def second(state, batch, tower, mean):
+        def loss_fn(params, batch, tower):
+            loss = held(params, batch, tower)
+            weight = moving(params, batch, tower).weight
+            return tj.Weighted(loss.sum - mean.value * weight, loss.weight)
+
+        of_loss = tj.value_and_grad(loss_fn)
+        _, grads = of_loss(state.params, tower=tower, batch=batch)
+        return {"loss": mean.value, "grads": grads}
+
+    def update_fn(state, merged):
+        w = state.params["w"] - RATE * merged["grads"].value["w"]
+        return dataclasses.replace(state, params={"w": w}), {"loss": merged["loss"]}
+
+    step = tj.build_step(
+        (first, second), update_fn, mirrored(4, 2), micro_batches=2, remainder="pad"
+    )
+    state, metrics = step(step.init(params()), data())
+    x, w = data()["x"].astype(float), params()["w"].astype(float)
+    hidden, weight = np.tanh(x @ w), 1 / (1 + np.exp(-x @ w))
+    error = hidden - data()["y"]
+    mean = weight @ error**2 / weight.sum()
+    slope = weight * 2 * error * (1 - hidden**2)
+    slope += weight * (1 - weight) * (error**2 - mean)
+    np.testing.assert_allclose(metrics["loss"], mean, rtol=200 * EPS)
+    expected = w - RATE * slope @ x / weight.sum()
+    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
+
+
 def test_padding_that_one_term_does_not_mask_is_refused():
     def loss(params, batch, tower):
         first, second = losses(params, batch)

@@ -18,6 +18,7 @@ from towerjax.estimator.losses import TowersOfStep
 from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
+from towerjax.step.gradient import refuse_moving_weights
 from towerjax.step.optimizers import given_loss
 from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
@@ -182,7 +183,9 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                     f"loss_fn returned a {type(out).__name__}. Return (loss, aux) and"
                     " say has_aux=True, or the loss alone and has_aux=False."
                 )
-            return _sum_of(out[0] if has_aux else out), out
+            loss = out[0] if has_aux else out
+            refuse_moving_weights(loss, params)
+            return _sum_of(loss), out
 
         if sparse:
             gradient = sparse_value_and_grad(sum_of_losses, sparse, has_aux=True)

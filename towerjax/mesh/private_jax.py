@@ -30,6 +30,15 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     return aval, list(parts.values()), list(parts)
 
 
+def carries_gradient(x: Any, of: Any) -> bool:
+    """Does the gradient by ``of``, in whose making this is called, go through ``x``?
+
+    Not through what ``lax.stop_gradient`` or a comparison gave.
+    """
+    made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
+    return len(made_by) == 2 and made_by[0] is made_by[1]
+
+
 def coordinator_client() -> Any:
     """JAX's client of the job's key-value store."""
     return distributed.global_state.client

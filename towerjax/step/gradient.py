@@ -1,5 +1,6 @@
 """What is the gradient of one tower? Of its loss sum, with the weight of its loss."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.towers.outputs import as_tower_output, widened
 from towerjax.towers.tower import Tower
@@ -24,7 +26,9 @@ def value_and_grad(
     A sum of means (``ce + 0.1 * aux``) has several denominators, and towers learn of
     each other's before they differentiate: the step then runs the loss once more for
     the weights alone, of which the compiler keeps little, and sums a few numbers more.
-    The weights must not depend on the parameters.
+
+    Weights that depend on the parameters are refused: what is differentiated is the
+    sum. ``jax.lax.stop_gradient`` says that they are numbers.
 
     Args:
       loss_fn: ``(params, *args) -> Weighted | Means | TowerOutput``, such as a
@@ -32,13 +36,15 @@ def value_and_grad(
       loss_reduction: What a bare scalar loss means; None refuses it.
 
     Returns:
-      ``(params, *args) -> (loss, grads)``: the loss as it is, or where the function
-      returned one a ``TowerOutput``; ``grads`` a ``Weighted`` whose ``sum`` is like
-      ``params``, at least float32, and whose ``weight`` is the loss's; of several means
-      a ``Sum`` of such. Both have the gradient of the merged loss as their ``value``.
+      ``(params, *args, **named) -> (loss, grads)``: the loss as it is, or where the
+      function returned one a ``TowerOutput``; ``grads`` a ``Weighted`` whose ``sum`` is
+      like ``params``, at least float32, and whose ``weight`` is the loss's; of several
+      means a ``Sum`` of such. Both have the gradient of the merged loss as their
+      ``value``.
 
     Raises:
-      ValueError: The loss is no floating scalar, or does not say how it is reduced.
+      ValueError: The loss is no floating scalar, does not say how it is reduced, or
+        has weights that depend on the parameters.
 
     Example:
       >>> import numpy as np
@@ -48,10 +54,11 @@ def value_and_grad(
       (3.5, 1.75)
     """
 
-    def run(params: PyTree, *args: Any) -> tuple[Any, Weighted | Sum]:
-        tower = next((x for x in args if isinstance(x, Tower)), None)
+    def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
+        given_to = (*args, *named.values())
+        tower = next((x for x in given_to if isinstance(x, Tower)), None)
         if tower is not None and tower.note_weights:
-            returned = loss_fn(params, *args)
+            returned = loss_fn(params, *args, **named)
             out = as_tower_output(returned, loss_reduction)
             if isinstance(out.loss, Means) and len(out.loss.terms) > 1:
                 tower.note_weights([term.weight for term in out.loss.terms])
@@ -59,9 +66,10 @@ def value_and_grad(
             return given, Sum(jax.tree.map(jnp.zeros_like, params))
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
-            returned = loss_fn(params, *args)
+            returned = loss_fn(params, *args, **named)
             out = as_tower_output(returned, loss_reduction)
             given = out if isinstance(returned, TowerOutput) else out.loss
+            refuse_moving_weights(out.loss, params)
             total, weight = _total(out.loss, tower)
             return total, (given, weight)
 
@@ -70,6 +78,25 @@ def value_and_grad(
         return given, Sum(grads) if weight is None else Weighted(grads, weight)
 
     return run
+
+
+def refuse_moving_weights(loss: Any, params: PyTree) -> None:
+    """Raise where a weight would move with the parameters that are differentiated.
+
+    The sums alone are, so that a mean's gradient would lack a part.
+    """
+    terms = loss.terms if isinstance(loss, Means) else (loss,)
+    weights = [term.weight for term in terms if isinstance(term, Weighted)]
+    pairs = itertools.product(weights, jax.tree.leaves(params))
+    if any(carries_gradient(weight, leaf) for weight, leaf in pairs):
+        raise ValueError(
+            "The weights of the loss depend on the parameters, and a mean's gradient"
+            " is taken with weights that stay. Say so, weight ="
+            " jax.lax.stop_gradient(weight); or, where weights learn too, give the"
+            " mean in a second pass of tj.build_step: with mean, that of the first,"
+            " tj.Weighted(loss.sum - mean * loss.weight,"
+            " jax.lax.stop_gradient(loss.weight))."
+        )
 
 
 def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
