@@ -85,7 +85,8 @@ _REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN,
 or keep it per tower in TowerOutput(local=...)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
 _ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
-tower.num_towers. Where T times the value is meant, write value * tower.num_towers."""
+tower.num_towers. Where T times the value is meant, write value * tower.num_towers in
+place of the sum, or as the MEAN."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
 _AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
 merge_call or reduction out of the cond or while."""

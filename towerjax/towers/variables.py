@@ -259,5 +259,6 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
                 f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
                 f" towers, so is {n} times the value meant, or the value? Create the"
                 " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value"
-                " itself, or assign each tower's share."
+                f" itself, and for {n} times it give such a variable value *"
+                " tower.num_towers."
             )

@@ -272,18 +272,19 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
         results = [fn(x, *args) for x in elements]
         by_tower = [results[t::num_towers] for t in range(num_towers)]
 
-        def stack(*leaves: Any) -> jax.Array:
-            if is_rows(leaves[0]):
-                raise ValueError(
-                    "map: fn returns IndexedRows, of which several do not stack. Return"
-                    " rows.to_dense(), or use call_for_each_tower."
-                )
-            return jnp.stack([jnp.asarray(x) for x in leaves])
-
         return PerTower(
             tuple(
-                jax.tree.map(stack, *group, is_leaf=is_rows)
+                jax.tree.map(_stack, *group, is_leaf=is_rows)
                 for group in by_tower
                 if group
             )
         )
+
+
+def _stack(*leaves: Any) -> jax.Array:
+    if is_rows(leaves[0]):
+        raise ValueError(
+            "map: fn returns IndexedRows, of which several do not stack. Return"
+            " rows.to_dense(), or use call_for_each_tower."
+        )
+    return jnp.stack([jnp.asarray(x) for x in leaves])
