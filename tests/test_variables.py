@@ -687,6 +687,7 @@ def test_regroup_keeps_numbers_apart_that_only_seem_equal():
         ([{"k": 1}, {"j": 1}], r"a dict of \['k'\], tower 1 a dict of \['j'\]"),
         ([[None], [1]], r"nests\[0\] differs .* tower 0 has None, tower 1 a leaf, int"),
         ([1], "regroup: got 1 trees, but there are 2 towers"),
+        ({"cpu:0": 1, "cpu:1": 2}, "regroup: got a dict. Pass a list of one tree"),
         (
             [
                 tj.towers.MirroredVar(1.0, name="foo"),

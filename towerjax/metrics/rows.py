@@ -52,7 +52,8 @@ def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"{name} got labels of shape {shapes[0]} and predictions of shape"
             f" {shapes[1]}. They must be equal, one prediction for each label: reduce"
-            " scores of several classes first, jnp.argmax(logits, axis=-1)."
+            " scores of several classes first, jnp.argmax(logits, axis=-1), and drop"
+            " dims of 1, labels[..., 0]."
         )
     return labels, predictions
 

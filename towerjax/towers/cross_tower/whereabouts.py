@@ -253,6 +253,11 @@ class WhereaboutsMethods:
           >>> strategy.regroup([{"a": "x", "n": 3}, {"a": "y", "n": 3}])
           {'a': PerTower(values=('x', 'y')), 'n': 3}
         """
+        if not isinstance(nests, Sequence):  # a dict by device, as TensorFlow had it
+            raise ValueError(
+                f"regroup: got a {type(nests).__name__}. Pass a list of one tree for"
+                " each tower, in the order of the towers."
+            )
         if len(nests) != self.placement.num_towers:
             raise ValueError(
                 f"regroup: got {len(nests)} trees, but there are"
