@@ -496,8 +496,17 @@ def test_an_element_goes_to_a_tower_function_as_it_is():
     def tower_fn(tower, tree):
         return tree["x"].sum() + tower.id
 
-    out = strategy.call_for_each_tower(tower_fn, {"x": next(data)})
+    element = next(data)
+    out = strategy.call_for_each_tower(tower_fn, {"x": element})
     assert out.values.tolist() == [1, 6, 11, 16]
+    assert [x.tolist() for x in strategy.unwrap(element)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert strategy.select_tower(element, 2).tolist() == [4, 5]
+    assert strategy.reduce(tj.Reduction.SUM, element).tolist() == [12, 16]
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
         strategy.call_for_each_tower(tower_fn, {"x": next(data)})
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
     Placement,
@@ -21,6 +20,7 @@ from towerjax.mesh.placement import (
 from towerjax.proof.analysis import analyse
 from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constants import Constant
+from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
     branches_explained,
     is_inside_tower,
@@ -32,7 +32,7 @@ from towerjax.towers.merge import is_mergeable, stacked_rows
 from towerjax.towers.tower import Tower, TowerInputs
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
-from towerjax.types.leaves import has_tracers, map_parts
+from towerjax.types.leaves import has_tracers
 from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -189,10 +189,8 @@ def _prepared(
     kwargs: dict[str, PyTree],
 ) -> tuple[_Call, list[Any], list[Any]]:
     """The call, and its arguments: those of each tower and those that all share."""
+    args, kwargs = opened((args, kwargs))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
-    if any(isinstance(x, PlacedBatch) for x in leaves):
-        opened = map_parts(PlacedBatch, PlacedBatch.unpadded, (args, kwargs))
-        return _prepared(strategy, placement, fn, *opened)
     found = _kinds_of((args, kwargs), is_leaf=_is_rows)
     kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
 

@@ -26,6 +26,7 @@ from towerjax.collectives.rows_over_towers import (
     reduce_stacked_rows,
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import find_device
 from towerjax.mesh.placement import Placement, place, place_rows, waited
 from towerjax.metrics.weighted import Weighted
@@ -81,8 +82,16 @@ def as_per_tower(x: Any) -> PerTower:
     return PerTower(tuple(_rows(x.value)) if apart else x.value)
 
 
+def opened(tree: PyTree) -> PyTree:
+    """The tree with each element of a data set as its towers' rows."""
+    if not any(isinstance(x, PlacedBatch) for x in jax.tree.leaves(tree)):
+        return tree  # the same objects
+    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
+
+
 def unwrap(value: Any) -> list[Any]:
     """The towers' values, or trees, as a list; ``[value]`` when it is one value."""
+    value = opened(value)
     if not any_per_tower(value):
         return [value]
     parts, treedef = jax.tree.flatten(value, is_leaf=is_per_tower)
@@ -113,6 +122,7 @@ def reduce_values(
 ) -> PyTree:
     """One value of all towers' values."""
     check_reduction(reduction)
+    value = opened(value)
     if axis is not None:
         check_axis(axis)
     if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:

@@ -11,7 +11,7 @@ from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower import regroup
 from towerjax.towers.cross_tower.assign import check_mirrored, copies, copy_like
-from towerjax.towers.cross_tower.values import as_per_tower, send
+from towerjax.towers.cross_tower.values import as_per_tower, opened, send
 from towerjax.towers.merge import are_apart, stacked_rows
 from towerjax.towers.one_axis import arrays_of, with_arrays
 from towerjax.towers.tower_local import read_variables
@@ -232,7 +232,7 @@ class WhereaboutsMethods:
         """
         if isinstance(tower, str | jax.Device):
             tower = self.placement.tower_on(canonical_device_name(tower))
-        return regroup.select_tower(value, tower)
+        return regroup.select_tower(opened(value), tower)
 
     def regroup(self, nests: Sequence[PyTree]) -> PyTree:
         """One tree of ``T`` towers' trees.
