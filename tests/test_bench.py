@@ -31,7 +31,6 @@ from towerjax.tools.bench.protocol import (
     interval_of_median,
     trimmed_mean,
 )
-from towerjax.tools.bench.report import markdown
 from towerjax.tools.bench.results import read_results
 from towerjax.tools.bench.table import efficiency, over_hand, rows_of
 from towerjax.tools.bench.trials import figures, run_trial, strategy_of, work_of
@@ -516,34 +515,3 @@ def test_a_peer_is_over_the_hand_of_its_own_kind():
     assert over_hand(peer, [more]) is None
     cells = [row[4] for row in rows_of([more, ours, peer])]
     assert cells[1] == "2.50 [0.40, 0.60]" and cells[2] == "*4.00 [3.00, 5.50]*"
-
-
-ABOUT = {
-    "machine": {"processor": "A chip", "cores": 2, "system": "Linux x86_64"},
-    "versions": {"python": "3.11.7", "jax": "0.10.2"},
-    "timing": dataclasses.asdict(QUICK),
-    "device": "cpu",
-    "load": 0.5,
-}
-
-
-def test_a_report_says_what_was_measured_and_how():
-    share = {"median": 0.25, "low": 0.2, "high": 0.3}
-    ours = result(Trial("mlp", 64), 0.002, **ABOUT)
-    four = result(
-        Trial("mlp", 64, towers=4, devices=4), 0.001, communication=share, **ABOUT
-    )
-    failed = result(Trial("mlp", 30, towers=4))
-    found = compare([result(ours.trial, 1.0)], [ours])
-    plots = [("step_time.png", "Step time")]
-    text = markdown([ours, four, failed], plots, "towerjax bench x", found, ["note"])
-    assert "| mlp B=64 T=1 D=1 | 2 [1.8, 2.2] | 32,000 | - | - | - |" in text
-    cells = "1 [0.9, 1.1] | 64,000 | 0.50 [0.41, 0.61] | - | 25.0% [20.0%, 30.0%] |"
-    assert cells in text
-    assert "| failed | ValueError: a \\| b c | mlp B=30 T=4 D=1 |" in text
-    assert "A chip, 2 cores" in text and "jax 0.10.2" in text
-    assert "6 rounds" in text and "parameters 3, batch 4" in text
-    assert "CPU devices share its 2 cores" in text
-    assert "```bash\ntowerjax bench x\n```" in text
-    assert "| 0.00 [0.00, 0.00] | faster |" in text and "* note" in text
-    assert "![Step time](step_time.png)" in text

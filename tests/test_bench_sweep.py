@@ -16,7 +16,6 @@ from towerjax.tools.bench import (
     Trial,
     read_results,
     sweep,
-    write_report,
 )
 from towerjax.tools.bench.machine import describe_machine, versions
 from towerjax.tools.bench.sweep import worker_environ
@@ -176,18 +175,10 @@ def test_results_are_a_table_in_a_notebook(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_reports_and_compares(tmp_path, capsys):
+def test_the_command_shows_and_compares(tmp_path, capsys):
     new = results_of(tmp_path / "new.jsonl", GRID, 0.002)
     old = results_of(tmp_path / "old.jsonl", GRID, 0.001)
-    folder = tmp_path / "report"
-    arguments = [*ARGUMENTS, "--out", new, "--report", str(folder)]
-    assert main(arguments) == 0
-    page = (folder / "report.md").read_text()
-    for name in re.findall(r"\]\((\w+\.png)\)", page):
-        assert 3_000 < (folder / name).stat().st_size < 60_000, name
-    names = {path.name for path in folder.iterdir()} - {"report.md"}
-    assert names == set(re.findall(r"\]\((\w+\.png)\)", page))
-    assert len(names) == 4  # nothing was said of what is sent
+    assert main([*ARGUMENTS, "--out", new]) == 0
     printed = capsys.readouterr().out
     assert "8 of 8 trials were done before" in printed
     assert "mlp B=64 T=4 D=4 jit" in printed and "8 [7.2, 8.8]" in printed
@@ -197,7 +188,7 @@ def test_the_command_reports_and_compares(tmp_path, capsys):
     capsys.readouterr()
     assert main([*ARGUMENTS, "--out", new, "--compare", old, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["report"] is None and len(found["results"]) == 8
+    assert len(found["results"]) == 8
     assert found["results"] == [r.record for r in read_results(new)]
     assert [x["verdict"] for x in found["compared"]] == ["slower"] * 8
     assert found["compared"][0]["trial"] == found["results"][0]["trial"]
@@ -228,12 +219,3 @@ def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, text):
     code = main(["bench", *arguments, "--out", out])
     assert code in (2, 126) and text in capsys.readouterr().err
     assert not pathlib.Path(out).exists()
-
-
-def test_a_report_without_matplotlib_is_refused_before_the_sweep(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    out = tmp_path / "r.jsonl"
-    assert main([*ARGUMENTS, "--out", str(out), "--report", str(tmp_path / "x")]) == 2
-    assert not out.exists()
-    with pytest.raises(ValueError, match="Plots need Matplotlib"):
-        write_report(read_results(results_of(out, GRID, 0.001)), tmp_path / "x")

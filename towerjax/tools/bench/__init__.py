@@ -7,7 +7,6 @@ from towerjax.tools.bench.grid import Trial as Trial
 from towerjax.tools.bench.grid import read_toml as read_toml
 from towerjax.tools.bench.model import Model as Model
 from towerjax.tools.bench.protocol import TimingProtocol as TimingProtocol
-from towerjax.tools.bench.report import write_report as write_report
 from towerjax.tools.bench.results import Result as Result
 from towerjax.tools.bench.results import read_results as read_results
 from towerjax.tools.bench.sweep import sweep as sweep

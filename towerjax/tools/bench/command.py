@@ -2,23 +2,19 @@
 
 import argparse
 import dataclasses
-import shlex
-import sys
 from typing import Any
 
 from towerjax.step.report.tables import as_text
 from towerjax.tools.bench.compare import compare, differences
 from towerjax.tools.bench.grid import read_toml
-from towerjax.tools.bench.report import write_report
 from towerjax.tools.bench.results import read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.shell import NOT_SO, OK, add_command, show
-from towerjax.tools.sweep.pictures import check_matplotlib
 
 _EXAMPLE = """\
 example:
   towerjax bench 'models=["mlp", "cnn"]' 'towers=[1, 2]' 'batches=[128]' --out a.jsonl
-  towerjax bench grid.toml --out new.jsonl --compare old.jsonl --report runs/new
+  towerjax bench grid.toml --out new.jsonl --compare old.jsonl
 
 grid.toml, of which each line may stand in the command as well:
   models = ["mlp", "mine:factory"]      # also cnn, transformer, embedding
@@ -55,7 +51,6 @@ def add_bench(commands: Any) -> None:
     add = parser.add_argument
     add("grid", nargs="+", help="a TOML file, or lines of one: 'towers=[1, 2]'")
     add("--out", required=True, metavar="FILE", help="the results, as JSON lines")
-    add("--report", metavar="FOLDER", help="write report.md and plots there")
     add("--compare", metavar="OLD", help="judge against the results of another file")
     add("--retry-failed", action="store_true", help="run again what failed before")
     add("--trial-timeout", type=float, default=1800.0, metavar="S", help="seconds")
@@ -65,8 +60,6 @@ def add_bench(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> int:
     grid, timing = read_toml(*options.grid)
     old = read_results(options.compare) if options.compare else []
-    if options.report:
-        check_matplotlib()  # before hours of measuring
     results = sweep(
         grid,
         options.out,
@@ -76,21 +69,14 @@ def _bench(options: argparse.Namespace) -> int:
         progress=False if options.quiet or options.json else None,
     )
     compared = compare(old, results) if options.compare else []
-    notes, page = differences(old, results), None
-    if options.report:
-        command = shlex.join(["towerjax", *sys.argv[1:]])
-        page = write_report(
-            results, options.report, command=command, compared=compared, notes=notes
-        )
-    written = [f"Written: {page}"] if page else []
+    notes = differences(old, results)
     verdicts = [{**dataclasses.asdict(x), "verdict": x.verdict.value} for x in compared]
     fields = {
         "results": [result.record for result in results],
         "compared": verdicts,
         "differences": notes,
-        "report": str(page) if page else None,
     }
-    text = "\n".join([as_text(results.tables(compared)), *notes, *written])
+    text = "\n".join([as_text(results.tables(compared)), *notes])
     show(options, text, fields)
     failed = any(result.status == "failed" for result in results)
     return NOT_SO if failed or any(c.is_worse for c in compared) else OK

@@ -9,7 +9,6 @@ import numpy as np
 
 from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.sweep.grid import Config
-from towerjax.tools.sweep.pictures import figure, line_with_band
 from towerjax.types.options import check_choice
 
 
@@ -188,10 +187,20 @@ class Sweep(Shown):
         Raises:
           ValueError: There is no such name, or no Matplotlib.
         """
-        picture, (panel,) = figure(["step"], metric)
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            raise ValueError(
+                "Plots need Matplotlib, which is not installed. Install"
+                " 'towerjax[examples]', or leave them out."
+            ) from None
+        picture = Figure(figsize=(5.0, 3.4), layout="constrained", dpi=70)
+        panel = picture.subplots()
+        panel.set(xlabel="step", ylabel=metric)
         for label, rows in self.curves(metric, over=over).items():
             mean, spread = rows.mean(axis=0), rows.std(axis=0)
             steps = np.arange(1, len(mean) + 1)
-            line_with_band(panel, steps, mean, (mean - spread, mean + spread), label)
+            panel.plot(steps, mean, label=label)
+            panel.fill_between(steps, mean - spread, mean + spread, alpha=0.2, lw=0)
         panel.legend(fontsize=7)
         return picture
