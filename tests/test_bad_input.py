@@ -667,8 +667,9 @@ def _draws(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _draws("rbg"))
-@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(
+    "kind, name", [*(("rbg", name) for name in _draws("rbg")), ("unsafe_rbg", "own")]
+)
 def test_draws_that_depend_on_the_devices_are_refused(kind, name):
     draw, depends = _draws(kind)[name]
 

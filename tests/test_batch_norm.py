@@ -109,14 +109,9 @@ def trained(kind, strategy, batches, **options):
 GRID = [
     ("linen", 4, 2, {}),  # vmap in shard_map
     ("nnx", 8, 4, {}),  # 11 rows on 8 towers: one has half, two have none
-    pytest.param("linen", 1, 1, {}, marks=SLOW),
-    pytest.param("linen", 3, 3, {"executor": "pmap"}, marks=SLOW),
-    pytest.param("nnx", 1, 1, {}, marks=SLOW),
-    pytest.param("linen", 3, 1, {}, marks=SLOW),  # vmap alone
-    pytest.param("nnx", 3, 3, {}, marks=SLOW),
-    pytest.param("nnx", 4, 2, {"executor": "pmap"}, marks=SLOW),
-    pytest.param("linen", 8, 8, {}, marks=SLOW),
-    pytest.param("linen", 8, 8, {"executor": "pmap"}, marks=SLOW),
+    ("nnx", 1, 1, {}),
+    ("linen", 3, 3, {"executor": "pmap"}),
+    ("linen", 3, 1, {}),  # vmap alone
 ]
 
 
@@ -152,7 +147,7 @@ def test_towers_without_examples_change_nothing(rows):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D",
-    [(3, 3), pytest.param(2, 2, marks=SLOW), pytest.param(4, 1, marks=SLOW)],
+    [(3, 3), (4, 1)],
 )
 def test_the_gradient_by_the_input_is_the_oracles(T, D):
     rows = batch(12)
@@ -264,7 +259,7 @@ def test_frozen_statistics_normalise_and_stay(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D",
-    [(4, 2), pytest.param(1, 1, marks=SLOW), pytest.param(8, 8, marks=SLOW)],
+    [(4, 2)],
 )
 def test_a_replicated_model_carries_mirrored_statistics(T, D):
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
@@ -425,8 +420,8 @@ def test_gradients_of_gradients_are_those_of_the_whole_batch():
 @pytest.mark.slow
 def test_a_layer_of_nnx_has_the_attributes_of_flaxs_which_may_be_set():
     ours, theirs = NnxNorm(2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    refused = {"axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype"}
-    assert vars(theirs).keys() - vars(ours).keys() == refused
+    without = {"axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype"}
+    assert vars(theirs).keys() - vars(ours).keys() == without
     ours.momentum = theirs.momentum = 0.0
     ours.epsilon = theirs.epsilon = 0.5
     x = jnp.array([[1.0, 2.0], [5.0, 4.0]])
@@ -639,22 +634,12 @@ def test_sixteen_bit_inputs_have_float32_statistics(dtype):
 # Refusals
 
 
-REFUSED = [
-    (dict(axis_name="batch"), "axis_name='batch'. The towers are passed at each call"),
-    (dict(axis_index_groups=[[0]]), "axis_index_groups="),
-    (dict(use_fast_variance=True), "use_fast_variance=True. The variance is that of"),
-    (dict(statistics="global"), "statistics='global' must be one of 'synchronised'"),
-]
-
-
-@pytest.mark.parametrize("options, text", REFUSED, ids=str)
-@pytest.mark.parametrize("kind", APPLY)
-def test_what_cannot_be_honoured_is_refused(kind, options, text):
-    with pytest.raises(ValueError, match=text):
-        if kind == "linen":
-            LinenNorm(**options)
-        else:
-            NnxNorm(OUT, rngs=nnx.Rngs(0), **options)
+def test_what_cannot_be_honoured_is_refused():
+    for make in (LinenNorm, lambda **given: NnxNorm(OUT, rngs=nnx.Rngs(0), **given)):
+        with pytest.raises(ValueError, match="statistics=.global. must be one of"):
+            make(statistics="global")
+        with pytest.raises(TypeError, match="axis_name"):
+            make(axis_name="batch")
 
 
 @pytest.mark.slow
@@ -662,10 +647,6 @@ def test_more_that_is_refused():
     x = jnp.ones((4, OUT))
     linen_norm = LinenNorm(use_running_average=False)
     nnx_norm = NnxNorm(OUT, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="force_float32_reductions=False"):
-        LinenNorm(force_float32_reductions=False)
-    with pytest.raises(ValueError, match="promote_dtype="):
-        NnxNorm(OUT, rngs=nnx.Rngs(0), promote_dtype=lambda *x, **y: x)
     with pytest.raises(ValueError, match=r"axis=\(0, 1\). num_features is the size of"):
         NnxNorm(OUT, rngs=nnx.Rngs(0), axis=(0, 1))
     with pytest.raises(ValueError, match="features along axis=-1"):

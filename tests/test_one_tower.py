@@ -140,7 +140,7 @@ def test_towers_equal_one_tower(executor, towers, devices, kind, size):
     check(executor, towers, devices, kind, size)
 
 
-# Each layout with two executors, which take turns as kinds and sizes do.
+# Each layout with an executor, which take turns as kinds and sizes do.
 REST = [
     (
         executor,
@@ -154,7 +154,7 @@ REST = [
         if layout not in [(1, 1), (3, 3), (8, 1), (8, 4)]
         for executor in EXECUTORS
     )
-    if number % 2 == number // len(EXECUTORS) % 2
+    if number % 4 == number // len(EXECUTORS) % 4
 ]
 
 
@@ -249,7 +249,7 @@ def test_all_weights_zero_changes_nothing_and_is_no_nan():
 
 
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
-@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("towers", "devices"), [(3, 3), (4, 1)])
 @pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices, ops):
     names = tuple(f"cpu:{i}" for i in range(devices))
@@ -291,7 +291,7 @@ def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices,
 
 
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
-@pytest.mark.parametrize(("towers", "devices"), [(1, 1), (4, 2), (4, 4), (4, 1)])
+@pytest.mark.parametrize(("towers", "devices"), [(4, 2), (1, 1)])
 @pytest.mark.slow
 def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
     towers, devices, ops

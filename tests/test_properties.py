@@ -227,7 +227,7 @@ ALL_OPS += [("all_reduce", 1, 1), ("pinned", 5, 1), ("all_reduce", 7, 7)]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ops, towers, devices",
-    marked(FAST_OPS, [one for one in ALL_OPS[::3] if one not in FAST_OPS]),
+    marked(FAST_OPS, [one for one in ALL_OPS[::5] if one not in FAST_OPS]),
 )
 @few(8)
 @given(seed=seeds, kind=kinds)
@@ -287,7 +287,7 @@ def side_by_side(x, towers):
     "towers, devices, executor",
     marked(
         [(6, 3, "shard_map")],
-        [(1, 1, "shard_map"), (4, 1, "shard_map"), (4, 4, "pmap"), (8, 4, "pmap")],
+        [(1, 1, "shard_map"), (8, 4, "pmap")],
     ),
 )
 @few(8)
@@ -444,8 +444,7 @@ ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
     "towers, devices",
     marked(
         [(4, (1, 2, 4)), (6, (1, 2))],
-        [(1, (1,)), (3, (1, 3)), (5, (5,)), (6, (3, 6)), (8, (1, 2, 4, 8)), (7, (1, 7))]
-        + [(12, (1, 2, 3, 4, 6)), (16, (2, 8))],
+        [(7, (1, 7)), (8, (1, 8)), (12, (1, 3, 4))],
     ),
 )
 @few(15)
@@ -504,10 +503,8 @@ def rows_of(seed, size, empty):
 
 PINNED = (("local", "scan"), ("cross_tower_ops", tj.PinnedTree()))
 STEPS = [
-    (1, 1, 1, ()),
-    (3, 3, 1, ()),
     (5, 1, 2, ()),
-    (8, 8, 3, ()),
+    (3, 3, 3, ()),
     (8, 2, 2, PINNED),
     (6, 3, 1, (("cross_tower_ops", tj.collectives.Hierarchical(3)),)),
     (4, 2, 2, (("executor", "pmap"),)),
@@ -618,9 +615,7 @@ def merged_state(evaluate, rows, ends):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "towers, devices", marked([(4, 2)], [(1, 1), (3, 3), (8, 8), (16, 4)])
-)
+@pytest.mark.parametrize("towers, devices", marked([(4, 2)], [(3, 3), (16, 4)]))
 @few(12)
 @given(seed=seeds, ends=st.lists(st.integers(0, ROWS), max_size=4).map(sorted))
 def test_metric_states_add_up_exactly_however_rows_are_split(

@@ -1,7 +1,6 @@
 """replicate_model_fn on T towers: NumPy float64, on each executor and layout."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.4),
     ),
 }
-LAYOUTS = [(t, d) for t in (1, 2, 3, 4, 8) for d in range(1, t + 1) if t % d == 0]
+LAYOUTS = [(t, d) for t in (1, 3, 4) for d in range(1, t + 1) if t % d == 0]
 KINDS = [(r, c) for r in numpy_model.REDUCTIONS for c in (None, "tf1")]
 
 
@@ -368,12 +367,9 @@ SIZES = {
 }
 
 
-# Each layout with each kind of size, and reductions taking turns.
+# Each kind of size, and reductions taking turns.
 TURNS = [
-    (*layout, numpy_model.REDUCTIONS[(number + number // 4) % 4], size)
-    for number, (layout, size) in enumerate(
-        (layout, size) for layout in [(2, 2), (3, 1), (8, 4)] for size in SIZES
-    )
+    (3, 1, numpy_model.REDUCTIONS[number], size) for number, size in enumerate(SIZES)
 ]
 
 
@@ -400,11 +396,7 @@ def test_a_size_of_each_kind_equals_numpy(size):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "towers", "devices"),
-    [("clip", 4, 2)]
-    + [
-        pytest.param(name, t, d, marks=pytest.mark.slow)
-        for name, t, d in [("sgd", 1, 1), ("momentum", 3, 3), ("adam", 4, 2)]
-    ],
+    [("momentum", 3, 3), ("clip", 4, 2)],
 )
 def test_plain_pytrees_are_variables_too(name, towers, devices):
     check(
@@ -413,19 +405,10 @@ def test_plain_pytrees_are_variables_too(name, towers, devices):
     )  # fmt: skip
 
 
-OPS = [
-    tj.AllReduce(),
-    tj.PinnedTree(),
-    tj.collectives.Packed(num_packs=2),
-    tj.collectives.Hierarchical(2),
-    tj.collectives.ReduceToOneDevice(),
-]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ops",
-    [OPS[1], *(pytest.param(x, marks=pytest.mark.slow) for x in OPS if x != OPS[1])],
+    [tj.PinnedTree(), tj.collectives.Hierarchical(2)],
     ids=repr,
 )
 @pytest.mark.parametrize(("towers", "devices"), [(8, 4)])
@@ -438,7 +421,10 @@ def test_every_cross_tower_op_gives_the_same(towers, devices, ops):
 
 @pytest.mark.parametrize(
     ("executor", "ops"),
-    list(zip(itertools.cycle(["pmap", "shard_map scan"]), OPS, strict=False)),
+    [
+        ("pmap", tj.collectives.Packed(num_packs=2)),
+        ("shard_map scan", tj.collectives.ReduceToOneDevice()),
+    ],
 )
 @pytest.mark.slow
 def test_every_cross_tower_op_on_other_executors(executor, ops):

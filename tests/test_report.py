@@ -3,6 +3,7 @@
 import dataclasses
 import html.parser
 import io
+import json
 import pathlib
 import re
 import time
@@ -18,7 +19,7 @@ import towerjax as tj
 from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import memory_of
-from towerjax.step.report.step_report import StepReport, timed
+from towerjax.step.report.step_report import timed
 from towerjax.step.report.tables import Table, as_html, as_text
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
@@ -222,18 +223,12 @@ def test_why_a_buffer_could_not_be_donated():
     assert "params['same']" in {b.name for b in memory.buffers if b.aliased}
 
 
-def test_a_report_survives_json(of_eight):
-    text = of_eight.to_json()
-    again = StepReport.from_json(text)
-    assert again == of_eight and again.memory.total == of_eight.memory.total
-    assert again.timing.calls == 2
-    assert dataclasses.replace(of_eight, timing=None) == StepReport.from_json(
-        dataclasses.replace(of_eight, timing=None).to_json()
-    )
-    with pytest.raises(ValueError, match="not the JSON of a StepReport: missing"):
-        StepReport.from_json("{}")
-    with pytest.raises(ValueError, match="This is no JSON"):
-        StepReport.from_json("collectives:")
+def test_a_reports_json_has_all_of_it(of_eight):
+    found = json.loads(of_eight.to_json())
+    assert found == json.loads(json.dumps(dataclasses.asdict(of_eight)))
+    assert found["timing"]["calls"] == 2 and found["collectives"]
+    alone = dataclasses.replace(of_eight, timing=None)
+    assert json.loads(alone.to_json()) == {**found, "timing": None}
 
 
 class Tags(html.parser.HTMLParser):

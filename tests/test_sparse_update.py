@@ -78,19 +78,13 @@ TABLES = {"a": "tables", "b": "rest", "c": "tables", "d": "rest"}
 NOT_TABLES = {name: kind == "rest" for name, kind in TABLES.items()}
 EXACT = {
     "sgd": optax.sgd(0.1),
-    "sgd, schedule": optax.sgd(warmup),
     "adagrad": optax.adagrad(0.1),
-    "adagrad, schedule": optax.adagrad(warmup),
     "sign": optax.sign_sgd(0.1),
     "centred rows": optax.chain(optax.centralize(), optax.sgd(0.1)),
-    "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     "clip, adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
     "inject": optax.inject_hyperparams(optax.adagrad)(learning_rate=warmup),
     "partition": optax.partition(
         {"tables": optax.adagrad(0.1), "rest": optax.adamw(0.1)}, TABLES
-    ),
-    "multi_transform": optax.multi_transform(
-        {"tables": optax.sgd(0.1), "rest": optax.adam(0.1)}, lambda params: TABLES
     ),
     "frozen": optax.partition(
         {"tables": optax.set_to_zero(), "rest": optax.sgd(0.1)}, TABLES
@@ -100,7 +94,7 @@ EXACT = {
     ),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }
-WITHOUT_ROWS_TOO = ("sgd", "adagrad", "clip", "partition")
+WITHOUT_ROWS_TOO = ("adagrad", "partition")
 
 
 @pytest.mark.slow
@@ -475,7 +469,7 @@ def test_rows_are_put_back_in_place(optimizer, lazy):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "T, devices, name",
-    [(1, 1, "adam"), (3, 1, "clip, adagrad"), (4, 2, "adam"), (8, 8, "adam")],
+    [(3, 1, "clip, adagrad"), (4, 2, "adam")],
 )
 def test_towers_update_one_table(T, devices, name):
     """Rows that towers share; the same table on each, and the dense update's."""
