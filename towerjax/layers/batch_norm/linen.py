@@ -13,8 +13,6 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    refuse,
-    refuse_flax_only,
     scaled,
 )
 from towerjax.towers.tower import Tower
@@ -39,10 +37,6 @@ class TowerBatchNorm(linen.Module):
       use_scale: Is the result scaled?
       bias_init: Makes the bias.
       scale_init: Makes the scale.
-      axis_name: Refused: the towers are passed at the call.
-      axis_index_groups: Refused.
-      use_fast_variance: True is refused: the variance takes two passes.
-      force_float32_reductions: False is refused: statistics are float32 or wider.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
         `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
 
@@ -68,18 +62,10 @@ class TowerBatchNorm(linen.Module):
     use_scale: bool = True
     bias_init: Any = dataclasses.field(default_factory=linen.initializers.zeros_init)
     scale_init: Any = dataclasses.field(default_factory=linen.initializers.ones_init)
-    axis_name: Any = None
-    axis_index_groups: Any = None
-    use_fast_variance: bool = False
-    force_float32_reductions: bool = True
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be honoured."""
-        refuse_flax_only(self.axis_name, self.axis_index_groups, self.use_fast_variance)
-        if not self.force_float32_reductions:
-            text = "Statistics are float32 or wider. Leave it out."
-            refuse("force_float32_reductions", False, text)
+        """Check the options."""
         self._options()
         super().__post_init__()
 

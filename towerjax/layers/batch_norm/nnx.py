@@ -14,8 +14,6 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    refuse,
-    refuse_flax_only,
     scaled,
 )
 from towerjax.towers.tower import Tower
@@ -45,10 +43,6 @@ class TowerBatchNorm(nnx.Module):
       use_scale: Is the result scaled?
       bias_init: Makes the bias.
       scale_init: Makes the scale.
-      axis_name: Refused: the towers are passed at the call.
-      axis_index_groups: Refused.
-      use_fast_variance: True is refused: the variance takes two passes.
-      promote_dtype: Any but the default is refused: statistics are float32 or wider.
       rngs: Keys, of which ``params`` makes scale and bias.
       bias_metadata: Of the variable ``bias``.
       scale_metadata: Of the variable ``scale``.
@@ -78,21 +72,16 @@ class TowerBatchNorm(nnx.Module):
         use_scale: bool = True,
         bias_init: Any = _ZEROS,
         scale_init: Any = _ONES,
-        axis_name: Any = None,
-        axis_index_groups: Any = None,
-        use_fast_variance: bool = False,
-        promote_dtype: Any = dtypes.promote_dtype,
         rngs: nnx.Rngs,
         bias_metadata: Mapping[str, Any] = _NO_METADATA,
         scale_metadata: Mapping[str, Any] = _NO_METADATA,
         statistics: Statistics = "synchronised",
     ) -> None:
-        refuse_flax_only(axis_name, axis_index_groups, use_fast_variance)
-        if promote_dtype is not dtypes.promote_dtype:
-            text = "Statistics are float32 or wider. Leave it out."
-            refuse("promote_dtype", promote_dtype, text)
         if isinstance(axis, tuple | list):
-            refuse("axis", axis, "num_features is the size of one dim: pass an int.")
+            raise ValueError(
+                f"TowerBatchNorm got axis={axis!r}. num_features is the size of one"
+                " dim: pass an int."
+            )
         shape = (num_features,)
         self.mean = nnx.BatchStat(jnp.zeros(shape, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(shape, jnp.float32))

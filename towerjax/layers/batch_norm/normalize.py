@@ -92,32 +92,6 @@ def _as_dim(axis: Any) -> int:
     return operator.index(axis)
 
 
-def refuse(name: str, value: Any, instead: str) -> None:
-    """Raise for an argument of Flax's layer that has no meaning here."""
-    raise ValueError(f"TowerBatchNorm got {name}={value!r}. {instead}")
-
-
-def refuse_flax_only(
-    axis_name: Any, axis_index_groups: Any, use_fast_variance: bool
-) -> None:
-    """Raise for what Flax's two layers take and a layer over towers does not."""
-    if axis_name is not None:
-        text = "The towers are passed at each call: norm(x, tower). Leave it out."
-        refuse("axis_name", axis_name, text)
-    if axis_index_groups is not None:
-        text = (
-            "Statistics are of all towers, or with statistics='local' of one. Leave it"
-            " out."
-        )
-        refuse("axis_index_groups", axis_index_groups, text)
-    if use_fast_variance:
-        text = (
-            "The variance is that of differences to the mean, in two passes, which"
-            " loses no digits. Leave it out."
-        )
-        refuse("use_fast_variance", use_fast_variance, text)
-
-
 _DEFAULTS = BatchNormOptions()
 
 

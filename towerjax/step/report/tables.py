@@ -3,10 +3,8 @@
 import dataclasses
 import html
 import json
-import types
-import typing
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,33 +118,6 @@ def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
     return f"{shown} {units[unit]}"
 
 
-def _made(kind: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(kind):
-        return _made_of_fields(kind, value)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        if arguments[-1] is not Ellipsis:
-            pairs = zip(arguments, value, strict=True)
-            return tuple(_made(one, part) for one, part in pairs)
-        return tuple(_made(arguments[0], part) for part in value)
-    if origin is types.UnionType:
-        [inner] = [one for one in arguments if one is not type(None)]
-        return None if value is None else _made(inner, value)
-    return value
-
-
-def _made_of_fields(kind: Any, value: Any) -> Any:
-    wanted = {field.name for field in dataclasses.fields(kind)}
-    got = set(value) if isinstance(value, dict) else set()
-    if got != wanted:
-        raise ValueError(
-            f"This is not the JSON of a {kind.__name__}: missing"
-            f" {sorted(wanted - got)}, unknown {sorted(got - wanted)}."
-        )
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: _made(hints[name], part) for name, part in value.items()})
-
-
 class Shown:
     """The base of what says with ``tables`` how it is shown."""
 
@@ -172,22 +143,6 @@ class Stored(Shown):
     """The base of a dataclass that is shown, and that JSON holds whole."""
 
     def to_json(self) -> str:
-        """One JSON object with all fields; `from_json` makes the report of it again."""
+        """One JSON object with all fields."""
         fields: Any = self
         return json.dumps(dataclasses.asdict(fields), indent=2, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The report that ``to_json`` wrote.
-
-        Args:
-          text: One JSON object.
-
-        Raises:
-          ValueError: It is of something else.
-        """
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"This is no JSON: {error}.") from None
-        return _made(cls, found)
