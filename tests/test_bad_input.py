@@ -236,7 +236,7 @@ LOSSES = {
     ),
     "negative weights": (
         lambda p, b, t: tj.Weighted.mean(b["x"][:, 0], np.array([1.0, -2.0])),
-        r"weight must be >= 0, got -2\.0",
+        r"a weight of -2\.0; weights must be >= 0",
     ),
     "weights of another shape": (
         lambda p, b, t: tj.Weighted.mean(b["x"].T, t.weight),
