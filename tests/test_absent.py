@@ -31,7 +31,7 @@ needs_compiler = pytest.mark.skipif(
     not any(found.name.startswith("xla_cuda") for found in COMPILERS),
     reason="towerjax[gpu-compiler] is not installed",
 )
-H200S = tj.Absent("h200", 8)
+H200S, ONE = tj.Absent("h200", 8), tj.Absent("h200", 1)
 WIDTH, ROWS = 64, 16
 
 
@@ -82,6 +82,15 @@ def test_absent_devices_are_plain_values():
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tj.Absent(*arguments)
+
+
+def test_one_device_is_one_absent_one():
+    with pytest.raises(ValueError, match="is 8 devices. Write tj.Mirrored"):
+        tj.OneDevice(H200S)
+    step, params, batch = make_step(tj.OneDevice(ONE))
+    assert step.check(params, batch) and step.strategy.placement.num_devices == 1
+    with pytest.raises(ValueError, match="is not here"):
+        step.init([np.zeros((WIDTH, WIDTH), np.float32)] * 3)
 
 
 def test_a_step_is_proved_and_does_not_run():
@@ -337,14 +346,40 @@ def test_commands_for_absent_devices(shell):
 @pytest.mark.slow
 @needs_compiler
 def test_one_device_several_hosts_and_their_groups():
-    step, params, batch = make_step(tj.Mirrored(devices=tj.Absent("h200", 1)))
-    assert step.report(params, batch).collectives == ()
+    for strategy in (tj.Mirrored(devices=ONE), tj.OneDevice(ONE)):
+        step, params, batch = make_step(strategy)
+        found = step.report(params, batch)
+        assert found.collectives == () and "NVIDIA H200" in str(found)
     ops = tj.collectives.Hierarchical()
     strategy = tj.Mirrored(devices=tj.Absent("b200", 16), cross_tower_ops=ops)
     step, params, batch = make_step(strategy)
     found = step.report(params, batch).collectives
     groups = [(each.opcode, each.num_devices) for each in found]
     assert ("all-reduce", 2) in groups and ("all-gather", 8) in groups
+
+
+@needs_compiler
+def test_a_model_function_for_devices_that_are_not_here():
+    optimizer = tj.estimator.TowerOptimizer(optax.adam(1e-3))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss(params):
+            return loss_fn(params, features, tower)
+
+        loss, train_op = optimizer.minimize(loss, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    strategy = tj.Mirrored(devices=H200S)
+    step, params, batch = make_step(strategy)
+    state = step.shapes(params, opt_state=jax.eval_shape(optimizer.init, params))
+    modelled = tj.estimator.replicate_model_fn(model_fn, devices=strategy).train_step()
+    rows = {"features": batch, "labels": shapes(ROWS * 8)}
+    proof = modelled.check(state, rows)
+    assert [each.primitive for each in proof.analysis.collectives] == ["psum"]
+    found = modelled.report(state, rows)
+    assert found.memory.by_kind["parameters"] == 3 * 4 * WIDTH * WIDTH
+    [sent] = found.collectives  # the gradient, the loss and the one denominator
+    assert sent.bytes == 3 * 4 * WIDTH * WIDTH + 8
 
 
 @needs_compiler

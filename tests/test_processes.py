@@ -145,6 +145,10 @@ def test_coded_sums_and_what_towers_tell_over_processes():
     (alone,) = train(1, 4, "coded")
     assert alone["loss"][-1] < 0.5 * alone["loss"][0]
     first, second = train(2, 2, "coded")
+    assert first["told"].keys() == alone["told"].keys()
+    for name in ("compression/error", "towers/cosine", "towers/norm"):
+        assert first["told"][name] == pytest.approx(alone["told"][name], rel=1e-3)
+    assert first["told"]["compression/error"] > 0 < first["told"]["towers/cosine"]
     assert_same_bits([second], first)
     for name in ("loss", "mae", "params"):
         np.testing.assert_allclose(first[name], alone[name], rtol=1e-5, atol=1e-6)

@@ -128,6 +128,11 @@ def train(options):
         ),
         "loss": np.nan_to_num(history.metrics["loss"]).tolist(),
         "mae": [] if alone else history.metrics["mae"].tolist(),
+        "told": {
+            name: float(np.mean(x))
+            for name, x in history.metrics.items()
+            if "/" in name
+        },
         "params": np.asarray(state.params["w"]).ravel().tolist(),
         "seen": float(tj.towers.read_local(state.local)["seen"]),
         "bits": digest(

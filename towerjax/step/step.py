@@ -165,7 +165,7 @@ class Step(CompiledStep):
         """The proof that the step's towers stay the same, without any device.
 
         Args:
-          params: Arrays or ``jax.ShapeDtypeStruct``.
+          params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
           batch: A global batch, arrays or shapes ``[B, ...]``.
           opt_state: As for `init`, arrays or shapes; a train step makes it.
           local: Tower-local variables, as for ``init``.
@@ -190,8 +190,9 @@ class Step(CompiledStep):
           >>> proof.analysis.collectives[0].primitive
           'psum'
         """
-        state = self.shapes(params, opt_state=opt_state, local=local, extra=extra)
-        args = (*split_state(state), *self._placer.shapes(batch))
+        if not isinstance(params, TrainState):
+            params = self.shapes(params, opt_state=opt_state, local=local, extra=extra)
+        args = (*split_state(params), *self._placer.shapes(batch))
         return prove(self._runner.recipe, self.strategy.placement, args)
 
     def shapes(

@@ -153,19 +153,19 @@ class OneDevice(CrossTowerMethods):
 
     Attributes:
       device: A ``"platform:index"`` name or a ``jax.Device``; None is the default
-        device.
+        device. Or `Absent` of one device, as for `Mirrored`.
       prefetch_on_device: As for `Mirrored`.
       axis_name: As for `Mirrored`.
 
     Raises:
-      ValueError: ``device`` is not a name.
+      ValueError: ``device`` is not a name, or several absent ones.
 
     Example:
       >>> OneDevice("CPU:0")
       OneDevice(device='cpu:0')
     """
 
-    device: str | None = None
+    device: str | Absent | None = None
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
 
@@ -173,7 +173,13 @@ class OneDevice(CrossTowerMethods):
         """Canonicalise the name."""
         _check_axis_name(self.axis_name)
         check_whole("prefetch_on_device", self.prefetch_on_device, 0)
-        if self.device is not None:
+        if isinstance(self.device, Absent):
+            if len(self.device) != 1:
+                raise ValueError(
+                    f"OneDevice(device={self.device!r}) is {len(self.device)} devices."
+                    f" Write tj.Mirrored(devices={self.device!r}) for a tower on each."
+                )
+        elif self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
     @property
@@ -189,9 +195,15 @@ class OneDevice(CrossTowerMethods):
     @functools.cached_property
     def placement(self) -> Placement:
         """Where the tower is, by name."""
+        absent = self.device if isinstance(self.device, Absent) else None
         name = self.device or canonical_device_name(jax.local_devices()[0])
         return Placement(
-            (name,), 1, local="vmap", executor="shard_map", axis_name=self.axis_name
+            absent.names if absent else (str(name),),
+            1,
+            local="vmap",
+            executor="shard_map",
+            axis_name=self.axis_name,
+            absent=absent,
         )
 
 
