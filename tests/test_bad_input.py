@@ -204,6 +204,22 @@ def test_a_state_of_another_optimizer_is_refused_with_what_to_write(other):
     momentum(dataclasses.replace(state, opt_state=anew), good())
 
 
+def test_closing_over_another_states_arrays_names_what_to_write():
+    teacher = build().init(start())
+
+    def distilled(params, batch, tower):
+        return tj.Weighted.mean(batch["x"] @ (params["w"] - teacher.params["w"]))
+
+    def drawn(params, batch, tower):
+        noise = jax.random.normal(jax.random.fold_in(teacher.rng, tower.step), ())
+        return tj.Weighted.mean(batch["x"] @ params["w"] * noise)
+
+    for fn, kind in ((distilled, r"float32\[3\]"), (drawn, "key")):
+        step = build(fn)
+        with pytest.raises(ValueError, match=rf"in a mesh.*{kind}.*tj\.Shared\("):
+            step(step.init(start()), good())
+
+
 def test_a_step_inside_a_trace_names_step_fn():
     step, state = build(), build().init(start())
     evaluate = tj.build_eval_step(

@@ -21,6 +21,7 @@ from towerjax.mesh.placement import (
     TowerAxes,
 )
 from towerjax.mesh.private_jax import run_passes
+from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
 
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
@@ -71,10 +72,27 @@ def _without_mesh(
             traced, out = jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(
                 *jax.tree.unflatten(treedef, [shapes_of(x) for x in leaves])
             )
-        values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
+        try:
+            values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
+        except Exception as error:
+            _explain_meshes([*traced.consts, *arrays_in(traced.jaxpr)], error)
+            raise
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return run
+
+
+def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
+    """Raise what to write where two meshes meet, that of a constant and the towers'."""
+    types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
+    in_mesh = {x.str_short() for x in types if not x.sharding.mesh.empty}
+    if in_mesh and "Mesh for all inputs" in str(error):
+        kinds = ", ".join(sorted(in_mesh)[:4])
+        raise ValueError(
+            "A tower function closes over arrays that lie in a mesh, such as another"
+            f" state's parameters: {kinds}. Give them in the batch, tj.Shared(teacher),"
+            " as step.init(..., extra=teacher), or close over jax.device_get(teacher)."
+        ) from error
 
 
 def _over_devices_by_pmap(
