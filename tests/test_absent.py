@@ -237,7 +237,7 @@ def test_each_state_is_held_as_the_strategy_says():
 @needs_compiler
 @pytest.mark.slow
 def test_the_largest_batch_fits():
-    small = H200S.text.replace(str(H200S.memory_bytes), str(1 << 19))
+    small = H200S.text.replace(str(H200S.memory_bytes), str(1 << 18))
     make = functools.partial(make_step, micro_batches=3, remainder="pad")
 
     def fits(rows):
@@ -250,7 +250,7 @@ def test_the_largest_batch_fits():
     assert row.largest_batch % 6 == 0 and row.largest_batch > row.examples
     assert fits(row.largest_batch) and not fits(16 * row.largest_batch)
     with pytest.raises(ValueError, match="write device_memory_size: "):
-        own = small.replace("device_memory_size: 524288", "")
+        own = small.replace("device_memory_size: 262144", "")
         tj.tools.plan(make, on=own, towers=[2], largest_batch=True)
 
 

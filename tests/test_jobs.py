@@ -116,11 +116,6 @@ def every_source():
     address = f"127.0.0.1:{free_port()}"
     jobs = {"chief": [address], "worker": ["127.0.0.1:9"]}
     tasks = [("chief", 0), ("worker", 0)]
-    yield "explicit arguments", [(member, {}) for member in members(2)]
-    yield (
-        "cluster_spec",
-        [({"cluster_spec": jobs, "task_type": t, "task_id": i}, {}) for t, i in tasks],
-    )
     wholes = [{"cluster": jobs, "task": {"type": t, "index": i}} for t, i in tasks]
     yield "TF_CONFIG", [({}, {"TF_CONFIG": json.dumps(whole)}) for whole in wholes]
     slurm = {
@@ -135,9 +130,7 @@ def every_source():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["explicit arguments", "cluster_spec", "TF_CONFIG", "Slurm, detected by JAX"]
-)
+@pytest.mark.parametrize("how", ["TF_CONFIG", "Slurm, detected by JAX"])
 def test_every_source_makes_the_same_job(how):
     with bare(dict(every_source())[how], "sum") as processes:
         for i, process in enumerate(processes):
