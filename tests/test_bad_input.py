@@ -573,6 +573,17 @@ def test_a_state_that_was_donated_says_so():
         step.program(state, good())
 
 
+@pytest.mark.parametrize("devices", [TWO[:1], TWO])
+def test_one_array_for_two_leaves_is_refused_by_name(devices):
+    step = build(strategy=tj.Mirrored(devices))
+    state = step.init({"w": np.ones(3, np.float32), "z": np.ones(3, np.float32)})
+    state, _ = step(state, good())
+    same = {"w": state.params["w"], "z": state.params["w"]}
+    with pytest.raises(ValueError, match=r"'z'\] is the same array as .*'w'\]"):
+        step(dataclasses.replace(state, params=same), good())
+    step(state, good())  # nothing is lost
+
+
 def test_a_short_loop_is_settled():
     poisoned = good(4)
     poisoned["x"][3, 0] = np.nan

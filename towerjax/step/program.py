@@ -154,17 +154,23 @@ class Runner:
         program = self.programs.get(batch.signature)
         if program is None or (batch.padded and batch.signature not in self._masked):
             program = self.program(first, batch)
+        donated = first[0], batch.args[2]
         if self._aborts:
-            _refuse_what_aborts(first[0], batch.args[2])
-        out = program.call(*first, *batch.args)
+            _refuse_donated_twice(*donated)
+        try:
+            out = program.call(*first, *batch.args)
+        except (RuntimeError, ValueError):
+            if self.recipe.donate:
+                _refuse_donated_twice(*donated)
+            raise
         self._in_flight.add(*out[1:], out[0])  # the first of several is donated
         return out
 
 
-def _refuse_what_aborts(donated: PyTree, shared: PyTree) -> None:
+def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
     """Raise where two leaves are one array, or one was donated before.
 
-    JAX does so by itself but on several CPU devices, where it aborts the process.
+    JAX does so by itself, without a name; on several CPU devices it aborts the process.
     """
     leaves = jax.tree.leaves((donated, shared))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
