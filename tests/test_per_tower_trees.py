@@ -170,8 +170,6 @@ def test_a_tuple_that_a_tower_local_variable_holds_is_a_tree():
     assert [*map(float, strategy.reduce(R.SUM, variable))] == [4, 42]
     assert [*map(float, strategy.read_var(variable))] == [4, 42]
     assert strategy.unwrap(variable) == [(1, 39), (3, 3)]
-    place = strategy.colocate_vars_with(strategy.create_var("v", 1.0, tower_local=True))
-    assert [x.values.tolist() for x in place((2.0, 5.0))] == [[2, 2], [5, 5]]
 
 
 def test_a_list_of_the_towers_values_is_told_to_be_a_tuple():

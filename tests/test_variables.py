@@ -102,7 +102,7 @@ def test_variables_are_made_and_changed_inside_jit():
             v,
             n,
         )
-        return strategy.group(v, n)
+        return v, n
 
     v, n = program(1.0)
     assert isinstance(v, tj.towers.MirroredVar) and float(v.value) == 30 - 3
@@ -485,7 +485,7 @@ def test_another_number_of_copies_is_refused():
         mirrored(3).update(n, lambda x: x)
 
 
-# update, update_non_slot and the rest.
+# update, read_var and fetch.
 
 
 @LAYOUTS
@@ -526,26 +526,6 @@ def test_update_refuses_what_differs_from_tower_to_tower():
         strategy.update(v, lambda x: jnp.ones(2))
 
 
-def test_update_non_slot_is_mirrored_on_the_devices():
-    strategy = mirrored(2, 2)
-    power = strategy.create_var("power", 0.5)
-    devices = strategy.non_slot_devices([power])
-    assert devices == ("cpu:0", "cpu:1") == strategy.non_slot_devices()
-    out = strategy.update_non_slot(devices, lambda x, *, by: {"p": x * by}, power, by=4)
-    assert [shard.data.item() for shard in out["p"].addressable_shards] == [2, 2]
-    one = strategy.update_non_slot(["cpu:5"], lambda: jnp.ones(2))
-    assert one.devices() == {jax.devices("cpu")[5]}
-    for bad, text in [
-        ((), "update_non_slot: devices is empty; name at least one"),
-        (["cpu:0", "CPU:0"], "cpu:0 more than once"),
-        (["cpu:99"], "'cpu:99' is not on this machine"),
-    ]:
-        with refuses(text):
-            strategy.update_non_slot(bad, lambda: 1.0)
-    with refuses("update_non_slot: Expected value to be mirrored across towers"):
-        strategy.update_non_slot(devices, lambda x: x, tj.PerTower(np.ones(2)))
-
-
 def test_read_var_reads_every_variable():
     strategy = mirrored(2)
     n = tj.TowerLocal(np.float32([1, 4]), R.MEAN)
@@ -557,39 +537,6 @@ def test_read_var_reads_every_variable():
         "^tower-local variable 'n' has Reduction.NONE, so it has no one value"
     ):
         strategy.read_var({"n": tj.TowerLocal(np.ones(2), R.NONE, "n")})
-
-
-def test_value_container_is_the_value():
-    v = mirrored(2).create_var("v", 1.0)
-    assert mirrored(2).value_container(v) is v
-    assert mirrored(2).value_container(v.value) is v.value
-
-
-@pytest.mark.few_fast(1)
-@LAYOUTS
-def test_new_values_are_placed_like_others(T, D):
-    strategy = mirrored(T, D)
-    v = strategy.create_var("v", np.ones(2))
-    n = strategy.create_var("n", np.ones(2), tower_local=True)
-    new = {"a": np.float32(3), "b": np.arange(4)}
-    for value in (v, v.value):
-        out = strategy.colocate_vars_with(value)(new)
-        assert out["b"].tolist() == [0, 1, 2, 3]
-        assert out["b"].sharding == out["a"].sharding == v.value.sharding
-    rows = np.arange(T)
-    for value in (n, tj.PerTower(n.value)):
-        out = strategy.colocate_vars_with(value)(new)
-        assert isinstance(out, tj.PerTower)
-        assert out.values["a"].tolist() == [3] * T
-        assert out.values["b"].shape == (T, 4)
-        assert out.values["b"].sharding == n.value.sharding
-        own = strategy.colocate_vars_with(value)(tj.PerTower(rows))
-        assert own.values.tolist() == rows.tolist()
-        assert own.values.sharding == n.value.sharding
-    with refuses("colocate_vars_with a mirrored value: Expected value to be mirrored"):
-        strategy.colocate_vars_with(v)(tj.PerTower(rows))
-    with refuses("holds no jax.Array and so lies nowhere"):
-        strategy.colocate_vars_with(3.0)
 
 
 def test_fetch_reads_on_one_device():
@@ -605,31 +552,6 @@ def test_fetch_reads_on_one_device():
         strategy.fetch(tj.PerTower(np.ones(2)))
     with refuses("'cpu:99' is not on this machine"):
         strategy.fetch(v, "cpu:99")
-
-
-def test_group_returns_what_it_was_given():
-    strategy, x = mirrored(2), jnp.ones(2)
-    assert strategy.group(x) is x
-    assert strategy.group() == ()
-    out = strategy.group({"x": x}, None, "word")
-    assert out == ({"x": x}, None, "word")
-    program = jax.jit(lambda x: strategy.group({"x": x + 1}, x * 2, None))
-    a, b, nothing = program(x)
-    assert a["x"].tolist() == b.tolist() == [2, 2] and nothing is None
-    assert "optimization_barrier" in str(jax.make_jaxpr(program)(x))
-
-
-def test_initialize_finds_the_devices_and_finalize_ends():
-    strategy = mirrored(2, 2)
-    assert strategy.initialize() == [] and strategy.finalize() == []
-    with refuses("'cpu:99' is not on this machine"):
-        tj.Mirrored(devices=("cpu:99",)).initialize()
-
-
-def test_finalize_waits_for_prints_and_callbacks(monkeypatch):
-    waits = []  # on the CPU a callback is over before the call is
-    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append("waited"))
-    assert mirrored(2).finalize() == [] and waits == ["waited"]
 
 
 # regroup and select_tower.
