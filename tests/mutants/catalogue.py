@@ -1116,6 +1116,22 @@ VALUES = (
         "test_means.py::test_one_mean_and_what_is_shared_need_one_pass",
     ),
     _m(
+        "V14",
+        "a gradient through the weights is left out without a word",
+        "step.gradient:refuse_moving_weights",
+        "if any(carries_gradient(weight, leaf) for weight, leaf in pairs):",
+        "if any(weight is leaf for weight, leaf in pairs):",
+        "test_means.py::test_weights_that_move_with_the_parameters_are_refused",
+    ),
+    _m(
+        "V15",
+        "a function that chooses by readable names freezes nothing",
+        "step.optimizers:trainable_flags",
+        'readable = readable_leaves("", params)',
+        'readable = named_leaves("", params)',
+        "test_inputs_and_fixed.py::test_trainable_is_given_readable_names",
+    ),
+    _m(
         "V01",
         "a sum of means pools their rows",
         "metrics.weighted:Weighted.__add__",
