@@ -178,7 +178,8 @@ def check_not_donated(state: TrainState) -> None:
         what = "The state" if len(gone) >= carried else ", ".join(gone)
         raise ValueError(
             f"{what} was donated to an earlier step. Go on with the state which that"
-            " step returned, or build the step with donate=False to keep both."
+            " step returned, after an exception of tj.run with its error.state (in a"
+            " notebook sys.last_value.state), or build the step with donate=False."
         )
 
 
