@@ -329,7 +329,7 @@ def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbe
     assert saving.steps == (3, 4, 8)
     model.assert_same_bits(state, undisturbed[0])
     other = dataclasses.replace(model.init(step), step=state.step, opt_state=())
-    with pytest.raises(tj.CheckpointError, match="of another model"):
+    with pytest.raises(ValueError, match="was made for another optimizer"):
         train(step, saving, 2, batches, other)
 
 
