@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 import towerjax as tj
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.step.report.alive import alive_at_peak
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Memory, memory_of
@@ -201,11 +202,13 @@ class Made:
     Attributes:
       collectives: What is sent.
       memory: What is held.
+      alive: Bytes of the values that the program's text has alive when most are.
       fusions: How many kernels there are, but for calls of libraries.
     """
 
     collectives: tuple[CompiledCollective, ...]
     memory: Memory
+    alive: int
     fusions: int
 
 
@@ -215,6 +218,7 @@ def _made(compiled: Any, roots: tuple[str, ...]) -> Made:
     return Made(
         collectives=collectives_of(module),
         memory=memory_of(compiled, module, roots=roots),
+        alive=sum(value.bytes for value in alive_at_peak(module)),
         fusions=sum(op.opcode == "fusion" for op in operations),
     )
 

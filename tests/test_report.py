@@ -16,6 +16,7 @@ import pytest
 from layouts import names as devices
 
 import towerjax as tj
+from towerjax.step.report.alive import alive_at_peak
 from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import memory_of
@@ -302,6 +303,64 @@ def test_an_evaluation_has_a_report():
     assert sum(c.bytes for c in found.collectives) == 8
     assert found.memory.by_kind["parameters"] == 4 * IN * 2
     assert found.memory.not_donated == () and found.timing.calls == 1
+
+
+# Bytes are in the comments; the loop inside holds 400 more than what it is given.
+SCHEDULE = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}) }
+
+%body (s: (s32[], f32[10])) -> (s32[], f32[10]) {
+  %s = (s32[], f32[10]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %v = f32[10]{0} get-tuple-element(%s), index=1
+  %wide = f32[10,10]{1,0} broadcast(%v), dimensions={0}
+  %new = f32[10]{0} fusion(%wide), kind=kLoop, calls=%f
+  ROOT %t = (s32[], f32[10]{0}) tuple(%i, %new)
+}
+
+ENTRY %main (w: f32[10], x: f32[30]) -> (f32[10], f32[]) {
+  %w = f32[10]{0} parameter(0), metadata={op_name="carry['params']['w']"}
+  %x = f32[30]{0} parameter(1), metadata={op_name="batch['x']"}
+  %a = (f32[50]{0}, f32[5]{0}) fusion(%w, %x), kind=kLoop, calls=%f
+  %a0 = f32[50]{0} get-tuple-element(%a), index=0
+  %b = f32[25]{0} fusion(%a0), kind=kLoop, calls=%f
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[10]{0}) tuple(%zero, %w)
+  %c = f32[BIG]{0} fusion(%b), kind=kLoop, calls=%f, metadata={op_name="jit(step)/big"}
+  %l = (s32[], f32[10]{0}) while(%start), condition=%f, body=%body
+  %l1 = f32[10]{0} get-tuple-element(%l), index=1
+  %d = (f32[10]{0}, f32[]) fusion(%l1, %b), kind=kLoop, calls=%f
+  %d0 = f32[10]{0} get-tuple-element(%d), index=0
+  %d1 = f32[] get-tuple-element(%d), index=1
+  ROOT %r = (f32[10]{0}, f32[]) tuple(%d0, %d1)
+}
+
+%f (p: f32[]) -> f32[] {
+  ROOT %p = f32[] parameter(0)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "big, expected",
+    [
+        # While %l runs: arguments (40, 120), %b (100) to come, and what is inside.
+        (1, {"wide": 400, "batch['x']": 120, "b": 100, "params['w']": 40}),
+        # While %c is made, which is not used: %b, and no %a any more.
+        (200, {"jit(step)/big": 800, "batch['x']": 120, "b": 100, "params['w']": 40}),
+    ],
+)
+def test_what_is_alive_when_most_is(big, expected):
+    found = alive_at_peak(parse(SCHEDULE.replace("BIG", f"{big}")))
+    assert {value.name: value.bytes for value in found} == expected
+    assert [value.bytes for value in found] == sorted(expected.values(), reverse=True)
+
+
+def test_the_largest_at_the_peak_are_in_the_report():
+    found = report(tj.Mirrored(devices(1)))
+    assert len(found.at_peak) == 8 and found.at_peak[0].bytes == 4 * 48 * HIDDEN * LOOPS
+    assert "Largest when most is held" in str(found)
+    lines = [value.line for value in found.at_peak]
+    assert any(re.search(r"test_report.py:\d+ \(loss_fn\)", line) for line in lines)
 
 
 def test_a_negative_number_of_calls_is_refused():

@@ -141,7 +141,7 @@ def _collective(
         devices,
         *trips,
         *when,
-        line=_line(module, op),
+        line=line_of(module, op),
     )
 
 
@@ -159,7 +159,7 @@ def _group_size(module: Module, op: Operation) -> int:
     return module.num_devices
 
 
-def _line(module: Module, op: Operation) -> str:
+def line_of(module: Module, op: Operation) -> str:
     """The innermost line of the user's that the step calls, else ours."""
     stack = list(module.stack(op))
     for file, line, function in stack:

@@ -10,6 +10,7 @@ import jax
 
 from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
+from towerjax.step.report.alive import Alive, alive_at_peak
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
@@ -64,6 +65,8 @@ class StepReport(Stored):
       collectives: What is sent, how often, and where that is written.
       flops: Loops counted as often as they run.
       memory: By kind; which buffers are used again.
+      at_peak: The eight largest values that lie in memory when most does, an `Alive`
+        each.
       compile_s: For tracing, proving and compiling.
       timing: Of a few calls; None where none was asked for.
 
@@ -84,6 +87,7 @@ class StepReport(Stored):
     collectives: tuple[CompiledCollective, ...]
     flops: Flops
     memory: Memory
+    at_peak: tuple[Alive, ...]
     compile_s: float
     timing: Timing | None = None
 
@@ -98,6 +102,7 @@ class StepReport(Stored):
             _of_step(self),
             _of_collectives(self),
             _of_memory(self.memory),
+            _of_peak(self.at_peak),
             _of_buffers(self.memory),
         )
 
@@ -121,6 +126,7 @@ def report_of(
         memory=memory_of(
             program.call, module, roots=roots, keeps=keeps, capacity=capacity
         ),
+        at_peak=alive_at_peak(module)[:8],
         compile_s=program.seconds,
         timing=timing,
     )
@@ -183,6 +189,12 @@ def _of_memory(memory: Memory) -> Table:
         peak += f", which {fits} in {in_bytes(memory.capacity)}"
     note = f"{peak}. {note}"
     return Table("Memory of a device", ("kind", "bytes"), (*rows, total), note)
+
+
+def _of_peak(values: tuple[Alive, ...]) -> Table:
+    rows = tuple((x.name, x.shape, in_bytes(x.bytes), x.line) for x in values)
+    head = ("value", "on a device", "bytes", "where")
+    return Table("Largest when most is held", head, rows)
 
 
 def _of_buffers(memory: Memory) -> Table:
