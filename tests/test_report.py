@@ -323,12 +323,14 @@ ENTRY %main (w: f32[10], x: f32[30]) -> (f32[10], f32[]) {
   %a = (f32[50]{0}, f32[5]{0}) fusion(%w, %x), kind=kLoop, calls=%f
   %a0 = f32[50]{0} get-tuple-element(%a), index=0
   %b = f32[25]{0} fusion(%a0), kind=kLoop, calls=%f
+  %same = f32[25]{0} opt-barrier(%b)
+  %flat = f32[25]{0} bitcast(%same)
   %zero = s32[] constant(0)
   %start = (s32[], f32[10]{0}) tuple(%zero, %w)
   %c = f32[BIG]{0} fusion(%b), kind=kLoop, calls=%f, metadata={op_name="jit(step)/big"}
   %l = (s32[], f32[10]{0}) while(%start), condition=%f, body=%body
   %l1 = f32[10]{0} get-tuple-element(%l), index=1
-  %d = (f32[10]{0}, f32[]) fusion(%l1, %b), kind=kLoop, calls=%f
+  %d = (f32[10]{0}, f32[]) fusion(%l1, %flat), kind=kLoop, calls=%f
   %d0 = f32[10]{0} get-tuple-element(%d), index=0
   %d1 = f32[] get-tuple-element(%d), index=1
   ROOT %r = (f32[10]{0}, f32[]) tuple(%d0, %d1)

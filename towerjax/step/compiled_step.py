@@ -344,10 +344,9 @@ class CompiledStep:
           DesyncError: With a check, likewise, where devices differed.
         """
         self._verdicts.check()
-        if isinstance(batch, PlacedBatch):
-            placed = self.place_batch(batch)
-        else:
-            placed = self._placer.place(batch, by_call=True)
+        if not isinstance(batch, PlacedBatch):
+            batch = self._placer.place(batch, by_call=True)
+        placed = self.place_batch(batch)
         if placed.num_steps is not None:
             raise ValueError(
                 f"The placed batch holds the batches of {placed.num_steps} steps, and a"

@@ -13,10 +13,7 @@ from towerjax.step.report.communication import line_of
 from towerjax.step.report.hlo import Module, Operation
 
 # These hand on the buffers that they are given.
-_VIEWS = frozenset(
-    "all-reduce all-reduce-start bitcast get-tuple-element opt-barrier tuple"
-    " while".split()
-)
+_VIEWS = frozenset("bitcast get-tuple-element opt-barrier tuple while".split())
 _RUNS = frozenset("while call conditional async-start".split())
 _INDEX = re.compile(r"\bindex=(\d+)")
 _STATE = re.compile(r"^(?:carry|clock)\['(\w+)'\]")
