@@ -73,6 +73,17 @@ def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
         assert float(metrics["loss"]) == (3 - value) ** 2
 
 
+def test_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
+    step = build()
+    state, _ = step(step.init(np.float32(3.0)), rows())
+    w, batch = float(state.params), rows(seed=1)
+    monkeypatch.setattr("towerjax.mesh.placement.put", None)  # what places host rows
+    _, metrics = step(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(np.mean((w - batch["x"]) ** 2))
+    with pytest.raises(TypeError, match="NoneType"):
+        step.place_batch(batch)
+
+
 def test_values_are_looked_at_each_time():
     step, good = build(), rows(dtype=np.int64)
     step.place_batch(good)
