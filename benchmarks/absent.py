@@ -25,12 +25,8 @@ from jax.sharding import PartitionSpec
 import towerjax as tj
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
-from towerjax.step.report.alive import alive_at_peak
-from towerjax.step.report.communication import CompiledCollective, collectives_of
-from towerjax.step.report.hlo import parse
-from towerjax.step.report.memory import Memory, memory_of
 from towerjax.step.report.tables import in_bytes
-from towerjax.towers.executors import lower_on_devices
+from towerjax.tools import StepReport
 from towerjax.types import Layout, PyTree
 
 BF16 = jnp.bfloat16
@@ -195,39 +191,10 @@ PROGRAMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """What the compiler made of a step, for each device.
-
-    Attributes:
-      collectives: What is sent.
-      memory: What is held.
-      alive: Bytes of the values that the program's text has alive when most are.
-      fusions: How many kernels there are, but for calls of libraries.
-    """
-
-    collectives: tuple[CompiledCollective, ...]
-    memory: Memory
-    alive: int
-    fusions: int
-
-
-def _made(compiled: Any, roots: tuple[str, ...]) -> Made:
-    module = parse(compiled.as_text())
-    operations = module.computations[module.entry].values()
-    return Made(
-        collectives=collectives_of(module),
-        memory=memory_of(compiled, module, roots=roots),
-        alive=sum(value.bytes for value in alive_at_peak(module)),
-        fusions=sum(op.opcode == "fusion" for op in operations),
-    )
-
-
-def by_towerjax(program: Program, strategy: tj.Mirrored) -> Made:
+def by_towerjax(program: Program, strategy: tj.Mirrored) -> StepReport:
     """The step that `tj.build_train_step` makes."""
     step, params, batch = program.make_step(strategy)
-    found = step.program(params, batch)
-    return _made(found.call, tuple(found.recipe.in_layouts))
+    return step.report(params, batch)
 
 
 def hand_written(program: Program, placement: Placement) -> Any:
@@ -261,15 +228,13 @@ def hand_written(program: Program, placement: Placement) -> Any:
     )
 
 
-def by_hand(program: Program, devices: Absent) -> Made:
+def by_hand(program: Program, devices: Absent) -> StepReport:
     """The step as people write it."""
-    placement = tj.Mirrored(devices=devices).placement
-    params = program.params()
+    strategy, params = tj.Mirrored(devices=devices), program.params()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     args = (params, opt_state, program.batch(len(devices)))
-    traced = hand_written(program, placement).trace(*args)
-    compiled = lower_on_devices(traced, placement).compile()
-    return _made(compiled, ("params", "opt_state", "batch"))
+    jitted = hand_written(program, strategy.placement)
+    return tj.tools.report_of(jitted, args, strategy)
 
 
 HEAD = (
@@ -278,7 +243,7 @@ HEAD = (
 )
 
 
-def line(devices: Absent, who: str, made: Made) -> str:
+def line(devices: Absent, who: str, made: StepReport) -> str:
     """One row of the table."""
     sent = sum(found.bytes for found in made.collectives)
     beside = sum(found.beside for found in made.collectives)
@@ -291,7 +256,7 @@ def line(devices: Absent, who: str, made: Made) -> str:
         f"{len(made.collectives)}",
         f"{sent / 1e6:.1f} MB",
         in_bytes(beside),
-        f"{made.fusions}",
+        f"{made.kernels}",
     )
     return f"| {' | '.join(cells)} |"
 

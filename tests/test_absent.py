@@ -174,7 +174,8 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.aliased == hand.memory.aliased > 0
     assert ours.memory.peak <= 1.02 * hand.memory.peak
     for made in (ours, hand):  # what a report names is what XLA plans for
-        assert made.alive == pytest.approx(made.memory.peak, rel=0.003)
+        alive = sum(value.bytes for value in made.at_peak)
+        assert alive == pytest.approx(made.memory.peak, rel=0.003)
     if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
         for made in (ours, hand):
             assert sum(found.beside for found in made.collectives) > 2**30

@@ -7,12 +7,14 @@ import json
 import pathlib
 import re
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
@@ -21,7 +23,7 @@ from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import memory_of
 from towerjax.step.report.step_report import timed
-from towerjax.step.report.tables import Table, as_html, as_text
+from towerjax.step.report.tables import Table, as_html, as_text, in_flops
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
 NUMBERS = IN * HIDDEN + HIDDEN + HIDDEN * HIDDEN + HIDDEN * OUT
@@ -359,10 +361,44 @@ def test_what_is_alive_when_most_is(big, expected):
 
 def test_the_largest_at_the_peak_are_in_the_report():
     found = report(tj.Mirrored(devices(1)))
-    assert len(found.at_peak) == 8 and found.at_peak[0].bytes == 4 * 48 * HIDDEN * LOOPS
+    sizes = [value.bytes for value in found.at_peak]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) > 8
+    assert sizes[0] == 4 * 48 * HIDDEN * LOOPS
     assert "Largest when most is held" in str(found)
     lines = [value.line for value in found.at_peak]
     assert any(re.search(r"test_report.py:\d+ \(loss_fn\)", line) for line in lines)
+
+
+def test_a_function_of_ones_own_stands_beside_the_step(of_eight):
+    strategy = tj.Mirrored(devices(8))
+    mesh = strategy.placement.mesh
+    whole, rows = P(), P(*mesh.axis_names)
+    all_rows = types.SimpleNamespace(weight=None)
+
+    def on_device(params, batch):
+        grads = jax.grad(lambda w: loss_fn(w, batch, all_rows).sum)(params)
+        grads = jax.lax.psum(grads, mesh.axis_names)
+        return jax.tree.map(jnp.subtract, params, grads)
+
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(whole, rows), out_specs=whole, check_vma=False
+    )
+    by_hand = jax.jit(mapped, donate_argnums=0)
+    found = tj.tools.report_of(by_hand, (params(), batch()), strategy)
+    assert found.flops.matmul == matmul_flops(48 // 8)
+    assert sum(each.bytes for each in found.collectives) == 4 * NUMBERS
+    assert found.memory.by_kind["parameters"] == 4 * NUMBERS
+    assert found.memory.not_donated == () and found.kernels > 0
+    beside = of_eight.beside(found)
+    (table,) = beside.tables()
+    assert table.title == "8 towers on 8 devices (cpu), each device in one call"
+    both = {name: cells for name, *cells in table.rows}
+    products = in_flops(matmul_flops(48 // 8))
+    assert both["matrix products and convolutions"] == [products, products]
+    assert both["fused kernels"] == [f"{of_eight.kernels}", f"{found.kernels}"]
+    assert "held at most" in str(beside) and "<table>" in beside._repr_html_()
+    with pytest.raises(ValueError, match="report_of expects a function under jax.jit"):
+        tj.tools.report_of(mapped, (params(), batch()), strategy)
 
 
 def test_a_negative_number_of_calls_is_refused():

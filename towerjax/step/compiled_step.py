@@ -21,7 +21,7 @@ from towerjax.step.given_state import (
 )
 from towerjax.step.program import Program, Runner
 from towerjax.step.recipe import Recipe
-from towerjax.step.report.step_report import StepReport, report_of, timed
+from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.state import (
     TrainState,
     split_state,
@@ -257,11 +257,8 @@ class CompiledStep:
         check_whole("timed_calls", timed_calls, 0)
         if timed_calls:
             batch = self.place_batch(batch)
-        program, timing, keeps = (
-            self.program(state, batch),
-            None,
-            not self.options.donate,
-        )
+        program, timing = self.program(state, batch), None
+        keeps = not self.options.donate
         if timed_calls:
             carry, clock = split_state(self.place(state))
 
@@ -270,7 +267,8 @@ class CompiledStep:
                 return (carry if keeps else out[0]), out[1:]
 
             timing = timed(call, carry, timed_calls)
-        return report_of(program, self.strategy.placement, keeps=keeps, timing=timing)
+        placement = self.strategy.placement
+        return program_report(program, placement, keeps=keeps, timing=timing)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

@@ -15,7 +15,7 @@ from towerjax.step.given_state import check_not_donated, check_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.recipe import Recipe, Run
-from towerjax.step.report.step_report import StepReport, report_of, timed
+from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.returned import filled, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
 from towerjax.towers.outputs import check_metrics, check_rows
@@ -117,7 +117,7 @@ class InferenceStep:
                 return model, program.call(model, *batch.args)
 
             timing = timed(call, model, timed_calls)
-        return report_of(program, self.strategy.placement, keeps=False, timing=timing)
+        return program_report(program, self.strategy.placement, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""

@@ -11,7 +11,13 @@ import jax
 from towerjax.step.report.hlo import Module, Operation, Shape
 from towerjax.types import PyTree, leaf_name
 
-_GROUPS = {"params": "parameters", "opt_state": "optimizer state", "local": "local"}
+_GROUPS = {
+    "params": "parameters",
+    "opt_state": "optimizer state",
+    "local": "local",
+    "batch": "batch",
+    "num_valid": "batch",
+}
 _IN_GROUP = re.compile(r"^(?:\['|\.)(\w+)(?:'\])?(.*)$", re.DOTALL)
 
 
@@ -194,8 +200,7 @@ def _named(leaf: _Leaf) -> tuple[str, str]:
     found = _IN_GROUP.match(leaf.path)
     if leaf.root in ("state", "clock") and found:
         return found[1] + found[2], _GROUPS.get(found[1], "other")
-    is_batch = leaf.root in ("batch", "num_valid")
-    return leaf.root + leaf.path, "batch" if is_batch else "other"
+    return leaf.root + leaf.path, _GROUPS.get(leaf.root, "other")
 
 
 def _reason(shape: Shape, wishes: int, results: int) -> str:

@@ -1,12 +1,14 @@
 """What did the compiler make of a step? Sent, computed, held, and how long it takes."""
 
 import dataclasses
+import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Jaxpr
 
 from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
@@ -16,12 +18,16 @@ from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Buffer, Memory, memory_of
 from towerjax.step.report.tables import (
+    Shown,
     Stored,
     Table,
     in_bytes,
     in_flops,
     in_seconds,
 )
+from towerjax.towers.executors import lower_on_devices
+from towerjax.towers.strategies import Mirrored, OneDevice
+from towerjax.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +71,9 @@ class StepReport(Stored):
       collectives: What is sent, how often, and where that is written.
       flops: Loops counted as often as they run.
       memory: By kind; which buffers are used again.
-      at_peak: The eight largest values that lie in memory when most does, an `Alive`
-        each.
+      at_peak: The values that lie in memory when most does, an `Alive` each, the
+        largest first; eight are shown.
+      kernels: How many fused ones a call starts, but for those inside loops.
       compile_s: For tracing, proving and compiling.
       timing: Of a few calls; None where none was asked for.
 
@@ -88,6 +95,7 @@ class StepReport(Stored):
     flops: Flops
     memory: Memory
     at_peak: tuple[Alive, ...]
+    kernels: int
     compile_s: float
     timing: Timing | None = None
 
@@ -102,56 +110,167 @@ class StepReport(Stored):
             _of_step(self),
             _of_collectives(self),
             _of_memory(self.memory),
-            _of_peak(self.at_peak),
+            _of_peak(self.at_peak[:8]),
             _of_buffers(self.memory),
         )
 
+    def beside(self, other: "StepReport") -> "SideBySide":
+        """Both in one table, such as a step and the one that you wrote by hand.
+
+        Args:
+          other: Another step's report, or that of a function of your own: see
+            ``tj.tools.report_of``.
+
+        Returns:
+          A `SideBySide`: printed it is text, in a notebook HTML.
+        """
+        return SideBySide(self, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySide(Shown):
+    """Two reports in one table.
+
+    Attributes:
+      step: The one that was asked.
+      other: The one beside it.
+    """
+
+    step: StepReport
+    other: StepReport
+
+    def tables(self) -> tuple[Table, ...]:
+        """What is shown."""
+        both = zip(_figures(self.step), _figures(self.other), strict=True)
+        rows = tuple((what, ours, theirs) for (what, ours), (_, theirs) in both)
+        title = _where(self.step)
+        if (other := _where(self.other)) != title:
+            title += f", beside {other}"
+        return (Table(title, ("what", "step", "other"), rows),)
+
 
 def report_of(
+    fn: Any, args: Sequence[PyTree], strategy: Mirrored | OneDevice
+) -> StepReport:
+    """What the compiler makes of a function of your own on a strategy's devices.
+
+    Such as the step that you would write by hand, to stand `StepReport.beside` a step
+    of towerjax. It runs nothing, so that the devices may be absent.
+
+    Args:
+      fn: A function under ``jax.jit``, which says where its arguments lie, what it
+        donates, and what each device does: ``jax.jit`` of a ``jax.shard_map`` on
+        ``strategy.placement.mesh``.
+      args: Its arguments, arrays or ``jax.ShapeDtypeStruct``.
+      strategy: Names the devices.
+
+    Returns:
+      A `StepReport`. Its FLOPs are of one device where the function is mapped over
+      devices by ``shard_map``, and of all together where it is not.
+
+    Raises:
+      ValueError: The function is not under ``jax.jit``.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, towerjax as tj
+      >>> from jax.sharding import PartitionSpec as P
+      >>> strategy = tj.Mirrored()
+      >>> mesh = strategy.placement.mesh
+      >>> rows = P(*mesh.axis_names)
+      >>> @jax.jit
+      ... @functools.partial(
+      ...     jax.shard_map, mesh=mesh, in_specs=(P(), rows), out_specs=P())
+      ... def mean(w, x):
+      ...     return jax.lax.pmean(jnp.tanh(x @ w).mean(), mesh.axis_names)
+      >>> args = jnp.ones((3, 2)), jnp.ones((16, 3))
+      >>> report = tj.tools.report_of(mean, args, strategy)
+      >>> [found.opcode for found in report.collectives]
+      ['all-reduce']
+    """
+    if not hasattr(fn, "trace"):
+        raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
+    start, placement = time.perf_counter(), strategy.placement
+    names = inspect.signature(fn).bind(*args).arguments
+    traced = fn.trace(*args)
+    compiled = lower_on_devices(traced, placement).compile()
+    seconds = time.perf_counter() - start
+    jaxpr = traced.jaxpr.jaxpr
+    return _report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
+
+
+def program_report(
     program: Program,
     placement: Placement,
     *,
-    keeps: bool,
-    timing: Timing | None,
+    keeps: bool = False,
+    timing: Timing | None = None,
 ) -> StepReport:
-    """The report on a compiled program."""
+    """The report on a step's program."""
+    roots, call = tuple(program.recipe.in_layouts), program.call
+    more: dict[str, Any] = {"compile_s": program.seconds, "timing": timing}
+    return _report(call, program.jaxpr, roots, placement, keeps=keeps, **more)
+
+
+def _report(
+    compiled: Any,
+    jaxpr: Jaxpr,
+    roots: Sequence[str],
+    placement: Placement,
+    *,
+    keeps: bool = False,
+    **more: Any,
+) -> StepReport:
+    """The report on a compiled program, whose arguments are called ``roots``."""
     capacity = placement.absent.memory_bytes if placement.absent else None
-    module, roots = parse(program.call.as_text()), tuple(program.recipe.in_layouts)
+    module = parse(compiled.as_text())
+    operations = module.computations[module.entry].values()
     return StepReport(
         towers=placement.num_towers,
         devices=placement.num_devices,
         platform=placement.absent.kind if placement.absent else placement.platform,
         collectives=collectives_of(module),
-        flops=flops_of(program.jaxpr),
-        memory=memory_of(
-            program.call, module, roots=roots, keeps=keeps, capacity=capacity
-        ),
-        at_peak=alive_at_peak(module)[:8],
-        compile_s=program.seconds,
-        timing=timing,
+        flops=flops_of(jaxpr),
+        memory=memory_of(compiled, module, roots=roots, keeps=keeps, capacity=capacity),
+        at_peak=alive_at_peak(module),
+        kernels=sum(op.opcode == "fusion" for op in operations),
+        **more,
     )
 
 
-def _of_step(report: StepReport) -> Table:
-    flops, timing = report.flops, report.timing
-    rows = [
+def _where(report: StepReport) -> str:
+    """``"8 towers on 8 devices (cpu), each device in one call"``."""
+    return (
+        f"{report.towers} towers on {report.devices} devices ({report.platform}),"
+        " each device in one call"
+    )
+
+
+def _figures(report: StepReport) -> list[tuple[str, str]]:
+    """What is said of a step in one number each."""
+    flops, sent = report.flops, report.collectives
+    return [
         ("matrix products and convolutions", in_flops(flops.matmul)),
         ("other float arithmetic", in_flops(flops.other)),
+        ("collectives", f"{sum(found.trips for found in sent)}"),
         ("sent", in_bytes(report.bytes_sent)),
-        ("memory", in_bytes(report.memory.total)),
+        ("read and written meanwhile", in_bytes(sum(found.beside for found in sent))),
+        ("arguments", in_bytes(report.memory.arguments)),
+        ("held at most", in_bytes(report.memory.peak)),
+        ("fused kernels", f"{report.kernels}"),
         ("tracing, proving and compiling", in_seconds(report.compile_s)),
     ]
+
+
+def _of_step(report: StepReport) -> Table:
+    rows, flops, timing = _figures(report), report.flops, report.timing
     if timing is not None:
         rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
         rows.append(("until it is done", in_seconds(timing.step_s)))
         if timing.step_s > 0 and not flops.notes:
             rate = in_flops(flops.total / timing.step_s) + "/s"
             rows.append(("achieved", rate))
-    title = (
-        f"{report.towers} towers on {report.devices} devices ({report.platform}),"
-        " each device in one call"
-    )
-    return Table(title, ("what", "how much"), tuple(rows), "; ".join(flops.notes))
+    head = ("what", "how much")
+    return Table(_where(report), head, tuple(rows), "; ".join(flops.notes))
 
 
 def _of_collectives(report: StepReport) -> Table:
