@@ -145,16 +145,19 @@ def test_what_is_across_towers_is_refused_in_a_tower(T, D, reduction):
             )
     with refuses(r"strategy.gather in a tower.*Write tower.all_gather\(x\)"):
         strategy.call_for_each_tower(lambda t: strategy.gather(t.id[None], 0))
-    v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
-    with refuses(r"'v' has shape \(\), but dim 0.*in a tower it is its own copy: read"):
-        strategy.call_for_each_tower(lambda t, v: strategy.read_var(v), v)
+    rows = np.ones(strategy.num_towers)  # own copies, which look like one a tower
+    v = strategy.create_var("v", rows, reduction=R.SUM, tower_local=True)
+    for method in (strategy.read_var, lambda v: strategy.assign(v, rows[0])):
+        with refuses(r"'v' is the tower's own copy in a tower function: read \.value"):
+            strategy.call_for_each_tower(lambda t, v, method=method: method(v), v)
 
 
 def test_a_merge_function_reduces_what_it_is_given():
     strategy = mirrored()
 
     def merge_fn(strategy, x, v):
-        return strategy.reduce(R.SUM, x), strategy.read_var(v)
+        total = strategy.reduce(R.SUM, x)
+        return strategy.reduce(R.MEAN, total), strategy.read_var(v)
 
     v = strategy.create_var("v", 1.0, reduction=R.SUM, tower_local=True)
     out = strategy.call_for_each_tower(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed
+from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
 from jax.sharding import NamedSharding
 from jaxlib.mlir.passmanager import PassManager
@@ -37,6 +38,11 @@ def carries_gradient(x: Any, of: Any) -> bool:
     """
     made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
     return len(made_by) == 2 and made_by[0] is made_by[1]
+
+
+def with_axis(name: str) -> Any:
+    """A context in which a named axis of one is bound, as ``lax.axis_size`` tells."""
+    return extend_axis_env_nd([(name, 1)])
 
 
 def coordinator_client() -> Any:

@@ -20,10 +20,12 @@ from towerjax.mesh.placement import (
     Placement,
     TowerAxes,
 )
-from towerjax.mesh.private_jax import run_passes
+from towerjax.mesh.private_jax import run_passes, with_axis
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import has_tracers
 
+_MEETING = "towerjax_meeting"
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
 
 
@@ -185,13 +187,25 @@ def trace_one_tower(
 
 def is_inside_tower() -> bool:
     """Is a tower function or a merge function being traced?"""
-    for axis in (DEVICE_AXIS, LOCAL_AXIS):
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            continue
-        return True
-    return False
+    return _is_bound(DEVICE_AXIS) or _is_bound(LOCAL_AXIS)
+
+
+def is_of_one_tower(value: PyTree) -> bool:
+    """Is it of a tower function, and not of a merge function, which has all towers'?"""
+    return has_tracers(value) and is_inside_tower() and not _is_bound(_MEETING)
+
+
+def meeting() -> Any:
+    """A context for a merge function."""
+    return with_axis(_MEETING)
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

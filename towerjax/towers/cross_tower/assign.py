@@ -10,6 +10,7 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
+from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
     MirroredVar,
@@ -353,12 +354,18 @@ def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
 
 def check_towers(variable: TowerLocal, num_towers: int) -> None:
     """Raise unless the variable has one copy for each tower."""
+    if is_of_one_tower(variable.value):
+        raise ValueError(
+            f"{named(variable)} is the tower's own copy in a tower function: read"
+            " .value, change it with tower.assign, or meet first, with"
+            " tower.merge_call(fn, variable), whose function gets all copies."
+        )
     for x in jax.tree.leaves(variable.value):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
                 f"{named(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
                 f" {num_towers} towers. Make it with strategy.create_var(...,"
-                " tower_local=True); in a tower it is its own copy: read .value."
+                " tower_local=True)."
             )
 
 

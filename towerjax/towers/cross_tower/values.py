@@ -31,7 +31,7 @@ from towerjax.mesh.devices import find_device
 from towerjax.mesh.placement import Placement, place, place_rows, waited
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.destinations import destination_names
-from towerjax.towers.executors import is_inside_tower, over_devices
+from towerjax.towers.executors import is_of_one_tower, over_devices
 from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
 from towerjax.towers.variables import TowerLocal, any_per_tower, is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
@@ -239,16 +239,16 @@ def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
 
 def _refuse_own(what: str, value: Any, instead: str) -> None:
     """Raise in a tower function for a value of the tower's, which has met no other."""
-    if has_tracers(value) and is_inside_tower():
+    if is_of_one_tower(value):
         raise ValueError(
             f"strategy.{what} in a tower function of a value that is one tower's. Write"
-            f" tower.{instead}, or meet first: tower.merge_call(lambda strategy, x:"
+            f" {instead}, or meet first: tower.merge_call(lambda strategy, x:"
             f" strategy.{what}(...), x) gives its function all towers' values."
         )
 
 
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
-    _refuse_own("reduce", value, f"reduce(tj.{reduction!r}, x)")
+    _refuse_own("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
         # A copy: the caller may go on writing into a NumPy array.
         numpys = np.ndarray | np.generic
@@ -326,7 +326,7 @@ def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
             one = functools.partial(gather_values, strategy, axis=axis)
             stops = lambda x: is_per_tower(x) or is_rows(x)  # noqa: E731
             return jax.tree.map(one, value, is_leaf=stops)
-        _refuse_own("gather", value, "all_gather(x)")
+        _refuse_own("gather", value, "tower.all_gather(x)")
         if strategy.num_towers > 1:
             raise ValueError(
                 f"gather of a value that is the same on all {strategy.num_towers}"
