@@ -41,8 +41,20 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.4),
     ),
 }
-LAYOUTS = [(t, d) for t in (1, 3, 4) for d in range(1, t + 1) if t % d == 0]
-KINDS = [(r, c) for r in numpy_model.REDUCTIONS for c in (None, "tf1")]
+# Each reduction, as it is and as the original has it; layouts, optimizers and
+# cross-tower ops take turns.
+CASES = [
+    ("shard_map", 8, 4, "SUM", None, "clip each tower", None),
+    ("shard_map scan", 3, 3, "SUM", "tf1", "momentum", tj.PinnedTree()),
+    ("pmap", 8, 4, "MEAN", None, "momentum", tj.collectives.Packed(num_packs=2)),
+    ("shard_map", 1, 1, "MEAN", "tf1", "adam", None),
+    ("shard_map scan", 4, 2, "SUM_OVER_BATCH_SIZE", None, "sgd",
+     tj.collectives.ReduceToOneDevice()),
+    ("pmap", 4, 4, "SUM_OVER_BATCH_SIZE", "tf1", "clip", None),
+    ("shard_map", 8, 4, "SUM_BY_NONZERO_WEIGHTS", None, "clip each tower",
+     tj.collectives.Hierarchical(2)),
+    ("shard_map", 3, 1, "SUM_BY_NONZERO_WEIGHTS", "tf1", "adam", None),
+]  # fmt: skip
 
 
 def data(num_rows, seed=0):
@@ -325,36 +337,12 @@ def check(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reduction", "compat"), KINDS)
 @pytest.mark.parametrize(
-    ("executor", "towers", "devices", "name"),
-    [
-        ("shard_map", 8, 4, "clip each tower"),
-    ],
+    ("executor", "towers", "devices", "reduction", "compat", "name", "ops"), CASES
 )
-def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name):
-    sizes = (19, FULL, 19) if towers > 1 else (FULL, 19, FULL)
+def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name, ops):
     check(
-        executor, towers, devices, reduction, compat, name, sizes=sizes, remainder="pad"
-    )
-
-
-# Each layout with every second executor and one of the kinds, which take turns.
-REST = [
-    (executor, *layout)
-    for number, executor in enumerate(EXECUTORS)
-    for layout in LAYOUTS[number % 2 :: 2]
-]
-EACH = [(*layout, *KINDS[number % len(KINDS)]) for number, layout in enumerate(REST)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("executor", "towers", "devices", "reduction", "compat"), EACH)
-def test_all_layouts_equal_numpy(executor, towers, devices, reduction, compat):
-    names = sorted(OPTIMIZERS)
-    number = LAYOUTS.index((towers, devices)) + KINDS.index((reduction, compat))
-    check(
-        executor, towers, devices, reduction, compat, names[number % len(names)],
+        executor, towers, devices, reduction, compat, name, ops=ops,
         sizes=(19, FULL, 19), remainder="pad",
     )  # fmt: skip
 
@@ -365,22 +353,6 @@ SIZES = {
     "fewer than towers": ((3, FULL, 3), "pad"),
     "dropped": ((FULL, 19, FULL), "drop"),
 }
-
-
-# Each kind of size, and reductions taking turns.
-TURNS = [
-    (3, 1, numpy_model.REDUCTIONS[number], size) for number, size in enumerate(SIZES)
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("towers", "devices", "reduction", "size"), TURNS)
-def test_any_size_equals_numpy(towers, devices, reduction, size):
-    sizes, remainder = SIZES[size]
-    check(
-        "shard_map", towers, devices, reduction, None, "sgd",
-        sizes=sizes, remainder=remainder,
-    )  # fmt: skip
 
 
 @pytest.mark.few_fast(1)
@@ -394,41 +366,8 @@ def test_a_size_of_each_kind_equals_numpy(size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "towers", "devices"),
-    [("momentum", 3, 3), ("clip", 4, 2)],
-)
-def test_plain_pytrees_are_variables_too(name, towers, devices):
+def test_plain_pytrees_are_variables_too():
     check(
-        "shard_map", towers, devices, "SUM_OVER_BATCH_SIZE", None, name,
+        "shard_map", 3, 3, "SUM_OVER_BATCH_SIZE", None, "momentum",
         model_fn=plain_model_fn, sizes=(19, FULL, 19), remainder="pad",
-    )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ops",
-    [tj.PinnedTree(), tj.collectives.Hierarchical(2)],
-    ids=repr,
-)
-@pytest.mark.parametrize(("towers", "devices"), [(8, 4)])
-def test_every_cross_tower_op_gives_the_same(towers, devices, ops):
-    check(
-        "shard_map", towers, devices, "SUM_BY_NONZERO_WEIGHTS", None, "adam", ops=ops,
-        sizes=(19, FULL, 19), remainder="pad",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("executor", "ops"),
-    [
-        ("pmap", tj.collectives.Packed(num_packs=2)),
-        ("shard_map scan", tj.collectives.ReduceToOneDevice()),
-    ],
-)
-@pytest.mark.slow
-def test_every_cross_tower_op_on_other_executors(executor, ops):
-    check(
-        executor, 8, 4, "MEAN", None, "momentum", ops=ops,
-        sizes=(19, FULL, 19), remainder="pad",
     )  # fmt: skip

@@ -14,12 +14,7 @@ import towerjax as tj
 
 RATE = 0.1
 SGD = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=0.5))
-LAYOUTS = [
-    (1, 1, "vmap"),
-    (4, 2, "vmap"),
-    pytest.param(2, 2, "vmap", marks=pytest.mark.slow),
-    pytest.param(4, 2, "scan", marks=pytest.mark.slow),
-]
+SLOW = pytest.mark.slow
 
 
 def rows(count, *width, seed=0):
@@ -68,8 +63,14 @@ def by_numpy(batches):
     return w, losses
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
-@pytest.mark.parametrize(("count", "devices", "local"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("count", "devices", "local", "micro_batches"),
+    [
+        (1, 1, "vmap", 2),
+        (4, 2, "vmap", 3),
+        pytest.param(4, 2, "scan", 2, marks=SLOW),
+    ],
+)
 def test_micro_batches_meet_once_a_step(count, devices, local, micro_batches):
     sizes = set()
 
@@ -105,7 +106,9 @@ def steep(variables, features, labels, mode, tower):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("count", "devices", "local"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("count", "devices", "local"), [(1, 1, "vmap"), (4, 2, "vmap"), (4, 2, "scan")]
+)
 def test_a_gradient_that_is_not_finite_is_refused_and_named(count, devices, local):
     model = replicated(count, devices, local, fn=steep)
     step = model.train_step(guard="gradients", check=tj.Check(every=1))
@@ -126,9 +129,9 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named(count, devices, loca
 
 
 @pytest.mark.parametrize(
-    "state", ["sharded", pytest.param("sharded_optimizer", marks=pytest.mark.slow)]
+    ("count", "state"),
+    [(4, "sharded"), pytest.param(8, "sharded_optimizer", marks=SLOW)],
 )
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_sharded_state_has_the_numbers_of_a_mirrored_one(count, state):
     model, batches = replicated(count, 4, state=state), [batch(16), batch(13, 1)]
     step, found = model.train_step(), model.init(start())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import re
 
 import jax
@@ -18,14 +17,8 @@ SUM, EXACT = (
     tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
 )
 ADAM = tj.estimator.TowerOptimizer(optax.adam(0.05))
-LAYOUTS = [(2, 2)] + [
-    pytest.param(*layout, marks=pytest.mark.slow) for layout in [(4, 2), (3, 1)]
-]
+LAYOUTS = [(4, 2), (3, 1)]
 PLACEMENTS = list(tj.estimator.VariablePlacement)
-MOST = [  # all of them where tests may be slow
-    pytest.param(x, marks=[] if x is PLACEMENTS[1] else pytest.mark.slow, id=repr(x))
-    for x in PLACEMENTS
-]
 WIDTH = 7  # a size that nothing else here has
 
 
@@ -123,7 +116,7 @@ def called(count, devices):
 @pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-@pytest.mark.parametrize("placement", MOST)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_call):
     model = shared(count, devices, variable_placement=placement)
@@ -179,7 +172,7 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", tj.estimator.Mode)
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 1)])
 def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
     sgd = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
@@ -202,10 +195,10 @@ def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
 
 @pytest.mark.slow
 def test_one_step_at_a_time_and_its_hooks():
-    model = replicated(2, 2)
+    model = replicated(4, 2)
     step, state = model.train_step(), model.init(start())
     assert step.hooks == ()
-    expected, losses, _ = called(2, 2)
+    expected, losses, _ = called(4, 2)
     for one, loss in zip(BATCHES, losses, strict=True):
         state, metrics = step(state, one)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -313,8 +306,7 @@ def total_bytes(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["call", "run"])
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize(("kind", "devices"), [("call", 4), ("run", 2)])
 def test_variables_lie_where_they_are_told(kind, devices):
     found, each = {}, total_bytes(start().params)
     for placement in PLACEMENTS:
@@ -351,7 +343,6 @@ def test_variables_lie_where_they_are_told(kind, devices):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
 def test_what_is_not_kept_is_freed(placement):
     def held():
-        gc.collect()
         wide = [x for x in jax.live_arrays() if x.shape == (1237,)]
         return sum(len(x.addressable_shards) for x in wide)
 
@@ -426,16 +417,15 @@ def test_one_tower_sends_and_splits_nothing(mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ops", "expected"),
+    ("ops", "towers_each", "expected"),
     [
-        (tj.AllReduce(), ["all-reduce"]),
-        (tj.PinnedTree(), ["all-gather", "all-to-all"]),
+        (tj.AllReduce(), 2, ["all-reduce"]),
+        (tj.PinnedTree(), 1, ["all-gather", "all-to-all"]),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("towers_each", [1, 2])
 def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
-    ops, expected, towers_each
+    ops, towers_each, expected
 ):
     strategy = tj.Mirrored(towers=8 * towers_each, cross_tower_ops=ops)
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
@@ -454,7 +444,7 @@ def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("T", "D"), [(2, 2), (4, 2), (1, 1)])
+@pytest.mark.parametrize(("T", "D"), [(4, 2), (1, 1)])
 def test_a_step_reads_only_what_it_wants(T, D):
     traces = []
 
@@ -529,6 +519,5 @@ def test_params_reach_the_steps():
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_the_devices():
     # Towers on few devices and on many: the same sums, up to their order.
-    found = [called(8, d)[0] for d in (1, 4, 8)]
-    for other in found[1:]:
-        same(found[0], other, exactly=False)
+    found = [called(8, d)[0] for d in (1, 8)]
+    same(*found, exactly=False)

@@ -635,7 +635,7 @@ MODELS = (
         "reduction is LossReduction.SUM and",
         "False and",
         "test_replicate.py::test_towers_equal_numpy"
-        "[shard_map-8-4-clip each tower-SUM-None]",
+        "[shard_map-8-4-SUM-None-clip each tower-None]",
     ),
     _m(
         "M04",
@@ -644,7 +644,7 @@ MODELS = (
         "rows = rows * (_spread(weights, losses) != 0)",
         "rows = rows * 1",
         "test_replicate.py::test_towers_equal_numpy"
-        "[shard_map-8-4-clip each tower-SUM_BY_NONZERO_WEIGHTS-None]",
+        "[shard_map-8-4-SUM_BY_NONZERO_WEIGHTS-None-clip each tower-ops6]",
     ),
     _m(
         "M05",
