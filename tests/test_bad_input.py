@@ -5,6 +5,7 @@ import functools
 import re
 from types import SimpleNamespace
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -735,6 +736,13 @@ def test_what_is_no_array_among_params_is_told_of():
     for call in (build().init, lambda params: build().check(params, good())):
         with pytest.raises(ValueError, match=text + r".*params\['name'\] is a str"):
             call(params)
+    with pytest.raises(ValueError, match=r"params is a Dense: .*model.init\(key, x\)"):
+        build().init(nn.Dense(3))  # whose dtype is None
+
+
+def test_of_many_leaves_an_error_names_the_first():
+    with pytest.raises(ValueError, match=r"batch\[7\] is .* float; and 92 more\. Wrap"):
+        build().check(start(), [0.5] * 100)
 
 
 def test_complex_params_are_refused():

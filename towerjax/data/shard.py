@@ -13,6 +13,7 @@ from towerjax.types import PyTree, Shared, named_leaves
 from towerjax.types.leaves import (
     changes,
     held_dtype,
+    listed,
     map_parts,
     problem_of,
     refuse_unheld,
@@ -103,7 +104,7 @@ def count_examples(batch: PyTree) -> int:
         raise ValueError(
             "Every leaf of a batch is an array of numbers, dim 0 of which runs over"
             " examples, but "
-            + "; ".join(bad)
+            + listed(bad)
             + ". Wrap lists in np.asarray, and what is the same for all rows in"
             " tj.Shared(...)."
         )
@@ -133,13 +134,13 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]
     if found:
         raise ValueError(
-            f"{'; '.join(found)}, which is no rows to split or join here. What takes"
+            f"{listed(found)}, which is no rows to split or join here. What takes"
             " tj.Shared is a step, an evaluation, a prediction, a model and tj.batches."
         )
     found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]
     if found:
         raise ValueError(
-            f"{'; '.join(found)}, whose entries would be taken for examples here. Make"
+            f"{listed(found)}, whose entries would be taken for examples here. Make"
             " it dense: x.todense(), or x.to_dense() of IndexedRows. What splits such"
             " leaves is a step, a model and tj.batches, which take global batches."
         )
@@ -165,7 +166,7 @@ def refuse_wrapping(batch: PyTree) -> None:
         bad += [f"{name} holds {x} of {leaf.dtype}" for x in wrong[:1]]
     if bad:
         raise ValueError(
-            f"{'; '.join(bad)}, but on the devices integers have 32 bits and would wrap"
+            f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"
             " round. Make them smaller (ids modulo a table's size), or say"
             " jax.config.update('jax_enable_x64', True)."
         )

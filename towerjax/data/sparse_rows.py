@@ -11,7 +11,7 @@ import numpy as np
 from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuilt
 from towerjax.data.shard import refuse_wrapping
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.leaves import listed, refuse_unheld
 
 Room = dict[int, int]
 """Number of a leaf -> how many entries each part of the batch has room for."""
@@ -195,7 +195,7 @@ def _refuse_formats(named: list[tuple[str, Any]]) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{'; '.join(bad)}, which does not split over towers row by row. Give a"
+            f"{listed(bad)}, which does not split over towers row by row. Give a"
             " jax.experimental.sparse.BCOO: BCOO.from_scipy_sparse(x) of a scipy.sparse"
             " matrix, x.to_bcoo() of a BCSR, BCOO.fromdense(x.todense()) of others."
         )

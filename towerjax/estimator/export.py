@@ -33,7 +33,7 @@ from towerjax.towers.tower import TowerInputs
 from towerjax.towers.tower_local import local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data, like_key, map_parts
+from towerjax.types.leaves import key_data, like_key, listed, map_parts
 from towerjax.types.version import __version__
 
 _FORMAT = 1
@@ -197,7 +197,7 @@ def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
     ]
     if bad:
         raise ValueError(
-            f"features are arrays or shapes [B, ...], but {'; '.join(bad)}. Wrap lists"
+            f"features are arrays or shapes [B, ...], but {listed(bad)}. Wrap lists"
             " in np.asarray."
         )
     known = (*_PLATFORMS, "rocm")

@@ -12,6 +12,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.step.returned import without_padding
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
+from towerjax.types.leaves import listed
 
 
 class Mode(enum.Enum):
@@ -265,7 +266,7 @@ def typed_rows(
     if bad:
         raise ValueError(
             f"The towers' outputs are joined row by row, so each leaf has {rows} rows"
-            f" (or a multiple) for a tower's {rows} rows, but {'; '.join(bad)}."
+            f" (or a multiple) for a tower's {rows} rows, but {listed(bad)}."
         )
 
     def one(x: Any) -> Any:

@@ -15,7 +15,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import is_key, map_parts, refuse_unheld
+from towerjax.types.leaves import is_key, listed, map_parts, refuse_unheld
 
 
 def as_state(variables: PyTree, clock: dict[str, Any]) -> TrainState:
@@ -189,7 +189,7 @@ def _check_copies(local: list[TowerLocal], num_towers: int) -> None:
     if wrong:
         raise ValueError(
             f"A tower-local variable has one copy for each of the {num_towers} towers,"
-            f" leaves [T, ...], but {'; '.join(wrong)}. Make the variables with"
+            f" leaves [T, ...], but {listed(wrong)}. Make the variables with"
             " model.init(variables)."
         )
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from towerjax.collectives.reduce import strong
 from towerjax.types import PyTree
+from towerjax.types.leaves import listed
 
 
 def looks_like_state(x: Any) -> bool:
@@ -205,7 +206,7 @@ def _check_alike(kind: str, leaves: list[Any], merged: list[Any]) -> None:
         bad = [f"it had {len(leaves)} leaves and has {len(merged)}"]
     if bad:
         raise ValueError(
-            f"The merge of two {kind} changes the state: {'; '.join(bad)}. Towers are"
+            f"The merge of two {kind} changes the state: {listed(bad)}. Towers are"
             " merged in a compiled program, so shapes and dtypes stay: keep sums or"
             " histograms, and concatenate on the host what a predict step returns."
         )

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from towerjax.types.leaves import listed
+
 
 @dataclasses.dataclass(frozen=True)
 class Dependence:
@@ -140,7 +142,7 @@ def refuse_meetings(analysis: Analysis) -> None:
     if met:
         raise ReplicationError(
             f"Towers go alone between synchronisations, but meet in a step:"
-            f" {'; '.join(dict.fromkeys(met))}. Leave it out, or say"
+            f" {listed(dict.fromkeys(met))}. Leave it out, or say"
             " sync=tj.sync.EveryStep()."
         )
 

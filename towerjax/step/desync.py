@@ -12,7 +12,7 @@ from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.types import PyTree, readable_leaves
-from towerjax.types.leaves import key_data
+from towerjax.types.leaves import key_data, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +51,13 @@ class DesyncError(RuntimeError):
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
         """Say which devices and leaves."""
-        shown = "; ".join(str(one) for one in differing[:8])
-        if len(differing) > 8:
-            shown += f"; and {len(differing) - 8} more"
         super().__init__(
-            f"The copies of the state differed before step {step}: {shown}. All other"
-            " devices agree. Each step since has mixed the copies' gradients, so go on"
-            " from a state of before the check that last passed, such as a checkpoint,"
-            " and look at that device's memory, at callbacks and foreign kernels that"
-            " do not give each device the same, or at how the state was placed."
+            f"The copies of the state differed before step {step}: {listed(differing)}."
+            " All other devices agree. Each step since has mixed the copies' gradients,"
+            " so go on from a state of before the check that last passed, such as a"
+            " checkpoint, and look at that device's memory, at callbacks and foreign"
+            " kernels that do not give each device the same, or at how the state was"
+            " placed."
         )
         self.step, self.differing = step, tuple(differing)
 

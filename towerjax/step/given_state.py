@@ -11,7 +11,7 @@ from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.html_form import layout_of
-from towerjax.types.leaves import changes
+from towerjax.types.leaves import changes, listed
 
 
 def with_numbers_placed(
@@ -86,7 +86,7 @@ def check_like(state: TrainState, expected: TrainState) -> None:
     if found := changes("state", expected, state):
         raise ValueError(
             "The state has changed since the step was compiled for such batches:"
-            f" {'; '.join(found)}. Build another step for it, or cast it back."
+            f" {listed(found)}. Build another step for it, or cast it back."
         )
 
 
@@ -99,7 +99,7 @@ def check_opt_state(given: PyTree, made: PyTree) -> None:
     if has != needs:
         raise ValueError(
             "The state was made for another optimizer, or for other parameters, than"
-            f" this step's: {'; '.join(changes('state.opt_state', given, made))}. Begin"
+            f" this step's: {listed(changes('state.opt_state', given, made))}. Begin"
             " the optimizer anew, dataclasses.replace(state,"
             " opt_state=step.init(state.params).opt_state)."
         )
@@ -127,7 +127,7 @@ def check_state(
     if wrong_towers:
         raise ValueError(
             f"The state was made for another number of towers than"
-            f" {placement.num_towers}: {'; '.join(wrong_towers)}. Read its tower-local"
+            f" {placement.num_towers}: {listed(wrong_towers)}. Read its tower-local"
             " variables with tj.towers.read_local and start them anew with"
             " step.init(state.params, local=...)."
         )
@@ -146,10 +146,10 @@ def check_state(
         if np.shape(x) and not x.sharding.is_equivalent_to(sharding, x.ndim)
     ]
     if elsewhere:
-        shown = "; ".join(elsewhere[:4]) + (" ..." if len(elsewhere) > 4 else "")
         raise ValueError(
             f"The state lies elsewhere than the strategy says, whose devices are"
-            f" {list(placement.devices)}: {shown}. Move it with step.place(state)."
+            f" {list(placement.devices)}: {listed(elsewhere)}. Move it with"
+            " step.place(state)."
         )
 
 

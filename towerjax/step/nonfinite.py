@@ -11,6 +11,7 @@ from jax import lax
 
 from towerjax.step.desync import told_towers
 from towerjax.types import PyTree, readable_leaves
+from towerjax.types.leaves import listed
 
 Part: TypeAlias = tuple[str, str, PyTree]
 """What its leaves are, what they are called, and the leaves."""
@@ -153,5 +154,4 @@ def told_places(places: Sequence[Place]) -> str:
         f"{told_towers(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
         for x, ids in towers.items()
     ]
-    more = [f"and {len(told) - 8} leaves more"] if len(told) > 8 else []
-    return "; ".join(told[:8] + more)
+    return listed(told)

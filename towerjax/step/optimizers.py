@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from towerjax.types import PyTree, named_leaves, readable_leaves
+from towerjax.types.leaves import listed
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool of which ``params`` may be longer."""
@@ -38,7 +39,7 @@ def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
     if bad:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating,"
-            f" of 16 bits or more, but {'; '.join(bad)}. Say trainable=lambda name,"
+            f" of 16 bits or more, but {listed(bad)}. Say trainable=lambda name,"
             " leaf: ... (or a tree of bool) where it is fixed; cast inside the loss"
             " function to what is narrower."
         )
@@ -184,7 +185,7 @@ def check_updates(updates: PyTree, params: PyTree) -> None:
     ]
     if bad:
         raise ValueError(
-            f"The optimizer's updates have not the parameters' shapes: {'; '.join(bad)}"
+            f"The optimizer's updates have not the parameters' shapes: {listed(bad)}"
             ". Return an update of the shape of each parameter."
         )
 

@@ -12,7 +12,7 @@ from jax.extend.source_info_util import user_context
 
 from towerjax.step.optimizers import check_updates, given_loss
 from towerjax.types import PyTree
-from towerjax.types.leaves import changes
+from towerjax.types.leaves import changes, listed
 
 
 class RowUpdates:
@@ -198,7 +198,7 @@ def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTr
     if found := changes(root, before, after):
         raise ValueError(
             "The step would change the type of its state, and so compile anew each"
-            f" time: {'; '.join(found)}. Look at {culprit}."
+            f" time: {listed(found)}. Look at {culprit}."
         )
     # Drops the weak type of what was computed with Python numbers.
     after = jax.tree.map(jnp.asarray, after)

@@ -13,7 +13,7 @@ from towerjax.metrics.state import compute, described, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import changes
+from towerjax.types.leaves import changes, listed
 
 
 def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
@@ -113,7 +113,7 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
     if bad:
         raise ValueError(
             "Each metric is one tj.Weighted or tj.Sum, one state of tj.metrics or one"
-            f" array, under a name that is a string, but {'; '.join(bad)}. Give nested"
+            f" array, under a name that is a string, but {listed(bad)}. Give nested"
             " metrics names of their own, such as 'group/part'."
         )
     return dict(metrics)
@@ -143,7 +143,7 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
     if bad:
         raise ValueError(
             f"{name} are joined row by row, so each leaf has {rows} rows for a"
-            f" tower's {rows} rows, but " + "; ".join(bad) + "."
+            f" tower's {rows} rows, but " + listed(bad) + "."
         )
     if not jax.tree.leaves(outputs):
         raise ValueError(f"{name} are {outputs!r}, which holds no arrays.")
@@ -154,7 +154,7 @@ def check_local(before: PyTree, after: PyTree) -> PyTree:
     """The next local values, once they are like the ones before."""
     if found := changes("local", before, after):
         raise ValueError(
-            f"TowerOutput.local must be like tower.local, but {'; '.join(found)}. Start"
+            f"TowerOutput.local must be like tower.local, but {listed(found)}. Start"
             " from tower.local, or give step.init(local=...) what the loss function"
             " returns."
         )

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
 from towerjax.types import PerTower, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import map_parts
+from towerjax.types.leaves import listed, map_parts
 
 
 @jax.tree_util.register_dataclass
@@ -148,7 +148,7 @@ def fitted(
     if problems:
         closed = isinstance(variable, TowerLocal) and not copies
         raise ValueError(
-            f"The value does not fit {named(variable)}: {'; '.join(problems)}. Cast or"
+            f"The value does not fit {named(variable)}: {listed(problems)}. Cast or"
             " reshape it, or create the variable as the value is."
             + " A tower sees its own copy of a variable that is passed to it as an"
             " argument, and all towers' copies of one that it closes over." * closed

@@ -1,7 +1,7 @@
 """Which arrays can devices hold? The others are refused by name, with what to write."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ _ADVICE = {
 
 _NO_ARRAY = (
     "keep apart what is no array, and put it back in the function (of Equinox: params,"
-    " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine)"
+    " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine; of Flax:"
+    " model.init(key, x)['params'], or nnx.split(model))"
 )
 _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
@@ -61,7 +62,8 @@ def problem_of(leaf: Any) -> str | None:
         return "a masked array: pass x.filled(0), and the mask as weights"
     if isinstance(leaf, type | memoryview):
         return f"{leaf!r}: make it an array, np.asarray(x)"
-    is_array = hasattr(leaf, "dtype")
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    is_array = isinstance(leaf, arrays)
     dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     if not is_array and dtype.kind not in "biufc":
         return f"a {type(leaf).__name__}: {_NO_ARRAY}"
@@ -98,7 +100,14 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         problem = _IS_SHAPE if is_shape else problem_of(leaf)
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
-        raise ValueError(f"Devices hold arrays of numbers, but {'; '.join(bad)}.")
+        raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
+
+
+def listed(found: Iterable[Any]) -> str:
+    """What was found, as a text: eight at most, and how many more."""
+    texts = [str(x) for x in found]
+    more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
+    return "; ".join(texts[:8] + more)
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:

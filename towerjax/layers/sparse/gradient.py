@@ -14,6 +14,7 @@ from towerjax.layers.sparse.lookup import Lookup, lookup_of
 from towerjax.proof.origin import Site, line_of
 from towerjax.step.update import Walk, evaluated
 from towerjax.types import PyTree, leaf_name
+from towerjax.types.leaves import listed
 
 Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
 """Which leaves: a predicate on their paths, or their paths or last names."""
@@ -297,7 +298,7 @@ def _select(sparse: Selection, paths: list[Any]) -> list[int]:
         ]
     if missing:
         raise ValueError(
-            f"{'; '.join(missing)}. The leaves of params are"
+            f"{listed(missing)}. The leaves of params are"
             f" {', '.join(names) or 'none'}. Give a path, or its last name."
         )
     return selected

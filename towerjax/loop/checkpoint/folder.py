@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from towerjax.types.leaves import listed
+
 NAME = "manifest.json"
 _ADVICE = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
@@ -69,7 +71,7 @@ def _check_files(folder: pathlib.Path) -> None:
             problems.append(f"{name} has been changed")
     problems += [f"{name} does not belong there" for name in sorted(there - {*files})]
     if problems:
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError(listed(problems))
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

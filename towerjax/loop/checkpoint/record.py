@@ -18,7 +18,7 @@ from towerjax.towers.cross_tower.saving import restored_on
 from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, is_variable
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import is_key, key_data, like_key
+from towerjax.types.leaves import is_key, key_data, like_key, listed
 from towerjax.types.version import __version__
 
 
@@ -83,10 +83,9 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, where: str) -> None:
         if name in old and old[name].whole != leaf.whole
     ]
     if problems:
-        shown = "; ".join(sorted(problems)[:8]) + ("; ..." if len(problems) > 8 else "")
         raise CheckpointError(
-            f"{where} is one of another model: {shown}. Build the model, optimizer and"
-            " step as they were, or name another folder."
+            f"{where} is one of another model: {listed(sorted(problems))}. Build the"
+            " model, optimizer and step as they were, or name another folder."
         )
 
 

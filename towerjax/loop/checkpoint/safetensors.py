@@ -11,6 +11,7 @@ import numpy as np
 
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.types import PyTree, readable_leaves
+from towerjax.types.leaves import listed
 
 _DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_,
@@ -63,7 +64,7 @@ def save_safetensors(
             problems.append(f"{name} is {kind}, which the format does not have")
         names[name] = x
     if problems:
-        raise CheckpointError(f"save_safetensors: {'; '.join(problems)}.")
+        raise CheckpointError(f"save_safetensors: {listed(problems)}.")
     path = pathlib.Path(path)
     being_made = path.with_name(path.name + ".saving")
     arrays = {name: np.asarray(x, order="C") for name, x in names.items()}
@@ -121,7 +122,7 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTre
         if new != old:
             problems.append(f"{name} is {new}, expected {old}")
     if problems:
-        raise CheckpointError(f"{str(path)!r}: {'; '.join(sorted(problems))}.")
+        raise CheckpointError(f"{str(path)!r}: {listed(sorted(problems))}.")
     return jax.tree.unflatten(jax.tree.structure(like), [found[x] for x in wanted])
 
 

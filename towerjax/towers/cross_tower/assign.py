@@ -25,7 +25,7 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_traced, refuse_unheld
+from towerjax.types.leaves import is_traced, listed, refuse_unheld
 from towerjax.types.options import check_text
 
 
@@ -346,7 +346,7 @@ def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
             problems.append(f"{name} {error}")
     if problems:
         raise ValueError(
-            f"The value does not fit {named(variable)}: {'; '.join(problems)}. Create"
+            f"The value does not fit {named(variable)}: {listed(problems)}. Create"
             " the variable with a larger dtype, or pass a value that fits."
         )
     return treedef.unflatten(rows)

@@ -18,7 +18,7 @@ from towerjax.towers.executors import is_inside_tower
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import changes
+from towerjax.types.leaves import changes, listed
 from towerjax.types.options import check_whole
 
 
@@ -192,7 +192,7 @@ def _like(before: PyTree, after: PyTree) -> PyTree:
     if found := changes("initial", before, after):
         raise ValueError(
             "run_steps_on_dataset: a step returns what the next one takes, of the same"
-            f" tree, shapes and dtypes as initial, but {'; '.join(found)}."
+            f" tree, shapes and dtypes as initial, but {listed(found)}."
         )
     return jax.tree.map(jnp.asarray, after)
 

@@ -13,6 +13,7 @@ from towerjax.towers.cross_tower.assign import cast_exactly, placed, shares
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import TowerLocal, is_variable, named
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
+from towerjax.types.leaves import listed
 
 
 def saved_values(tree: PyTree) -> PyTree:
@@ -45,7 +46,7 @@ def saved_values(tree: PyTree) -> PyTree:
     if problems:
         raise ValueError(
             "These tower-local variables have no one value to save:"
-            f" {'; '.join(problems)}. Give them SUM, MEAN or ONLY_FIRST_TOWER (random"
+            f" {listed(problems)}. Give them SUM, MEAN or ONLY_FIRST_TOWER (random"
             " keys: ONLY_FIRST_TOWER), or leave them out of the tree."
         )
     return read_variables(tree)
@@ -97,7 +98,7 @@ def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
     ]
     if problems:
         raise ValueError(
-            f"restored_values: {'; '.join(problems)}. Pass what saved_values returned"
+            f"restored_values: {listed(problems)}. Pass what saved_values returned"
             " of such a tree, or change the values before."
         )
     return treedef.unflatten(out)
