@@ -1,11 +1,6 @@
-"""A model trained, evaluated and used, told as one JSON line: alone or by several.
-
-python tests/workers/estimator.py '{"placement": "MIRRORED"}'
-"""
+"""A model trained, evaluated and used: alone or by several processes."""
 
 import hashlib
-import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -52,17 +47,14 @@ def model_of(options, optimizer):
         )
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    strategy = tj.Mirrored(
-        towers=8, local=options["local"], cross_tower_ops=tj.PinnedTree()
-    )
+    strategy = tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree())
     placement = tj.estimator.VariablePlacement[options["placement"]]
     return tj.estimator.replicate_model_fn(
         model_fn, devices=strategy, variable_placement=placement
     )
 
 
-def main(options):
-    options = {"placement": "MIRRORED", "local": "scan"} | options
+def train(options):
     optimizer = tj.estimator.TowerOptimizer(optax.adam(0.05), lazy=True)
     model = model_of(options, optimizer)
     numbers = np.random.default_rng(1)
@@ -86,19 +78,10 @@ def main(options):
     digest = hashlib.sha256()
     for leaf in [*kept, *map(np.asarray, scores)]:
         digest.update(np.asarray(leaf).tobytes())
-    told = {
-        "process": jax.process_index(),
-        "processes": jax.process_count(),
+    return {
         "bits": digest.hexdigest(),
         "losses": history.metrics["loss"].tolist(),
         "evaluation": history.final,
         "rows": sum(len(rows) for rows in scores),
         "copies": [len(leaf.sharding.device_set) for leaf in kept],
     }
-    print(json.dumps(told))
-
-
-tj.cluster.initialize()
-for given in json.loads(sys.argv[1]):
-    main(given)
-tj.cluster.shutdown()

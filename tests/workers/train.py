@@ -1,6 +1,6 @@
 """Training runs, each told as one JSON line: run alone, or by several processes.
 
-python tests/workers/train.py '[{"towers": 8, "input": "global"}]'
+python tests/workers/train.py '[{"input": "global"}, {"placement": "MIRRORED"}]'
 """
 
 import hashlib
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 
+import estimator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,13 +19,13 @@ import towerjax as tj
 ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
 
 CLIP = optax.clip_by_global_norm(1.0)
-CODED = tj.collectives.Compressed(bits=4, above_bytes=64)
+CODED = tj.collectives.Compressed(bits=4, above_bytes=128)  # w alone
 OPTIMIZERS = {"adam": optax.chain(CLIP, optax.adam(1e-2)), "sgd": optax.sgd(0.02)}
 
 
 def options_of(given):
-    defaults = {"towers": 8, "ops": "PinnedTree", "local": "scan", "input": "global"}
-    defaults |= {"steps_per_call": 1, "dropout": 0.2, "micro_batches": 1}
+    defaults = {"devices": None, "local": "scan", "input": "global"}
+    defaults |= {"steps_per_call": 1, "micro_batches": 1}
     defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32", "every": 0}
     defaults |= {"coded": False}
     return defaults | given
@@ -38,11 +39,11 @@ def data():
     return {"x": x, "y": y, "weight": weight, "id": np.arange(ROWS)}
 
 
-def loss_of(dropout, dtype, alone):
+def loss_of(dtype, alone):
     def loss_fn(params, batch, tower):
         x, w, v = (a.astype(dtype) for a in (batch["x"], params["w"], params["v"]))
         hidden = jnp.tanh(x @ w)
-        keep = jax.random.bernoulli(tower.rng, 1 - dropout, hidden.shape)
+        keep = jax.random.bernoulli(tower.rng, 0.8, hidden.shape)
         errors = ((hidden * keep) @ v).astype(jnp.float32) - batch["y"]
         losses = (errors**2).sum(-1)
         return tj.TowerOutput(
@@ -83,14 +84,15 @@ def digest(tree):
 
 def train(options):
     strategy = tj.Mirrored(
-        towers=options["towers"],
+        options["devices"],
+        towers=8,
         local=options["local"],
-        cross_tower_ops=CODED if options["coded"] else getattr(tj, options["ops"])(),
+        cross_tower_ops=CODED if options["coded"] else tj.PinnedTree(),
     )
     parts, alone = options["micro_batches"], options["every"]
     counts = {"example_ids": lambda batch: (batch["id"], batch["weight"])}
     step = tj.build_train_step(
-        loss_of(options["dropout"], options["dtype"], alone),
+        loss_of(options["dtype"], alone),
         OPTIMIZERS[options["optimizer"]],
         strategy,
         remainder="pad",
@@ -110,8 +112,6 @@ def train(options):
         lambda params, batch, tower: jnp.tanh(batch["x"] @ params["w"]), strategy
     )
     return {
-        "process": jax.process_index(),
-        "processes": jax.process_count(),
         "devices": strategy.placement.num_devices,
         "should_checkpoint": strategy.should_checkpoint,
         "between_graph": strategy.between_graph,
@@ -150,4 +150,7 @@ def train(options):
 if __name__ == "__main__":
     tj.cluster.initialize()
     for given in json.loads(sys.argv[1]):
-        os.write(1, (json.dumps(train(options_of(given))) + "\n").encode())
+        is_model = "placement" in given
+        told = estimator.train(given) if is_model else train(options_of(given))
+        place = {"process": jax.process_index(), "processes": jax.process_count()}
+        os.write(1, (json.dumps(place | told) + "\n").encode())

@@ -1,14 +1,5 @@
-"""A run of several processes that stops early, keeps the best and writes it down.
+"""A run of several processes that stops early, keeps the best and writes it down."""
 
-python tests/workers/writes.py FOLDER
-"""
-
-import json
-import os
-import pathlib
-import sys
-
-import jax
 import numpy as np
 import optax
 
@@ -47,13 +38,20 @@ class Broken:
         raise OSError("read only")
 
 
-def train(folder, keep, local):
+def written(me, folder):
     strategy = tj.Mirrored()
     step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy, remainder="pad")
     evaluate = tj.build_eval_step(metric_fn, strategy)
-    state = step.init(np.float32(3), local=local)
+    seen = tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
+    init = lambda: step.init(np.float32(3), local={"seen": seen})  # noqa: E731
+    told = {
+        keep: kept(step, evaluate, init(), folder, keep) for keep in ("devices", "host")
+    }
+    return told | {"differs": differing_patience(step, evaluate, init(), me)}
+
+
+def kept(step, evaluate, state, folder, keep):
     told, noted = iter([5.0, 2.0, 4.0, 3.0, 1.0]), Noted()
-    options = {"evaluate": evaluate, "eval_every": 1, "progress": False}
     try:
         tj.run(step, state, [np.ones(6)], writers=[noted, Broken()], progress=False)
     except (OSError, ValueError) as error:
@@ -62,11 +60,13 @@ def train(folder, keep, local):
         step,
         state,
         [np.arange(6, dtype=np.float32) + i for i in range(9)],
+        evaluate=evaluate,
         eval_batches=lambda: [np.full(6, next(told), np.float32)],
+        eval_every=1,
         early_stopping=tj.EarlyStopping("told", patience=2),
         best=tj.Best("told", keep=keep, restore=True),
         writers=[tj.JsonLines(folder / f"{keep}.jsonl"), noted],
-        **options,
+        progress=False,
     )
     best = tj.towers.read_local(history.best.state.local) if keep == "devices" else None
     return {
@@ -81,11 +81,7 @@ def train(folder, keep, local):
     }
 
 
-def differing_patience(me):
-    strategy = tj.Mirrored()
-    step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy)
-    state = step.init(np.float32(3), local={"seen": seen()})
-    evaluate = tj.build_eval_step(metric_fn, strategy)
+def differing_patience(step, evaluate, state, me):
     data = [np.ones(4, np.float32)]
     early = tj.EarlyStopping("told", patience=1 + me)
     options = {"evaluate": evaluate, "eval_batches": data, "eval_every": 1}
@@ -93,17 +89,3 @@ def differing_patience(me):
         tj.run(step, state, data, early_stopping=early, progress=False, **options)
     except ValueError as error:
         return str(error)
-
-
-def seen():
-    return tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
-
-
-if __name__ == "__main__":
-    tj.cluster.initialize()
-    folder, me = pathlib.Path(sys.argv[1]), jax.process_index()
-    told = {"process": me}
-    for keep in ("devices", "host"):
-        told[keep] = train(folder, keep, {"seen": seen()})
-    told["differs"] = differing_patience(me)
-    os.write(1, (json.dumps(told) + "\n").encode())
