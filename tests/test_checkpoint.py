@@ -60,6 +60,12 @@ def step():
 
 
 @pytest.fixture(scope="module")
+def other():
+    """The same step on other devices."""
+    return model.build(4)
+
+
+@pytest.fixture(scope="module")
 def undisturbed(step):
     """The bits of a run that nothing happened to, and its losses."""
     before = model.init(step)
@@ -91,14 +97,13 @@ def copied(three, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [3, 5])  # after 2 comes the ragged batch
 def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
-    step, undisturbed, tmp_path, at
+    step, other, undisturbed, tmp_path, at
 ):
     saving = tj.Checkpointer(tmp_path, every=2)
     with pytest.raises(Stop):
         train(step, saving, hooks=[stopping_at(at)])
     done = at // 2 * 2
     assert saving.steps[-1] == done
-    other = model.build(4)
     state, history = train(other, saving)
     model.assert_same_bits(state, undisturbed[0])
     assert history.metrics["loss"].tolist() == undisturbed[1][done:].tolist()
@@ -461,8 +466,8 @@ def test_a_list_is_counted_off(step, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_distributed_data_set_goes_on(step, undisturbed, tmp_path):
-    saving, other = tj.Checkpointer(tmp_path), model.build(4)
+def test_a_distributed_data_set_goes_on(step, other, undisturbed, tmp_path):
+    saving = tj.Checkpointer(tmp_path)
     for trained, steps in ((step, 3), (other, model.STEPS)):
         batches = trained.strategy.distribute_dataset(model.batches())
         state, _ = train(trained, saving, steps, batches)
@@ -722,7 +727,7 @@ def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
     last, ended = signalled_at(0, signal.SIGTERM, lambda: run(tmp_path / "whole"))
     assert last > 300 and ended is None
     inside = 0
-    for event_number in range(3, last, last // 14):
+    for event_number in range(3, last, last // 7):
         path = tmp_path / str(event_number)
         _, ended = signalled_at(event_number, signal.SIGTERM, lambda: run(path))  # noqa: B023
         seen = []
@@ -731,7 +736,7 @@ def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
         if hasattr(ended, "state"):  # not before the first step, nor after the last
             done, inside = int(ended.state.step), inside + 1
             assert seen == list(range(done + 1, 9)), event_number
-    assert inside >= 9
+    assert inside >= 4
 
 
 @pytest.mark.slow
@@ -803,39 +808,29 @@ def test_train_and_evaluate_goes_on(tmp_path):
     data = model.data()
     pairs = (data["x"], data["y"])
 
-    def go(
-        checkpointer,
-        epochs,
-        placement=tj.estimator.VariablePlacement.MIRRORED,
-        **options,
-    ):
-        strategy = tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree())
-        made = tj.estimator.replicate_model_fn(
-            model_fn, devices=strategy, variable_placement=placement
-        )
+    def go(made, checkpointer, **options):
         start = tj.TrainState.create({"w": np.ones(3, np.float32)}, optimizer)
         return tj.estimator.train_and_evaluate(
             made,
             lambda: tj.batches(pairs, model.SIZE, seed=1),
             variables=start,
-            epochs=epochs,
+            epochs=3,
             checkpointer=checkpointer,
             progress=False,
             **options,
         )[0]
 
-    expected = model.bits(go(None, 3))
-    saving = tj.Checkpointer(tmp_path, every=4)
-    with pytest.raises(Stop):
-        go(saving, 3, hooks=[stopping_at(5)])
-    assert saving.steps == (4,)
-    model.assert_same_bits(go(saving, 3), expected)
-    robin = tj.estimator.VariablePlacement.ROUND_ROBIN
-    one = tj.Checkpointer(tmp_path / "robin", every=4)
-    expected = model.bits(go(None, 3, robin))
-    with pytest.raises(Stop):
-        go(one, 3, robin, hooks=[stopping_at(5)])
-    model.assert_same_bits(go(one, 3, robin), expected)
+    strategy = tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree())
+    for placement in tj.estimator.VariablePlacement:
+        made = tj.estimator.replicate_model_fn(
+            model_fn, devices=strategy, variable_placement=placement
+        )
+        saving = tj.Checkpointer(tmp_path / placement.name, every=4)
+        expected = model.bits(go(made, None))
+        with pytest.raises(Stop):
+            go(made, saving, hooks=[stopping_at(5)])
+        assert saving.steps == (4,)
+        model.assert_same_bits(go(made, saving), expected)
 
 
 # In other processes
@@ -861,47 +856,35 @@ def worker(processes, *argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sign, code", [("SIGKILL", -9), ("SIGTERM", 75)])
-def test_a_process_that_is_ended_goes_on_in_another(
-    step, undisturbed, tmp_path, sign, code
-):
-    done = worker(1, tmp_path, model.STEPS, sign)
-    assert done.returncode == code, done.stdout + done.stderr
+def test_a_process_that_is_killed_goes_on_in_another(step, undisturbed, tmp_path):
+    done = worker(1, tmp_path, model.STEPS, "SIGKILL")
+    assert done.returncode == -9, done.stdout + done.stderr
     saving = tj.Checkpointer(tmp_path)
-    assert saving.steps[-1] in ((2, 4) if code == -9 else (5, 6, 7))
+    assert saving.steps[-1] in (2, 4)
     state, _ = train(step, saving)
     model.assert_same_bits(state, undisturbed[0])
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_of_two_processes_ends_both_after_the_same_step(step, tmp_path):
+def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path):
+    """After the same step."""
+    saving = tj.Checkpointer(tmp_path)
+    train(step, saving, 3)
     done = worker(2, tmp_path, 90, "SIGTERM")
     assert done.returncode == 75, done.stdout + done.stderr
-    saving = tj.Checkpointer(tmp_path)
     number = saving.steps[-1]
-    assert 5 <= number < 90
+    assert 5 <= number < 90 and len(saving.record(number).devices) == 4
     expected, _ = train(step, None, number)
     restored = saving.restore(step, model.init(step))
     model.assert_same_bits(restored, model.bits(expected))
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_where_one_stopped(step, undisturbed, tmp_path):
-    saving = tj.Checkpointer(tmp_path)
-    train(step, saving, 3)
-    done = worker(2, tmp_path, model.STEPS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert saving.steps == (4, 6, 8) and len(saving.record(8).devices) == 4
-    restored = saving.restore(step, model.init(step))
-    model.assert_same_bits(restored, undisturbed[0])
-
-
-@pytest.mark.slow
-def test_killed_at_fifty_moments_of_saving():
-    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "50"]
+def test_killed_at_twenty_moments_of_saving():
+    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "20"]
     done = subprocess.run(worker, env=environment(), capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     found = json.loads(done.stdout)
-    assert found["kills"] == 50 and found["bad"] == []
+    assert found["kills"] == 20 and found["bad"] == []
     # Some were killed before anything, some between, and some in the middle of it.
-    assert found["left"] >= 10 and found["newest"] >= 3
+    assert found["left"] >= 4 and found["newest"] >= 2
