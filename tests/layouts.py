@@ -6,12 +6,10 @@ import towerjax as tj
 
 LAYOUTS = [
     # towers, devices, local, micro-batches
-    (1, 1, "vmap", 1),
-    pytest.param(4, 1, "vmap", 1, marks=pytest.mark.slow),
+    pytest.param(1, 1, "vmap", 1, marks=pytest.mark.slow),
     (4, 4, "vmap", 1),
     pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow),
     (4, 2, "scan", 3),
-    pytest.param(2, 2, "scan", 1, marks=pytest.mark.slow),
 ]
 layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
 

@@ -164,12 +164,17 @@ def test_all_layouts_equal_one_tower(executor, towers, devices, kind, size):
     check(executor, towers, devices, kind, size)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("towers", "devices", "local"), [(1, 1, "vmap"), (2, 2, "vmap"), (4, 2, "scan")]
+    ("towers", "devices", "local", "kind", "rows"),
+    [
+        (1, 1, "vmap", "sum", 24),
+        (2, 2, "vmap", "weighted", 21),
+        (2, 2, "vmap", "mean", 24),
+        (4, 2, "scan", "weighted", 24),
+        (4, 2, "scan", "sum", 21),
+        (4, 2, "scan", "mean", 21),
+    ],
 )
-@pytest.mark.parametrize("rows", [24, 21])
 @pytest.mark.slow
 def test_micro_batches_are_sums_over_weights(towers, devices, local, kind, rows):
     names = tuple(f"cpu:{i}" for i in range(devices))
@@ -206,10 +211,10 @@ def loss_fn_without_local(kind, params, batch, tower):
     return tj.TowerOutput(loss=out.loss, metrics=metrics)
 
 
-@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("towers", "devices"), [(4, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize("rows", [1, 2, 7, 24])
+@pytest.mark.parametrize(
+    ("towers", "devices", "rows"), [(4, 4, 1), (4, 4, 24), (4, 2, 2), (8, 1, 7)]
+)
 def test_evaluation_and_prediction_are_exact_for_any_size(towers, devices, rows):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(devices=names, towers=towers)
@@ -248,8 +253,9 @@ def test_all_weights_zero_changes_nothing_and_is_no_nan():
     np.testing.assert_array_equal(state.params["w"], params["w"])
 
 
-@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
-@pytest.mark.parametrize(("towers", "devices"), [(3, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("towers", "devices", "ops"), [(3, 3, tj.PinnedTree()), (4, 1, tj.AllReduce())]
+)
 @pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices, ops):
     names = tuple(f"cpu:{i}" for i in range(devices))
@@ -290,8 +296,9 @@ def test_evaluation_reads_tower_local_values_by_their_reduction(towers, devices,
     close(predict(state, data(5)), np.full(5, own.sum()), "prediction")
 
 
-@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=repr)
-@pytest.mark.parametrize(("towers", "devices"), [(4, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("towers", "devices", "ops"), [(4, 2, tj.AllReduce()), (1, 1, tj.PinnedTree())]
+)
 @pytest.mark.slow
 def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
     towers, devices, ops

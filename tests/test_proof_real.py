@@ -390,13 +390,26 @@ def merged(p, batch, tower):
 # Flax models: linen by init and apply, nnx by split and merge.
 
 
+def drawn(shapes):
+    """Values by NumPy: Flax's own take a second to compile."""
+    rng = np.random.default_rng(0)
+
+    def draw(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        return rng.uniform(0.1, 0.5, x.shape).astype(x.dtype)
+
+    return jax.tree.map(draw, shapes)
+
+
 def linen(name, model, train=None, collections=()):
     """A linen model; only its parameters are trained, its statistics stay."""
     kwargs = {} if train is None else {"train": train}
 
     def make():
         keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        variables = jax.tree.map(np.asarray, model.init(keys, X[:2], **kwargs))
+        init = functools.partial(model.init, **kwargs)
+        variables = drawn(jax.eval_shape(init, keys, X[:2]))
 
         def loss_fn(params, batch, tower):
             rngs = {"dropout": tower.rng}
@@ -434,8 +447,9 @@ def stateful(name, make):
     """An nnx model; its other variables are copied, and their changes dropped."""
 
     def split():
-        graph, params, rest = nnx.split(make(nnx.Rngs(0)), nnx.Param, ...)
-        rest = jax.tree.map(lambda x: x, rest)
+        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        graph, *variables = nnx.split(abstract, nnx.Param, ...)
+        params, rest = jax.tree.map(jnp.asarray, drawn(variables))
 
         def loss_fn(params, batch, tower):
             model = nnx.merge(graph, params, rest, copy=True)

@@ -1,5 +1,6 @@
 """The state in parts: the same numbers, less on each device."""
 
+import functools
 import math
 import re
 
@@ -50,9 +51,10 @@ def loss_fn(params, batch, tower):
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
 
 
-def build(state="mirrored", optimizer="clipped adamw", **options):
-    given = {k: options.pop(k) for k in ("local", "devices") if k in options}
-    strategy = mirrored(state, **given)
+@functools.cache
+def build(state="mirrored", optimizer="clipped adamw", devices=4, **options):
+    """A step, whose programs all tests share."""
+    strategy = mirrored(state, devices=devices)
     return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy, **options)
 
 
@@ -72,7 +74,7 @@ def bytes_a_device(tree):
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "state, optimizer",
-    [*zip(SHARDED * 3, OPTIMIZERS, strict=False), ("sharded", "clipped adamw")],
+    [*zip(SHARDED * 3, OPTIMIZERS, strict=False)],
 )
 def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
     sharded, whole = build(state, optimizer), build(optimizer=optimizer)
@@ -85,8 +87,7 @@ def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("state", SHARDED)
+@pytest.mark.parametrize(("state", "steps"), [*zip(SHARDED, (1, 3), strict=True)])
 def test_a_device_holds_its_part_alone(state, steps):
     step = build(state)
     first = step.init(start())

@@ -121,7 +121,7 @@ REGISTRY = (
         'pools["added"] = [type(x)(x.sum, jnp.full_like(x.weight, num_rows(own[0])))\n'
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
-        f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
+        f"{_MICRO_BATCHES}[2-2-vmap-weighted-21]",
     ),
     _m(
         "B10",
@@ -132,7 +132,7 @@ REGISTRY = (
         "        added = [type(x)(x.value, jnp.sign(x.weight)) for x in added]\n"
         "        added = added, *others\n"
         "        total = jax.tree.map(jnp.add, total, added)",
-        f"{_MICRO_BATCHES}[21-2-2-vmap-weighted]",
+        f"{_MICRO_BATCHES}[2-2-vmap-weighted-21]",
     ),
     _m(
         "B11",
@@ -307,7 +307,7 @@ REGISTRY = (
         "own = on_every_process(own, self.strategy.placement)",
         "own = jax.tree.map(lambda x: np.concatenate(\n"
         "        np.split(x, self.strategy.num_towers)[::-1]), own)",
-        f"{_EXACT}[24-4-4]",
+        f"{_EXACT}[4-4-24]",
     ),
     _m(
         "B30",
