@@ -1,6 +1,7 @@
 """One process of a job: joins it, sums over all devices, and then does as told.
 
-python job.py '{"num_processes": 2, ...}' sum|raise|loop|shutdown|late|again
+python job.py '{"num_processes": 2, ...}' sum|raise|loop|again
+python job.py '[[{"num_processes": 2, ...}, {"XLA_FLAGS": "..."}], null]' tries
 """
 
 import json
@@ -16,8 +17,26 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 
 arguments, task = json.loads(sys.argv[1]), sys.argv[2]
-if task == "late":
-    jax.devices()
+
+
+def error_of(arguments, variables):
+    """What it says to call it so, with variables of the environment."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    try:
+        tj.cluster.initialize(**arguments)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+if task == "tries":
+    said = [error_of(*each) if each else len(jax.devices()) for each in arguments]
+    sys.exit(print(json.dumps(said)))
 cluster = tj.cluster.initialize(**arguments)
 mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
 total = jax.jit(
@@ -47,7 +66,7 @@ while task in ("raise", "loop"):
     step()
     time.sleep(0.01)
 if task == "again":
-    tj.cluster.initialize("127.0.0.1:1", 2, 1)
-if task == "shutdown":
+    another = {"coordinator": "127.0.0.1:1", "num_processes": 2, "process_id": 1}
+    print(error_of(another, {}))
     tj.cluster.shutdown()
     print("all came", flush=True)
