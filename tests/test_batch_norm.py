@@ -20,7 +20,6 @@ from towerjax.layers.batch_norm.normalize import BatchNormOptions, Moments, norm
 IN, OUT, RATE = 4, 3, 0.5
 CLOSE = dict(rtol=3e-6, atol=3e-6)
 OPTIONS = dict(momentum=oracle.MOMENTUM, epsilon=oracle.EPSILON)
-SLOW = pytest.mark.slow
 
 
 def batch(size, seed=0):
@@ -109,9 +108,7 @@ def trained(kind, strategy, batches, **options):
 GRID = [
     ("linen", 4, 2, {}),  # vmap in shard_map
     ("nnx", 8, 4, {}),  # 11 rows on 8 towers: one has half, two have none
-    ("nnx", 1, 1, {}),
     ("linen", 3, 3, {"executor": "pmap"}),
-    ("linen", 3, 1, {}),  # vmap alone
 ]
 
 
@@ -145,11 +142,7 @@ def test_towers_without_examples_change_nothing(rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "T, D",
-    [(3, 3), (4, 1)],
-)
-def test_the_gradient_by_the_input_is_the_oracles(T, D):
+def test_the_gradient_by_the_input_is_the_oracles():
     rows = batch(12)
 
     def loss_fn(params, own, tower):
@@ -161,7 +154,7 @@ def test_the_gradient_by_the_input_is_the_oracles(T, D):
         losses = (jnp.tanh(y) * own["c"]).sum(-1)
         return tj.Weighted.mean(losses, tower.weight * own["weight"])
 
-    step = tj.build_train_step(loss_fn, optax.sgd(1.0), towers(T, D))
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), towers(3, 3))
     state, _ = step(step.init({"shift": np.zeros((12, IN), np.float32)}), rows)
     exact = {name: value.astype(np.float64) for name, value in rows.items()}
     expected = oracle.loss_and_gradients(start(), exact, exact["weight"])[3]
@@ -307,13 +300,12 @@ CALLS = [
 ]
 
 
-SIXTEEN_BITS = [pytest.param(x, marks=SLOW) for x in (jnp.bfloat16, jnp.float16)]
-
-
-@pytest.mark.pairwise
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, *SIXTEEN_BITS])
-@pytest.mark.parametrize("options", CALLS, ids=str)
+@pytest.mark.parametrize(
+    "options, dtype",
+    [*((options, jnp.float32) for options in CALLS)]
+    + [({}, jnp.bfloat16), ({}, jnp.float16), (CALLS[3], jnp.float16)],
+)
 def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
     init = dict(bias_init=linen.initializers.normal())
@@ -346,10 +338,11 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     np.testing.assert_allclose(*map(np.float32, evaluated), **tolerance)
 
 
-@pytest.mark.pairwise
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=SLOW)])
-@pytest.mark.parametrize("options", [c for c in CALLS if "dtype" not in c], ids=str)
+@pytest.mark.parametrize(
+    "options, dtype",
+    [*((c, jnp.float32) for c in CALLS if "dtype" not in c), ({}, jnp.bfloat16)],
+)
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
     x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
     init = dict(bias_init=nnx.initializers.normal())

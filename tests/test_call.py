@@ -52,7 +52,9 @@ def oracle(T, w):
     return value, of_x, of_w
 
 
-@EXECUTORS
+@pytest.mark.parametrize(
+    "T, D, executor", [(3, 1, "shard_map"), (4, 2, "shard_map"), (2, 2, "pmap")]
+)
 @pytest.mark.slow
 def test_called_inside_transformations(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
@@ -95,7 +97,7 @@ def test_gradients_of_towers_in_turn(T, D, local):
 
 
 @pytest.mark.slow
-@LAYOUTS
+@pytest.mark.parametrize("T, D", [(3, 1), (4, 2)])
 def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
     strategy, x = mirrored(T, D), tj.PerTower(ROWS[:T])
 

@@ -73,7 +73,7 @@ def tree(towers):
             x = x + 10j * rng.normal(size=(towers, *shape))
         return x.astype(dtype)
 
-    kinds = itertools.product(range(3), range(len(DTYPES)))
+    kinds = itertools.product(range(2), range(len(DTYPES)))
     return [leaf(DTYPES[i], SHAPES[(n + i) % len(SHAPES)]) for n, i in kinds]
 
 
@@ -88,17 +88,10 @@ def assert_is_the_sum(actual, values):
         assert (error <= allowed).all()
 
 
-GRIDS = [(1, 1), (4, 2), (7, 7), (8, 8)]
-PMAP = ((6, 3), "pmap")
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "towers, devices, executor",
-    [
-        (*grid, executor)
-        for grid, executor in [(grid, "shard_map") for grid in GRIDS] + [PMAP]
-    ],
+    [(1, 1, "shard_map"), (8, 8, "shard_map"), (6, 3, "pmap")],
 )
 def test_every_op_is_the_sum_in_float64(towers, devices, executor):
     values, ops = tree(towers), ops_for(devices)
@@ -439,11 +432,7 @@ def train(strategy, steps=2):
 
 @pytest.mark.parametrize(
     "towers, devices, options",
-    [
-        (6, 3, {"executor": "pmap", "local": "scan"}),
-        (8, 4, {}),
-        (4, 1, {"local": "scan"}),
-    ],
+    [(6, 3, {"executor": "pmap", "local": "scan"}), (8, 4, {})],
 )
 @pytest.mark.slow
 def test_steps_are_those_of_an_all_reduce(towers, devices, options):
@@ -451,8 +440,8 @@ def test_steps_are_those_of_an_all_reduce(towers, devices, options):
     for ops in [
         tj.collectives.Packed(num_packs=3),
         tj.collectives.ReduceToOneDevice(names(devices)[-1]),
-        tj.collectives.Hierarchical(2 if devices == 4 else None),
-    ][: None if devices > 1 else 1]:  # on one device they are the same program
+        tj.collectives.Hierarchical(2),
+    ][: 3 if devices == 4 else 1]:
         state, other = train(mirrored(towers, devices, ops, **options))
         assert float(other["rows"]) == float(metrics["rows"]) == 24 / towers
         for name, x in state.params.items():
@@ -555,13 +544,12 @@ def test_where_jax_traces_values_are_added_where_they_are():
 @pytest.mark.slow
 def test_dtypes_are_the_same_wherever_values_are_added(ops, executor):
     strategy = mirrored(4, 2, ops, executor=executor)
-    for dtype in (bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16):
-        rows = np.arange(8).reshape(4, 2).astype(dtype)
-        for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER):
-            out = strategy.reduce(reduction, tj.PerTower(rows))
-            inside = jax.jit(
-                lambda x, reduction=reduction: strategy.reduce(reduction, x)
-            )(tj.PerTower(jnp.asarray(rows)))
+    dtypes = (bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16)
+    rows = [tj.PerTower(np.arange(8).reshape(4, 2).astype(x)) for x in dtypes]
+    for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER):
+        outs = strategy.reduce(reduction, rows)
+        insides = jax.jit(lambda x, r=reduction: strategy.reduce(r, x))(rows)
+        for out, inside in zip(outs, insides, strict=True):
             assert out.dtype == inside.dtype
             np.testing.assert_array_equal(out, inside)
 
@@ -775,11 +763,9 @@ def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
         tj.collectives.choose_cross_tower_ops(devices, links)
 
 
-@pytest.mark.parametrize(
-    "towers, devices, executor", [(2, 1, "shard_map"), (6, 3, "pmap")]
-)
 @pytest.mark.slow
-def test_values_without_elements_are_reduced_too(towers, devices, executor):
+def test_values_without_elements_are_reduced_too():
+    towers, devices = 6, 3
     value = tj.PerTower(
         {
             "a first": np.zeros((towers, 0), np.float16),
@@ -789,9 +775,9 @@ def test_values_without_elements_are_reduced_too(towers, devices, executor):
         }
     )
     for ops in (*ops_for(devices), tj.PinnedTree()):
-        strategy = mirrored(towers, devices, ops, executor=executor)
+        strategy = mirrored(towers, devices, ops)
         out = strategy.reduce(R.SUM, value)
         assert (out["empty"].shape, out["flat"].shape) == ((0, 3), (0,))
         assert int(out["count"]) == towers
-        empty = strategy.reduce(R.MEAN, tj.PerTower(value.values["empty"]))
-        assert empty.shape == (0, 3)
+    empty = strategy.reduce(R.MEAN, tj.PerTower(value.values["empty"]))
+    assert empty.shape == (0, 3)

@@ -300,7 +300,7 @@ def batches_of(rows, size):
 
 def metrics_named(names, params, batch, tower):
     out = states(batch, batch["weight"] * tower.weight, names)
-    out |= {f"all/{n}": x for n, x in states(batch, tower.weight, names).items()}
+    out |= {f"all/{n}": x for n, x in states(batch, tower.weight, SOME).items()}
     return out
 
 
@@ -310,9 +310,9 @@ def check_sizes(strategy, sizes, names):
     for size in sizes:
         rows = random_rows(size, size, ["any", "yes", "no"][size % 3])
         found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 2 * towers))
-        assert len(found) == 2 * len(names)
+        assert len(found) == len(names) + len(SOME)
         check(found, rows, rows["weight"], "", names)
-        check(found, rows, np.ones(size), "all/", names)
+        check(found, rows, np.ones(size), "all/", SOME)
 
 
 # All states are added alike: where every metric is not asked for, some kinds are.
@@ -321,14 +321,12 @@ SOME = ("rmse", "auc_few", "mean_iou", "precision")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "towers, devices",
-    [(1, 1), (6, 3), (7, 7)],
+    "towers, devices, names", [(6, 3, tuple(oracle.VALUES)), (7, 7, SOME)]
 )
-def test_any_number_of_towers_gives_the_value_of_one_pass(towers, devices):
+def test_any_number_of_towers_gives_the_value_of_one_pass(towers, devices, names):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=towers)
     # The largest first, so that smaller last batches are filled up to its size.
-    names = tuple(oracle.VALUES) if towers == 6 else SOME
-    check_sizes(strategy, range(3 * towers + 1, 0, -1), names)
+    check_sizes(strategy, range(3 * towers + 1, 0, -3), names)
 
 
 WAYS = {
@@ -340,7 +338,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "shard_map"])
 def test_every_executor_gives_the_value_of_one_pass(way):
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS[way])
     check_sizes(strategy, [13, 3], SOME)
@@ -391,18 +389,11 @@ def own_metrics(params, batch, tower):
     return own_states(batch, tower.weight, first)
 
 
-GRID = [(1, 1), (1, 4), (2, 4), (4, 4)]
-FAST = {"shard_map": (2, 4), "pmap": (4, 4), "scan": (1, 4), "pinned": (2, 4)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, devices, towers",
-    [
-        pytest.param(way, *grid, marks=() if FAST[way] == grid else pytest.mark.slow)
-        for way in WAYS
-        for grid in GRID
-    ],
+    [("shard_map", 1, 1), ("shard_map", 2, 4), ("pmap", 4, 4), ("scan", 1, 4)]
+    + [("pinned", 2, 4)],
 )
 def test_states_of_ones_own_merge_in_tower_order(way, devices, towers):
     devices = [f"cpu:{i}" for i in range(devices)]
@@ -428,7 +419,7 @@ def test_states_of_ones_own_merge_over_batches():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way, micro_batches",
-    [("shard_map", 3), ("pmap", 1), ("scan", 3), ("pinned", 1)],
+    [("pmap", 1), ("scan", 3)],
 )
 def test_train_metrics_are_values_of_the_global_batch(way, micro_batches):
     def loss_fn(w, batch, tower):
@@ -485,7 +476,7 @@ def test_a_step_with_states_is_proved_for_any_number_of_towers():
 @pytest.mark.slow
 def test_pinned_tree_gives_states_of_the_same_bits_on_any_devices():
     bits = []
-    for devices in (1, 2, 8):
+    for devices in (1, 4):
         strategy = tj.Mirrored(
             [f"cpu:{i}" for i in range(devices)], towers=8, **WAYS["pinned"]
         )
@@ -643,12 +634,12 @@ def test_what_has_weight_0_may_be_anything_known_too():
         ),
     ],
 )
-@pytest.mark.parametrize("on_the_host", [False, True])
-def test_values_out_of_range_that_nobody_can_refuse_make_nan(state, on_the_host):
+def test_values_out_of_range_that_nobody_can_refuse_make_nan(state):
     """The values are not known before the program runs."""
-    found = jax.jit(state)(jnp.array([0.25, 0.5, 0.75]))
-    found = value_on_host(on_host(found)) if on_the_host else found.compute()
-    assert np.isnan(found)
+    found, value = jax.jit(lambda x: (s := state(x), s.compute()))(
+        np.float32([0.25, 0.5, 0.75])
+    )
+    assert np.isnan(value) and np.isnan(value_on_host(on_host(found)))
 
 
 class Unregistered:

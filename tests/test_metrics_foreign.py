@@ -39,7 +39,7 @@ def foreign(batch, w):
 def expected(rows, w):
     value = np.float64(rows["value"])
     # metrax has its own thresholds, from 0 to 1, and a score at one says yes.
-    one_pass = foreign(jax.tree.map(jnp.asarray, rows), jnp.asarray(w, jnp.float32))
+    one_pass = jax.jit(foreign)(rows, np.float32(w))
     return {
         "clu/average": value[w > 0].mean(),
         "metrax/average": oracle.weighted_mean(value, w),
@@ -55,7 +55,7 @@ def check(found, rows, w):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["shard_map", "pinned"])
 def test_towers_and_batches_give_the_value_of_one_pass(way):
     def metric_fn(params, batch, tower):
         return foreign(batch, batch["weight"] * tower.weight)
@@ -68,8 +68,7 @@ def test_towers_and_batches_give_the_value_of_one_pass(way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_train_metrics_are_values_of_the_global_batch(micro_batches):
+def test_train_metrics_are_values_of_the_global_batch():
     """Also where compute slices by a number of the state, as that of AUCPR does."""
 
     def loss_fn(params, batch, tower):
@@ -82,7 +81,7 @@ def test_train_metrics_are_values_of_the_global_batch(micro_batches):
         optax.sgd(0.1),
         tj.Mirrored(("cpu:0", "cpu:1")),
         remainder="pad",
-        micro_batches=micro_batches,
+        micro_batches=2,
     )
     rows = random_rows(4, 15)
     _, metrics = step(step.init(np.float32(1)), rows)

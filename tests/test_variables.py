@@ -839,9 +839,9 @@ def test_a_mean_of_integers_comes_back_only_whole():
 
 @pytest.mark.slow
 def test_very_many_variables_are_read_at_once():
-    """As many as a ResNet has: read one by one they stop 8 CPU devices for good."""
+    """More than 32: read one by one they stop 8 CPU devices for good."""
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
-    values = {f"v{i}": np.full(16, i, np.float32) for i in range(106)}
+    values = {f"v{i}": np.full(16, i, np.float32) for i in range(40)}
     v = strategy.create_var("v", values, reduction=R.MEAN, tower_local=True)
     for read in (
         tj.towers.saved_values(v),
@@ -849,7 +849,7 @@ def test_very_many_variables_are_read_at_once():
         strategy.read_var(v),
     ):
         assert {name: float(x[3]) for name, x in read.items()} == {
-            f"v{i}": i for i in range(106)
+            f"v{i}": i for i in range(40)
         }
 
 
@@ -858,7 +858,7 @@ def test_loops_that_nobody_waits_for_do_not_stop_the_devices():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
     v = strategy.create_var("v", np.ones(16), reduction=R.SUM, tower_local=True)
     rows = tj.PerTower(v.value)
-    for _ in range(60):
+    for _ in range(40):
         read = strategy.read_var(v)
         joined = strategy.gather(rows, 0)
         total = strategy.reduce(R.SUM, rows, axis=0)
@@ -869,7 +869,7 @@ def test_loops_that_nobody_waits_for_do_not_stop_the_devices():
 def test_reading_has_the_same_bits_on_any_devices():
     rows = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32)
     reads = []
-    for devices in (1, 2, 4, 8):
+    for devices in (1, 2, 8):
         strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(devices)], towers=8)
         like = strategy.create_var(
             "v", np.zeros(1000, np.float32), reduction=R.MEAN, tower_local=True

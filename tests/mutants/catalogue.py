@@ -77,7 +77,7 @@ REGISTRY = (
         "collectives.all_reduce:_all_reduce",
         "return lax.psum(buffers, DEVICE_AXIS)",
         "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]",
-        f"{_OPS}[3-3-AllReduce(pack_below_bytes=0)]",
+        f"{_OPS}[3-3]",
     ),
     _m(
         "B06",
@@ -165,7 +165,7 @@ REGISTRY = (
         "layers.batch_norm.normalize:_weights",
         "rows = tower.weight\n",
         "rows = tower.weight * 0 + 1\n",
-        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how3]",
+        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how2]",
     ),
     _m(
         "B15",
@@ -174,7 +174,7 @@ REGISTRY = (
         "squares = weight * (x - _spread(mean, x, axes)) ** 2",
         "own = _ratio((weight * x).sum(over), count)\n"
         "    squares = weight * (x - _spread(own, x, axes)) ** 2",
-        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how3]",
+        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[linen-3-3-how2]",
     ),
     _m(
         "B16",
@@ -323,7 +323,7 @@ REGISTRY = (
         "collectives.reduce:add_pairwise",
         "rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums",
         "rows = sums",
-        f"{_OPS}[5-5-PinnedTree()]",
+        f"{_OPS}[5-5]",
     ),
     _m(
         "B32",
@@ -331,7 +331,7 @@ REGISTRY = (
         "collectives.packing:Packing.pack",
         "for x in group]",
         "for x in group[::-1]]",
-        f"{_OPS}[3-3-AllReduce()]",
+        f"{_OPS}[3-3]",
     ),
     _m(
         "B33",
@@ -339,7 +339,7 @@ REGISTRY = (
         "collectives.packing:Packing.plan",
         "latest.get(leaf.dtype)",
         'latest.get(np.dtype("float32"))',
-        f"{_OPS}[3-3-AllReduce()]",
+        f"{_OPS}[3-3]",
     ),
     _m(
         "B34",
