@@ -206,17 +206,31 @@ CALLS = {
 }
 
 
+@functools.cache
+def in_use(towers):
+    """A model that has been called, and the variables that it was."""
+    model = replicated(towers=towers)
+    return model, model(model.init(start()), X, Y).train_op
+
+
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
 def test_malformed_calls_are_refused(name, towers, compiled):
     call, text = CALLS[name]
-    model = replicated(towers=towers)
-    variables = model.init(start())
-    refused(compiled, text, model, variables, *call)
-    variables = model(variables, X, Y).train_op  # nothing was lost
-    refused(compiled, text, model, variables, *call)
-    assert int(model(variables, X, Y).train_op.step) == 2
+    new = replicated(towers=towers)
+    for model, variables in ((new, new.init(start())), in_use(towers)):
+        refused(compiled, text, model, variables, *call)
+
+
+@pytest.mark.slow
+def test_after_a_refusal_a_call_goes_on(compiled):
+    model = replicated()
+    variables, (call, text) = model.init(start()), CALLS["labels shorter"]
+    for number in (1, 2):
+        refused(compiled, text, model, variables, *call)
+        variables = model(variables, X, Y).train_op  # nothing was lost
+        assert int(variables.step) == number
 
 
 def test_a_batch_that_does_not_divide_is_refused_when_asked(compiled):

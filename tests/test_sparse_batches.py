@@ -65,18 +65,16 @@ def next_w(w, x, batch, rate=0.1):
     return w - rate * 2 * (weight * (x @ w - y)) @ x / weight.sum()
 
 
-GRIDS = pytest.mark.parametrize(
-    "T, D, options", [(1, 1, {}), (3, 1, {}), (4, 4, {}), (4, 2, {"local": "scan"})]
-)
-
-
 def mirrored(T, D, options):
     return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 @pytest.mark.few_fast(1)
-@GRIDS
-@pytest.mark.parametrize("layout", [{}, {"n_batch": 1}], ids=["rows", "batched"])
+@pytest.mark.parametrize(
+    "T, D, options, layout",
+    [(1, 1, {}, {}), (3, 1, {}, {"n_batch": 1}), (4, 4, {}, {})]
+    + [(4, 2, {"local": "scan"}, {}), (4, 2, {}, {"n_batch": 1})],
+)
 def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
     batch, x = batch_of(7, **layout)
     predict = tj.build_predict_step(
@@ -89,8 +87,10 @@ def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
 
 
 @pytest.mark.slow
-@GRIDS
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    "T, D, options, micro_batches",
+    [(1, 1, {}, 2), (3, 1, {}, 1), (4, 4, {}, 2), (4, 2, {"local": "scan"}, 2)],
+)
 def test_training_is_that_on_the_dense_rows(T, D, options, micro_batches):
     strategy, options = mirrored(T, D, options), {"remainder": "pad"}
     step = tj.build_train_step(
@@ -147,8 +147,7 @@ def test_the_example_of_four_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("steps_per_call", [1, 2])
+@pytest.mark.parametrize("seed, steps_per_call", [(None, 1), (3, 2)])
 def test_data_is_cut_by_rows(seed, steps_per_call):
     """Shuffled and in order, prefetched, one step and two a call, an uneven end."""
     data, x = batch_of(23)

@@ -11,9 +11,7 @@ import pytest
 import towerjax as tj
 
 LAYOUTS = [
-    (1, 1, {}),
     (4, 4, {}),
-    (4, 2, {}),
     (4, 2, {"local": "scan"}),
     (4, 2, {"executor": "pmap"}),
     (4, 1, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}),
@@ -141,8 +139,9 @@ RATES = {
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize(
+    "rate, devices", [*((rate, 2) for rate in RATES), ("float", 1), ("device", 1)]
+)
 def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate, devices):
     step = tj.build_train_step(mean_square, RATED, strategy(2, devices, {}))
     rate = RATES[rate]() if callable(RATES[rate]) else RATES[rate]
