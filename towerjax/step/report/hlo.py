@@ -34,11 +34,6 @@ class Shape:
         width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
         return -(-self.size * width // 8)
 
-    @property
-    def is_floating(self) -> bool:
-        """Of real or complex numbers?"""
-        return self.dtype[0] in "fbc"
-
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
