@@ -129,6 +129,23 @@ def test_put_is_device_put(layout, dtype):
         np.testing.assert_array_equal(mine.data, theirs.data)
 
 
+def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_for():
+    step = build()
+    state = step.init(np.float32(0))
+    with jax.transfer_guard("disallow"):
+        for seed in range(2):
+            state, _ = step(state, step.place_batch(rows(seed=seed)))
+        tj.run(step, state, [rows()] * 2, progress=False)
+
+
+def test_without_jit_a_step_says_what_to_write():
+    step = build()
+    state = step.init(np.float32(0))
+    with jax.disable_jit(), pytest.raises(ValueError, match="jax_disable_jit is set"):
+        step(state, rows())
+    step(state, rows())
+
+
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_parameters_that_lie_right_are_not_copied_for_an_evaluation(state):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], towers=4, state=state)

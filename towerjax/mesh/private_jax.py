@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed
+from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
 from jax.sharding import NamedSharding
@@ -19,7 +20,8 @@ def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     devices may share the array's memory.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
-    return batched_device_put(aval, sharding, [array[i] for i in parts], devices)
+    with explicit_device_put_scope():  # of which ``jax.transfer_guard`` takes note
+        return batched_device_put(aval, sharding, [array[i] for i in parts], devices)
 
 
 @functools.lru_cache(1024)

@@ -48,6 +48,13 @@ def prepare(
     recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
 ) -> tuple[Proof, Callable[[], Program]]:
     """The step proved, and a function that compiles it."""
+    config: Any = jax.config  # whose options are not in the stub
+    if config.jax_disable_jit:
+        raise ValueError(
+            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
+            " see values write jax.debug.print in a tower function, and to go through"
+            " a step line by line call tj.testing.one_tower."
+        )
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
     given = dict(zip(recipe.in_layouts, args, strict=True))
