@@ -91,7 +91,7 @@ def assert_as_undisturbed(folder):
 
 def in_threads(run, folder):
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        return list(pool.map(lambda seed: run(seed, folder / str(seed)), range(10)))
+        return list(pool.map(lambda seed: run(seed, folder / str(seed)), range(5)))
 
 
 NAMED = {
