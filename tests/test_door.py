@@ -138,6 +138,22 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
         tj.run(step, state, [rows()] * 2, progress=False)
 
 
+def test_a_mesh_that_the_program_has_set_is_told_of():
+    step = build()
+    state = step.init(np.float32(0))
+    fn = build().strategy.call_for_each_tower
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        for call in (
+            lambda: step.init(np.float32(0)),
+            lambda: step(state, rows()),
+            lambda: fn(lambda tower: tower.id),
+        ):
+            with pytest.raises(ValueError, match=r"set a mesh of axes \('x',\), and"):
+                call()
+    step(state, rows())
+
+
 def test_without_jit_a_step_says_what_to_write():
     step = build()
     state = step.init(np.float32(0))

@@ -187,12 +187,19 @@ class Placement:
         return Mesh(np.array(self.jax_devices), (DEVICE_AXIS,), axis_types=axis_types)
 
     def require_present(self) -> None:
-        """Raise where values would have to lie on devices that are not here."""
+        """Raise where values cannot lie as they would have to."""
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not here, so that nothing can be placed or run on"
                 " it. Ask step.check(...) or step.report(...) with shapes, or name"
                 " devices that this machine has."
+            )
+        names = jax.sharding.get_abstract_mesh().axis_names
+        if names and DEVICE_AXIS not in names:
+            raise ValueError(
+                f"jax.set_mesh has set a mesh of axes {names}, and a strategy makes the"
+                " mesh of its towers itself. Set yours around your own programs alone:"
+                " with jax.set_mesh(mesh): ..."
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
