@@ -91,8 +91,8 @@ def init_variables(steps: int, seed: int) -> tj.TrainState:
     keys = jax.random.split(jax.random.key(seed), 3)
     image = jnp.zeros((1, 8, 8, 1))
     params = {
-        "generator": generator.init(keys[0], jnp.zeros((1, NOISE))),
-        "discriminator": discriminator.init(keys[1], image),
+        "generator": jax.jit(generator.init)(keys[0], jnp.zeros((1, NOISE))),
+        "discriminator": jax.jit(discriminator.init)(keys[1], image),
     }
     opt_state = {name: optimizer_of[name].init(params[name]) for name in params}
     return tj.TrainState(

@@ -14,7 +14,9 @@ import warnings
 
 import jax
 
-PRELOAD = "numpy jax optax flax.linen flax.nnx towerjax".split()
+PRELOAD = """
+    numpy jax optax flax.linen flax.nnx towerjax matplotlib.figure rich sklearn.datasets
+""".split()
 
 
 def context():
@@ -34,9 +36,9 @@ def in_child(output, run, *args):
     run(*args)
 
 
-def program(path):
-    os.chdir(os.path.dirname(path))
-    sys.argv, sys.path[0] = [path], os.path.dirname(path)
+def program(path, folder, flags):
+    os.chdir(folder)
+    sys.argv, sys.path[0] = [path, *flags], os.path.dirname(path)
     warnings.simplefilter("error")
     runpy.run_path(path, run_name="__main__")
 
@@ -54,9 +56,9 @@ def told(run, *args, timeout_s=120):
         return text
 
 
-def printed(path):
-    """What a program prints."""
-    return told(program, str(path))
+def printed(path, *flags, folder=None):
+    """What a program prints, run in its folder or another."""
+    return told(program, str(path), folder or os.path.dirname(path), flags)
 
 
 def called(run, *args, **kwargs):

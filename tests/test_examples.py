@@ -1,12 +1,14 @@
 """The examples and the notebooks run as a reader runs them, and print what is true."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import forked
+import jax
 import matplotlib.image
 import nbformat
 import numpy as np
@@ -21,21 +23,8 @@ TIMEOUT_S = 120
 BITS_ROW = re.compile(r"^ +(\d) +(\d+) of (\d+) +([\d,]+) of ([\d,]+) +([\d.]+)$", re.M)
 
 
-def run_python(*args, cwd):
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=cwd,
-        env=os.environ | {"COLUMNS": "100", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIMEOUT_S,
-    )
-
-
-def run_example(name, *flags, cwd):
-    done = run_python(ROOT / "examples" / name, *flags, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_example(name, *flags, folder):
+    return forked.printed(ROOT / "examples" / name, *flags, folder=str(folder))
 
 
 def final_accuracy(output):
@@ -56,50 +45,57 @@ def evaluations(output):
 
 
 def test_digits_reaches_its_accuracy(tmp_path):
-    output = run_example("digits.py", cwd=tmp_path)
+    output = run_example("digits.py", folder=tmp_path)
     accuracy = final_accuracy(output)
-    assert accuracy >= 0.97
+    assert accuracy >= 0.98  # 0.9916 was measured
     seen = evaluations(output)
-    assert [step for step, _ in seen] == list(range(15, 301, 15))
+    assert [step for step, _ in seen] == list(range(15, 181, 15))
     assert seen[-1][1] == pytest.approx(accuracy, abs=5e-5)
+    (row,) = re.findall(r"│ (\d+) +│ (\d+) +│ +([\d,]+) +│ +([\d,]+) +│", output)
+    towers, devices, steps_rate, examples_rate = (int(x.replace(",", "")) for x in row)
+    assert (towers, devices) == (8, 8)
+    assert examples_rate == pytest.approx(96 * steps_rate, rel=0.05)
     picture = matplotlib.image.imread(tmp_path / "runs/digits/learning_curve.png")
     assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.01
 
 
-def test_digits_takes_its_flags_and_fails_below_its_accuracy(tmp_path):
-    program = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import digits;"
-        " digits.LEAST_ACCURACY, digits.EPOCHS = 1.01, 3; digits.main()"
-    )
-    flags = ("--towers", "4", "--devices", "2", "--epochs", "3")
-    done = run_python("-c", program, ROOT / "examples", *flags, cwd=tmp_path)
-    assert done.returncode == 1
-    expected = (
-        r"3 epochs should reach a test accuracy of 1.01, but reached (0\.\d{4})\."
-    )
-    reached = re.fullmatch(expected, done.stderr.strip())
-    assert reached and float(reached[1]) >= 0.85, done.stderr  # chance is 0.1
-    output = done.stdout
-    assert [step for step, _ in evaluations(output)] == [15, 30, 45]
-    (row,) = re.findall(r"│ (\d+) +│ (\d+) +│ +([\d,]+) +│ +([\d,]+) +│", output)
-    towers, devices, steps_rate, examples_rate = (int(x.replace(",", "")) for x in row)
-    assert (towers, devices) == (4, 2)
-    assert examples_rate == pytest.approx(96 * steps_rate, rel=0.05)
+def digits_told(*flags):
+    """What its ``main`` would train, and with what it ends after a bad training."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import digits
+
+    def train(strategy, epochs, *splits):
+        asked.append((strategy.num_towers, len(strategy.worker_devices), epochs))
+        return types.SimpleNamespace(evaluations=[(9, {"accuracy": 0.9})], summary=0)
+
+    asked, sys.argv = [], ["digits.py", *flags]
+    digits.train, digits.draw, digits.table = train, print, str
+    with pytest.raises(SystemExit) as error:
+        digits.main()
+    return asked, str(error.value)
+
+
+def test_digits_takes_its_flags_and_fails_below_its_accuracy():
+    flags = ("--towers", "4", "--devices", "2", "--epochs", "13")
+    asked, message = forked.called(digits_told, *flags)
+    assert asked == [(4, 2, 13)]
+    expected = "13 epochs should reach a test accuracy of 0.97, but reached 0.9000."
+    assert message == expected
 
 
 def test_nnx_digits_reaches_its_accuracy(tmp_path):
-    output = run_example("nnx_digits.py", cwd=tmp_path)
+    output = run_example("nnx_digits.py", folder=tmp_path)
     assert final_accuracy(output) >= 0.95
     assert [step for step, _ in evaluations(output)] == list(range(15, 121, 15))
 
 
 def test_estimator_digits_stops_and_is_served(tmp_path):
-    output = run_example("estimator_digits.py", cwd=tmp_path)
+    output = run_example("estimator_digits.py", folder=tmp_path)
     assert final_accuracy(output) >= 0.97
     seen = evaluations(output)
     steps = [step for step, _ in seen]
     assert steps == list(range(12, steps[-1] + 1, 12))  # 1,190 rows by 100
-    assert steps[-1] < 720 and "loss did not improve in 6 evaluations" in output
+    assert steps[-1] < 720 and "loss did not improve in 4 evaluations" in output
     served = re.search(
         r"the same digit for (\d+) of 357 images, scores within (\S+)$", output, re.M
     )
@@ -115,12 +111,12 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
 
 
 def test_gan_learns_to_draw_digits(tmp_path):
-    # 3,000 steps end at 0.2 to 0.35; of 600, seeds 0 to 2 end at 0.58 to 0.89.
-    flags = ("--devices", "2", "--steps", "600")
-    output = run_example("gan.py", *flags, cwd=tmp_path)
+    # 3,000 steps end at 0.2 to 0.35; of 400, seeds 0 to 2 end at 0.86 to 1.04.
+    flags = ("--towers", "2", "--devices", "2", "--steps", "400")
+    output = run_example("gan.py", *flags, folder=tmp_path)
     line = re.compile(r"^after step +(\d+)  distance (\S+)  rarest class (\S+)$", re.M)
     steps, distances, rarest = np.array(line.findall(output), float).T
-    assert steps.tolist() == list(range(0, 601, 100))
+    assert steps.tolist() == [0, 67, 133, 200, 267, 333, 400]
     assert distances[0] > 3 and distances[-1] < 1.2
     assert rarest[0] == 0 and rarest[-1] > 0.005
     picture = matplotlib.image.imread(tmp_path / "runs/gan/samples.png")
@@ -128,8 +124,8 @@ def test_gan_learns_to_draw_digits(tmp_path):
 
 
 def test_embeddings_learns_and_sends_a_tenth(tmp_path):
-    flags = ("--towers", "4", "--devices", "2", "--epochs", "2")
-    output = run_example("embeddings.py", *flags, cwd=tmp_path)
+    flags = ("--towers", "4", "--devices", "2", "--epochs", "1")
+    output = run_example("embeddings.py", *flags, folder=tmp_path)
     sent = dict(re.findall(r"^(dense|rows) +a step sends (\d+\.\d+) MB", output, re.M))
     assert float(sent["dense"]) == 25.6  # 100,000 x 64 float32
     # 8,192 rows of 64 float32 and an int32 index.
@@ -137,14 +133,14 @@ def test_embeddings_learns_and_sends_a_tenth(tmp_path):
     (share,) = re.findall(r"^rows / dense (0\.\d+)$", output, re.M)
     assert float(share) < 0.1
     accuracies = [float(x) for x in re.findall(r"test accuracy (0\.\d+) ", output)]
-    assert len(accuracies) == 3  # each epoch's, and the last again
+    assert len(accuracies) == 2  # each epoch's, and the last again
     assert accuracies[-1] > 0.75
     (chance,) = re.findall(r"most frequent package (0\.\d+)", output)
     assert float(chance) < 0.3
 
 
 def test_regression_prints_the_least_squares_weights(tmp_path):
-    output = run_example("regression.py", cwd=tmp_path)
+    output = run_example("regression.py", folder=tmp_path)
     rows = re.findall(r"^ *(true|fitted|least squares) +(.*)$", output, re.M)
     weights = {name: np.array(numbers.split(), float) for name, numbers in rows}
     np.testing.assert_array_equal(weights["true"], [2.0, -1.0, 0.5])
@@ -158,24 +154,8 @@ def printed(cell):
     return "".join(o.text for o in cell.outputs if o.output_type == "stream")
 
 
-def bits_tables(notebook):
-    """``[D, leaves that differ, leaves, numbers that differ, numbers]`` a row."""
-    texts = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
-    tables = [BITS_ROW.findall(text) for text in texts if BITS_ROW.search(text)]
-    return [
-        np.array([[int(x.replace(",", "")) for x in row[:5]] for row in table])
-        for table in tables
-    ]
-
-
-def check_bits(notebook):
-    """Every bit of the pinned runs agrees; most of the plain ones do not."""
-    pinned, plain = bits_tables(notebook)
-    for table, devices in ((pinned, [1, 2, 4, 8]), (plain, [1, 2])):
-        assert table[:, 0].tolist() == devices
-        assert (table[:, 2] > 20).all() and (table[:, 4] > 50_000).all()
-    assert not pinned[:, [1, 3]].any()
-    assert plain[1, 3] > 0.1 * plain[1, 4] and not plain[0, [1, 3]].any()
+def text_of(notebook):
+    return "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
 
 
 def check_outputs(notebook, bars_end_at, figures=3):
@@ -189,15 +169,21 @@ def check_outputs(notebook, bars_end_at, figures=3):
 
 
 def check_first(notebook):
-    check_bits(notebook)
-    check_outputs(notebook, 6 * [["150/150"]])
+    """Every bit of the runs agrees."""
+    check_outputs(notebook, 3 * [["150/150"]], figures=2)
+    rows = BITS_ROW.findall(text_of(notebook))
+    # D, leaves that differ, leaves, numbers that differ, numbers.
+    table = np.array([[int(x.replace(",", "")) for x in row[:5]] for row in rows])
+    assert table[:, 0].tolist() == [1, 2, 8] and not table[:, [1, 3]].any()
+    assert (table[:, 2] > 20).all() and (table[:, 4] > 50_000).all()
+    assert all(float(row[5]) > 0.95 for row in rows)
 
 
 def check_second(notebook):
     """Towers that meet equal one tower; what is read, saved and refused is shown."""
-    check_outputs(notebook, [["300/300"]])
+    check_outputs(notebook, [["150/150"]])
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    text = "\n".join(printed(cell) for cell in code)
+    text = text_of(notebook)
     results = [o.data["text/plain"] for c in code for o in c.outputs if "data" in o]
     assert results[0] == "PerTower(values=Array([10, 11], dtype=int32))"
     assert "scale 6.5 count 52\n" in text
@@ -206,7 +192,7 @@ def check_second(notebook):
     rows = re.findall(
         r"^(\d) tower\(s\) loss (\S+), gradient off by (\S+) ", text, re.M
     )
-    assert [int(towers) for towers, _, _ in rows] == [1, 2, 8]
+    assert [int(towers) for towers, _, _ in rows] == [1, 8]
     losses, off = np.array([row[1:] for row in rows], float).T
     np.testing.assert_allclose(losses, float(exact), rtol=1e-6)
     assert (off < 1e-5).all()
@@ -238,45 +224,45 @@ def check_second(notebook):
 def check_third(notebook):
     """The devices change nothing, the reducer does, and so do the towers."""
     check_outputs(notebook, [], figures=1)
-    text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
+    text = text_of(notebook)
     rows = re.findall(r"^(\w+)\(\) +([0-9a-f]{8}.*)$", text, re.M)
     digests = {name: found.split() for name, found in rows}
     pinned = digests["PinnedTree"]
     assert pinned == pinned[:1] * 3
-    for name in ("AllReduce", "ReduceToOneDevice"):
-        assert len(set(digests[name])) > 1 and digests[name][:2] != pinned[:2]
+    plain = digests["AllReduce"]
+    assert len(set(plain)) > 1 and plain[:2] != pinned[:2]
     assert f"moved {pinned[0]}  stayed {pinned[0]}\n" in text
     towers = re.findall(r"^T = (\d) on D = \(.*\): (.*)$", text, re.M)
-    assert [int(number) for number, _ in towers] == [8, 4, 6]
+    assert [int(number) for number, _ in towers] == [8, 6]
     found = [set(digests.split()) for _, digests in towers]
-    assert [len(one) for one in found] == [1, 1, 1] and len(set.union(*found)) == 3
+    assert [len(one) for one in found] == [1, 1] and len(set.union(*found)) == 2
     assert found[0] == {pinned[0]}
     sizes = re.findall(r"all-to-all of 2 x f32\[(.*)\]", text)
-    assert sizes == ["1,1,546", "3,1,546"]  # k = 2 is added before, k = 3 is not
+    assert sizes == ["1,1,546", "3,1,546"]  # k = 4 is added before, k = 3 is not
 
 
 def check_sweep(notebook):
     """Every trial has figures; the second sweep reads what the first one wrote."""
     check_outputs(notebook, [[]], figures=2)
-    text = "\n".join(printed(c) for c in notebook.cells if c.cell_type == "code")
+    text = text_of(notebook)
     rows = re.findall(
         r"^(mlp B=256 T=\d D=\d.*?) +(\S+) \(\S+ to \S+\) +(\S+) \(", text, re.M
     )
-    assert len({name for name, _, _ in rows}) == 9
+    assert len({name for name, _, _ in rows}) == 5
     assert all(0 < float(ms) and 0 < float(over) for _, ms, over in rows)
     assert "the same results, read: True\nfailed: 0\n" in text
 
 
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
-    check_outputs(notebook, [["90/90"], ["46/90"], ["90/90"]], figures=2)
+    check_outputs(notebook, [["50/50"], ["26/50"], ["50/50"]], figures=2)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    text = "\n".join(printed(cell) for cell in code)
+    text = text_of(notebook)
     assert "more than 30,000 windows to train on: True\n" in text
     single, pair = map(float, re.findall(r"^\w.* (\S+) bits per byte$", text, re.M))
     assert 4 < single < 5 and 3 < pair < 4
-    assert "there are checkpoints after the steps 30 46\n" in text
-    assert "every bit of the state is the same after step 90\n" in text
+    assert "there are checkpoints after the steps 20 26\n" in text
+    assert "every bit of the state is the same after step 50\n" in text
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
     assert whole == resumed and 2 < float(whole) < pair - 0.1
     data = [o.data for cell in code for o in cell.outputs if "data" in o]
@@ -332,20 +318,21 @@ def test_notebooks_as_stored_are_whole_small_and_clean(path):
     assert not re.search(r"/(home|root|tmp|work|usr|Users)/|ipykernel_\d", readable)
 
 
+def on_one_device(path, folder):
+    jax.config.update("jax_num_cpu_devices", 1)
+    forked.program(path, folder, ())
+
+
 def test_anywhere_prints_the_same_bits_everywhere(tmp_path):
     program = str(ROOT / "examples" / "anywhere.py")
-    launch = ["-m", "towerjax", "launch", "--processes", "2"]
+    alone = forked.told(on_one_device, program, str(tmp_path)).splitlines()[-1]
+    launch = [sys.executable, "-m", "towerjax", "launch", "--processes", "2"]
     launch += ["--devices-per-process", "4", "--", sys.executable, program]
-    last_lines = []
-    for devices, args in (("1", [program]), ("1", launch)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("JAX_NUM_CPU_DEVICES", devices)
-            done = run_python(*args, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        last_lines.append(done.stdout.splitlines()[-1].removeprefix("[0] "))
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"[0] {alone}"
     found = re.fullmatch(
         r"180 steps of 8 towers, loss 0\.\d+, accuracy (0\.\d+), bits [0-9a-f]{16}",
-        last_lines[0],
+        alone,
     )
     assert found and float(found[1]) > 0.94
-    assert last_lines[1] == last_lines[0]
