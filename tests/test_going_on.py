@@ -15,7 +15,7 @@ import forked
 import pytest
 
 from benchmarks import faults
-from towerjax.mesh.cluster import launch
+from towerjax.mesh.cluster import launch, launcher
 from towerjax.mesh.cluster.going_on import End, GoingOn
 
 TESTS = pathlib.Path(__file__).parent
@@ -183,13 +183,16 @@ def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
 
 
 @pytest.mark.slow
-def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(capfd):
-    waits = "signal.signal(15, signal.SIG_IGN);"
-    killed = "time.sleep(1); os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
-    options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 3}
+def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(
+    capfd, monkeypatch
+):
+    monkeypatch.setattr(launcher, "_LEFT_S", 2)
+    waits = "signal.signal(15, signal.SIG_IGN); time.sleep(0.2);"
+    killed = "os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
+    options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 1.5}
     began = time.monotonic()
     assert children(waits + killed, **options) == 75
-    assert 5 < time.monotonic() - began < 20
+    assert 2 < time.monotonic() - began < 10
     assert "still running: 0; ended with SIGKILL" in capfd.readouterr().err
 
 

@@ -1,6 +1,6 @@
 """Processes that save without end, each killed by SIGKILL at another moment.
 
-python tests/workers/checkpoint_kill.py 20
+python tests/workers/checkpoint_kill.py 12
 
 One process imports everything and forks the others before JAX has any threads. Each
 checks the newest checkpoint, says so, and saves; what it says must be newer than all
