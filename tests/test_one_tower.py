@@ -74,11 +74,11 @@ def start():
 
 
 @functools.cache
-def trainer(executor, towers, devices, kind):
+def trainer(executor, towers, devices, kind, wrapped=lambda fn: fn):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(devices=names, towers=towers, **EXECUTORS[executor])
     return tj.build_train_step(
-        functools.partial(loss_fn, kind),
+        wrapped(functools.partial(loss_fn, kind)),
         optax.sgd(RATE),
         strategy,
         loss_reduction=KINDS[kind],
@@ -94,9 +94,9 @@ def close(got, expected, what):
     )  # fmt: skip
 
 
-def check(executor, towers, devices, kind, size):
+def check(executor, towers, devices, kind, size, *wrapped):
     # The full batch comes first, so that a ragged one is padded up to its size.
-    step = trainer(executor, towers, devices, kind)
+    step = trainer(executor, towers, devices, kind, *wrapped)
     params = start()
     local = {"mean": np.zeros(FEATURES, np.float32)}
     local = {"mean": tj.TowerLocal(local["mean"], tj.Reduction.MEAN)}
@@ -138,6 +138,11 @@ def check(executor, towers, devices, kind, size):
 @pytest.mark.parametrize(("towers", "devices"), [(1, 1), (3, 3), (8, 1), (8, 4)])
 def test_towers_equal_one_tower(executor, towers, devices, kind, size):
     check(executor, towers, devices, kind, size)
+
+
+def test_a_function_under_jit_and_checkpoint_is_a_tower_function():
+    wrapped = lambda fn: jax.jit(jax.checkpoint(fn))  # noqa: E731
+    check("shard_map", 4, 2, "weighted", "ragged", wrapped)
 
 
 # Each layout with an executor, which take turns as kinds and sizes do.

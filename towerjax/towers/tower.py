@@ -27,9 +27,15 @@ def shared_key(key: jax.Array, step: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, step), 2**32 - 1)
 
 
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tower:
     """What a tower function may ask about its tower.
+
+    A pytree, so that functions under ``jax.jit`` and ``jax.checkpoint`` take it.
 
     Attributes:
       id: ``()`` int32, which tower this is, from 0 to ``T - 1``; traced.
@@ -41,22 +47,22 @@ class Tower:
     """
 
     id: jax.Array
-    num_towers: int
+    num_towers: int = dataclasses.field(metadata=_STATIC)
     local: PyTree
-    strategy: Any
+    strategy: Any = dataclasses.field(metadata=_STATIC)
     extra: PyTree
-    _axes: TowerAxes
+    _axes: TowerAxes = dataclasses.field(metadata=_STATIC)
     # None outside a step, which alone has a number, a key and a batch.
     _step: jax.Array | None
     _rng: jax.Array | None
     _micro_batch: jax.Array | None
     _num_valid: jax.Array | None
     _first_row: Any
-    _rows: int
+    _rows: int = dataclasses.field(metadata=_STATIC)
     # Of means' denominators: who adds up this tower's; those of all, where known.
-    _note: Any = None
-    _known: Any = None
-    _parts: int = 1
+    _note: Any = dataclasses.field(default=None, metadata=_STATIC)
+    _known: Any = dataclasses.field(default=None, metadata=_STATIC)
+    _parts: int = dataclasses.field(default=1, metadata=_STATIC)
 
     @property
     def step(self) -> jax.Array:
