@@ -743,6 +743,9 @@ def test_what_is_no_array_among_params_is_told_of():
 def test_of_many_leaves_an_error_names_the_first():
     with pytest.raises(ValueError, match=r"batch\[7\] is .* float; and 92 more\. Wrap"):
         build().check(start(), [0.5] * 100)
+    text = r"batch\['x'\] is namespace.{47} \.\.\. of type SimpleNamespace\. Wrap"
+    with pytest.raises(ValueError, match=text):
+        build().place_batch({"x": SimpleNamespace(x=np.ones((100, 3)))})
 
 
 def test_complex_params_are_refused():

@@ -17,6 +17,7 @@ from towerjax.types.leaves import (
     map_parts,
     problem_of,
     refuse_unheld,
+    shown,
 )
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
@@ -176,7 +177,7 @@ def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
         return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
-    return f"{leaf!r} of type {type(leaf).__name__}"
+    return shown(leaf)
 
 
 def fit_batch(

@@ -15,7 +15,7 @@ from towerjax.step.nonfinite import Part
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
-from towerjax.types.leaves import map_parts
+from towerjax.types.leaves import map_parts, shown
 
 METRICS = ("metrics", "eval_metrics")
 """Of what towers return, the parts that no guard looks at."""
@@ -144,7 +144,7 @@ def _array(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
         return jnp.asarray(x)
     raise ValueError(
-        f"{name} is {x!r} of type {type(x).__name__}. A tower returns arrays,"
+        f"{name} is {shown(x)}. A tower returns arrays,"
         " tj.Weighted and other metric states, tj.Sum, tj.Rows, tj.PerTower,"
         " tj.TowerLocal and tj.sparse.IndexedRows."
     )

@@ -103,6 +103,13 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
 
 
+def shown(x: Any) -> str:
+    """A value and its type, on one short line."""
+    text = " ".join(repr(x).split())
+    text = text if len(text) <= 60 else f"{text[:56]} ..."
+    return f"{text} of type {type(x).__name__}"
+
+
 def listed(found: Iterable[Any]) -> str:
     """What was found, as a text: eight at most, and how many more."""
     texts = [str(x) for x in found]
