@@ -64,7 +64,7 @@ def of_each_op(towers, devices, num_leaves):
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
-    ("towers", "devices"), [(1, 1), (3, 3), (3, 1), (6, 2), (5, 5), (8, 4)]
+    ("towers", "devices"), [(1, 1), (3, 3), (6, 2), (5, 5), (8, 4)]
 )
 def test_each_op_is_the_plain_sum(towers, devices):
     values = tree(towers)

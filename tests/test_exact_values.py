@@ -169,8 +169,8 @@ def test_gathered_and_reduced_python_numbers_are_strong():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, T, value",
-    [("int8", 128, 7), ("int8", 200, 7), ("int8", 200, -7), ("int8", 200, 2500)]
-    + [("uint8", 256, 9), ("uint8", 300, 200), ("uint8", 4, 1000), ("int32", 3, -7)],
+    [("int8", 128, 7), ("int8", 200, -7), ("int8", 200, 2500)]
+    + [("uint8", 300, 200), ("int32", 3, -7)],
 )
 def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
     strategy = mirrored(T)

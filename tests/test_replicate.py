@@ -343,7 +343,7 @@ def check(
 def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name, ops):
     check(
         executor, towers, devices, reduction, compat, name, ops=ops,
-        sizes=(19, FULL, 19), remainder="pad",
+        sizes=(FULL, 19, FULL), remainder="pad",
     )  # fmt: skip
 
 
@@ -369,5 +369,5 @@ def test_a_size_of_each_kind_equals_numpy(size):
 def test_plain_pytrees_are_variables_too():
     check(
         "shard_map", 3, 3, "SUM_OVER_BATCH_SIZE", None, "momentum",
-        model_fn=plain_model_fn, sizes=(19, FULL, 19), remainder="pad",
+        model_fn=plain_model_fn, sizes=(FULL, 19, FULL), remainder="pad",
     )  # fmt: skip

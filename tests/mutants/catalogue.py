@@ -765,7 +765,7 @@ MODELS = (
         "x if isinstance(x, TowerLocal) else None for x in own",
         "None for x in own",
         "test_replicate_bad_input.py"
-        "::test_padding_that_nothing_masks_is_refused[2-local]",
+        "::test_padding_that_nothing_masks_is_refused[local]",
     ),
 )
 
