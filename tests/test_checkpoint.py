@@ -845,20 +845,17 @@ def environment():
 
 def worker(processes, *argv):
     """What such processes end with."""
-    command = [sys.executable]
-    if processes > 1:
-        command += ["-m", "towerjax", "launch", "--processes", str(processes)]
-        command += ["--devices-per-process", "2", "--", sys.executable]
-    command += [str(TESTS / "workers" / "checkpoint_run.py"), *map(str, argv)]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120
-    )
+    path = TESTS / "workers" / "checkpoint_run.py"
+    command = [sys.executable, str(path), *map(str, argv)]
+    if processes == 1:
+        return subprocess.run(command, env=environment(), timeout=120).returncode
+    options = {"processes": processes, "devices_per_process": 2}
+    return tj.cluster.launch(command, env=environment(), **options)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_in_another(step, undisturbed, tmp_path):
-    done = worker(1, tmp_path, model.STEPS, "SIGKILL")
-    assert done.returncode == -9, done.stdout + done.stderr
+    assert worker(1, tmp_path, model.STEPS, "SIGKILL") == -9
     saving = tj.Checkpointer(tmp_path)
     assert saving.steps[-1] in (2, 4)
     state, _ = train(step, saving)
@@ -870,8 +867,7 @@ def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path
     """After the same step."""
     saving = tj.Checkpointer(tmp_path)
     train(step, saving, 3)
-    done = worker(2, tmp_path, 90, "SIGTERM")
-    assert done.returncode == 75, done.stdout + done.stderr
+    assert worker(2, tmp_path, 90, "SIGTERM") == 75
     number = saving.steps[-1]
     assert 5 <= number < 90 and len(saving.record(number).devices) == 4
     expected, _ = train(step, None, number)

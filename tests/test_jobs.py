@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from towerjax.mesh.cluster import launch
 from towerjax.mesh.cluster.ports import free_port
 from towerjax.mesh.cluster.spec import Cluster
 from towerjax.mesh.cluster.start import _check_counts, _others, initialize
@@ -132,14 +133,18 @@ def test_one_process_needs_no_cluster_and_is_of_no_other():
     assert "all came" in out and process.returncode == 0
 
 
+def ended(*command):
+    """The code of two processes of the launcher's."""
+    options = {"processes": 2, "grace_s": 1, "env": environment(2)}
+    return launch([sys.executable, *command], **options)
+
+
 @pytest.mark.slow
-def test_an_exception_in_one_process_ends_the_job_with_its_traceback():
-    with launched("raise") as job:
-        until_it_sums(job, "towerjax launch")
-        began = time.monotonic()
-        _, err = job.communicate(timeout=WAIT_S)
-        assert time.monotonic() - began < 6
-    assert job.returncode == 1
+def test_an_exception_in_one_process_ends_the_job_with_its_traceback(capfd):
+    began = time.monotonic()
+    assert ended(JOB, "{}", "raise") == 1
+    assert time.monotonic() - began < WAIT_S
+    err = capfd.readouterr().err
     assert "[1] towerjax: process 1 of 2 ends with this exception:\n" in err
     assert "[1] ArithmeticError: the loss is a fish\n" in err
     assert "launch: process 1 exited with code 1 after" in err
@@ -311,20 +316,13 @@ def test_many_others_are_named_in_short():
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_early_says_that_it_waits():
+def test_a_process_that_ends_early_says_that_it_waits(capfd):
     program = (
         "import time, jax, towerjax as tj; from towerjax.mesh.cluster import start;"
         "start._PATIENCE_S = 0.2; tj.cluster.initialize();"
         "time.sleep(2 * jax.process_index())"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "towerjax", "launch", "--processes", "2", "--"]
-        + [sys.executable, "-c", program],
-        env=environment(1),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[0] process 0 of 2 has ended and waits for the others, up to" in done.stderr
-    assert "process 1 of 2 has ended" not in done.stderr
+    assert ended("-c", program) == 0
+    err = capfd.readouterr().err
+    assert "[0] process 0 of 2 has ended and waits for the others, up to" in err
+    assert "process 1 of 2 has ended" not in err

@@ -1,11 +1,13 @@
 """Several real processes train what one process trains, to the bit where promised."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import jax
@@ -13,25 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from towerjax.mesh.cluster import launch
 from towerjax.step.program import _fingerprint
 
-ROOT = pathlib.Path(__file__).parents[1]
-WORKERS = ROOT / "tests" / "workers"
+WORKERS = pathlib.Path(__file__).parent / "workers"
 
 
 def told_by(processes, devices, worker, argument, runs=1):
     """What each process printed of each run as a JSON line; ``devices`` of each."""
     argv = [sys.executable, str(WORKERS / worker), argument]
-    if processes > 1:
-        launch = [sys.executable, "-m", "towerjax", "launch"]
-        launch += ["--processes", str(processes), "--devices-per-process", str(devices)]
-        argv = [*launch, "--", *argv]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
-    done = subprocess.run(
-        argv, env=env, capture_output=True, encoding="utf-8", timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = re.findall(r"(\{\"process\".*\})$", done.stdout, re.M)
+    with tempfile.TemporaryFile("w+") as output:
+        if processes == 1:
+            env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+            code = subprocess.run(
+                argv, env=env, stdout=output, stderr=output
+            ).returncode
+        else:
+            redirected = contextlib.redirect_stdout(output)
+            with redirected, contextlib.redirect_stderr(output):
+                code = launch(argv, processes=processes, devices_per_process=devices)
+        output.seek(0)
+        text = output.read()
+    assert code == 0, text
+    lines = re.findall(r"(\{\"process\".*\})$", text, re.M)
     told = sorted(map(json.loads, lines), key=lambda one: one["process"])
     assert [one["process"] for one in told] == sorted([*range(processes)] * runs)
     return told
@@ -41,14 +47,14 @@ SGD = {"optimizer": "sgd"}
 PARTS = {"steps_per_call": 4, "micro_batches": 3, "epochs": 10, "dtype": "bfloat16"}
 # The runs of one process of four devices, and of two of two: one start for all.
 ALONE = {
-    "plain": {"devices": ["cpu:0"]},
+    "plain": {"devices": ["cpu:0"], "counted": True},
     "parts": SGD | PARTS,
     "alone": SGD | {"every": 6},
     "coded": SGD | {"coded": True, "local": "vmap"},
     "model": {"placement": "MIRRORED"},
 }
 TOGETHER = ALONE | {
-    "plain": {"input": "raw"},
+    "plain": {"input": "raw", "counted": True},
     "parts": SGD | PARTS | {"input": "own"},
     "round robin": {"placement": "ROUND_ROBIN"},
 }

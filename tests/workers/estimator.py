@@ -55,7 +55,7 @@ def model_of(options, optimizer):
 
 
 def train(options):
-    optimizer = tj.estimator.TowerOptimizer(optax.adam(0.05), lazy=True)
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5, momentum=0.9), lazy=True)
     model = model_of(options, optimizer)
     numbers = np.random.default_rng(1)
     shapes = {"w": (6, 5), "v": (5, 3), "table": (40, 5)}

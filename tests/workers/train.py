@@ -27,7 +27,7 @@ def options_of(given):
     defaults = {"devices": None, "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "micro_batches": 1}
     defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32", "every": 0}
-    defaults |= {"coded": False}
+    defaults |= {"coded": False, "counted": False}
     return defaults | given
 
 
@@ -82,6 +82,11 @@ def digest(tree):
     return hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
 
 
+def counted(state, epochs):
+    ids, weights = data()["id"], data()["weight"]
+    return tj.metrics.check_examples(state, ids, weights=weights, epochs=epochs)
+
+
 def train(options):
     strategy = tj.Mirrored(
         options["devices"],
@@ -91,6 +96,7 @@ def train(options):
     )
     parts, alone = options["micro_batches"], options["every"]
     counts = {"example_ids": lambda batch: (batch["id"], batch["weight"])}
+    counts = counts if options["counted"] else {}
     step = tj.build_train_step(
         loss_of(options["dtype"], alone),
         OPTIMIZERS[options["optimizer"]],
@@ -98,7 +104,8 @@ def train(options):
         remainder="pad",
         micro_batches=parts,
         statistics=tj.TowerStatistics() if options["coded"] else None,
-        **({"sync": tj.sync.DiLoCo(alone, fragments=2)} if alone else counts),
+        sync=tj.sync.DiLoCo(alone, fragments=2) if alone else tj.sync.EveryStep(),
+        **counts,
     )
     numbers = np.random.default_rng(1 + jax.process_index())  # the first one's counts
     params = {"w": numbers.normal(size=(6, 8)), "v": numbers.normal(size=(8, 3))}
@@ -117,15 +124,7 @@ def train(options):
         "between_graph": strategy.between_graph,
         "steps": int(state.step),
         "examples": history.summary.examples,
-        "counted": alone
-        or str(
-            tj.metrics.check_examples(
-                state,
-                data()["id"],
-                weights=data()["weight"],
-                epochs=options["epochs"],
-            )
-        ),
+        "counted": options["counted"] and str(counted(state, options["epochs"])),
         "loss": np.nan_to_num(history.metrics["loss"]).tolist(),
         "mae": [] if alone else history.metrics["mae"].tolist(),
         "told": {
