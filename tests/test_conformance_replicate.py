@@ -244,7 +244,7 @@ def check_eval(case, strategy):
         assert_equal(spec.loss, case, case["expected"]["loss"])
         accuracy = spec.eval_metrics["accuracy"].value
         assert_equal(accuracy, case, case["expected"]["accuracy"])
-        auc = spec.eval_metrics["auc"].compute()
+        auc = jax.device_get(spec.eval_metrics["auc"]).compute()
         assert_equal(auc, case, case["expected"]["auc"])
 
 
