@@ -327,6 +327,26 @@ def test_a_step_under_jit_is_the_step(trained):
     )
 
 
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder):
+    options = {"remainder": remainder, "micro_batches": 2, "donate": False}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1), **options)
+    state, batch = step.init(params()), data(7)
+    called, compiled = step(state, batch), jax.jit(step.fn)(state, batch)
+    close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
+
+
+def test_padding_that_would_count_is_refused_under_jit_too():
+    def forgetful(params, batch, tower):
+        return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)
+
+    step = tj.build_train_step(
+        forgetful, optax.sgd(0.1), mirrored(2, 1), remainder="pad"
+    )
+    with pytest.raises(ValueError, match="A batch of 7 .* padded, but loss.* tower.we"):
+        jax.eval_shape(step.fn, step.init(params()), data(7))
+
+
 def test_a_scan_of_steps_is_a_loop(trained):
     step, state = trained
     batches = [data(16, seed) for seed in range(3)]

@@ -178,6 +178,16 @@ class Placer:
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
         return rows, count, shared
 
+    def traced(self, batch: PyTree) -> tuple[tuple[PyTree, ...], int]:
+        """What a program takes of a batch that JAX traces; its examples, if padded."""
+        rows, shared = without_shared(batch)
+        fit_shapes(rows, self._shares, self._remainder)
+        rows, shared = jax.tree.map(jnp.asarray, (rows, shared))
+        rows, examples = fit_batch(rows, self._shares, self._remainder)
+        counts = self._split_counts(rows, examples)
+        is_padded = examples < jax.tree.leaves(rows)[0].shape[0]
+        return (rows, jnp.asarray(counts), shared), examples if is_padded else 0
+
     def placed(
         self,
         arrays: PyTree,

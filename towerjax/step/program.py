@@ -124,7 +124,7 @@ class Runner:
         program = self.programs.get(batch.signature)
         if program is not None:
             if batch.padded and batch.signature not in self._masked:
-                self._refuse_unread_weight(batch, program.proof)
+                refuse_unread_weight(min(batch.num_examples), program.proof)
                 self._masked.add(batch.signature)
             return program
         kind = self._kinds.allowed(batch)
@@ -138,23 +138,11 @@ class Runner:
             )
         args = (*first, *batch.args)
         proof, compile_it = prepare(self.recipe, self.placement, args)
-        self._refuse_unread_weight(batch, proof)
+        if batch.padded:
+            refuse_unread_weight(min(batch.num_examples), proof)
         self._kinds.seen[kind] = None
         self.programs[batch.signature] = program = compile_it()
         return program
-
-    def _refuse_unread_weight(self, batch: PlacedBatch, proof: Proof) -> None:
-        if not batch.padded:
-            return
-        if unmasked := proof.unmasked():
-            unmasked.sort(key=len)  # so that losses come before gradients
-            shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
-            raise ValueError(
-                f"A batch of {min(batch.num_examples)} examples was padded, but"
-                f" {shown} does not depend on tower.weight, so padding"
-                " would count. Write tj.Weighted.mean(losses, tower.weight), or use"
-                " remainder='drop' or 'error'."
-            )
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The step's results."""
@@ -172,6 +160,19 @@ class Runner:
             raise
         self._in_flight.add(*out[1:], out[0])  # the first of several is donated
         return out
+
+
+def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
+    """Raise where padded rows would count."""
+    if unmasked := proof.unmasked():
+        unmasked.sort(key=len)  # so that losses come before gradients
+        shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
+        raise ValueError(
+            f"A batch of {num_examples} examples was padded, but {shown} does not"
+            " depend on tower.weight, so padding would count. Write"
+            " tj.Weighted.mean(losses, tower.weight), or use remainder='drop' or"
+            " 'error'."
+        )
 
 
 def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:

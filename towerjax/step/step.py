@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.base import KeepsState
-from towerjax.data.shard import Remainder, fit_shapes, without_shared
+from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
@@ -24,7 +23,7 @@ from towerjax.step.engine import (
 from towerjax.step.given_state import check_is_state
 from towerjax.step.nonfinite import Place
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proof, Proving, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
@@ -72,8 +71,8 @@ class Step(CompiledStep):
 
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
         proved where it is traced. What the host does for a call is left out: nothing is
-        padded or placed, every row counts, nothing is donated, and a step that is
-        refused leaves the state as it was without a word.
+        placed or donated, and a step that is refused leaves the state as it was without
+        a word.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -86,18 +85,14 @@ class Step(CompiledStep):
           (5.0, [5.0, 9.0])
         """
         placement, recipe = self.strategy.placement, self._runner.recipe
-        shares = placement.num_towers * self.options.micro_batches
 
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
             check_is_state(state)
-            batch, shared = without_shared(batch)
-            fit_shapes(batch, shares, "error")
-            batch, shared = jax.tree.map(jnp.asarray, (batch, shared))
-            rows = jax.tree.leaves(batch)[0].shape[0] // placement.num_towers
-            count = jnp.full(placement.num_towers, rows, jnp.int32)
+            args, padded = self._placer.traced(batch)
             run = Proving(placement, on_devices=True)
-            args = (*split_state(state), batch, count, shared)
-            carry, now, metrics, *_ = recipe.fn(run, *args)
+            carry, now, metrics, *_ = recipe.fn(run, *split_state(state), *args)
+            if padded:
+                refuse_unread_weight(padded, run.proof())
             metrics = {**metrics["one"], **metrics["own"]}
             return dataclasses.replace(state, **carry, **now), metrics
 
