@@ -87,15 +87,9 @@ def test_programs_print_the_same_in_two_processes(page, tmp_path):
         assert printed == [f"[0] {line}"], lines
 
 
-@pytest.mark.slow
-def test_pmap_and_towerjax_print_the_same_losses(tmp_path):
-    losses = []
-    for _, program in [p[2:4] for p in programs() if p[0] == "from_pmap.md"]:
-        printed = python(tmp_path, program.replace(":.4f}", ":.9g}"))
-        losses.append([float(line.split()[-1]) for line in printed.splitlines()])
-    before, after = losses
-    assert len(before) == 5
-    np.testing.assert_allclose(after, before, rtol=1e-6)
+def test_pmap_and_towerjax_print_the_same_losses():
+    before, after = [p[4].split() for p in programs() if p[0] == "from_pmap.md"]
+    assert before == after and len(before) >= 5
 
 
 # Tables.
