@@ -916,7 +916,7 @@ def test_a_coordinate_never_hides_a_dependence():
 @pytest.mark.slow
 def test_a_reduced_operator_is_solved_alike_on_all_towers():
     w, x = np.arange(1.0, 5.0), np.random.default_rng(0).normal(size=(3, 2, 4))
-    towers = jax.vmap(solved_iteratively, (None, 0), axis_name=AXIS)
+    towers = jax.jit(jax.vmap(solved_iteratively, (None, 0), axis_name=AXIS))
     mean = np.mean([rows.T @ rows for rows in x], axis=0)
     for rows in towers(jnp.float32(w), jnp.float32(x)):
         np.testing.assert_array_equal(rows[0], rows[1])
