@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 
+import forked
 import pytest
 from test_bench import QUICK
 
@@ -20,6 +21,7 @@ from towerjax.tools.bench import (
 from towerjax.tools.bench.machine import describe_machine, versions
 from towerjax.tools.bench.sweep import worker_environ
 from towerjax.tools.bench.table import Results, rows_of
+from towerjax.tools.bench.worker import run_and_note
 from towerjax.tools.cli import main
 from towerjax.tools.sweep.record_file import RecordFile
 
@@ -88,27 +90,28 @@ def test_a_sweep_records_failures_compiles_once_and_goes_on(here, capfd):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_or_hangs_is_a_failure(here):
-    grid = Grid(("mine:dying", "mine:small", "mine:endless"), towers=(2,), batches=(8,))
-    results = sweep(grid, here / "r.jsonl", QUICK, trial_timeout_s=15, progress=False)
-    assert [result.status for result in results] == ["failed", "ok", "failed"]
-    died, _, late = [result.record.get("error") for result in results]
-    assert died.startswith("was ended by SIGABRT. Last it said: the last words")
-    assert late.startswith("took longer than 15 s and was ended")
+    def swept(*models, **options):
+        grid = Grid(models, towers=(2,), batches=(8,))
+        found = sweep(grid, here / "r.jsonl", QUICK, progress=False, **options)
+        return [(result.status, result.record.get("error")) for result in found]
+
+    (died, text), (after, _) = swept("mine:dying", "mine:small")
+    assert (died, after) == ("failed", "ok")
+    assert text.startswith("was ended by SIGABRT. Last it said: the last words")
+    [(late, text)] = swept("mine:endless", trial_timeout_s=2)
+    assert late == "failed" and text.startswith("took longer than 2 s and was ended")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp"])
-def test_peers_train_the_same_or_say_what_they_lack(here, model):
+@pytest.mark.parametrize("name", ["keras", "tensorflow", "torch"])
+def test_peers_train_the_same_or_say_what_they_lack(name):
     """Their first losses are compared where they are measured."""
-    names = ("keras", "tensorflow", "torch")
-    peers = [f"benchmarks.peers:{name}" for name in names]
-    grid = Grid((model,), towers=(2,), batches=(16,), peers=peers)
-    for result in sweep(grid, here / "r.jsonl", QUICK, progress=False):
-        if result.status == "not available":
-            assert "No module named" in result.record["error"]
-            continue
-        assert result.status == "ok", result.record
-        assert len(result.record["losses"]) == 3
+    trial = Trial("mlp", 16, by=f"benchmarks.peers:{name}", towers=2, devices=2)
+    record = forked.called(run_and_note, trial, QUICK)
+    if record["status"] == "not available":
+        assert "No module named" in record["error"]
+    else:
+        assert record["status"] == "ok" and len(record["losses"]) == 3, record
 
 
 def test_what_a_worker_sees_of_the_environment():
