@@ -291,6 +291,35 @@ def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy)
         np.testing.assert_allclose(after.params[i], state.params, atol=2e-6)
 
 
+def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiated():
+    strategy, batch = mirrored(4), data(7)  # one row of which is padding
+    x, y = batch["x"].astype(float), batch["y"].astype(float)
+
+    def metric_fn(w, batch, tower):
+        errors = (batch["x"] @ w - batch["y"]) ** 2
+        return {"mse": tj.Weighted.mean(errors, tower.weight)}
+
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    predict = tj.build_predict_step(lambda w, rows, tower: rows["x"] @ w, strategy)
+    members = np.stack([W, 2 * W, -W])
+
+    def of_member(w):
+        mse = lambda w: evaluate.fn(w, batch)["mse"].value  # noqa: E731
+        return *jax.value_and_grad(mse)(w), predict.fn(w, batch)
+
+    mse, slopes, predicted = jax.jit(jax.vmap(of_member))(members)
+    errors = members.astype(float) @ x.T - y
+    np.testing.assert_allclose(mse, (errors**2).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(slopes, 2 * errors @ x / len(x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(predicted, errors + y, rtol=1e-4, atol=1e-5)
+
+    forgetful = tj.build_eval_step(
+        lambda w, rows, tower: {"m": tj.Weighted.mean(rows["x"] @ w)}, strategy
+    )
+    with pytest.raises(ValueError, match="A batch of 7 examples was padded, but m"):
+        jax.eval_shape(forgetful.fn, W, batch)
+
+
 @pytest.mark.slow
 def test_a_gradient_through_three_steps_is_a_finite_difference():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
@@ -13,7 +14,8 @@ from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
 from towerjax.step.given_state import check_not_donated, check_state
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
+from towerjax.step.proving import Proving
 from towerjax.step.recipe import Recipe, Run
 from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.returned import filled, without_padding
@@ -22,7 +24,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.leaves import refuse_traced, refuse_unheld
+from towerjax.types.leaves import map_parts, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
@@ -90,6 +92,46 @@ class InferenceStep:
         step, rng = self._clock
         return TrainState(step, state, (), {}, rng)
 
+    @property
+    def fn(self) -> Callable[[Any, PyTree], Any]:
+        """The step as a JAX function of global arrays, ``(state, batch) -> result``.
+
+        For ``jax.jit``, ``jax.vmap`` over states or parameters and ``jax.grad``, as a
+        train step's ``fn``.
+
+        Example:
+          >>> import numpy as np, towerjax as tj
+          >>> def metric_fn(params, batch, tower):
+          ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
+          >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
+          >>> of_members = jax.vmap(evaluate.fn, in_axes=(0, None))
+          >>> batch = np.array([1, 2, 6], np.float32)
+          >>> found = of_members(np.array([1, 10], np.float32), batch)
+          >>> found["mean"].value.tolist()
+          [3.0, 30.0]
+        """
+        placement, recipe = self.strategy.placement, self._runner.recipe
+
+        def fn(state: Any, batch: PyTree) -> Any:
+            if not isinstance(state, TrainState):
+                step, rng = jnp.int32(0), jax.random.key(0)
+                state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
+            model = dataclasses.replace(state, opt_state=(), seen=None, own=None)
+            args, padded = self._placer.traced(batch)
+            run = Proving(placement, on_devices=True)
+            tree, own = recipe.fn(run, model, *args)
+            if padded:
+                refuse_unread_weight(padded, run.proof())
+            (result,) = filled(tree, {"own": own}).values()
+            examples = padded or None
+            return map_parts(
+                Rows,
+                lambda rows: jax.tree.map(lambda x: x[:examples], rows.value),
+                result,
+            )
+
+        return fn
+
     @functools.cached_property
     def _clock(self) -> PyTree:
         """The number and the key of a step, for parameters that have none."""
@@ -140,8 +182,7 @@ class InferenceStep:
             )
             raise
         own = on_every_process(own, self.strategy.placement)
-        own = without_padding(own, batch)
-        (result,) = filled(tree, {"own": own}).values()
+        (result,) = filled(tree, {"own": without_padding(own, batch)}).values()
         return result
 
 
