@@ -104,11 +104,10 @@ class InferenceStep:
           >>> def metric_fn(params, batch, tower):
           ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
           >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
-          >>> of_members = jax.vmap(evaluate.fn, in_axes=(0, None))
-          >>> batch = np.array([1, 2, 6], np.float32)
-          >>> found = of_members(np.array([1, 10], np.float32), batch)
-          >>> found["mean"].value.tolist()
-          [3.0, 30.0]
+          >>> x = np.array([1, 2, 6], np.float32)
+          >>> loss = lambda params: evaluate.fn(params, x)["mean"].value
+          >>> jax.tree.map(float, jax.value_and_grad(loss)(2.0))
+          (6.0, 3.0)
         """
         placement, recipe = self.strategy.placement, self._runner.recipe
 
