@@ -620,26 +620,26 @@ def test_what_has_weight_0_may_be_anything_known_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "state",
-    [
-        lambda x: m.auc(x > 0.5, x * 3),
-        lambda x: m.auc((x * 8).astype(int), x),
-        lambda x: m.sensitivity_at_specificity(x > 0.5, x * 3, 0.5),
-        lambda x: m.precision(x > 0.5, x * jnp.nan, threshold=0.5),
-        lambda x: m.recall(x * 3, x > 0.5),
-        lambda x: m.mean_iou((x * 8).astype(int), (x > 0).astype(int), 2),
-        lambda x: m.mean_per_class_accuracy(
-            (x > 0).astype(int), (x * 8).astype(int), 2
-        ),
-    ],
-)
-def test_values_out_of_range_that_nobody_can_refuse_make_nan(state):
+def test_values_out_of_range_that_nobody_can_refuse_make_nan():
     """The values are not known before the program runs."""
-    found, value = jax.jit(lambda x: (s := state(x), s.compute()))(
-        np.float32([0.25, 0.5, 0.75])
-    )
-    assert np.isnan(value) and np.isnan(value_on_host(on_host(found)))
+
+    @jax.jit
+    def found(x):
+        return [
+            (state, state.compute())
+            for state in (
+                m.auc(x > 0.5, x * 3),
+                m.auc((x * 8).astype(int), x),
+                m.sensitivity_at_specificity(x > 0.5, x * 3, 0.5),
+                m.precision(x > 0.5, x * jnp.nan, threshold=0.5),
+                m.recall(x * 3, x > 0.5),
+                m.mean_iou((x * 8).astype(int), (x > 0).astype(int), 2),
+                m.mean_per_class_accuracy((x > 0).astype(int), (x * 8).astype(int), 2),
+            )
+        ]
+
+    for state, value in found(np.float32([0.25, 0.5, 0.75])):
+        assert np.isnan(value) and np.isnan(value_on_host(on_host(state))), state
 
 
 class Unregistered:

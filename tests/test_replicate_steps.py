@@ -480,7 +480,7 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
 @pytest.mark.slow
 def test_a_state_that_is_none_is_refused():
     for placement in PLACEMENTS:
-        model = shared(2, 2, variable_placement=placement)
+        model = shared(4, 2, variable_placement=placement)
         step = model.train_step()
         with pytest.raises(ValueError, match="is a dict, not a TrainState"):
             tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)

@@ -124,7 +124,7 @@ def batch_of(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D, options",
-    [(1, 1, {}), (2, 1, {}), (4, 2, {}), (4, 2, {"local": "scan"})],
+    [(1, 1, {}), (2, 1, {}), (4, 2, {"local": "scan"})],
 )
 def test_no_table_is_copied(T, D, options):
     step, state, _ = step_and_state(T, D, **options)

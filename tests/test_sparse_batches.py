@@ -210,13 +210,15 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         )
 
 
-# Made by the test: of JAX, which would compile them for every run of any test.
 BAD = {
     "bcsr": (
-        lambda: sparse.BCSR.fromdense(np.eye(4)),
+        lambda: sparse.BCSR((np.ones(4), np.arange(4), np.arange(5)), shape=(4, 4)),
         "batch['x'] is a BCSR, which does not",
     ),
-    "coo": (lambda: sparse.COO.fromdense(jnp.eye(4)), "BCOO.fromdense(x.todense())"),
+    "coo": (
+        lambda: sparse.COO((np.ones(4), np.arange(4), np.arange(4)), shape=(4, 4)),
+        "BCOO.fromdense(x.todense())",
+    ),
     "negative": (
         lambda: sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
         "batch['x'] has the index -1, but entries are counted from 0",
@@ -237,11 +239,11 @@ def test_other_formats_are_refused(name):
 def test_sparse_outputs_are_refused():
     predict = tj.build_predict_step(lambda w, x, tower: {"same": x}, mirrored(2, 1, {}))
     with pytest.raises(ValueError, match=r"predictions\['same'\] is a BCOO, whose ent"):
-        predict(np.float32(1), sparse.BCOO.fromdense(np.eye(4)))
+        predict(np.float32(1), bcoo(np.eye(4)))
 
 
 def test_where_entries_would_be_taken_for_examples_they_are_refused():
-    data = [{"x": sparse.BCOO.fromdense(np.eye(4))}] * 2
+    data = [{"x": bcoo(np.eye(4))}] * 2
     placed = mirrored(2, 1, {}).distribute_dataset(data, split="elements")
     with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
         next(iter(placed))

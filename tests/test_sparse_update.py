@@ -213,7 +213,8 @@ REFUSED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_dense_update_is_refused(name):
-    params, grads = arrays(0), gradients(0)
+    kind = np.float32, "a"
+    params, grads = arrays(0, *kind), gradients(0, *kind)
     optimizer = REFUSED[name]
     with pytest.raises(
         ValueError,
