@@ -843,31 +843,15 @@ def environment():
     return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
 
 
-def worker(processes, *argv):
-    """What such processes end with."""
-    path = TESTS / "workers" / "checkpoint_run.py"
-    command = [sys.executable, str(path), *map(str, argv)]
-    if processes == 1:
-        return subprocess.run(command, env=environment(), timeout=120).returncode
-    options = {"processes": processes, "devices_per_process": 2}
-    return tj.cluster.launch(command, env=environment(), **options)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_goes_on_in_another(step, undisturbed, tmp_path):
-    assert worker(1, tmp_path, model.STEPS, "SIGKILL") == -9
-    saving = tj.Checkpointer(tmp_path)
-    assert saving.steps[-1] in (2, 4)
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
-
-
 @pytest.mark.slow
 def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path):
     """After the same step."""
     saving = tj.Checkpointer(tmp_path)
     train(step, saving, 3)
-    assert worker(2, tmp_path, 90, "SIGTERM") == 75
+    worker = str(TESTS / "workers" / "checkpoint_run.py")
+    command = [sys.executable, worker, str(tmp_path), "90"]
+    options = {"processes": 2, "devices_per_process": 2, "env": environment()}
+    assert tj.cluster.launch(command, **options) == 75
     number = saving.steps[-1]
     assert 5 <= number < 90 and len(saving.record(number).devices) == 4
     expected, _ = train(step, None, number)
