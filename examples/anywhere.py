@@ -40,7 +40,7 @@ def main() -> None:
     numbers = np.random.default_rng(0)
     params = {"in": numbers.normal(size=(64, 64)), "out": numbers.normal(size=(64, 10))}
     state = step.init(jax.tree.map(lambda w: np.float32(w / 8), params))
-    batches = strategy.distribute_dataset(tj.batches(data, 100, epochs=10, seed=0))
+    batches = strategy.distribute_dataset(tj.batches(data, 100, epochs=5, seed=0))
     state, history = tj.run(step, state, batches, progress=False)
 
     evaluate = tj.build_eval_step(count_hits, strategy)

