@@ -115,9 +115,6 @@ def train(options):
     batches = input_of(options["input"], strategy, parts, options["epochs"])
     calls = options["steps_per_call"]
     state, history = tj.run(step, state, batches, steps_per_call=calls, progress=False)
-    predict = tj.build_predict_step(
-        lambda params, batch, tower: jnp.tanh(batch["x"] @ params["w"]), strategy
-    )
     return {
         "devices": strategy.placement.num_devices,
         "should_checkpoint": strategy.should_checkpoint,
@@ -142,7 +139,6 @@ def train(options):
                 *history.metrics.values(),
             )
         ),
-        "predictions": digest(predict(state, data())),
     }
 
 
