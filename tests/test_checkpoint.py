@@ -839,7 +839,8 @@ def test_train_and_evaluate_goes_on(tmp_path):
 def environment():
     own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     # Its bits go on in this process.
-    own["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {compiler_flags.FLAGS}"
+    flags = os.environ.get("XLA_FLAGS", ""), compiler_flags.FLAGS
+    own["XLA_FLAGS"] = " ".join(flags).strip()
     return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
 
 
