@@ -164,6 +164,18 @@ def _square(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:
     return _squared((x @ p["v"]).mean(-1) * 30, batch)
 
 
+@jax.jit
+def _divided(x: jax.Array, by: jax.Array) -> jax.Array:
+    return x / by
+
+
+def _called_twice(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:
+    x = batch["x"] @ p["w"]
+    by = 1.3 + (x**2).sum(-1, keepdims=True)
+    target = batch["y"][:, None]
+    return (_divided(x, by) * target + jnp.tanh(_divided(x, by))).sum(-1)
+
+
 _MLP = {"u": (256, 32), "a": (32,), "v": (32, 24), "b": (24,), "w": (24, 10)}
 _LSTM = {"u": (4, 48), "v": (12, 48), "b": (48,), "w": (12, 10)}
 _HEADS = {"q": (8, 2, 4), "k": (8, 2, 4), "v": (8, 2, 4), "scale": (1, 8), "w": (8, 10)}
@@ -191,6 +203,7 @@ MODELS: dict[str, Model] = {
     "depthwise conv": Model(
         functools.partial(_convolved, groups=4), _conv(8, 4), classes=10
     ),
+    "function called twice": Model(_called_twice, {"w": (9, 7)}, (9,)),
     "batch norm": Model(
         _batch_norm, {"u": (3, 3, 4, 8), "scale": (1, 8), "w": (8, 10)}, classes=10
     ),

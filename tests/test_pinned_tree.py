@@ -1,6 +1,6 @@
 """The order in which PinnedTree adds, and a run of a Flax model."""
 
-import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.collectives.reduce import add_pairwise
+from towerjax.mesh.private_jax import inline_and_merge
 
 ROWS = 61  # ragged: 8 towers have 8 rows each, the last one 5
 
@@ -47,11 +48,13 @@ def batches(steps):
         }
 
 
-@functools.cache
 def start():
-    key = jax.random.key
-    init = jax.jit(Network().init)  # a second to compile
-    return init(key(1), next(batches(1))["x"], key(2))["params"]
+    # Eight rows a tower, as many as towers: in a loop both were one array once.
+    key, rng = jax.random.key(0), np.random.default_rng(3)
+    shapes = jax.eval_shape(Network().init, key, next(batches(1))["x"], key)["params"]
+    return jax.tree.map(
+        lambda x: (0.2 * rng.normal(size=x.shape)).astype(x.dtype), shapes
+    )
 
 
 def train(devices, *, steps):
@@ -86,3 +89,23 @@ def test_the_tree_depends_on_the_number_of_towers_alone():
         np.testing.assert_array_equal(whole, again)
     thirds = [add_pairwise(jnp.asarray(x)) for x in np.split(rows, 4)]
     assert (np.asarray(add_pairwise(jnp.stack(thirds))) != np.asarray(whole)).any()
+
+
+def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
+    divided = jax.jit(lambda x, by: jnp.sort(x) / by)
+
+    def fn(x):
+        twice = divided(x, x.sum()) * divided(x, x.sum()) + jnp.arange(8.0)
+        # A loop has numbers of its own, equal to those before it.
+        each = jax.lax.map(lambda row: divided(row, 2.0) + jnp.arange(8.0), x[None])
+        return twice + each[0] + jnp.arange(8.0) + jax.lax.cond(x[0] > 0, hard, soft, x)
+
+    hard, soft = jax.jit(jnp.sin), jax.jit(lambda x: jnp.sin(x) / jnp.sin(x))
+    lowered, x = jax.jit(fn).lower(jnp.arange(8.0)), np.arange(8, dtype=np.float32)
+    inline_and_merge(lowered)
+    text = lowered.as_text()
+    assert "call @" not in text and text.count("func.func") == 1
+    expected = {"divide": 3, "sort": 2, "add across": 1, "iota": 2, "sine": 2}
+    names = re.findall(r"stablehlo\.(\w+(?: across)?)", text)
+    assert {name: names.count(name) for name in expected} == expected
+    np.testing.assert_allclose(lowered.compile()(x), fn(x), rtol=1e-6)

@@ -63,7 +63,7 @@ def test_50_steps_have_the_same_bits_on_every_number_of_devices(towers, devices,
     assert differing(case, towers=towers, devices=devices, steps=50) == {}
 
 
-ONCE = ["attention", "muon", "model_fn, conv"]
+ONCE = ["attention", "muon", "model_fn, conv", "function called twice"]
 
 
 @pytest.mark.slow

@@ -1164,6 +1164,24 @@ VALUES = (
         "if variable.reduction is None:",
         _SHARED_SUM,
     ),
+    _m(
+        "V16",
+        "calls stay, so that what two of them compute is computed twice on one device",
+        "mesh.private_jax:inline_and_merge",
+        "_inline_in(block, functions)",
+        "pass",
+        "test_pinned_tree.py"
+        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged",
+    ),
+    _m(
+        "V17",
+        "what a loop computes is merged with what stands before the loop",
+        "mesh.private_jax:inline_and_merge",
+        "_merge_in(block)",
+        'PassManager.parse("builtin.module(cse)").run(module.operation)',
+        "test_pinned_tree.py"
+        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged",
+    ),
 )
 
 TESTING = (

@@ -1,5 +1,6 @@
 """What does JAX offer under no public name? All of it that is used here."""
 
+import collections
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
 from jax.sharding import NamedSharding
+from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
 
@@ -52,8 +54,95 @@ def coordinator_client() -> Any:
     return distributed.global_state.client
 
 
-def run_passes(lowered: Any, passes: str) -> None:
-    """Rewrites a lowered program by passes of MLIR, named as ``"inline,cse"``."""
+def inline_and_merge(lowered: Any) -> None:
+    """Rewrites a lowered program: no calls are left, and no equal operations.
+
+    They are merged in each computation by itself, as XLA does it. MLIR's own passes do
+    not inline in JAX's build, and merge what a loop computes with what stands before.
+    """
     module = lowered.compiler_ir("stablehlo")
-    with module.context:
-        PassManager.parse(f"builtin.module({passes})").run(module.operation)
+    with module.context, ir.Location.unknown():
+        functions = {
+            ir.StringAttr(op.operation.attributes["sym_name"]).value: op.operation
+            for op in module.body.operations
+            if op.operation.name == "func.func"
+        }
+        (block,) = functions["main"].regions[0].blocks
+        _inline_in(block, functions)
+        _merge_in(block)
+        PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+
+
+def _inline_in(block: Any, functions: dict[str, Any]) -> None:
+    """Puts what functions do where they are called."""
+    calls = collections.deque(each.operation for each in block.operations)
+    while calls:
+        op = calls.popleft()
+        for region in op.regions:
+            for inside in region.blocks:
+                _inline_in(inside, functions)
+        if op.name != "func.call":
+            continue
+        called = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+        copy = called.clone(ir.InsertionPoint(op))
+        body = copy.regions[0].blocks[0]
+        for argument, operand in zip(body.arguments, op.operands, strict=True):
+            argument.replace_all_uses_with(operand)
+        *inside, end = [each.operation for each in body.operations]
+        for each in inside:
+            each.move_before(op)
+        for result, value in zip(op.results, end.operands, strict=True):
+            result.replace_all_uses_with(value)
+        calls.extendleft(reversed(inside))
+        copy.erase()
+        op.erase()
+
+
+_OF_LOOPS = frozenset(("stablehlo.while", "stablehlo.case", "stablehlo.if"))
+_WITH_EFFECTS = frozenset(
+    f"stablehlo.{name}"
+    for name in "rng infeed outfeed send recv after_all create_token".split()
+)
+
+
+def _merge_in(block: Any) -> None:
+    first: dict[Any, Any] = {}
+    for op in [each.operation for each in block.operations]:
+        for region in op.regions:
+            for inside in region.blocks:
+                _merge_in(inside)
+        if not _may_merge(op):
+            continue
+        same = first.setdefault(_key(op, {}), op)
+        if same is not op:
+            for result, other in zip(op.results, same.results, strict=True):
+                result.replace_all_uses_with(other)
+            op.erase()
+
+
+def _may_merge(op: Any) -> bool:
+    if op.name == "stablehlo.custom_call":
+        attributes = op.attributes
+        return not (
+            "has_side_effect" in attributes and attributes["has_side_effect"].value
+        )
+    is_plain = op.name.startswith("stablehlo.") and len(op.results) > 0
+    return is_plain and op.name not in _OF_LOOPS | _WITH_EFFECTS
+
+
+def _key(op: Any, inside: dict[Any, int]) -> Any:
+    """What equal operations have in common; values of its own regions are numbered."""
+    operands = tuple(inside.get(x, x) for x in op.operands)
+    attributes = tuple((name, op.attributes[name]) for name in op.attributes)
+    regions = []
+    for region in op.regions:
+        for block in region.blocks:
+            inside = inside | {
+                x: len(inside) + i for i, x in enumerate(block.arguments)
+            }
+            for each in block.operations:
+                regions.append(_key(each.operation, inside))
+                for x in each.operation.results:
+                    inside = inside | {x: len(inside)}
+    types = tuple(x.type for x in op.results)
+    return op.name, operands, attributes, types, tuple(regions)

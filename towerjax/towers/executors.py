@@ -20,7 +20,7 @@ from towerjax.mesh.placement import (
     Placement,
     TowerAxes,
 )
-from towerjax.mesh.private_jax import run_passes, with_axis
+from towerjax.mesh.private_jax import inline_and_merge, with_axis
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers
@@ -264,5 +264,5 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
     lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
     if placement.local == "scan" and placement.num_devices == 1:
-        run_passes(lowered, "inline,symbol-dce,cse")
+        inline_and_merge(lowered)
     return lowered
