@@ -140,7 +140,7 @@ def test_one_mean_and_what_is_shared_need_one_pass():
 @pytest.mark.slow
 def test_several_means_have_the_same_bits_on_any_devices():
     ends = set()
-    for devices in (1, 2):
+    for devices in (1, 2, 4):
         strategy = mirrored(4, devices, "scan", cross_tower_ops=tj.PinnedTree())
         step = tj.build_train_step(
             loss_fn, optax.sgd(RATE), strategy, micro_batches=3, remainder="pad"

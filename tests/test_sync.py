@@ -223,13 +223,13 @@ def test_a_step_that_always_meets_is_seen_to():
 @pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_devices():
     pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
-    (one, told), (two, losses) = (
-        trained(build(SYNCS["streaming"], devices, **pinned)) for devices in (1, 2)
-    )
-    assert np.array_equal(losses, told, equal_nan=True)
-    leaves = [(x.params, x.own) for x in (one, two)]
-    for a, b in zip(*map(jax.tree.leaves, leaves), strict=True):
-        assert np.array_equal(a, b)
+    ends = [
+        trained(build(SYNCS["streaming"], devices, **pinned)) for devices in (1, 2, 4)
+    ]
+    leaves = [jax.tree.leaves((state.params, state.own, told)) for state, told in ends]
+    for one, *others in zip(*leaves, strict=True):
+        for other in others:
+            assert np.array_equal(one, other, equal_nan=True)
 
 
 @pytest.mark.slow
