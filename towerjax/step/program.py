@@ -48,13 +48,7 @@ def prepare(
     recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
 ) -> tuple[Proof, Callable[[], Program]]:
     """The step proved, and a function that compiles it."""
-    config: Any = jax.config  # whose options are not in the stub
-    if config.jax_disable_jit:
-        raise ValueError(
-            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
-            " see values write jax.debug.print in a tower function, and to go through"
-            " a step line by line call tj.testing.one_tower."
-        )
+    _require_jit()
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
     given = dict(zip(recipe.in_layouts, args, strict=True))
@@ -91,6 +85,16 @@ def prepare(
         return Program(compiled, proof, recipe, traced.jaxpr.jaxpr, seconds)
 
     return proof, compile_it
+
+
+def _require_jit() -> None:
+    config: Any = jax.config  # whose options are not in the stub
+    if config.jax_disable_jit:
+        raise ValueError(
+            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
+            " see values write jax.debug.print in a tower function, and to go through"
+            " a step line by line call tj.testing.one_tower."
+        )
 
 
 def _fingerprint(traced: Any, lowered: Any) -> str:

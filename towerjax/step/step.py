@@ -175,7 +175,7 @@ class Step(CompiledStep):
           ValueError: The batch is malformed, or does not divide.
 
         Example:
-          >>> import optax, towerjax as tj
+          >>> import jax.numpy as jnp, optax, towerjax as tj
           >>> def loss_fn(params, batch, tower):
           ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
           >>> strategy = tj.Mirrored(towers=4096)
