@@ -97,7 +97,7 @@ REGISTRY = (
         "optimizer.update(\n"
         "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, value=loss)\n"
         "    updates = jax.tree.map(lambda u: u / 2, updates)",
-        f"{_ONE_GRADIENT}[clip]",
+        _ONE_GRADIENT,
     ),
     _m(
         "B08",
