@@ -336,6 +336,13 @@ def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder):
     close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
 
 
+def test_integers_that_would_wrap_are_refused_by_the_function_too():
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1))
+    batch = {**data(4), "id": np.full(4, 2**31)}
+    with pytest.raises(ValueError, match=r"batch\['id'\] holds 2147483648 .* wrap"):
+        step.fn(step.init(params()), batch)
+
+
 def test_padding_that_would_count_is_refused_under_jit_too():
     def forgetful(params, batch, tower):
         return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)

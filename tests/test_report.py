@@ -399,6 +399,13 @@ def test_a_function_of_ones_own_stands_beside_the_step(of_eight):
     assert "held at most" in str(beside) and "<table>" in beside._repr_html_()
     with pytest.raises(ValueError, match="report_of expects a function under jax.jit"):
         tj.tools.report_of(mapped, (params(), batch()), strategy)
+    with pytest.raises(ValueError, match="args is a dict. Write .* in a tuple"):
+        tj.tools.report_of(by_hand, params(), strategy)
+    with pytest.raises(ValueError, match=r"cannot be called as fn\(\*args\): missing"):
+        tj.tools.report_of(by_hand, (params(),), strategy)
+    of_any = jax.jit(lambda first, *others: first + sum(others))
+    found = tj.tools.report_of(of_any, (np.float32(1),) * 4, strategy)
+    assert len(found.memory.buffers) == 4
 
 
 def test_a_negative_number_of_calls_is_refused():

@@ -181,9 +181,8 @@ class Placer:
     def traced(self, batch: PyTree) -> tuple[tuple[PyTree, ...], int]:
         """What a program takes of a batch that JAX traces; its examples, if padded."""
         rows, shared = without_shared(batch)
-        fit_shapes(rows, self._shares, self._remainder)
-        rows, shared = jax.tree.map(jnp.asarray, (rows, shared))
         rows, examples = fit_batch(rows, self._shares, self._remainder)
+        rows, shared = jax.tree.map(jnp.asarray, (rows, shared))
         counts = self._split_counts(rows, examples)
         is_padded = examples < jax.tree.leaves(rows)[0].shape[0]
         return (rows, jnp.asarray(counts), shared), examples if is_padded else 0

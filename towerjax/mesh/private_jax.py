@@ -98,14 +98,17 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
-_OF_LOOPS = frozenset(("stablehlo.while", "stablehlo.case", "stablehlo.if"))
-_WITH_EFFECTS = frozenset(
+# Of computations of their own, or with effects.
+_NEVER_MERGED = frozenset(
     f"stablehlo.{name}"
-    for name in "rng infeed outfeed send recv after_all create_token".split()
+    for name in (
+        "while case if rng infeed outfeed send recv after_all create_token".split()
+    )
 )
 
 
 def _merge_in(block: Any) -> None:
+    """Makes equal operations of a block one, and of each block inside of them."""
     first: dict[Any, Any] = {}
     for op in [each.operation for each in block.operations]:
         for region in op.regions:
@@ -121,13 +124,14 @@ def _merge_in(block: Any) -> None:
 
 
 def _may_merge(op: Any) -> bool:
+    """Does an operation only compute, so that one will do for two?"""
     if op.name == "stablehlo.custom_call":
         attributes = op.attributes
         return not (
             "has_side_effect" in attributes and attributes["has_side_effect"].value
         )
     is_plain = op.name.startswith("stablehlo.") and len(op.results) > 0
-    return is_plain and op.name not in _OF_LOOPS | _WITH_EFFECTS
+    return is_plain and op.name not in _NEVER_MERGED
 
 
 def _key(op: Any, inside: dict[Any, int]) -> Any:

@@ -28,10 +28,15 @@ from towerjax.types.leaves import map_parts, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
+def _what_is_read(state: TrainState) -> TrainState:
+    """What of a state an evaluation reads."""
+    return dataclasses.replace(state, opt_state=(), seen=None, own=None)
+
+
 def _model_shapes(state: Any) -> TrainState:
     """What of a state or of parameters an evaluation reads, in shapes."""
     if isinstance(state, TrainState):
-        return dataclasses.replace(state, opt_state=(), seen=None, own=None)
+        return _what_is_read(state)
     return abstract_state(state, (), 1, {})
 
 
@@ -83,7 +88,7 @@ class InferenceStep:
     def _model_of(self, state: Any) -> TrainState:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
-            return dataclasses.replace(state, opt_state=(), seen=None, own=None)
+            return _what_is_read(state)
         refuse_traced(state)
         refuse_unheld("params", state)
         placement, layout = self.strategy.placement, state_layout(self.strategy)
@@ -115,7 +120,7 @@ class InferenceStep:
             if not isinstance(state, TrainState):
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
-            model = dataclasses.replace(state, opt_state=(), seen=None, own=None)
+            model = _what_is_read(state)
             args, padded = self._placer.traced(batch)
             run = Proving(placement, on_devices=True)
             tree, own = recipe.fn(run, model, *args)

@@ -88,6 +88,7 @@ def prepare(
 
 
 def _require_jit() -> None:
+    """Raise under ``jax.disable_jit``, in which nothing can be compiled."""
     config: Any = jax.config  # whose options are not in the stub
     if config.jax_disable_jit:
         raise ValueError(

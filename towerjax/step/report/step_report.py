@@ -26,8 +26,9 @@ from towerjax.step.report.tables import (
     in_seconds,
 )
 from towerjax.towers.executors import lower_on_devices
-from towerjax.towers.strategies import Mirrored, OneDevice
+from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
+from towerjax.types.options import check_takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +170,7 @@ def report_of(
       devices by ``shard_map``, and of all together where it is not.
 
     Raises:
-      ValueError: The function is not under ``jax.jit``.
+      ValueError: The function is not under ``jax.jit``, or does not take ``args``.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, towerjax as tj
@@ -187,10 +188,19 @@ def report_of(
       >>> [found.opcode for found in report.collectives]
       ['all-reduce']
     """
+    check_roles("report_of", strategy=strategy)
     if not hasattr(fn, "trace"):
         raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
+    if not isinstance(args, list | tuple):
+        raise ValueError(
+            f"report_of: args is a {type(args).__name__}. Write report_of(fn, (params,"
+            " opt_state, batch), strategy), the arguments in a tuple."
+        )
+    check_takes("fn(*args)", fn, *args)
     start, placement = time.perf_counter(), strategy.placement
-    names = inspect.signature(fn).bind(*args).arguments
+    # The last may stand for several: *args.
+    names = [*inspect.signature(fn).parameters]
+    names = [names[min(i, len(names) - 1)] for i in range(len(args))]
     traced = fn.trace(*args)
     compiled = lower_on_devices(traced, placement).compile()
     seconds = time.perf_counter() - start
