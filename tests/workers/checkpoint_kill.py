@@ -1,6 +1,6 @@
 """Processes that save without end, each killed by SIGKILL at another moment.
 
-python tests/workers/checkpoint_kill.py 12
+python tests/workers/checkpoint_kill.py 20
 
 One process imports everything and forks the others before JAX has any threads. Each
 checks the newest checkpoint, says so, and saves; what it says must be newer than all
@@ -82,33 +82,39 @@ def child(path):
     return pid, os.fdopen(out, "rb", buffering=0)
 
 
-def seconds_of(checkpoints):
-    """How long a fresh process takes for so many."""
+def said_after(words, text, lines):
+    """All that a process has said, once it is so many lines."""
+    while text.count(b"\n") < lines:
+        ready, _, _ = select.select([words], [], [], 60)
+        text += words.read(4096) if ready else b"bad: no word\n" * lines
+    return text
+
+
+def seconds_of_one():
+    """How long a fresh process takes for a checkpoint."""
     with tempfile.TemporaryDirectory() as path:
         pid, words = child(path)
-        lines, start_s = b"", 0.0
-        while lines.count(b"\n") <= checkpoints:
-            lines += words.read(4096)
-            start_s = start_s or time.monotonic()
+        text = said_after(words, b"", 1)
+        start_s = time.monotonic()
+        said_after(words, text, 3)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        return time.monotonic() - start_s
+        return (time.monotonic() - start_s) / 2
 
 
 def main():
     warnings.simplefilter("ignore")  # of forking, with threads that only read
     kills, bad, left, said = int(sys.argv[1]), [], 0, 0
-    period_s = seconds_of(2)
+    period_s = seconds_of_one()
     with tempfile.TemporaryDirectory() as path:
         for kill in range(kills + 1):
             pid, words = child(path)
-            text = b""
-            while b"\n" not in text:
-                ready, _, _ = select.select([words], [], [], 60)
-                text += words.read(4096) if ready else b"bad: no word\n"
+            text = said_after(words, b"", 1)
             first = text.split(b"\n")[0].decode()
             if first.startswith("bad") or int(first) < said:
                 bad.append([kill, first, said])
+            # Every other one is killed after a whole checkpoint, however slow it is.
+            text = said_after(words, text, 1 + kill % 2)
             time.sleep(period_s * kill / kills)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
