@@ -1,13 +1,13 @@
 """How good is the model? Metric states that merge, exact over any split of the data."""
 
-from towerjax.metrics.binary import false_negatives as false_negatives
-from towerjax.metrics.binary import false_positives as false_positives
-from towerjax.metrics.binary import precision as precision
-from towerjax.metrics.binary import recall as recall
-from towerjax.metrics.binary import true_negatives as true_negatives
-from towerjax.metrics.binary import true_positives as true_positives
+from towerjax.metrics.classes import false_negatives as false_negatives
+from towerjax.metrics.classes import false_positives as false_positives
 from towerjax.metrics.classes import mean_iou as mean_iou
 from towerjax.metrics.classes import mean_per_class_accuracy as mean_per_class_accuracy
+from towerjax.metrics.classes import precision as precision
+from towerjax.metrics.classes import recall as recall
+from towerjax.metrics.classes import true_negatives as true_negatives
+from towerjax.metrics.classes import true_positives as true_positives
 from towerjax.metrics.example_count import ExampleCount as ExampleCount
 from towerjax.metrics.example_count import ExampleReport as ExampleReport
 from towerjax.metrics.example_count import ExamplesError as ExamplesError

@@ -1,4 +1,4 @@
-"""How good are predictions of several classes? A mean over the classes."""
+"""How good are predicted classes? Yes and no counted, or a mean over several."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -11,24 +11,233 @@ from towerjax.metrics.rows import (
     element_weights,
     library_of,
     paired,
+    positives,
     ratio,
     spoiled,
+    truths,
 )
 from towerjax.metrics.state import Additive
-from towerjax.types import ArrayLike
+from towerjax.metrics.weighted import Weighted
+from towerjax.types import ArrayLike, Sum
 from towerjax.types.options import check_choice
 
 Absent = Literal["left out", "zero"]
 
 
-class Confusion(Additive):
-    """How much weight of each label went to each prediction.
+def _outcomes(
+    name: str,
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None,
+    threshold: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which elements are yes, which are predicted so, and what each counts."""
+    labels, predictions = paired(name, labels, predictions)
+    elements = element_weights(name, jnp.shape(labels), weight)
+    true, right = truths(name, "labels", labels, weight)
+    said, told = positives(name, predictions, weight, threshold)
+    return true, said, spoiled(elements, right & told)
 
-    Attributes:
-      matrix: ``[C, C]`` float, labels down and predictions across.
+
+def _chosen(weight: jax.Array, which: jax.Array) -> jax.Array:
+    """The weights of some elements; one that is NaN spoils whatever is asked."""
+    return jnp.where(which | jnp.isnan(weight), weight, 0)
+
+
+def _count(
+    true: jax.Array, said: jax.Array, weight: jax.Array, *, is_true: bool, is_said: bool
+) -> Sum:
+    return Sum(_chosen(weight, (true == is_true) & (said == is_said)).sum())
+
+
+def _share(which: jax.Array, among: jax.Array, weight: jax.Array) -> Weighted:
+    weight = _chosen(weight, among)
+    return Weighted(_chosen(weight, which).sum(), weight.sum())
+
+
+def true_positives(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Sum:
+    """How many are yes and predicted so: ``tf.metrics.true_positives``.
+
+    Args:
+      labels: ``[b, ...]``: booleans, or numbers 0 and 1.
+      predictions: The same shape: booleans, integers 0 and 1, or with a threshold
+        scores.
+      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once. An element of weight 0 is left out
+        whatever it is.
+      threshold: A score above it (not at it) says yes.
+
+    Returns:
+      A ``Sum``, float32 or wider: exact up to ``2**24`` a batch.
+
+    Raises:
+      ValueError: Shapes differ, values that are known are neither 0 nor 1, scores
+        come without a threshold, or a known weight is negative. Where such labels
+        are not known before tracing, the value is NaN.
+
+    Example:
+      >>> float(true_positives([1, 0, 1, 1], [1, 1, 0, 1]).compute())
+      2.0
     """
+    found = _outcomes("true_positives", labels, predictions, weight, threshold)
+    return _count(*found, is_true=True, is_said=True)
 
-    matrix: jax.Array
+
+def true_negatives(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Sum:
+    """How many are no and predicted so: ``tf.metrics.true_negatives``.
+
+    Args:
+      labels: As for `true_positives`.
+      predictions: As for `true_positives`.
+      weight: As for `true_positives`.
+      threshold: As for `true_positives`.
+
+    Returns:
+      A ``Sum``.
+
+    Raises:
+      ValueError: As for `true_positives`.
+
+    Example:
+      >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
+      1.0
+    """
+    found = _outcomes("true_negatives", labels, predictions, weight, threshold)
+    return _count(*found, is_true=False, is_said=False)
+
+
+def false_positives(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Sum:
+    """How many are no and predicted yes: ``tf.metrics.false_positives``.
+
+    Args:
+      labels: As for `true_positives`.
+      predictions: As for `true_positives`.
+      weight: As for `true_positives`.
+      threshold: As for `true_positives`.
+
+    Returns:
+      A ``Sum``.
+
+    Raises:
+      ValueError: As for `true_positives`.
+
+    Example:
+      >>> float(false_positives([1, 0, 0], [1.0, 0.75, 0.5], threshold=0.5).compute())
+      1.0
+    """
+    found = _outcomes("false_positives", labels, predictions, weight, threshold)
+    return _count(*found, is_true=False, is_said=True)
+
+
+def false_negatives(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Sum:
+    """How many are yes and predicted no: ``tf.metrics.false_negatives``.
+
+    Args:
+      labels: As for `true_positives`.
+      predictions: As for `true_positives`.
+      weight: As for `true_positives`.
+      threshold: As for `true_positives`.
+
+    Returns:
+      A ``Sum``.
+
+    Raises:
+      ValueError: As for `true_positives`.
+
+    Example:
+      >>> float(false_negatives([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 2, 1]).compute())
+      2.0
+    """
+    found = _outcomes("false_negatives", labels, predictions, weight, threshold)
+    return _count(*found, is_true=True, is_said=False)
+
+
+def precision(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Weighted:
+    """Of those predicted yes, the share that is: ``tf.metrics.precision``.
+
+    Args:
+      labels: As for `true_positives`.
+      predictions: As for `true_positives`.
+      weight: As for `true_positives`.
+      threshold: As for `true_positives`.
+
+    Returns:
+      A ``Weighted``: 0 where none is predicted yes.
+
+    Raises:
+      ValueError: As for `true_positives`.
+
+    Example:
+      >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
+      0.5
+    """
+    true, said, weight = _outcomes("precision", labels, predictions, weight, threshold)
+    return _share(true, said, weight)
+
+
+def recall(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weight: ArrayLike | None = None,
+    *,
+    threshold: float | None = None,
+) -> Weighted:
+    """Of those that are yes, the share predicted so: ``tf.metrics.recall``.
+
+    Args:
+      labels: As for `true_positives`.
+      predictions: As for `true_positives`.
+      weight: As for `true_positives`.
+      threshold: As for `true_positives`.
+
+    Returns:
+      A ``Weighted``: 0 where none is yes.
+
+    Raises:
+      ValueError: As for `true_positives`.
+
+    Example:
+      >>> float(recall([1, 0, 1, 1, 1], [1, 1, 0, 0, 0]).compute())
+      0.25
+    """
+    true, said, weight = _outcomes("recall", labels, predictions, weight, threshold)
+    return _share(said, true, weight)
+
+
+class Confusion(Additive):
+    """How much weight of each label went to each prediction."""
+
+    matrix: jax.Array  # [C, C], labels down and predictions across
 
     def compute(self) -> jax.Array:
         """The mean of intersection over union; see `mean_iou`."""
@@ -40,16 +249,10 @@ class Confusion(Additive):
 
 
 class ClassHits(Additive):
-    """Of each class the weight of its examples, and of those that were hit.
+    """Of each class the weight of its examples, and of those that were hit."""
 
-    Attributes:
-      hits: ``[C]`` float.
-      totals: ``[C]`` float.
-      absent: What a class without examples is.
-    """
-
-    hits: jax.Array
-    totals: jax.Array
+    hits: jax.Array  # [C]
+    totals: jax.Array  # [C]
     absent: Absent = dataclasses.field(metadata={"static": True})
 
     def compute(self) -> jax.Array:

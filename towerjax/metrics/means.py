@@ -152,12 +152,7 @@ def mean_squared_error(
 
 
 class RootMean(Additive):
-    """The root of a mean, taken once, after everything is added.
-
-    Attributes:
-      sum: ``()`` float, the weighted total.
-      weight: ``()`` float, what it is divided by.
-    """
+    """The root of a mean, taken once, after everything is added."""
 
     sum: jax.Array
     weight: jax.Array

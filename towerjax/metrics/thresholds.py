@@ -1,6 +1,7 @@
 """How good are scores at every threshold? Histograms, and curves over them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -54,67 +55,29 @@ class _Outcomes:
 
 
 class Curves(Additive):
-    """Yes and no by how many of the thresholds their scores are above.
+    """Yes and no by how many of the thresholds their scores are above."""
 
-    Attributes:
-      yes: ``[n + 1]`` float, the weight of positive labels in each bucket.
-      no: ``[n + 1]`` float, of negative ones.
-      curve: Under which curve the area is.
-    """
-
-    yes: jax.Array
-    no: jax.Array
-    curve: Curve = dataclasses.field(metadata={"static": True})
+    yes: jax.Array  # [n + 1], the weight of positive labels in each bucket
+    no: jax.Array  # [n + 1], of negative ones
+    value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def compute(self) -> jax.Array:
-        """The area; see `auc`."""
-        found = _Outcomes(self.yes, self.no)
-        return _area_under_roc(found) if self.curve == "ROC" else _area_under_pr(found)
+        """The area, or the rates, that the state was made for."""
+        return self.value(_Outcomes(self.yes, self.no), *self.options)
 
 
-class AtNearest(Additive):
-    """One rate at the threshold at which the other is nearest to a wanted one.
-
-    Attributes:
-      yes: As in `Curves`.
-      no: As in `Curves`.
-      wanted: The rate that is given.
-      given: ``"specificity"`` or ``"sensitivity"``.
-    """
-
-    yes: jax.Array
-    no: jax.Array
-    wanted: float = dataclasses.field(metadata={"static": True})
-    given: str = dataclasses.field(metadata={"static": True})
-
-    def compute(self) -> jax.Array:
-        """The other rate; see `sensitivity_at_specificity`."""
-        found = _Outcomes(self.yes, self.no)
-        rates = found.specificity, found.sensitivity
-        given, other = rates if self.given == "specificity" else rates[::-1]
-        distance = abs(given - self.wanted)
-        nearest = distance.min()
-        # Equally near ones differ by a rounding: the best of them, in any precision.
-        far = distance > nearest + 1e-6
-        return found.library.where(far, 0.0, other).max() + 0 * nearest
+def _rate(found: _Outcomes, name: str) -> Any:
+    return getattr(found, name)
 
 
-class RateAtThresholds(Additive):
-    """Precision or recall at thresholds of one's own.
-
-    Attributes:
-      yes: As in `Curves`.
-      no: As in `Curves`.
-      rate: ``"precision"`` or ``"sensitivity"``, which is recall.
-    """
-
-    yes: jax.Array
-    no: jax.Array
-    rate: str = dataclasses.field(metadata={"static": True})
-
-    def compute(self) -> jax.Array:
-        """``[n]``, the rate at each threshold."""
-        return getattr(_Outcomes(self.yes, self.no), self.rate)
+def _rate_at_nearest(found: _Outcomes, name: str, given: str, wanted: float) -> Any:
+    """One rate at the threshold at which the other is nearest to a wanted one."""
+    distance = abs(_rate(found, given) - wanted)
+    nearest = distance.min()
+    # Equally near ones differ by a rounding: the best of them, in any precision.
+    far = distance > nearest + 1e-6
+    return found.library.where(far, 0.0, _rate(found, name)).max() + 0 * nearest
 
 
 def _area_under_roc(found: _Outcomes) -> Any:
@@ -217,18 +180,19 @@ def auc(
     """
     check_choice("auc: curve", curve, get_args(Curve))
     thresholds = _even_thresholds("auc", num_thresholds)
-    return Curves(*_histograms("auc", labels, predictions, weight, thresholds), curve)
+    found = _histograms("auc", labels, predictions, weight, thresholds)
+    return Curves(*found, _area_under_roc if curve == "ROC" else _area_under_pr)
 
 
 def _at_nearest(
     name: str, rows: tuple[Any, Any, Any], wanted: float, num_thresholds: int
-) -> AtNearest:
-    given = name.rpartition("_")[2]
+) -> Curves:
+    rate, _, given = name.split("_")
     if not 0 <= wanted <= 1:
         raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
     thresholds = _even_thresholds(name, num_thresholds)
-    yes, no = _histograms(name, *rows, thresholds)
-    return AtNearest(yes, no, float(wanted), given)
+    options = rate, given, float(wanted)
+    return Curves(*_histograms(name, *rows, thresholds), _rate_at_nearest, options)
 
 
 def sensitivity_at_specificity(
@@ -238,7 +202,7 @@ def sensitivity_at_specificity(
     weight: ArrayLike | None = None,
     *,
     num_thresholds: int = 200,
-) -> AtNearest:
+) -> Curves:
     """Sensitivity where specificity is nearest to one that is wanted.
 
     ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
@@ -253,7 +217,7 @@ def sensitivity_at_specificity(
       num_thresholds: As for `auc`.
 
     Returns:
-      An `AtNearest`.
+      A `Curves`.
 
     Raises:
       ValueError: ``specificity`` is out of range, or as for `auc`.
@@ -274,7 +238,7 @@ def specificity_at_sensitivity(
     weight: ArrayLike | None = None,
     *,
     num_thresholds: int = 200,
-) -> AtNearest:
+) -> Curves:
     """Specificity where sensitivity is nearest to one that is wanted.
 
     ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
@@ -288,7 +252,7 @@ def specificity_at_sensitivity(
       num_thresholds: As for `auc`.
 
     Returns:
-      An `AtNearest`.
+      A `Curves`.
 
     Raises:
       ValueError: ``sensitivity`` is out of range, or as for `auc`.
@@ -307,7 +271,7 @@ def precision_at_thresholds(
     predictions: ArrayLike,
     thresholds: Any,
     weight: ArrayLike | None = None,
-) -> RateAtThresholds:
+) -> Curves:
     """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
 
     Args:
@@ -317,7 +281,7 @@ def precision_at_thresholds(
       weight: As for `auc`.
 
     Returns:
-      A `RateAtThresholds`, whose value is ``[n]``; 0 where none is above.
+      A `Curves`, whose value is ``[n]``; 0 where none is above.
 
     Raises:
       ValueError: Thresholds do not rise, or as for `auc`.
@@ -327,10 +291,8 @@ def precision_at_thresholds(
       >>> precision_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
       [0.6666666..., 1.0]
     """
-    name = "precision_at_thresholds"
-    edges = _rising(name, thresholds)
-    found = _histograms(name, labels, predictions, weight, edges)
-    return RateAtThresholds(*found, "precision")
+    rows = labels, predictions, weight
+    return _at_thresholds("precision_at_thresholds", rows, thresholds, "precision")
 
 
 def recall_at_thresholds(
@@ -338,7 +300,7 @@ def recall_at_thresholds(
     predictions: ArrayLike,
     thresholds: Any,
     weight: ArrayLike | None = None,
-) -> RateAtThresholds:
+) -> Curves:
     """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
 
     Args:
@@ -348,7 +310,7 @@ def recall_at_thresholds(
       weight: As for `auc`.
 
     Returns:
-      A `RateAtThresholds`, whose value is ``[n]``; 0 where none is yes.
+      A `Curves`, whose value is ``[n]``; 0 where none is yes.
 
     Raises:
       ValueError: As for `precision_at_thresholds`.
@@ -358,13 +320,13 @@ def recall_at_thresholds(
       >>> recall_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
       [1.0, 0.5]
     """
-    name = "recall_at_thresholds"
-    edges = _rising(name, thresholds)
-    found = _histograms(name, labels, predictions, weight, edges)
-    return RateAtThresholds(*found, "sensitivity")
+    rows = labels, predictions, weight
+    return _at_thresholds("recall_at_thresholds", rows, thresholds, "sensitivity")
 
 
-def _rising(name: str, thresholds: Any) -> np.ndarray:
+def _at_thresholds(
+    name: str, rows: tuple[Any, Any, Any], thresholds: Any, rate: str
+) -> Curves:
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
     if not rising or np.isnan(edges).any():
@@ -372,4 +334,4 @@ def _rising(name: str, thresholds: Any) -> np.ndarray:
             f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
             " that rise, such as [0.25, 0.5]."
         )
-    return edges
+    return Curves(*_histograms(name, *rows, edges), _rate, (rate,))

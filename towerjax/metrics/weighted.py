@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.metrics.rows import element_weights
+from towerjax.metrics.rows import element_weights, ratio
 from towerjax.types import ArrayLike
 
 
@@ -136,8 +136,7 @@ class Weighted(_Term):
         kinds = np.ndarray | np.generic
         if not (isinstance(self.sum, kinds) and isinstance(self.weight, kinds)):
             return self.value
-        empty = self.weight == 0
-        return np.where(empty, 0.0, self.sum / np.where(empty, 1.0, self.weight))
+        return ratio(self.sum, self.weight)
 
     @property
     def value(self) -> Any:
@@ -146,13 +145,11 @@ class Weighted(_Term):
         The leaves of a tree are multiplied with the inverse, made once.
         """
         weight = jnp.asarray(self.weight)
-        empty = weight == 0
         if jax.tree_util.all_leaves([self.sum]):
-            total = jnp.asarray(self.sum)
-            return jnp.where(empty, 0, total / jnp.where(empty, 1, weight))
+            return ratio(jnp.asarray(self.sum), weight)
         # Once and behind a barrier: XLA turns some divisions by the same scalar into
         # products with its inverse and others not, and then bits depend on D.
-        scale = lax.optimization_barrier(Weighted(1.0, weight).value)
+        scale = lax.optimization_barrier(ratio(1.0, weight))
         return jax.tree.map(lambda x: x * scale.astype(x.dtype), self.sum)
 
 
