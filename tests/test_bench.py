@@ -21,7 +21,6 @@ from towerjax.tools.bench.baseline import (
     MOMENTUM,
     bare_reduction,
 )
-from towerjax.tools.bench.compare import Verdict, differences
 from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.models import MODELS, find_model, mlp
 from towerjax.tools.bench.protocol import (
@@ -31,10 +30,21 @@ from towerjax.tools.bench.protocol import (
     interval_of_median,
     trimmed_mean,
 )
-from towerjax.tools.bench.results import read_results
-from towerjax.tools.bench.table import efficiency, over_hand, rows_of
-from towerjax.tools.bench.trials import figures, run_trial, strategy_of, work_of
-from towerjax.tools.bench.worker import run_and_note
+from towerjax.tools.bench.results import (
+    Verdict,
+    differences,
+    efficiency,
+    over_hand,
+    read_results,
+    rows_of,
+)
+from towerjax.tools.bench.trials import (
+    figures,
+    run_and_note,
+    run_trial,
+    strategy_of,
+    work_of,
+)
 from towerjax.tools.sweep.record_file import RecordFile
 
 QUICK = TimingProtocol(rounds=6, seconds_per_round=0.001, warmup_calls=1, seed=3)

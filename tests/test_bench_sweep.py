@@ -18,10 +18,9 @@ from towerjax.tools.bench import (
     read_results,
     sweep,
 )
-from towerjax.tools.bench.machine import describe_machine, versions
-from towerjax.tools.bench.sweep import worker_environ
-from towerjax.tools.bench.table import Results, rows_of
-from towerjax.tools.bench.worker import run_and_note
+from towerjax.tools.bench.results import Results, rows_of
+from towerjax.tools.bench.sweep import describe_machine, versions, worker_environ
+from towerjax.tools.bench.trials import run_and_note
 from towerjax.tools.cli import main
 from towerjax.tools.sweep.record_file import RecordFile
 

@@ -19,8 +19,8 @@ from benchmarks.peers.same_work import (
 )
 from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
 from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.machine import describe_machine
 from towerjax.tools.bench.protocol import TimingProtocol, calls_in
+from towerjax.tools.bench.sweep import describe_machine
 from towerjax.tools.bench.trials import NUM_LOSSES, check_losses
 
 

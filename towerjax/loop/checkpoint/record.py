@@ -1,6 +1,7 @@
 """What does a checkpoint hold? A state's arrays, and a record of what they are."""
 
 import base64
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -252,10 +253,13 @@ class CheckpointRecord:
             ) from error
 
 
-def library_versions() -> dict[str, str]:
-    """The versions of what the numbers depend on."""
-    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    return {"towerjax": __version__, **found}
+def library_versions(*others: str) -> dict[str, str]:
+    """The versions of what the numbers depend on, and of others that are installed."""
+    found = {"towerjax": __version__}
+    for name in (*_LIBRARIES, *others):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check
 from towerjax.step.state import TrainState
 from towerjax.step.train import build_train_step
-from towerjax.tools.bench.model import Model
+from towerjax.tools.bench.models import Model
 from towerjax.towers.executors import jit_on_devices, over_devices, shapes_of
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree

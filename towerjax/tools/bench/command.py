@@ -5,9 +5,8 @@ import dataclasses
 from typing import Any
 
 from towerjax.step.report.tables import as_text
-from towerjax.tools.bench.compare import compare, differences
 from towerjax.tools.bench.grid import read_toml
-from towerjax.tools.bench.results import read_results
+from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.shell import NOT_SO, OK, add_command, show
 

@@ -1,5 +1,8 @@
 """Which models are measured? Four, and what ``module:factory`` makes."""
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,16 +10,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.tools.bench.model import (
-    Factory,
-    Model,
-    cast,
-    cross_entropy,
-    images,
-    normal,
-)
 from towerjax.tools.named import named
 from towerjax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model to measure, the same for every contender.
+
+    Attributes:
+      init: ``seed -> params``: floating NumPy or JAX arrays.
+      losses: ``(params, batch) -> [b]``: a loss for each example, on its own.
+      make_batch: ``(seed, size) -> batch``: arrays ``[size, ...]``.
+    """
+
+    init: Callable[[int], PyTree]
+    losses: Callable[[PyTree, PyTree], jax.Array]
+    make_batch: Callable[[int, int], PyTree]
+
+
+Factory = Callable[[Any], Model]
+"""``dtype -> Model``: parameters are float32, ``losses`` computes in ``dtype``."""
+
+
+def cast(tree: PyTree, dtype: Any) -> PyTree:
+    """Each leaf in the dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Of each example."""
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+
+
+def normal(rng: Any, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
+    """Numbers of variance ``1 / fan_in``, ``shape`` float32."""
+    return rng.normal(size=shape).astype(np.float32) / np.float32(fan_in**0.5)
 
 
 def mlp(dtype: Any, *, layers: int = 4, width: int = 384) -> Model:
@@ -67,7 +97,9 @@ def cnn(dtype: Any) -> Model:
         return cross_entropy(x.mean(axis=(1, 2)) @ params["dense"], batch["label"])
 
     def make_batch(seed: int, size: int) -> PyTree:
-        return images(seed, size, CNN_SIDE)
+        rng = np.random.default_rng(seed)
+        image = normal(rng, (size, CNN_SIDE, CNN_SIDE, 3), 1)
+        return {"image": image, "label": rng.integers(0, 10, size).astype(np.int32)}
 
     return Model(init, losses, make_batch)
 
@@ -92,12 +124,61 @@ def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
     return Model(init, losses, make_batch)
 
 
+_VOCABULARY, _TOKENS = 512, 64
+
+
+def _network(dtype: Any, width: int = 128) -> Any:
+    """Vaswani et al., https://arxiv.org/abs/1706.03762; norms come first."""
+    import flax.linen as nn  # which ``import towerjax`` does not bring
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            embed = nn.Embed(_VOCABULARY, width, dtype=dtype)
+            places = nn.Embed(_TOKENS, width, dtype=dtype)
+            x = embed(tokens) + places(jnp.arange(_TOKENS))[None]
+            mask = nn.make_causal_mask(tokens)
+            for _ in range(2):
+                y = nn.LayerNorm(dtype=dtype)(x)
+                x += nn.MultiHeadDotProductAttention(4, dtype=dtype)(y, mask=mask)
+                y = nn.LayerNorm(dtype=dtype)(x)
+                y = nn.gelu(nn.Dense(4 * width, dtype=dtype)(y))
+                x += nn.Dense(width, dtype=dtype)(y)
+            return embed.attend(nn.LayerNorm(dtype=dtype)(x))
+
+    return Transformer()
+
+
 def transformer(dtype: Any) -> Model:
     """A causal language model: 2 layers of width 128, 64 tokens."""
-    # Flax comes only where it is measured.
-    from towerjax.tools.bench.networks import transformer_of
+    module = _network(dtype)
 
-    return transformer_of(dtype)
+    def losses(params: PyTree, batch: PyTree) -> jax.Array:
+        tokens = batch["tokens"]
+        logits = module.apply({"params": params}, tokens[:, :-1])
+        return cross_entropy(logits, tokens[:, 1:]).mean(axis=1)  # pyright: ignore[reportArgumentType]
+
+    def make_batch(seed: int, size: int) -> PyTree:
+        rng = np.random.default_rng(seed)
+        tokens = rng.integers(0, _VOCABULARY, (size, _TOKENS + 1))
+        return {"tokens": tokens.astype(np.int32)}
+
+    def init(seed: int) -> PyTree:
+        # By NumPy: nothing is compiled for them.
+        tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
+        shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+        rng = np.random.default_rng(seed)
+
+        def numbers(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+            name, rows = path[-1].key, leaf.shape[:-1]
+            if name in ("kernel", "embedding"):
+                fan_in = leaf.shape[-1] if name == "embedding" else math.prod(rows)
+                return normal(rng, leaf.shape, fan_in)
+            return np.full(leaf.shape, float(name == "scale"), np.float32)
+
+        return jax.tree_util.tree_map_with_path(numbers, shapes)
+
+    return Model(init, losses, make_batch)
 
 
 MODELS: dict[str, Factory] = {

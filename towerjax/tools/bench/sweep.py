@@ -5,22 +5,59 @@ import dataclasses
 import json
 import os
 import pathlib
+import platform
 import signal
 import subprocess
 import sys
 import tempfile
 from typing import Any
 
+from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.progress import Display, display_here
 from towerjax.tools.bench.grid import Grid, Trial
-from towerjax.tools.bench.machine import describe_machine, versions
 from towerjax.tools.bench.protocol import TimingProtocol
-from towerjax.tools.bench.results import Result
-from towerjax.tools.bench.table import Results
+from towerjax.tools.bench.results import Result, Results
 from towerjax.tools.sweep.news import News
 from towerjax.tools.sweep.record_file import RecordFile
 
-_WORKER = (sys.executable, "-m", "towerjax.tools.bench.worker")
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, its cores that this process may use, and the system."""
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Name -> version, of Python and of the packages that are installed."""
+    others = library_versions("keras", "tensorflow", "torch")
+    return {"python": platform.python_version(), **others}
+
+
+def load() -> float | None:
+    """How many programs ran or waited here in the last minute, on average."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _processor() -> str:
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+_WORKER = (sys.executable, "-m", "towerjax.tools.bench.trials")
 _KEPT = 2000  # of what a worker that died has said
 
 

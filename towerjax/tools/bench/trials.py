@@ -1,6 +1,10 @@
-"""What does one trial measure? Contenders in turns, in this process, as numbers."""
+"""What does one trial measure? Contenders in turns, in a process of its own."""
 
 import dataclasses
+import json
+import pathlib
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +30,8 @@ from towerjax.tools.bench.protocol import (
     in_turns,
     interval_of_median,
 )
+from towerjax.tools.bench.sweep import load
+from towerjax.tools.named import named
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 
 NUM_LOSSES = 3
@@ -145,3 +151,30 @@ def check_losses(
             f" the hand-written step {list(expected)[:NUM_LOSSES]}: not the same"
             f" computation within {rtol}, so their times are not compared."
         )
+
+
+def main() -> None:
+    """Run the job of the standard input; a file holds what came of it."""
+    job = json.load(sys.stdin)
+    record = run_and_note(Trial(**job["trial"]), TimingProtocol(**job["timing"]))
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(record))
+
+
+def run_and_note(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
+    """What came of a trial, whatever it was."""
+    start, load_before = time.perf_counter(), load()
+    try:
+        if ":" in trial.by:
+            found = {"status": "ok", **named(trial.by)(trial, timing)}
+        else:
+            found = {"status": "ok", **run_trial(trial, timing)}
+    except Exception as error:  # of any kind: it is recorded, and the sweep goes on
+        is_there = not isinstance(error, ModuleNotFoundError | NotImplementedError)
+        status = "failed" if is_there else "not available"
+        found = {"status": status, "error": f"{type(error).__name__}: {error}"}
+    seconds = round(time.perf_counter() - start, 3)
+    return {**found, "seconds": seconds, "load": load_before}
+
+
+if __name__ == "__main__":
+    main()

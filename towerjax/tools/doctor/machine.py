@@ -9,9 +9,8 @@ from typing import Any
 
 import jax
 
-from towerjax.loop.checkpoint.record import library_versions
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.tools.bench.machine import cores
+from towerjax.tools.bench.sweep import cores, versions
 
 _PREFIXES = ("JAX_", "XLA_", "CUDA_VISIBLE", "NCCL_", "TOWERJAX_", "TF_CONFIG")
 _OPTIONS = (
@@ -78,7 +77,7 @@ def this_machine() -> Machine:
     devices, problem = _devices()
     shm = pathlib.Path("/dev/shm")
     return Machine(
-        versions={"python": platform.python_version(), **library_versions()},
+        versions=versions(),
         system=f"{platform.system()} {platform.machine()}",
         devices=devices,
         problem=problem,
