@@ -11,7 +11,7 @@ from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class AllReduce:
     """One all-reduce over flat buffers: the fastest, right up to rounding.
 
@@ -34,18 +34,12 @@ class AllReduce:
 
     pack_below_bytes: int = PACK_BELOW_BYTES
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the option."""
         check_whole("AllReduce.pack_below_bytes", self.pack_below_bytes, 0, 2**63 - 1)
-
-    @property
-    def needs_every_tower(self) -> bool:
-        """False: local towers are added first."""
-        return False
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""

@@ -17,7 +17,7 @@ from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_choice, check_flag, check_whole
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Compressed:
     """Gradients in 8 or 4 bits a number: near a quarter or an eighth of the bytes.
 
@@ -65,9 +65,8 @@ class Compressed:
     block: int = 256
     above_bytes: int = 131072
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -77,11 +76,6 @@ class Compressed:
         if self.block % 2:
             raise ValueError(f"Compressed.block={self.block} must be a multiple of 2.")
         check_whole("Compressed.above_bytes", self.above_bytes, 0, 2**63 - 1)
-
-    @property
-    def needs_every_tower(self) -> bool:
-        """False: local towers are added first."""
-        return False
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The exact sum over all towers: of all that is no gradient."""

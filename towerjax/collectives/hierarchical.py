@@ -13,7 +13,7 @@ from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Hierarchical:
     """Sums made inside groups of ``L`` devices and then across the groups.
 
@@ -43,19 +43,13 @@ class Hierarchical:
 
     group_size: int | None = None
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the option."""
         if self.group_size is not None:
             check_whole("Hierarchical.group_size", self.group_size)
-
-    @property
-    def needs_every_tower(self) -> bool:
-        """False: local towers are added first."""
-        return False
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Nothing, when the groups come out even; see `ChecksDevices`.

@@ -14,7 +14,7 @@ from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class ReduceToOneDevice:
     """Sums added on one device and sent from there to all.
 
@@ -43,19 +43,13 @@ class ReduceToOneDevice:
 
     device: str | None = None
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Canonicalise the name."""
         if self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
-
-    @property
-    def needs_every_tower(self) -> bool:
-        """False: local towers are added first."""
-        return False
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Nothing, when the device is one of these; see `ChecksDevices`.

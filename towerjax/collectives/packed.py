@@ -13,7 +13,7 @@ from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Packed:
     """One all-reduce of packs whose number or size you choose; a pack has one dtype.
 
@@ -46,9 +46,8 @@ class Packed:
     bytes_per_pack: int | None = None
     max_group: int | None = None
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -70,11 +69,6 @@ class Packed:
                 " num_packs cuts all leaves into equal parts, so it leaves nothing to"
                 " choose: give num_packs alone, or leave it out."
             )
-
-    @property
-    def needs_every_tower(self) -> bool:
-        """False: local towers are added first."""
-        return False
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""

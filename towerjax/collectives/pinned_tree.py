@@ -35,10 +35,7 @@ class PinnedTree:
       PinnedTree()
     """
 
-    @property
-    def needs_every_tower(self) -> bool:
-        """True: the tree is over towers."""
-        return True
+    needs_every_tower = True  # the tree is over towers
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""

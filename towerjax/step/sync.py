@@ -58,7 +58,7 @@ class LocalSGD:
         return DiLoCo(self.every, optax.sgd(1.0))
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class DiLoCo:
     """Each tower goes ``every`` steps alone; an outer optimizer takes the mean move.
 
@@ -97,9 +97,7 @@ class DiLoCo:
     overlap: int = 0
     keep: float = 0.0
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back, but for an outer optimizer of one's own."""
-        return short_repr(self)
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the options."""

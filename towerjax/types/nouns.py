@@ -188,14 +188,14 @@ PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 """``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""
 
 
-def short_repr(options: Any) -> str:
+def short_repr(self: Any) -> str:
     """The call that makes an equal object: only what differs from the defaults."""
     shown = [
-        f"{field.name}={getattr(options, field.name)!r}"
-        for field in dataclasses.fields(options)
-        if getattr(options, field.name) != field.default
+        f"{field.name}={getattr(self, field.name)!r}"
+        for field in dataclasses.fields(self)
+        if getattr(self, field.name) != field.default
     ]
-    return f"{type(options).__name__}({', '.join(shown)})"
+    return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:

@@ -25,9 +25,7 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
 
     cross_tower_ops: Any
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    __repr__ = short_repr
 
     def _repr_html_(self) -> str:
         try:
