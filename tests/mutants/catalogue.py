@@ -1094,9 +1094,9 @@ VALUES = (
     _m(
         "V11",
         "each micro-batch divides by its own weights",
-        "step.engine:_Stages.run",
-        "weights = run(self.weights, *args)[0]",
-        "weights = jax.tree.map(lambda w: w / 3, run(self.weights, *args)[0])",
+        "step.engine:_come_to",
+        "weights = run(one.for_weights, *args)[0]",
+        "weights = jax.tree.map(lambda w: w / 3, run(one.for_weights, *args)[0])",
         f"{_MEANS}[4-2-scan-3]",
     ),
     _m(
@@ -1488,7 +1488,7 @@ ROUNDS = (
         "Y04",
         "towers that go alone may meet in their loss",
         "step.proving:Proving._prove",
-        "if not stage.meets:",
+        "if one.alone is not None:",
         "if False:",
         "test_sync.py::test_what_cannot_be_honoured_is_refused[meeting]",
     ),

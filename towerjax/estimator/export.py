@@ -29,7 +29,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.step.state import TrainState
 from towerjax.towers.one_axis import on_these_devices
 from towerjax.towers.strategies import OneDevice
-from towerjax.towers.tower import TowerInputs
+from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_local import local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
@@ -310,15 +310,14 @@ def _spec_of(
 ) -> ModelSpec:
     """What the model function says of these features, on one tower."""
     axes = TowerAxes(1, 1, device_axis=False, in_turn=False, platform="")
-    inputs = TowerInputs(OneDevice(), axes)
-    local = None
+    state, local = None, None
     if isinstance(variables, TrainState):
-        inputs = dataclasses.replace(inputs, step=variables.step, rng=variables.rng)
-        local = local_values(variables.local)
+        state, local = variables, local_values(variables.local)
     rows = jax.tree.leaves(features)[0].shape[0]
+    size = {"num_valid": jnp.int32(rows), "rows": rows}
 
     def alone(batch: PyTree) -> ModelSpec:
-        tower = inputs.tower(jnp.int32(0), local, jnp.int32(rows), rows)
+        tower = tower_of(OneDevice(), axes, jnp.int32(0), state, local=local, **size)
         return model.model_fn.call(variables, batch, Mode.PREDICT, tower, given)
 
     return on_these_devices(alone, axes)({"features": features})

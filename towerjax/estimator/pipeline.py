@@ -32,7 +32,7 @@ from towerjax.step.engine import Engine
 from towerjax.step.given_state import check_is_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
-from towerjax.step.recipe import Recipe, Run
+from towerjax.step.proving import Recipe, Run
 from towerjax.step.state import (
     CLOCK_LAYOUT,
     TrainState,
@@ -44,7 +44,7 @@ from towerjax.step.update import checked_like
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.one_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, TowerInputs, told
+from towerjax.towers.tower import Tower, told, tower_of
 from towerjax.towers.tower_local import local_values
 from towerjax.types import Layout, PyTree
 
@@ -114,7 +114,7 @@ class ModelEngine:
         """The parts of the one spec, without a verdict on them; and the next state."""
         engine, cut, traced = self._engine(carry, clock, batch)
         state = TrainState(**carry, **clock)
-        merged, *_ = engine.merged(on_devices, engine.stages, state, batch)
+        merged, *_ = engine.merged(on_devices, engine.passes, state, batch)
         after, parts = self._updated(cut, traced, state, merged)
         names = ("loss", "eval_metrics", "predictions", "export_outputs")
         out = (*(parts.get(name) for name in names), traced)
@@ -217,13 +217,10 @@ class ModelEngine:
         own: dict[str, Any],
     ) -> dict[str, Any]:
         """The model function, and what it returns by what becomes of it."""
-        inputs, local = TowerInputs(self.strategy, axes), None
+        own = {**own, "rows": size}
         if self.of_state:
-            inputs = TowerInputs(
-                self.strategy, axes, state.step, state.rng, state.extra
-            )
-            local = local_values(state.local)
-        tower = inputs.tower(local=local, rows=size, **own)
+            own |= {"state": state, "local": local_values(state.local)}
+        tower = tower_of(self.strategy, axes, **own)
         trace = get_opaque_trace_state()
         towers = TowersOfStep(tower, self.how.loss_reduction, self.how.compat, trace)
         seen = in_towers(as_variables(state, of_state=self.of_state), towers)

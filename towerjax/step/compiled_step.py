@@ -20,7 +20,7 @@ from towerjax.step.given_state import (
     with_numbers_placed,
 )
 from towerjax.step.program import Program, Runner
-from towerjax.step.recipe import Recipe
+from towerjax.step.proving import Recipe
 from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.state import (
     TrainState,

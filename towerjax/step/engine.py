@@ -16,7 +16,7 @@ from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.found import ReplicationError
 from towerjax.step.checking import Check
 from towerjax.step.one_pass import Pass
-from towerjax.step.recipe import Recipe, Run, Stage
+from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import filled
 from towerjax.step.state import (
     CARRY_LAYOUT,
@@ -67,11 +67,6 @@ class Engine:
     guard: Guard
     keeps_all: bool = False
 
-    @functools.cached_property
-    def stages(self) -> tuple["_Stages", ...]:
-        """The passes as functions of global values."""
-        return tuple(_Stages.of(one) for one in self.passes)
-
     def step(
         self,
         run: Run,
@@ -81,7 +76,7 @@ class Engine:
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
         state = TrainState(**carry, **clock)
-        merged, finite, found, *summed = self.merged(run, self.stages, state, batch)
+        merged, finite, found, *summed = self.merged(run, self.passes, state, batch)
         carry, now, *told = self.updated(carry, clock, merged, finite, *summed)
         now["step"] = clock["step"] + 1
         return carry, now, *told, *(() if found is None else (found,))
@@ -152,16 +147,16 @@ class Engine:
         return (values[2].flags,)
 
     @functools.cached_property
-    def _locating(self) -> tuple["_Stages", ...]:
+    def _locating(self) -> tuple[Pass, ...]:
         looks = Check(every=1, desync=False)
         changes: Any = {"check": looks, "finite": False, "alone": None}
         last = dataclasses.replace(self.passes[-1], **changes)
-        return (*self.stages[:-1], _Stages.of(last))
+        return (*self.passes[:-1], last)
 
     def merged(
         self,
         run: Run,
-        stages: tuple["_Stages", ...],
+        passes: tuple[Pass, ...],
         state: TrainState,
         batch: tuple[PyTree, ...],
     ) -> tuple[PyTree, jax.Array | None, Any, PyTree, dict[str, jax.Array]]:
@@ -171,8 +166,8 @@ class Engine:
         """
         merged: tuple[Any, ...] = ()
         whole, found, kept, told = [], None, None, {}
-        for stage in stages:
-            out = stage.run(run, state, *batch, merged)
+        for one in passes:
+            out = _come_to(run, one, state, *batch, merged)
             tree, own, finite, found, kept, told = out
             tree = filled(tree, {"own": own})
             before = merged[0] if merged else []
@@ -182,28 +177,13 @@ class Engine:
         return merged[0], finite, found, kept, told
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Stages:
-    """A pass; and of a loss of several means one for its weights, and one with them."""
-
-    plain: Stage
-    weights: Stage
-    weighted: Stage
-
-    @classmethod
-    def of(cls, one: Pass) -> "_Stages":
-        off: Any = {"finite": False, "check": None, "keeps": False}
-        weights = dataclasses.replace(one, weights="summed", **off)
-        weighted = dataclasses.replace(one, weights="given")
-        return cls(one.stage(), weights.stage(), weighted.stage())
-
-    def run(self, run: Run, *args: Any) -> Any:
-        """What the pass comes to."""
-        try:
-            return run(self.plain, *args)
-        except UnknownWeights:
-            weights = run(self.weights, *args)[0]
-            return run(self.weighted, *args[:-1], (*args[-1], weights))
+def _come_to(run: Run, one: Pass, *args: Any) -> Any:
+    """What a pass comes to; of a loss of several means after one for its weights."""
+    try:
+        return run(one, *args)
+    except UnknownWeights:
+        weights = run(one.for_weights, *args)[0]
+        return run(one.with_weights, *args[:-1], (*args[-1], weights))
 
 
 def _checked_update(
@@ -299,12 +279,6 @@ def one_step_recipe(
         out_layouts["found"] = Layout.MIRRORED
     in_layouts = {**IN_LAYOUTS, "state": carry_layout}
     return Recipe(step, in_layouts, out_layouts, donate=donate)
-
-
-def locating_recipe(located: Callable[..., tuple[Any]], recipe: Recipe) -> Recipe:
-    """The recipe that tells what of a step is not finite, and keeps the state."""
-    out_layouts = {"flags": Layout.MIRRORED}
-    return Recipe(located, recipe.in_layouts, out_layouts, donate=False)
 
 
 def repeated_recipe(recipe: Recipe) -> Recipe:

@@ -15,8 +15,7 @@ from towerjax.mesh.placement import are_placed, on_every_process, place
 from towerjax.step.given_state import check_not_donated, check_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
-from towerjax.step.proving import Proving
-from towerjax.step.recipe import Recipe, Run
+from towerjax.step.proving import Proving, Recipe, Run
 from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.returned import filled, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
@@ -57,12 +56,12 @@ class InferenceStep:
         if max_programs is not None:
             check_whole("max_programs", max_programs)
         self.strategy, placement = strategy, strategy.placement
-        stage = Pass(tower_fn, strategy, reads_local=True).stage()
+        one = Pass(tower_fn, strategy, reads_local=True)
 
         def towers(
             run: Run, state: TrainState, *batch: PyTree
         ) -> tuple[PyTree, PyTree]:
-            tree, own, *_ = run(stage, state, *batch, ())
+            tree, own, *_ = run(one, state, *batch, ())
             return tree, own
 
         in_layouts = {"state": state_layout(strategy), **BATCH_LAYOUT}

@@ -1,8 +1,9 @@
 """What does a pass do on a device? Its towers; what they return, merged by type."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from towerjax.collectives.packing import Sums
 from towerjax.collectives.rows_over_towers import reduce_stacked_rows
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.data.shard import rows_of_towers, with_shared
+from towerjax.data.shard import end_to_end, rows_of_towers, with_shared
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.state import (
     folded_over_towers,
@@ -25,7 +26,6 @@ from towerjax.metrics.state import (
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
 from towerjax.step.nonfinite import flags, side_by_side
-from towerjax.step.recipe import Stage
 from towerjax.step.returned import (
     are_gradients,
     filled,
@@ -37,7 +37,7 @@ from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.executors import branches_explained
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, TowerInputs
+from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_local import (
     local_values,
     read_local_over_towers,
@@ -49,9 +49,12 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """All towers once, and the merge of what they return.
+    """All towers once, and the merge of what they return: between two global views.
 
     Attributes:
+      in_layouts: Argument name -> a prefix tree of layouts.
+      out_layouts: Result name -> a prefix tree of layouts; results are a tuple. The
+        leaves of a result without a name have names of their own.
       tower_fn: ``(state, rows, tower, *merged) -> tree`` of one tower; ``merged`` is
         what the pass before this one came to.
       strategy: Which towers, where, and how they reduce.
@@ -85,30 +88,30 @@ class Pass:
     advice: str | None = None
     alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
-    def stage(self) -> Stage:
-        """The pass as a function of global values; see `on_device`."""
-        in_layouts = {
-            "state": STATE_LAYOUT,
-            **BATCH_LAYOUT,
-            "merged": Layout.MIRRORED,
-        }
-        out_layouts = {
-            "": Layout.MIRRORED,
-            "own": Layout.PER_TOWER,
-            "finite": Layout.MIRRORED,
-            "found": Layout.MIRRORED,
-            "kept": Layout.PER_TOWER,
-            "told": Layout.MIRRORED,
-        }
-        return Stage(
-            self.on_device,
-            in_layouts,
-            out_layouts,
-            counted=self.counted,
-            advice=self.advice,
-            proved_alone=not self.of_state,
-            meets=self.alone is None,
-        )
+    in_layouts: ClassVar[dict[str, Any]] = {
+        "state": STATE_LAYOUT,
+        **BATCH_LAYOUT,
+        "merged": Layout.MIRRORED,
+    }
+    out_layouts: ClassVar[dict[str, Any]] = {
+        "": Layout.MIRRORED,
+        "own": Layout.PER_TOWER,
+        "finite": Layout.MIRRORED,
+        "found": Layout.MIRRORED,
+        "kept": Layout.PER_TOWER,
+        "told": Layout.MIRRORED,
+    }
+
+    @functools.cached_property
+    def for_weights(self) -> "Pass":
+        """The pass for the weights of a loss of several means alone."""
+        off: Any = {"finite": False, "check": None, "keeps": False}
+        return dataclasses.replace(self, weights="summed", **off)
+
+    @functools.cached_property
+    def with_weights(self) -> "Pass":
+        """The pass that is given these weights."""
+        return dataclasses.replace(self, weights="given")
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
         """The pass as each device runs it."""
@@ -148,7 +151,7 @@ class Pass:
                 if common is not None:
                     flagged = side_by_side(common, flagged)
                 found = findings(copies, flagged, due > 0, axes)
-            own = [_end_to_end(x) for x in own]
+            own = [end_to_end(x) if isinstance(x, Rows) else x for x in own]
             return tree, own, finite, found, kept, told
 
         return run
@@ -206,11 +209,8 @@ class Pass:
             read, shared, merged = common
             *own, mine = own
             state = dataclasses.replace(state, own=mine)
-            inputs = TowerInputs(
-                self.strategy, axes, state.step, state.rng, state.extra
-            )
             own = (*own, read)
-            tree, pools = self._tower(inputs, tower_id, state, own, shared, merged)
+            tree, pools = self._tower(axes, tower_id, state, own, shared, merged)
             due, flagged = None, None
             if self.check is not None:
                 # Is any device's check due? Sent along; a collective more is dear.
@@ -237,7 +237,7 @@ class Pass:
 
     def _tower(
         self,
-        inputs: TowerInputs,
+        axes: TowerAxes,
         tower_id: jax.Array,
         state: TrainState,
         own: PyTree,
@@ -253,11 +253,14 @@ class Pass:
         ) -> tuple[PyTree, dict[str, list[Any]]]:
             several = self.micro_batches > 1
             seen = local if read is None else read
-            tower = inputs.tower(
+            tower = tower_of(
+                self.strategy,
+                axes,
                 tower_id,
-                seen,
-                num_valid,
-                part,
+                state,
+                local=seen,
+                num_valid=num_valid,
+                rows=part,
                 first_row=index * part if several else 0,
                 micro_batch=index if several else None,
             )
@@ -342,7 +345,7 @@ def _in_turn(
     tables, rows = kept
     after = jax.tree.leaves(local) if locals_ else []
     of_kind = {
-        Rows: iter([jax.tree.map(_flat, x) for x in rows]),
+        Rows: iter(map(end_to_end, rows)),
         PerTower: iter(added[2]),
         TowerLocal: iter(jax.tree.unflatten(jax.tree.structure(locals_), after)),
     }
@@ -384,17 +387,8 @@ def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> N
         )
 
 
-def _flat(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
 def _of_all_towers(rows: Any, axes: TowerAxes) -> Any:
     """The rows of a table that all towers' rows are, side by side."""
     if axes.device_axis:
         rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
     return reduce_stacked_rows(Reduction.SUM, rows, axes.num_towers)
-
-
-def _end_to_end(x: Any) -> Any:
-    """The rows of a device's towers, one after another; what is no rows as it is."""
-    return jax.tree.map(_flat, x) if isinstance(x, Rows) else x

@@ -19,8 +19,7 @@ from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
-from towerjax.step.proving import Proof, Proving
-from towerjax.step.recipe import Recipe
+from towerjax.step.proving import Proof, Proving, Recipe
 from towerjax.towers.executors import lower_on_devices, shapes_of
 from towerjax.types import PyTree, named_leaves
 

@@ -1,9 +1,9 @@
-"""Is a step the same on every tower? Each of its stages is traced and analysed."""
+"""Is a step the same on every tower? Each of its passes is traced and analysed."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,30 @@ from jax.core import Tracer
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
 from towerjax.proof.found import Analysis, prove_mirrored, refuse_draws, refuse_meetings
-from towerjax.step.recipe import Recipe, Stage
+from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, leaf_name, name_by_key
+
+Run: TypeAlias = Callable[..., PyTree]
+"""``(pass, *args) -> results``: runs a pass on all devices, of global values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A step before it is compiled.
+
+    Attributes:
+      fn: ``(run, *args) -> results``: the step in the global view, whose towers are
+        passes that it gives to ``run``.
+      in_layouts: Argument name -> a prefix tree of layouts.
+      out_layouts: Result name -> a prefix tree of layouts; results are a tuple.
+      donate: May the results take over the first argument's buffers?
+    """
+
+    fn: Callable[..., PyTree]
+    in_layouts: dict[str, PyTree]
+    out_layouts: dict[str, PyTree]
+    donate: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,46 +63,44 @@ def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Pro
 
 
 class Proving:
-    """Runs the stages of a step, each of which it proves the first time."""
+    """Runs the passes of a step, each of which it proves the first time."""
 
     def __init__(self, placement: Placement, *, on_devices: bool) -> None:
         self._placement, self._on_devices = placement, on_devices
         self._traced: dict[Any, tuple[Proof, PyTree, dict[Any, Any]]] = {}
 
-    def __call__(self, stage: Stage, *args: PyTree) -> PyTree:
-        """The stage's results, of global values."""
+    def __call__(self, one: Pass, *args: PyTree) -> PyTree:
+        """The pass's results, of global values."""
         leaves, treedef = jax.tree.flatten(shapes_of(args))
-        key = (stage, treedef, tuple((x.shape, x.dtype) for x in leaves))
+        key = (one, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._traced:
-            self._traced[key] = self._prove(stage, jax.tree.unflatten(treedef, leaves))
+            self._traced[key] = self._prove(one, jax.tree.unflatten(treedef, leaves))
         _, out, towers = self._traced[key]
         placement = self._placement
-        layouts = tuple(stage.in_layouts.values()), tuple(stage.out_layouts.values())
+        layouts = tuple(one.in_layouts.values()), tuple(one.out_layouts.values())
         if not self._on_devices:
             return _zeros(out, layouts[1], placement.num_towers)
         # The towers' program is the one that was proved.
         axes = dataclasses.replace(placement.axes, traced=towers)
-        return over_devices(stage.on_device(axes), placement, *layouts)(*args)
+        return over_devices(one.on_device(axes), placement, *layouts)(*args)
 
-    def _prove(
-        self, stage: Stage, args: PyTree
-    ) -> tuple[Proof, PyTree, dict[Any, Any]]:
+    def _prove(self, one: Pass, args: PyTree) -> tuple[Proof, PyTree, dict[Any, Any]]:
         placement, towers = self._placement, {}
         axes = dataclasses.replace(placement.abstract_axes, traced=towers)
-        layouts = tuple(stage.in_layouts.values())
-        jaxpr, out = trace_one_tower(stage.on_device(axes), axes, layouts, args)
-        proof = _prove_body(stage, jaxpr.jaxpr, args, out, axes)
+        layouts = tuple(one.in_layouts.values())
+        jaxpr, out = trace_one_tower(one.on_device(axes), axes, layouts, args)
+        proof = _prove_body(one, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
         if any(isinstance(x, Tracer) for x in jaxpr.consts):
             # Numbers of a trace that is over when one asks.
             names = proof.unmasked()
             proof = dataclasses.replace(proof, unmasked=lambda: names)
-        if not stage.meets:
+        if one.alone is not None:
             refuse_meetings(proof.analysis)
         return proof, out, towers
 
     def proof(self) -> Proof:
-        """Of all stages so far."""
+        """Of all passes so far."""
         proofs = [proof for proof, *_ in self._traced.values()]
 
         def unmasked() -> list[str]:
@@ -91,7 +110,7 @@ class Proving:
 
 
 def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
-    """Values of the shapes that a stage's results have in the global view."""
+    """Values of the shapes that a pass's results have in the global view."""
 
     def of_layout(layout: Layout, tree: PyTree) -> PyTree:
         def zeros(x: Any) -> jax.Array:
@@ -112,16 +131,16 @@ def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
 
 
 def _prove_body(
-    stage: Stage, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
+    one: Pass, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
 ) -> Proof:
-    is_free = axes.num_towers == 1 and not stage.proved_alone
+    is_free = axes.num_towers == 1 and one.of_state
     inputs = _names_where(
-        stage.in_layouts,
+        one.in_layouts,
         args,
         lambda layout: layout is not Layout.MIRRORED and not is_free,
     )
     outputs = _names_where(
-        stage.out_layouts, out, lambda layout: layout is Layout.MIRRORED
+        one.out_layouts, out, lambda layout: layout is Layout.MIRRORED
     )
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
@@ -130,8 +149,8 @@ def _prove_body(
 
     def of_more_towers() -> Any:
         more = dataclasses.replace(axes, num_devices=2 * axes.num_towers, num_local=1)
-        layouts = tuple(stage.in_layouts.values())
-        fn, size = stage.on_device(more), axes.num_towers
+        layouts = tuple(one.in_layouts.values())
+        fn, size = one.on_device(more), axes.num_towers
         return trace_one_tower(fn, more, layouts, args, args_of=size)[0]
 
     found = analyse(
@@ -141,18 +160,16 @@ def _prove_body(
         constants=closed_over,
         of_more_towers=of_more_towers,
     )
-    prove_mirrored(found, outputs, advice=stage.advice)
+    prove_mirrored(found, outputs, advice=one.advice)
 
-    return Proof(found, functools.partial(_unmasked, stage, args, axes))
+    return Proof(found, functools.partial(_unmasked, one, args, axes))
 
 
-def _unmasked(stage: Stage, args: PyTree, axes: TowerAxes) -> list[str]:
+def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     """Counted sums that depend on rows, and not on which rows are examples."""
-    if stage.counted is None:
-        return []
-    layouts = tuple(stage.in_layouts.values())
-    jaxpr, out = trace_one_tower(stage.counted(axes), axes, layouts, args)
-    body, names = jaxpr.jaxpr, _all_names(stage.in_layouts, args)
+    layouts = tuple(one.in_layouts.values())
+    jaxpr, out = trace_one_tower(one.counted(axes), axes, layouts, args)
+    body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
     by_rows = _depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = _depends(body, [n if n == "num_valid" else None for n in names])
     sums = _names_by_key(out)

@@ -21,7 +21,7 @@ from towerjax.step.optimizers import (
     trained_part,
     with_trained,
 )
-from towerjax.step.recipe import Run, Stage
+from towerjax.step.proving import Run
 from towerjax.step.returned import filled
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
@@ -122,11 +122,11 @@ class Rounds:
         )
 
     @functools.cached_property
-    def meetings(self) -> tuple[Stage, ...]:
+    def meetings(self) -> tuple[Pass, ...]:
         """For each fragment the towers at its synchronisation."""
         (given,) = self.one.passes
         return tuple(
-            Pass(functools.partial(self._sent, p), given.strategy).stage()
+            Pass(functools.partial(self._sent, p), given.strategy)
             for p in range(self.sync.fragments)
         )
 
@@ -146,7 +146,7 @@ class Rounds:
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
         state = TrainState(**carry, **clock)
-        tree, own, *_ = run(self.engine.stages[0].plain, state, *batch, ())
+        tree, own, *_ = run(self.engine.passes[0], state, *batch, ())
         after = filled(tree, {"own": own})
         state = dataclasses.replace(state, **after, step=state.step + 1)
         told = []

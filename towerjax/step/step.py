@@ -13,18 +13,12 @@ from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
-from towerjax.step.engine import (
-    Engine,
-    Guard,
-    OnNonfinite,
-    locating_recipe,
-    one_step_recipe,
-)
+from towerjax.step.engine import Engine, Guard, OnNonfinite, one_step_recipe
 from towerjax.step.given_state import check_is_state
 from towerjax.step.nonfinite import Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
-from towerjax.step.proving import Proof, Proving, prove
+from towerjax.step.proving import Proof, Proving, Recipe, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
@@ -278,10 +272,9 @@ class Step(CompiledStep):
             args = (*placed.args[:3], index_at)
             placed = dataclasses.replace(placed, args=args)
         if steps not in self._locating:
-            recipe = self._runner_for(placed).recipe
-            self._locating[steps] = self._run(
-                locating_recipe(self.engine.located, recipe)
-            )
+            ins, out = self._runner_for(placed).recipe.in_layouts, Layout.MIRRORED
+            recipe = Recipe(self.engine.located, ins, {"flags": out}, donate=False)
+            self._locating[steps] = self._run(recipe)
         carry, clock = split_state(dataclasses.replace(state, step=at))
         (found,) = self._locating[steps]((carry, clock), placed)
         return tuple(jax.device_get(found).places(number))

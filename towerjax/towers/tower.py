@@ -297,7 +297,7 @@ def is_in_step(tower: Tower) -> bool:
 
 
 def told(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """The axes of all towers, and what `TowerInputs.tower` was told of this alone."""
+    """The axes of all towers, and what `tower_of` was told of this alone."""
     return tower._axes, {
         "tower_id": tower.id,
         "num_valid": tower._num_valid,
@@ -306,46 +306,30 @@ def told(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerInputs:
-    """What makes a ``Tower`` of a tower id: the same for all towers of a step.
-
-    Attributes:
-      strategy: For ``Tower.strategy``.
-      axes: The axes that the towers meet over.
-      step: ``()`` int32; None outside a step.
-      rng: The state's key; None outside a step.
-      extra: For ``Tower.extra``.
-    """
-
-    strategy: Any
-    axes: TowerAxes
-    step: jax.Array | None = None
-    rng: jax.Array | None = None
-    extra: PyTree = None
-
-    def tower(
-        self,
-        tower_id: jax.Array,
-        local: PyTree,
-        num_valid: jax.Array | None,
-        rows: int,
-        *,
-        first_row: Any = 0,
-        micro_batch: jax.Array | None = None,
-    ) -> Tower:
-        """The context of one tower."""
-        return Tower(
-            id=tower_id,
-            num_towers=self.axes.num_towers,
-            _step=self.step,
-            local=local,
-            strategy=self.strategy,
-            extra=self.extra,
-            _axes=self.axes,
-            _rng=self.rng,
-            _micro_batch=micro_batch,
-            _num_valid=num_valid,
-            _first_row=first_row,
-            _rows=rows,
-        )
+def tower_of(
+    strategy: Any,
+    axes: TowerAxes,
+    tower_id: jax.Array,
+    state: Any = None,
+    *,
+    local: PyTree = None,
+    num_valid: jax.Array | None = None,
+    rows: int = 0,
+    first_row: Any = 0,
+    micro_batch: jax.Array | None = None,
+) -> Tower:
+    """The context of one tower; outside of a step there is no state."""
+    return Tower(
+        id=tower_id,
+        num_towers=axes.num_towers,
+        local=local,
+        strategy=strategy,
+        extra=getattr(state, "extra", None),
+        _axes=axes,
+        _step=getattr(state, "step", None),
+        _rng=getattr(state, "rng", None),
+        _micro_batch=micro_batch,
+        _num_valid=num_valid,
+        _first_row=first_row,
+        _rows=rows,
+    )

@@ -29,7 +29,7 @@ from towerjax.towers.executors import (
 )
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.merge import is_mergeable, stacked_rows
-from towerjax.towers.tower import Tower, TowerInputs
+from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers
@@ -78,11 +78,10 @@ class _Call:
         self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], tuple[Any, ...]]:
         """All towers of a device: array outputs ``[k, ...]``, and the other outputs."""
-        inputs = TowerInputs(self.strategy, axes)
         others = []
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
-            tower = inputs.tower(tower_id, None, None, 0)
+            tower = tower_of(self.strategy, axes, tower_id)
             out, *kept = _split_outputs(self._called(tower, row[1:], arrays))
             others[:] = kept
             return (), out
