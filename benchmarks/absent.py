@@ -264,13 +264,16 @@ def line(devices: Absent, who: str, made: StepReport) -> str:
 def page(names: list[str], devices: list[Absent]) -> str:
     """The programs on the devices, side by side."""
     first = devices[0]
-    parts = [TEXT.format(kind=first.kind, on=first.target, jax=jax.__version__)]
+    these = "" if names == [*PROGRAMS] else f"\n--programs {' '.join(names)}"
+    on = f"{first.target}{these}"
+    parts = [TEXT.format(kind=first.kind, on=on, jax=jax.__version__)]
     for name in names:
         parts += [f"\n## {TITLES[name]}\n", HEAD]
-        for on in devices:
+        for those in devices:
             program = PROGRAMS[name]
-            parts.append(line(on, "towerjax", by_towerjax(program, _mirrored(on))))
-            parts.append(line(on, "by hand", by_hand(program, on)))
+            ours = by_towerjax(program, _mirrored(those))
+            parts.append(line(those, "towerjax", ours))
+            parts.append(line(those, "by hand", by_hand(program, those)))
             print(*parts[-2:], sep="\n", flush=True)
     return "\n".join(parts) + "\n"
 
