@@ -1228,7 +1228,7 @@ TESTING = (
     _m(
         "T09",
         "the command's exit status does not tell of a finding",
-        "tools.testing.command:_audit",
+        "tools.cli:audit",
         "return NOT_SO",
         "return OK",
         "test_audit.py::test_the_command_says_what_is_wrong",

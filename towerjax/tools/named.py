@@ -9,16 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of an option such as ``--towers 1,2,4``."""
-    try:
-        return tuple(int(x) for x in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"{option} {text!r} must be whole numbers with commas between: 1,2,4."
-        ) from None
-
-
 def made(name: str | None) -> Any:
     """A value, or what a function of that name makes; None where none is named."""
     value = None if name is None else named(name)

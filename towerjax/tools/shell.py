@@ -1,6 +1,7 @@
 """How does a command speak? One help, exit codes, JSON, a sentence for an error."""
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -10,22 +11,11 @@ from typing import Any, NoReturn
 from towerjax.loop.records import as_json
 
 OK = 0
-"""All went well."""
-
-NOT_SO = 1
-"""The command ran, and the answer is no: a finding, a failed run."""
-
-WRONG = 2
-"""Wrong arguments, or a value that cannot be; nothing was done."""
-
-NOT_STARTED = 126
-"""The system refused a file or a program."""
-
-INTERRUPTED = 128 + 2
-"""Ctrl-C, as if SIGINT had ended the process."""
-
-CLOSED = 128 + 13
-"""Whoever read the output is gone, as if SIGPIPE had ended the process."""
+NOT_SO = 1  # the command ran, and the answer is no: a finding, a failed run
+WRONG = 2  # wrong arguments, or a value that cannot be; nothing was done
+NOT_STARTED = 126  # the system refused a file or a program
+INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
+CLOSED = 128 + 13  # whoever read the output is gone, as if SIGPIPE had ended it
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,27 +27,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    summary: str,
-    description: str,
-    epilog: str,
-    as_json: bool = True,
+    commands: Any, run: Callable[[argparse.Namespace], int], *, as_json: bool = True
 ) -> argparse.ArgumentParser:
-    """The parser of a new command, for its arguments."""
+    """The parser of a command, which a function does: its docstring is the help."""
+    text = inspect.getdoc(run) or ""
     parser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=epilog,
+        run.__name__,
+        help=text.partition("\n")[0],
+        description=text.replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if as_json:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
     return parser
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of an option such as ``--towers 1,2,4``."""
+    try:
+        return tuple(int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"{option} {text!r} must be whole numbers with commas between: 1,2,4."
+        ) from None
 
 
 def show(options: argparse.Namespace, text: str, fields: Mapping[str, Any]) -> None:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -17,40 +16,23 @@ from towerjax.tools.doctor.self_test import (
     op_result,
     ops_for,
 )
-from towerjax.tools.shell import NOT_SO, OK, add_command, show
-
-_EXAMPLE = """\
-example:
-  towerjax doctor --mebibytes 256 --json
-  JAX_NUM_CPU_DEVICES=8 towerjax doctor
-  towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
-
-exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments.
-"""
+from towerjax.tools.shell import NOT_SO, OK, show
 
 
-def add_doctor(commands: Any) -> None:
-    """Add the command ``doctor`` to those of ``towerjax``."""
-    parser = add_command(
-        commands,
-        "doctor",
-        _doctor,
-        summary="what is here, do the devices add up, and what to mend",
-        description="Print versions, devices and settings; test every device and every"
-        " cross-tower op against NumPy and measure them; say what to mend. In a job of"
-        " several processes each tests its own devices, and the first one prints.",
-        epilog=_EXAMPLE,
-    )
-    parser.add_argument(
-        "--mebibytes",
-        type=int,
-        default=4,
-        metavar="N",
-        help="what each device adds and receives (default: %(default)s)",
-    )
+def doctor(options: argparse.Namespace) -> int:
+    """What is here, do the devices add up, and what to mend.
 
+    Print versions, devices and settings; test every device and every cross-tower op
+    against NumPy and measure them; say what to mend. In a job of several processes each
+    tests its own devices, and the first one prints.
 
-def _doctor(options: argparse.Namespace) -> int:
+    Example:
+      towerjax doctor --mebibytes 256 --json
+      JAX_NUM_CPU_DEVICES=8 towerjax doctor
+      towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
+
+    exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments.
+    """
     if options.mebibytes < 1:
         raise ValueError(f"--mebibytes {options.mebibytes} must be at least 1.")
     cluster.initialize()
