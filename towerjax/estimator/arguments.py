@@ -7,14 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-import jax
-import numpy as np
-
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.whereabouts import VariablePlacement
+from towerjax.towers.cross_tower.constants import key_of
 from towerjax.towers.executors import branches_explained
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
@@ -189,40 +187,12 @@ def where_given(**arguments: Any) -> dict[str, Any]:
 
 
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The keys of several values; see `static_key`."""
-    return tuple(static_key(name, value) for name, value in given.items())
-
-
-def static_key(name: str, value: Any) -> Any:
-    """A key that changes when the value does: another program is compiled for it."""
-    if isinstance(value, jax.Array | np.ndarray):
-        raise ValueError(
-            f"{name} is an array. params and config are plain values, fixed when the"
-            " step is compiled; put arrays into variables, or write float(...)."
-        )
-    if isinstance(value, Mapping):
-        parts = [(k, static_key(f"{name}[{k!r}]", v)) for k, v in value.items()]
-        return type(value), tuple(parts)
-    if isinstance(value, list | tuple | set | frozenset):
-        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        parts = [static_key(f"{name}[{i}]", v) for i, v in enumerate(items)]
-        return type(value), tuple(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not by its own ==, in which 1 is True is 1.0 and some fields may not count.
-        fields = [field.name for field in dataclasses.fields(value)]
-        return type(value), static_key(name, {x: getattr(value, x) for x in fields})
-    if isinstance(value, float | np.floating):  # 0.0 == -0.0, and NaN is not NaN
-        return type(value), repr(value)
-    held = getattr(value, "__dict__", None)
-    by_identity = type(value).__hash__ is object.__hash__ and not callable(value)
-    if held is not None and by_identity:  # may change and still hash the same
-        return type(value), static_key(name, dict(held))
+    """Keys that change when the values do: another program is compiled for them."""
     try:
-        hash(value)
-    except TypeError as error:
+        return tuple(key_of(name, value) for name, value in given.items())
+    except (TypeError, RecursionError) as error:
         raise ValueError(
-            f"{name} is a {type(value).__name__}, which cannot be compared with what a"
-            " step was compiled for. Use numbers, strings, mappings, sequences or"
-            " frozen dataclasses."
+            f"{error}. params and config are plain values, fixed when the step is"
+            " compiled: numbers, strings, mappings, sequences or dataclasses; put"
+            " arrays into variables, or write float(...)."
         ) from error
-    return type(value), value

@@ -155,17 +155,7 @@ def call_for_each_tower(
     *,
     run_concurrently: bool = True,
 ) -> PyTree:
-    """What ``fn(tower, *args, **kwargs)`` returns on every tower.
-
-    Traced, proved and compiled once for each function and structure of arguments:
-    keep the function, since one made anew (a lambda in a loop) is compiled anew, and
-    JAX's cache keeps some thousands of them with what they close over. As under
-    ``jax.jit``, that and what the function prints is seen while it is traced. So is a
-    Python number, string or object among the arguments, and each value of it makes a
-    program that is kept: pass a number that changes as ``np.float32(lr)``. An object
-    with fields that may change is traced anew each call. Works inside ``jax.jit``,
-    ``jax.grad`` and ``lax.scan``.
-    """
+    """What ``fn(tower, *args, **kwargs)`` returns on every tower."""
     _check_order(run_concurrently)
     _check_hash(fn)
     placement: Placement = strategy.placement
