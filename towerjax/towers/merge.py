@@ -64,14 +64,14 @@ def num_rows(rows: PyTree) -> int:
     )
 
 
-def check_structures(rows: Sequence[PyTree], name: str) -> None:
+def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> None:
     """Raise unless all towers' values have one structure."""
-    for tower, row in enumerate(rows):
-        first, other = jax.tree.structure(rows[0]), jax.tree.structure(row)
-        if other != first:
+    treedefs = [jax.tree.structure(row, is_leaf=is_leaf) for row in rows]
+    for tower, treedef in enumerate(treedefs):
+        if treedef != treedefs[0]:
             raise ValueError(
-                f"{name} holds {first} of tower 0 and {other} of tower {tower}, which"
-                " cannot lie side by side. Give all towers one structure."
+                f"{name} holds {treedefs[0]} of tower 0 and {treedef} of tower {tower},"
+                " which cannot lie side by side. Give all towers one structure."
             )
 
 

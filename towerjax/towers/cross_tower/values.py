@@ -220,13 +220,7 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
 
 def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
     """Of towers' trees that hold ``IndexedRows`` among others, leaf by leaf."""
-    treedefs = [jax.tree.structure(row, is_leaf=is_rows) for row in rows]
-    for tower, treedef in enumerate(treedefs):
-        if treedef != treedefs[0]:
-            raise ValueError(
-                f"The PerTower value holds {treedefs[0]} of tower 0 and {treedef} of"
-                f" tower {tower}. Give all towers one structure."
-            )
+    check_structures(rows, "The PerTower value", is_leaf=is_rows)
 
     def one(*leaves: Any) -> Any:
         if any(map(is_rows, leaves)):

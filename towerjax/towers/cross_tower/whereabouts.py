@@ -1,17 +1,22 @@
 """Where do values lie? Fetch, select, regroup."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
-from towerjax.towers.cross_tower import regroup
 from towerjax.towers.cross_tower.assign import check_mirrored
 from towerjax.towers.cross_tower.values import opened, send
+from towerjax.towers.merge import are_apart, check_structures, is_mergeable, num_rows
 from towerjax.towers.tower_local import read_variables
-from towerjax.types import PyTree
+from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
+from towerjax.types import PerTower, PyTree, leaf_name
+from towerjax.types.leaves import key_data
 
 
 class WhereaboutsMethods:
@@ -73,7 +78,7 @@ class WhereaboutsMethods:
         """
         if isinstance(tower, str | jax.Device):
             tower = self.placement.tower_on(canonical_device_name(tower))
-        return regroup.select_tower(opened(value), tower)
+        return tree_of_tower(opened(value), tower)
 
     def regroup(self, nests: Sequence[PyTree]) -> PyTree:
         """One tree of ``T`` towers' trees.
@@ -104,4 +109,99 @@ class WhereaboutsMethods:
                 f"regroup: got {len(nests)} trees, but there are"
                 f" {self.placement.num_towers} towers. Pass one tree for each tower."
             )
-        return regroup.regroup(nests)
+        return tree_of_all(nests)
+
+
+def tree_of_tower(value: PyTree, tower: int) -> PyTree:
+    """Tower ``t``'s own tree of a tree that holds all towers' values."""
+    try:
+        tower = operator.index(tower)
+    except TypeError as error:
+        raise ValueError(
+            f"select_tower: got {tower!r} as the tower, expected its number, counted"
+            ' from 0, or strategy.select_tower(value, "gpu:2").'
+        ) from error
+
+    def row(rows: Any) -> Any:
+        count = len(rows) if are_apart(rows) else num_rows(rows)
+        if not 0 <= tower < count:
+            raise ValueError(
+                f"There is no tower {tower} among the values of {count} towers. Towers"
+                f" count from 0 to {count - 1}."
+            )
+        return rows[tower]
+
+    def one(x: Any) -> Any:
+        if isinstance(x, TowerLocal):
+            return jax.tree.map(row, x)
+        if not isinstance(x, PerTower):
+            return x
+        return row(x.values) if are_apart(x.values) else jax.tree.map(row, x.values)
+
+    return jax.tree.map(
+        one, value, is_leaf=lambda x: isinstance(x, PerTower) or is_variable(x)
+    )
+
+
+def tree_of_all(nests: Sequence[PyTree]) -> PyTree:
+    """One tree of ``T`` towers' trees: the inverse of `tree_of_tower`."""
+
+    def is_whole(x: Any) -> bool:
+        return x is None or is_variable(x)
+
+    def one(path: tuple[Any, ...], *leaves: Any) -> Any:
+        where = leaf_name("nests", path)
+        if any(isinstance(x, MirroredVar) for x in leaves):
+            return _one_variable(leaves, where)
+        if any(map(is_whole, leaves)):
+            check_structures(leaves, where)
+            return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
+        return leaves[0] if _are_one(leaves) else PerTower(_side_by_side(leaves))
+
+    check_structures(nests, "nests", is_leaf=is_whole)
+    return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
+
+
+def _are_one(leaves: Sequence[Any]) -> bool:
+    """Is it one value on all towers: the same object, or equal constants?"""
+    first = leaves[0]
+    if isinstance(first, str | bytes | int | float | complex):
+        return all(type(x) is type(first) and x == first for x in leaves)
+    return all(x is first for x in leaves)
+
+
+def _side_by_side(leaves: Sequence[Any]) -> Any:
+    kinds = {(np.shape(x), jnp.result_type(x)) for x in leaves if is_mergeable(x)}
+    if len(kinds) == 1 and all(map(is_mergeable, leaves)):
+        return jnp.stack([jnp.asarray(x) for x in leaves])
+    return tuple(leaves)
+
+
+def _one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
+    first = leaves[0]
+    told = [
+        (named(x), x.reduction) if is_variable(x) else (f"a {type(x).__name__}", None)
+        for x in leaves
+    ]
+    for tower, x in enumerate(leaves):
+        if told[tower] != told[0]:
+            raise ValueError(
+                f"{where}: towers made variables with a mismatching name or reduction:"
+                f" tower 0 {told[0][0]}, tower {tower} {told[tower][0]}. Give a"
+                " mirrored variable one name on all towers."
+            )
+        if x is not first and not _have_equal_values(x, first):
+            raise ValueError(
+                f"{where} is mirrored {named(x)}, but tower {tower} holds another value"
+                " than tower 0. Reduce before you make it, or change it by"
+                " tower.assign."
+            )
+    return first
+
+
+def _have_equal_values(x: MirroredVar, y: MirroredVar) -> bool:
+    if jax.tree.structure(x) != jax.tree.structure(y):
+        return False
+    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    bits = [[np.asarray(key_data(leaf)).tobytes() for leaf in pair] for pair in pairs]
+    return all(one == other for one, other in bits)
