@@ -22,21 +22,13 @@ from towerjax.types.options import check_flag, check_whole, is_whole
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How data is cut; the same cut of the same data gives the same batches.
+    """How data is cut; the same cut of the same data gives the same batches."""
 
-    Attributes:
-      examples: ``N``.
-      batch_size: ``B``.
-      epochs: How often to go through the data; None never ends.
-      seed: None keeps the order.
-      drop_remainder: Is the smaller last batch of each epoch left out?
-    """
-
-    examples: int
-    batch_size: int
-    epochs: int | None
-    seed: int | None
-    drop_remainder: bool
+    examples: int  # N
+    batch_size: int  # B
+    epochs: int | None  # how often to go through the data; None never ends
+    seed: int | None  # None keeps the order
+    drop_remainder: bool  # is the smaller last batch of each epoch left out?
 
     @property
     def batches_per_epoch(self) -> int:

@@ -41,30 +41,21 @@ BATCH_LAYOUT = {
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBatch:
-    """A global batch, or several stacked ones, on the devices of its towers.
+    """A global batch, or several stacked ones, on the devices of its towers."""
 
-    Attributes:
-      args: What a program takes of it: ``(arrays, num_valid, shared)`` with leaves
-        ``[B, ...]``, ``[T]`` int32, each tower's number of examples, and a list of what
-        is `Shared`; for ``K`` steps ``(arrays, num_valid, shared, count)`` with
-        ``[K, B, ...]``, ``[K, T]``, ``[K, ...]``, ``()``.
-      counts: ``[T]``, or ``[count, T]`` for several steps: how many of each tower's
-        rows are examples.
-      rows: ``b``, how many rows each tower has.
-      signature: As `batch_signature` gives it, of ``arrays`` and ``shared``.
-      placement: The towers and devices that it was placed for.
-      fingerprint: Of the first batch of a kind, when every one of several processes
-        has it whole: what must be the same on all of them.
-      bare: Is each tower's part one element without a dim over examples?
-    """
-
+    # What a program takes of it: (arrays, num_valid, shared) with leaves [B, ...], [T]
+    # int32, each tower's number of examples, and a list of what is Shared; for K steps
+    # (arrays, num_valid, shared, count) with [K, B, ...], [K, T], [K, ...], ().
     args: tuple[PyTree, ...]
+    # [T], or [count, T] for several steps: how many of each tower's rows are examples.
     counts: np.ndarray
-    rows: int
-    signature: Signature
-    placement: Placement
+    rows: int  # b, how many rows each tower has
+    signature: Signature  # as batch_signature gives it, of arrays and shared
+    placement: Placement  # the towers and devices that it was placed for
+    # Of the first batch of a kind, when every one of several processes has it whole:
+    # what must be the same on all of them.
     fingerprint: str | None = None
-    bare: bool = False
+    bare: bool = False  # is each tower's part one element without a dim over examples?
 
     def __post_init__(self) -> None:
         """Counted once: the loops look at each step."""

@@ -34,15 +34,10 @@ def check_remainder(remainder: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """What must stay the same from step to step for one program to serve them all.
-
-    Attributes:
-      treedef: The batch's tree.
-      leaves: Each leaf's shape and dtype.
-    """
+    """What must stay the same from step to step for one program to serve them all."""
 
     treedef: Any
-    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+    leaves: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each
 
     @functools.cached_property
     def _hash(self) -> int:

@@ -19,19 +19,12 @@ Room = dict[int, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entries:
-    """A sparse leaf on the host, entry by entry.
+    """A sparse leaf on the host, entry by entry."""
 
-    Attributes:
-      leaf: The leaf; read for its kind.
-      values: ``[e, ...]``.
-      indices: ``[e, n]``, of which the first says the row.
-      shape: ``[B, ...]``.
-    """
-
-    leaf: Any
-    values: np.ndarray
-    indices: np.ndarray
-    shape: tuple[int, ...]
+    leaf: Any  # the leaf; read for its kind
+    values: np.ndarray  # [e, ...]
+    indices: np.ndarray  # [e, n], of which the first says the row
+    shape: tuple[int, ...]  # [B, ...]
 
     @classmethod
     def of(cls, name: str, leaf: Any) -> "Entries":
@@ -99,16 +92,10 @@ class Entries:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseRows:
-    """The sparse leaves of a batch, put aside while its dense leaves are fitted.
+    """The sparse leaves of a batch, put aside while its dense leaves are fitted."""
 
-    Attributes:
-      treedef: Of the batch, a sparse leaf counting as one.
-      leaves: Number of the leaf -> its `Entries`; or a ``BCOO`` with batch dims, the
-        entries of which lie row by row as those of a dense leaf.
-    """
-
-    treedef: Any
-    leaves: Mapping[int, Any]
+    treedef: Any  # of the batch, a sparse leaf counting as one
+    leaves: Mapping[int, Any]  # number of the leaf -> its Entries
 
     @classmethod
     def put_aside(cls, batch: PyTree) -> tuple["SparseRows", PyTree]:

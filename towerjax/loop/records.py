@@ -19,19 +19,12 @@ from towerjax.types.options import check_path
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """The metrics of one step, or of one evaluation.
-
-    Attributes:
-      kind: ``"train"`` or ``"eval"``.
-      step: The step's number; of an evaluation that of the step before it.
-      time_s: Seconds since 1970 when the metrics reached the host.
-      metrics: Name -> number or array, on the host.
-    """
+    """The metrics of one step, or of one evaluation."""
 
     kind: Literal["train", "eval"]
-    step: int
-    time_s: float
-    metrics: Mapping[str, Any]
+    step: int  # the step's number; of an evaluation that of the step before it
+    time_s: float  # seconds since 1970 when the metrics reached the host
+    metrics: Mapping[str, Any]  # name -> number or array, on the host
 
 
 class OpenWriter(Protocol):

@@ -36,31 +36,19 @@ SPECS = {
 
 @dataclasses.dataclass(frozen=True)
 class TowerAxes:
-    """Which named axes a tower can meet the others over.
+    """Which named axes a tower can meet the others over."""
 
-    Attributes:
-      num_devices: ``D``.
-      num_local: ``k``, towers on a device.
-      device_axis: Is the device axis bound? Not on one device, where nothing
-        has to travel.
-      in_turn: Do the local towers run one after another (``local="scan"``)?
-      platform: ``"cpu"``, ``"gpu"`` ...: the device's, for choices of method.
-      devices: The devices' names in the order of the device axis; empty where they
-        are absent.
-      num_processes: ``P``; process ``p`` has devices ``p D / P`` and following.
-      tower_axis: The name of all towers in a tower function; see `one_axis`.
-      traced: Programs of tower functions, kept while a step is proved and traced; None
-        keeps none.
-    """
-
-    num_devices: int
-    num_local: int
+    num_devices: int  # D
+    num_local: int  # k, towers on a device
+    # Is the device axis bound? Not on one device, where nothing has to travel.
     device_axis: bool
-    in_turn: bool
-    platform: str
-    devices: tuple[str, ...] = ()
-    num_processes: int = 1
-    tower_axis: str = TOWER_AXIS
+    in_turn: bool  # do the local towers run one after another (local="scan")?
+    platform: str  # "cpu", "gpu" ...: the device's, for choices of method
+    devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
+    num_processes: int = 1  # P; process p has devices p D / P and following
+    tower_axis: str = TOWER_AXIS  # the name of all towers in a tower function
+    # Programs of tower functions, kept while a step is proved and traced; None keeps
+    # none.
     traced: dict[Any, Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -82,22 +70,13 @@ class TowerAxes:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """``T`` towers on ``D`` named devices, and how they are run there.
+    """``T`` towers on ``D`` named devices, and how they are run there."""
 
-    Attributes:
-      devices: Canonical names, ``("cpu:0", "cpu:1")``; tower order.
-      num_towers: ``T``, a multiple of ``len(devices)``.
-      local: ``"vmap"`` or ``"scan"``.
-      executor: ``"shard_map"`` or ``"pmap"``.
-      axis_name: The name of all towers in a tower function.
-      absent: What the devices are where they are not here.
-    """
-
-    devices: tuple[str, ...]
-    num_towers: int
-    local: str
-    executor: str
-    axis_name: str = TOWER_AXIS
+    devices: tuple[str, ...]  # canonical names, ("cpu:0", "cpu:1"); tower order
+    num_towers: int  # T, a multiple of len(devices)
+    local: str  # "vmap" or "scan"
+    executor: str  # "shard_map" or "pmap"
+    axis_name: str = TOWER_AXIS  # the name of all towers in a tower function
     absent: Absent | None = None
 
     @property

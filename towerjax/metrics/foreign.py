@@ -41,14 +41,10 @@ class Adapted:
 
     So a number that decides a shape, such as ``num_thresholds``, stays a number
     when arrays travel over towers. Made by `from_clu`.
-
-    Attributes:
-      arrays: The metric's arrays, in tree order.
-      numbers: Its other leaves, and None in the arrays' places.
-      treedef: The tree that all of them make.
     """
 
-    arrays: list[Any]
+    arrays: list[Any]  # the metric's arrays, in tree order
+    # Its other leaves, and None in the arrays' places.
     numbers: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
 

@@ -18,11 +18,7 @@ _SQUARE = "display:inline-block;width:10px;height:10px;margin:1px"
 
 @dataclasses.dataclass(frozen=True)
 class Markup:
-    """HTML as it stands; every other text is escaped.
-
-    Attributes:
-      text: The HTML.
-    """
+    """HTML as it stands; every other text is escaped."""
 
     text: str
 

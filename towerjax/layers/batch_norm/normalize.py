@@ -21,24 +21,16 @@ Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
 
 @dataclasses.dataclass(frozen=True)
 class BatchNormOptions:
-    """How to normalise; the names are those of Flax.
+    """How to normalise; the names are those of Flax."""
 
-    Attributes:
-      axis: The feature dim of the input, or a tuple of them.
-      momentum: How much of the running statistics a step keeps, 0 to 1.
-      epsilon: Added to the variance, >= 0.
-      statistics: ``"synchronised"``: of the rows of all towers, as if they were on
-        one. ``"local"``: of this tower's rows; nothing is sent. ``"frozen"``: the
-        running ones, which stay as they are.
-      dtype: Statistics are of this dtype or of float32, whichever is wider; None
-        takes the input's.
-    """
-
-    axis: int | tuple[int, ...] = -1
-    momentum: float = 0.99
-    epsilon: float = 1e-5
+    axis: int | tuple[int, ...] = -1  # the feature dim of the input, or a tuple of them
+    momentum: float = 0.99  # how much of the running statistics a step keeps, 0 to 1
+    epsilon: float = 1e-5  # added to the variance, >= 0
+    # "synchronised": of the rows of all towers, as if they were on one. "local": of
+    # this tower's rows; nothing is sent. "frozen": the running ones, which stay as they
+    # are.
     statistics: Statistics = "synchronised"
-    dtype: Any = None
+    dtype: Any = None  # statistics are of this dtype or of float32, whichever is wider
 
     def __post_init__(self) -> None:
         """Refuse what is no option."""
@@ -98,15 +90,10 @@ _DEFAULTS = BatchNormOptions()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """A mean and a (biased) variance of each feature.
+    """A mean and a (biased) variance of each feature."""
 
-    Attributes:
-      mean: ``[c]``, or the shape of the feature dims.
-      var: Like ``mean``.
-    """
-
-    mean: jax.Array
-    var: jax.Array
+    mean: jax.Array  # [c], or the shape of the feature dims
+    var: jax.Array  # like mean
 
 
 def normalize(

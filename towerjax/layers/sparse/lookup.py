@@ -12,21 +12,14 @@ from towerjax.collectives.duplicates import wide_indices
 
 
 class Lookup(NamedTuple):
-    """How an equation reads whole rows of a table ``[N, ...]``.
+    """How an equation reads whole rows of a table ``[N, ...]``."""
 
-    Attributes:
-      shape: Of the table.
-      offsets: Which rows an index ``i`` names: ``i`` plus each of these.
-      dims: The dims of the output that come last, so that rows come row by row.
-      column: Which number of an index says the row; None where it is all of it.
-      clips: An index without a row reads the nearest; else its gradient is lost.
-    """
-
-    shape: tuple[int, ...]
-    offsets: range
+    shape: tuple[int, ...]  # of the table
+    offsets: range  # which rows an index i names: i plus each of these
+    # The dims of the output that come last, so that rows come row by row.
     dims: tuple[int, ...]
-    column: int | None
-    clips: bool
+    column: int | None  # which number of an index says the row
+    clips: bool  # an index without a row reads the nearest; else its gradient is lost
 
     def by_row(self, x: jax.Array) -> jax.Array:
         """An array of the shape of the equation's output, row by row."""

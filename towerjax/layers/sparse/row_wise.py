@@ -20,30 +20,20 @@ Owners = Sequence[int | None]
 
 
 class UpdateProgram(NamedTuple):
-    """What an optimizer's update is made of.
+    """What an optimizer's update is made of."""
 
-    Attributes:
-      primitives: Their names, in order.
-      numbers: The whole numbers in it, such as at which count something happens.
-    """
-
-    primitives: tuple[str, ...]
+    primitives: tuple[str, ...]  # their names, in order
+    # The whole numbers in it, such as at which count something happens.
     numbers: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class RowWise:
-    """An optimizer of a tree whose leaves are taken one by one.
-
-    Attributes:
-      optimizer: An optax transformation that takes extra arguments.
-      treedef: Of the parameters.
-      names: Of its leaves, for errors.
-    """
+    """An optimizer of a tree whose leaves are taken one by one."""
 
     optimizer: optax.GradientTransformationExtraArgs
-    treedef: Any
-    names: tuple[str, ...]
+    treedef: Any  # of the parameters
+    names: tuple[str, ...]  # of its leaves, for errors
 
     def owners(
         self, params: Sequence[Any], tables: Sequence[int], opt_state: PyTree

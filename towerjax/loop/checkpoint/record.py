@@ -25,19 +25,12 @@ from towerjax.types.version import __version__
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What a checkpoint says of one leaf.
+    """What a checkpoint says of one leaf."""
 
-    Attributes:
-      name: Such as ``state.params['w']``.
-      shape: With the dim over towers, where it has one.
-      dtype: By its name; of a key its kind.
-      reduction: Of a tower-local variable; None is a value that all towers share.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    reduction: str | None = None
+    name: str  # such as state.params['w']
+    shape: tuple[int, ...]  # with the dim over towers, where it has one
+    dtype: str  # by its name; of a key its kind
+    reduction: str | None = None  # of a tower-local variable
 
     @property
     def whole(self) -> str:

@@ -9,38 +9,24 @@ AGAIN = 75
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How the processes of a job ended.
+    """How the processes of a job ended."""
 
-    Attributes:
-      code: 0, or the code of the first that failed; 128 + n for signal n.
-      lost: How many were killed by others than the launcher, or stood still.
-      told: The signal by which the launcher was told to end; None if it was not.
-      asked: Whether the launcher asked them to end, because more of them fit again.
-    """
-
-    code: int
-    lost: int = 0
-    told: int | None = None
+    code: int  # 0, or the code of the first that failed; 128 + n for signal n
+    lost: int = 0  # how many were killed by others than the launcher, or stood still
+    told: int | None = None  # the signal by which the launcher was told to end
+    # Whether the launcher asked them to end, because more of them fit again.
     asked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class GoingOn:
-    """How many processes may be started now, and how often again.
+    """How many processes may be started now, and how often again."""
 
-    Attributes:
-      processes: How many there are where none is lost.
-      divided: As many processes fit as divide this.
-      restarts: How many losses the job may still have; None ends it with the first, by
-        its code.
-      regrow_s: Seconds until the place of a lost process is used again.
-      free_at: When each place that is left alone may be used again.
-    """
-
-    processes: int
-    divided: int
-    restarts: int | None = None
-    regrow_s: float = 60.0
+    processes: int  # how many there are where none is lost
+    divided: int  # as many processes fit as divide this
+    restarts: int | None = None  # how many losses the job may still have
+    regrow_s: float = 60.0  # seconds until the place of a lost process is used again
+    # When each place that is left alone may be used again.
     free_at: tuple[float, ...] = ()
 
     def count(self, now: float) -> int:

@@ -25,21 +25,14 @@ _MOST_READS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-    """How long is waited for what?
+    """How long is waited for what?"""
 
-    Attributes:
-      grace_s: From SIGTERM to SIGKILL.
-      failed_s: The same, for those that one that failed has left.
-      hang_s: For a sign of life of each process.
-      step_s: For a step of any of them, once all have begun one.
-      ask_at: Until the processes that do steps are asked to end, by
-        ``time.monotonic``; None is for ever.
-    """
-
-    grace_s: float
-    failed_s: float
-    hang_s: float = math.inf
-    step_s: float = math.inf
+    grace_s: float  # from SIGTERM to SIGKILL
+    failed_s: float  # the same, for those that one that failed has left
+    hang_s: float = math.inf  # for a sign of life of each process
+    step_s: float = math.inf  # for a step of any of them, once all have begun one
+    # Until the processes that do steps are asked to end, by time.monotonic; None is for
+    # ever.
     ask_at: float | None = None
 
 

@@ -31,25 +31,15 @@ def sgd() -> optax.GradientTransformation:
 
 @dataclasses.dataclass
 class Contender:
-    """A compiled step and its state.
+    """A compiled step and its state."""
 
-    Attributes:
-      call: ``(state, batch) -> (state, loss)``.
-      params: What of a state is awaited.
-      state: The present state.
-      batch: A placed batch.
-      compile_seconds: What tracing, (proving) and compiling took.
-      loss: What the last call returned.
-      program: The compiler's own text, of a step built by towerjax.
-    """
-
-    call: Callable[[Any, Any], tuple[Any, Any]]
-    params: Callable[[Any], PyTree]
+    call: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
+    params: Callable[[Any], PyTree]  # what of a state is awaited
     state: Any
-    batch: Any
-    compile_seconds: float
-    loss: Any = None
-    program: str = ""
+    batch: Any  # on the devices
+    compile_seconds: float  # what tracing, (proving) and compiling took
+    loss: Any = None  # what the last call returned
+    program: str = ""  # the compiler's own text, of a step built by towerjax
 
     def run(self) -> Any:
         """Start one call."""
@@ -59,22 +49,13 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step has to do.
-
-    Attributes:
-      model: What is trained.
-      params: Its parameters, on the host.
-      batch: The global batch, on the host.
-      micro_batches: ``A``.
-      steps_per_call: ``K``, each of the same batch.
-      optimizer: Any optax transformation.
-    """
+    """What a step has to do."""
 
     model: Model
-    params: PyTree
-    batch: PyTree
-    micro_batches: int = 1
-    steps_per_call: int = 1
+    params: PyTree  # on the host
+    batch: PyTree  # on the host
+    micro_batches: int = 1  # A
+    steps_per_call: int = 1  # K, each of the same batch
     optimizer: optax.GradientTransformation = dataclasses.field(default_factory=sgd)
 
     def train(

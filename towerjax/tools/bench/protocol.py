@@ -81,15 +81,9 @@ class TimingProtocol:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A median, and where the true one lies.
+    """A median, and where the true one lies."""
 
-    Attributes:
-      median: Of the rounds.
-      low: The lower end.
-      high: The upper end.
-    """
-
-    median: float
+    median: float  # of the rounds
     low: float
     high: float
 

@@ -23,48 +23,28 @@ _OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """One device.
+    """One device."""
 
-    Attributes:
-      name: ``"gpu:0"``.
-      kind: What its maker calls it.
-      process: Which process of the job has it.
-      memory_bytes: What JAX may take of its memory; None where JAX does not say.
-    """
-
-    name: str
-    kind: str
-    process: int
-    memory_bytes: int | None
+    name: str  # "gpu:0"
+    kind: str  # what its maker calls it
+    process: int  # which process of the job has it
+    memory_bytes: int | None  # what JAX may take of its memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What one process of a job sees.
+    """What one process of a job sees."""
 
-    Attributes:
-      versions: Name -> version; None of a package that is not installed.
-      system: The operating system and the processor's kind.
-      devices: All devices of the job, in tower order; empty where JAX has none.
-      problem: What JAX said where it has none.
-      cpus: How many processors this process may use.
-      memory_bytes: How much memory the machine has; None where it does not say.
-      shared_memory_bytes: How large ``/dev/shm`` is; None where there is none.
-      nvidia: Does the machine have an NVIDIA GPU, whatever JAX knows of it?
-      environment: The variables that JAX, XLA and NCCL read.
-      options: Those of JAX that change numbers or speed.
-    """
-
-    versions: dict[str, str]
-    system: str
-    devices: tuple[DeviceInfo, ...]
-    problem: str | None
-    cpus: int
-    memory_bytes: int | None
-    shared_memory_bytes: int | None
-    nvidia: bool
-    environment: dict[str, str]
-    options: dict[str, bool]
+    versions: dict[str, str]  # by name
+    system: str  # the operating system and the processor's kind
+    devices: tuple[DeviceInfo, ...]  # all devices of the job, in tower order
+    problem: str | None  # what JAX said where it has none
+    cpus: int  # how many processors this process may use
+    memory_bytes: int | None  # how much memory the machine has
+    shared_memory_bytes: int | None  # how large /dev/shm is; None where there is none
+    nvidia: bool  # does the machine have an NVIDIA GPU, whatever JAX knows of it?
+    environment: dict[str, str]  # the variables that JAX, XLA and NCCL read
+    options: dict[str, bool]  # those of JAX that change numbers or speed
 
     @property
     def platform(self) -> str | None:
@@ -150,17 +130,11 @@ _TRAPS = (  # an option, the value to tell of, is it wrong, why, what to do besi
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to mend, or to know.
+    """One thing to mend, or to know."""
 
-    Attributes:
-      is_wrong: Must it be mended? Else it may be meant so.
-      what: What was found.
-      fix: What to do.
-    """
-
-    is_wrong: bool
-    what: str
-    fix: str
+    is_wrong: bool  # must it be mended? Else it may be meant so
+    what: str  # what was found
+    fix: str  # what to do
 
     def __str__(self) -> str:
         """Two lines."""

@@ -30,20 +30,14 @@ _LARGEST = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one device did by itself, or one cross-tower op on all devices.
+    """What one device did by itself, or one cross-tower op on all devices."""
 
-    Attributes:
-      name: ``"gpu:0"``, or the op.
-      wrong: What was not as it should be, in sentences.
-      milliseconds: Median time to bring the bytes there, or of one sum of all towers.
-      gigabytes_per_second: The same as a rate: of an op, ``2 (D - 1) / D`` times each
-        device's bytes, what the links carry when none is idle. None where nothing has
-        to travel.
-    """
-
-    name: str
-    wrong: tuple[str, ...]
+    name: str  # "gpu:0", or the op
+    wrong: tuple[str, ...]  # what was not as it should be, in sentences
+    # Median time to bring the bytes there, or of one sum of all towers.
     milliseconds: float
+    # The same as a rate: of an op, 2 (D - 1) / D times each device's bytes, what the
+    # links carry when none is idle. None where nothing has to travel.
     gigabytes_per_second: float | None
 
 
