@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,26 @@ from towerjax.types import PerTower, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import listed, map_parts
 
 
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """What variables are: a value with a reduction and a name."""
+
+    value: PyTree
+    reduction: Reduction = dataclasses.field(metadata={"static": True})
+    name: str = dataclasses.field(default="", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        """Refuse a reduction that is none."""
+        if not isinstance(self.reduction, Reduction):
+            raise ValueError(
+                f"{type(self).__name__}.reduction is {self.reduction!r}; write"
+                " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
+            )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TowerLocal:
+class TowerLocal(Variable):
     """A tower-local variable: one copy a tower, aggregated only when read.
 
     Batch-norm statistics and metric accumulators are such variables. In the local
@@ -39,18 +56,10 @@ class TowerLocal:
       Reduction.MEAN
     """
 
-    value: PyTree
-    reduction: Reduction = dataclasses.field(metadata={"static": True})
-    name: str = dataclasses.field(default="", metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        """Refuse a reduction that is none."""
-        _check_reduction(self)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MirroredVar:
+class MirroredVar(Variable):
     """A mirrored variable: one value, the same on every tower, with a name.
 
     A tower changes it with ``tower.assign`` and the like, which return the new
@@ -70,31 +79,14 @@ class MirroredVar:
       'scale'
     """
 
-    value: PyTree
     reduction: Reduction = dataclasses.field(
         default=Reduction.NONE, metadata={"static": True}
     )
-    name: str = dataclasses.field(default="", metadata={"static": True})
-
-    def __post_init__(self) -> None:
-        """Refuse a reduction that is none."""
-        _check_reduction(self)
-
-
-Variable: TypeAlias = MirroredVar | TowerLocal
-
-
-def _check_reduction(variable: Variable) -> None:
-    if not isinstance(variable.reduction, Reduction):
-        raise ValueError(
-            f"{type(variable).__name__}.reduction is {variable.reduction!r}; write"
-            " tj.Reduction.MEAN, SUM, ONLY_FIRST_TOWER or NONE."
-        )
 
 
 def is_variable(x: Any) -> bool:
     """Is it a variable?"""
-    return isinstance(x, MirroredVar | TowerLocal)
+    return isinstance(x, Variable)
 
 
 def is_per_tower(x: Any) -> bool:
@@ -242,8 +234,7 @@ def check_variable(variable: Any, what: str) -> None:
     if not is_variable(variable):
         raise ValueError(
             f"{what}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
-            f" or a"
-            " tj.TowerLocal. Make one with strategy.create_var(name, initial)."
+            " or a tj.TowerLocal. Make one with strategy.create_var(name, initial)."
         )
 
 

@@ -283,7 +283,7 @@ def copies(value: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_towers, *x.shape)), value)
 
 
-def shares(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
+def shares(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """Copies whose aggregate is the value."""
     if variable.reduction is not Reduction.SUM:
         return copies(value, num_towers)
@@ -319,7 +319,7 @@ def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
     return cast
 
 
-def _dtypes_to_assign(variable: TowerLocal) -> Callable[[Any], Sequence[Any]]:
+def _dtypes_to_assign(variable: Variable) -> Callable[[Any], Sequence[Any]]:
     """Its own dtype and the one it reads as; first what holds every such value."""
 
     def takes(dtype: Any) -> Sequence[Any]:
@@ -334,7 +334,7 @@ def _dtypes_to_assign(variable: TowerLocal) -> Callable[[Any], Sequence[Any]]:
     return takes
 
 
-def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
+def _copies_for(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     value = fitted(variable, value, copies=True, takes=_dtypes_to_assign(variable))
     rows, treedef = jax.tree.flatten(shares(variable, value, num_towers))
     names = [name for name, _ in named_leaves("value", value)]
@@ -352,7 +352,7 @@ def _copies_for(variable: TowerLocal, value: PyTree, num_towers: int) -> PyTree:
     return treedef.unflatten(rows)
 
 
-def check_towers(variable: TowerLocal, num_towers: int) -> None:
+def check_towers(variable: Variable, num_towers: int) -> None:
     """Raise unless the variable has one copy for each tower."""
     if is_of_one_tower(variable.value):
         raise ValueError(
