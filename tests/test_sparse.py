@@ -367,7 +367,7 @@ def test_trees_of_anything_can_be_made():
         ),
         (
             tj.PerTower((of_tower(0), {"x": of_tower(1)})),
-            "Tower 1 has a dict where others have IndexedRows. Give IndexedRows, or an",
+            "holds PyTreeDef(*) of tower 0 and PyTreeDef({'x': *}) of tower 1",
         ),
         (
             tj.PerTower((of_tower(0),) * 3),

@@ -132,11 +132,9 @@ def reduce_values(
             " without axis and then over the dim."
         )
 
-    if reduction is not Reduction.ONLY_FIRST_TOWER:
-        value = _whole_weighted(value, strategy.num_towers)
+    value = _whole(Weighted | IndexedRows, value, strategy.num_towers)
 
     def one(x: Any) -> Any:
-        x = _per_tower_rows(x, strategy.num_towers)
         if not is_per_tower(x):
             x = _reduce_mirrored(strategy, reduction, x)
             return x if axis is None else _reduce_with_axis(reduction, [x], axis)
@@ -160,43 +158,28 @@ def reduce_values(
     return out if destinations is None else send(out, destinations)
 
 
-def _whole_weighted(value: PyTree, num_towers: int) -> PyTree:
-    """Each ``Weighted`` with both fields per tower, where one is: they add together.
+def _whole(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
+    """The tree with each part of a class ``PerTower`` as a whole, where a field is.
 
-    The weight of towers that all have as many examples comes back as one value.
+    So a ``Weighted`` adds up together, of towers that all have one weight too.
     """
 
-    def one(x: Weighted) -> Weighted:
-        fields = (x.sum, x.weight)
+    def side_by_side(x: Any) -> Any:
+        if is_per_tower(x):
+            return stacked_rows(as_per_tower(x), num_towers, "A field")
+        return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
+
+    def one(part: Any) -> Any:
+        fields, treedef = jax.tree.flatten(part, is_leaf=is_per_tower)
         if not any(map(is_per_tower, fields)):
-            return x
-        return Weighted(*(_on_each_tower(field, num_towers) for field in fields))
+            return part
+        return PerTower(treedef.unflatten(map(side_by_side, fields)))
 
-    return map_parts(Weighted, one, value)
-
-
-def _on_each_tower(x: Any, num_towers: int) -> Any:
-    if is_per_tower(x):
-        return x
-    return PerTower(jnp.broadcast_to(x, (num_towers, *np.shape(x))))
-
-
-def _per_tower_rows(x: Any, num_towers: int) -> Any:
-    """``IndexedRows`` of ``PerTower`` values or indices as ``PerTower`` of it."""
-    if not is_rows(x) or not (is_per_tower(x.values) or is_per_tower(x.indices)):
-        return x
-
-    def side_by_side(field: Any) -> Any:
-        if is_per_tower(field):
-            return stacked_rows(as_per_tower(field), num_towers, "A field")
-        return jnp.broadcast_to(field, (num_towers, *np.shape(field)))
-
-    values, indices = side_by_side(x.values), side_by_side(x.indices)
-    return PerTower(IndexedRows(values, indices, x.dense_shape))
+    return map_parts(kind, one, tree)
 
 
 def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) -> Any:
-    num_towers = strategy.num_towers
+    num_towers, name = strategy.num_towers, "The PerTower value"
     if axis is not None:
         raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
     if not are_apart(rows):
@@ -204,7 +187,7 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
         out = [
             reduce_stacked_rows(reduction, x, num_towers)
             if is_rows(x)
-            else PerTower(stacked_rows(PerTower(x), num_towers, "The PerTower value"))
+            else PerTower(stacked_rows(PerTower(x), num_towers, name))
             for x in leaves
         ]
         return jax.tree.unflatten(treedef, out)
@@ -213,20 +196,12 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
             f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
             f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
         )
-    if not any(map(is_rows, rows)):
-        return _reduce_sparse_trees(strategy, reduction, rows)
-    return reduce_rows(reduction, list(rows))
-
-
-def _reduce_sparse_trees(strategy: Any, reduction: Reduction, rows: Any) -> Any:
-    """Of towers' trees that hold ``IndexedRows`` among others, leaf by leaf."""
-    check_structures(rows, "The PerTower value", is_leaf=is_rows)
+    check_structures(rows, name, is_leaf=is_rows)
 
     def one(*leaves: Any) -> Any:
         if any(map(is_rows, leaves)):
             return reduce_rows(reduction, list(leaves))
-        value = PerTower(tuple(leaves))
-        return PerTower(stacked_rows(value, strategy.num_towers, "The PerTower value"))
+        return PerTower(stacked_rows(PerTower(leaves), num_towers, name))
 
     return jax.tree.map(one, *rows, is_leaf=is_rows)
 
@@ -314,7 +289,7 @@ def send(value: PyTree, destinations: Any) -> PyTree:
 def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
     check_axis(axis)
-    value = _per_tower_rows(value, strategy.num_towers)
+    value = _whole(IndexedRows, value, strategy.num_towers)
     if not is_per_tower(value):
         if any_per_tower(value):
             one = functools.partial(gather_values, strategy, axis=axis)
