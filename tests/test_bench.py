@@ -459,7 +459,7 @@ def test_a_file_goes_on(tmp_path):
     with pytest.raises(ValueError, match=r"machine \{'cores': 2\}, .* \{'cores': 4\}"):
         RecordFile(path, "trial", {"machine": {"cores": 4}})
     path.write_text('{"kind": "train", "step": 1}\n')
-    with pytest.raises(ValueError, match="Line 1 of .*r.jsonl' is no result"):
+    with pytest.raises(ValueError, match="Line 1 of .*r.jsonl' is no line of a sweep"):
         RecordFile(path, "trial", about)
     assert path.read_text() == '{"kind": "train", "step": 1}\n'
 

@@ -227,7 +227,7 @@ def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path, text, line, start):
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"line {line} of .* is not a line of a run"):
+    with pytest.raises(ValueError, match=f"Line {line} of .* is no line of a run"):
         tj.JsonLines(path, replace=True).open(start)
     assert path.read_text() == text
 

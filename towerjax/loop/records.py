@@ -5,8 +5,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,10 @@ class JsonLines:
         return OpenJsonLines(path)
 
     def _cut(self, path: pathlib.Path, start: int) -> None:
-        kept, last = _bytes_until(path, start)
+        kept = last = 0
+        for found, length in lines_of(path, "step", "a run", HEAD):
+            kept += length if max(last, found["step"]) <= start else 0
+            last = max(last, found["step"])
         if start == 0 and last > 0 and not self.replace:
             raise ValueError(
                 f"JsonLines: {str(path)!r} holds an earlier run up to step {last}, but"
@@ -221,44 +224,45 @@ class JsonLines:
             os.truncate(path, kept)
 
 
-def _bytes_until(path: pathlib.Path, start: int) -> tuple[int, int]:
-    """How many bytes the lines up to a step have, and the last step of all lines."""
-    kept = last = 0
-    is_cut = False
+def lines_of(
+    path: pathlib.Path, key: str, owner: str, head: bytes = b""
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """The object of each line, which has the key, and its length; not of a torn end."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n") and line.startswith(HEAD[: len(line)]):
-                break  # torn by a full disk
+            if not line.endswith(b"\n") and line.startswith(head[: len(line)]):
+                return  # by a kill or a full disk
             try:
-                if not line.startswith(HEAD):
-                    raise ValueError("Each line of a run begins in the same way.")
-                step = json.loads(line)["step"]
-                is_cut = is_cut or step > start
+                if not line.startswith(head):
+                    raise ValueError("Each line begins in the same way.")
+                found = json.loads(line)
+                found[key]
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
-                    f"JsonLines: line {number} of {str(path)!r} is not a line of a run:"
+                    f"Line {number} of {str(path)!r} is no line of {owner}:"
                     f" {line[:60]!r}. Nothing was changed; use another path."
                 ) from error
-            kept += 0 if is_cut else len(line)
-            last = max(last, step)
-    return kept, last
+            yield found, len(line)
+
+
+def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
+    """Write an object to an unbuffered file: one call, which no kill cuts in two."""
+    rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        # Unbuffered: a line is one call of the system, which no kill cuts in two.
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
         """Append a line."""
         head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
         metrics = {name: plain(name, x) for name, x in record.metrics.items()}
-        text = json.dumps({**head, "metrics": metrics}, allow_nan=False)
-        rest = memoryview(f"{text}\n".encode())
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        append_line(self._file, {**head, "metrics": metrics})
 
     def close(self) -> None:
         """Close the file."""

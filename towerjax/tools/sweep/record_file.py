@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any, TypeAlias
 
-from towerjax.loop.records import as_json
+from towerjax.loop.records import append_line, as_json, lines_of
 
 Record: TypeAlias = dict[str, Any]
 
@@ -13,10 +13,8 @@ Record: TypeAlias = dict[str, Any]
 class RecordFile:
     """A file of results that a sweep goes on in; None keeps them in memory alone.
 
-    Attributes:
-      path: The file.
-      key: What of a record says of which result it is; the last one of each counts.
-      about: What all records of one sweep have in common.
+    ``key`` names what of a record says of which result it is; the last one of each
+    counts. ``about`` is what all records of one sweep have in common.
     """
 
     def __init__(
@@ -50,11 +48,8 @@ class RecordFile:
         """Append a line."""
         record = as_json({**record, **self.about})
         if self.path is not None:
-            # Unbuffered and in one call: a kill leaves whole lines, but for the last.
             with self.path.open("ab", buffering=0) as file:
-                rest = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
-                while rest:
-                    rest = rest[file.write(rest) :]
+                append_line(file, record)
         self._found[_text(record[self.key])] = record
         return record
 
@@ -66,21 +61,10 @@ def read_records(path: str | os.PathLike[str], key: str) -> list[Record]:
 
 def _read(path: pathlib.Path, key: str) -> tuple[dict[str, Record], int]:
     """The records, and how many bytes their whole lines have."""
-    found: dict[str, Record] = {}
-    kept = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                break  # torn by a kill or a full disk
-            try:
-                record = json.loads(line)
-                found[_text(record[key])] = record
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"Line {number} of {str(path)!r} is no result of a sweep:"
-                    f" {line[:60]!r}. Nothing was changed; use another path."
-                ) from error
-            kept += len(line)
+    found, kept = {}, 0
+    for record, length in lines_of(path, key, "a sweep"):
+        found[_text(record[key])] = record
+        kept += length
     return found, kept
 
 
