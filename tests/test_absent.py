@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,7 +18,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from benchmarks.absent import PROGRAMS, by_hand, by_towerjax
+from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
 from towerjax.mesh import absent
 from towerjax.step.engine import repeated_recipe
 from towerjax.step.program import prepare
@@ -157,6 +159,9 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
+PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
+
+
 def bytes_of(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -167,19 +172,26 @@ def assert_nothing_is_forgotten(made):
     assert alive == pytest.approx(made.memory.peak, rel=0.003)
 
 
-# The benchmark compiles whole ones; here is each kind of layer once.
-PARTS = {"cnn": {}, "gpt2": {"layers": 1, "words": 4096}}
+def hand_written(name):
+    """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
+    text = PAGE.read_text()
+    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
+        row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
+        found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
+        return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
+    hand = by_hand(PROGRAMS[name], H200S)
+    assert_nothing_is_forgotten(hand)
+    return hand.memory.arguments, hand.memory.peak, len(hand.collectives)
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
-    program = dataclasses.replace(program, net=program.net.clone(**PARTS[name]))
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
-    hand = by_hand(program, H200S)
-    assert 1 <= len(ours.collectives) <= len(hand.collectives)
+    arguments, peak, all_reduces = hand_written(name)
+    assert 1 <= len(ours.collectives) <= all_reduces
     assert {found.opcode for found in ours.collectives} == {"all-reduce"}
     params = program.params()
     sent = sum(found.bytes for found in ours.collectives)
@@ -187,11 +199,10 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.not_donated == ()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
-    assert ours.memory.arguments == pytest.approx(hand.memory.arguments, abs=64)
-    assert ours.memory.peak <= 1.02 * hand.memory.peak
-    for made in (ours, hand):
-        assert_nothing_is_forgotten(made)
-    if name != "cnn":  # XLA starts them while it still computes
+    assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
+    assert ours.memory.peak <= 1.02 * peak
+    assert_nothing_is_forgotten(ours)
+    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
