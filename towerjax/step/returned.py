@@ -26,7 +26,7 @@ _PARTS |= {name: ("metric", name) for name in METRICS}
 _ORDER = ("loss", "gradient", "metric", "value")
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Hole:
     """Where a typed leaf was taken out of a tree: a node without leaves.
@@ -38,15 +38,6 @@ class Hole:
     """
 
     kind: str
-
-    def tree_flatten(self) -> tuple[tuple[()], str]:
-        """No leaves; the kind."""
-        return (), self.kind
-
-    @classmethod
-    def tree_unflatten(cls, kind: str, children: Any) -> "Hole":
-        """The hole again."""
-        return cls(kind)
 
 
 def is_typed(x: Any) -> bool:
