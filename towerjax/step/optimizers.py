@@ -72,9 +72,7 @@ def with_trained(part: PyTree, params: PyTree, flags: PyTree) -> PyTree:
 def _spread(trainable: PyTree, params: PyTree) -> PyTree:
     """A bool for each leaf of ``params``, of a tree that ends sooner."""
     try:
-        return jax.tree.map(
-            lambda yes, part: jax.tree.map(lambda _: yes, part), trainable, params
-        )
+        return jax.tree.broadcast(trainable, params)
     except ValueError as error:
         raise ValueError(
             f"trainable is not the upper part of params: {error}. Give it the same"

@@ -204,13 +204,6 @@ def _names_where(
     layouts: dict[str, PyTree], values: PyTree, wanted: Callable[[Layout], bool]
 ) -> list[str | None]:
     """Each leaf's name where its layout is wanted, else None; in tree order."""
-    flags: list[bool] = []
-    for layout, value in zip(layouts.values(), values, strict=True):
-        spread = jax.tree.map(
-            lambda one, part: jax.tree.map(lambda _, one=one: wanted(one), part),
-            layout,
-            value,
-        )
-        flags += jax.tree.leaves(spread)
-    names = _all_names(layouts, values)
-    return [name if flag else None for name, flag in zip(names, flags, strict=True)]
+    each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts.values()), tuple(values)))
+    pairs = zip(_all_names(layouts, values), each, strict=True)
+    return [name if wanted(layout) else None for name, layout in pairs]

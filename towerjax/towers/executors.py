@@ -142,19 +142,14 @@ def _pmapped(
     out_layouts: PyTree,
     args: tuple[PyTree, ...],
 ) -> PyTree:
-    axes: list[int | None] = []
-
-    def add_axes(layout: Layout, part: PyTree) -> None:
-        axes.extend(_PMAP_AXES[layout] for _ in jax.tree.leaves(part))
-
-    jax.tree.map(add_axes, tuple(in_layouts), args)
+    layouts = jax.tree.leaves(jax.tree.broadcast(tuple(in_layouts), args))
     leaves, treedef = jax.tree.flatten(args)
     # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
     # that, even where one argument has no leaves and another has several.
     mapped = jax.pmap(
         lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
         axis_name=DEVICE_AXIS,
-        in_axes=tuple(axes),
+        in_axes=tuple(map(_PMAP_AXES.get, layouts)),
         out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
         devices=list(placement.jax_devices),
     )
