@@ -1,7 +1,7 @@
 """How is a model trained, evaluated and asked, over whole data sets?"""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,14 +9,11 @@ import jax
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.replicate import ReplicatedModel
-from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import evaluate as over_batches
 from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
-from towerjax.loop.records import Writer
 from towerjax.loop.run import run
-from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.engine import OnNonfinite
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
@@ -52,20 +49,11 @@ def train_and_evaluate(
     variables: TrainState,
     steps: int | None = None,
     epochs: int | None = None,
-    eval_every: int | None = None,
-    eval_params: Callable[[TrainState], PyTree] | None = None,
-    early_stopping: EarlyStopping | None = None,
-    best: Best | None = None,
-    writers: Sequence[Writer] = (),
     hooks: Sequence[Hook | WithState] = (),
-    progress: bool | None = None,
-    prefetch: int = 2,
-    in_flight: int = 2,
-    steps_per_call: int = 1,
-    checkpointer: Checkpointer | None = None,
     on_nonfinite: OnNonfinite = "raise",
     params: Any = None,
     config: Any = None,
+    **options: Any,
 ) -> tuple[TrainState, History]:
     """The variables after training, and the history of it.
 
@@ -85,22 +73,16 @@ def train_and_evaluate(
         copied from elsewhere.
       steps: How many steps to do.
       epochs: How many passes to do.
-      eval_every: Evaluate after each step whose number is a multiple, and at the
-        end; None only at the end.
-      eval_params: As in `run`; of a model that evaluates variables, it returns those.
-      early_stopping: As in `run`.
-      best: As in `run`; with ``restore=True`` the best variables are returned.
-      writers: As in `run`.
       hooks: As in `run`; called after those of the model.
-      progress: As in `run`.
-      prefetch: As in `run`.
-      in_flight: As in `run`.
-      steps_per_call: As in `run`.
-      checkpointer: As in `run`. The place in the data is counted off: a function that
-        gives it must give the same batches in another process.
       on_nonfinite: As in `build_train_step`: what a loss that is not finite does.
       params: Hyperparameters, where the model function asks for them.
       config: What else it asks for.
+      **options: As in `run`: ``eval_every``, ``eval_params``, ``early_stopping``,
+        ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``, ``checkpointer``,
+        ``progress``, ``writers``. Of a model that evaluates variables ``eval_params``
+        returns those; ``best`` with ``restore=True`` returns the best; for a
+        ``checkpointer`` the place in the data is counted off, so that a function that
+        gives it must give the same batches in another process.
 
     Returns:
       ``(variables, history)``.
@@ -137,13 +119,7 @@ def train_and_evaluate(
     check_model("train_and_evaluate", model, "train_step")
     check_variables("train_and_evaluate", variables)
     hooks = check_hooks(hooks)
-    asked = {
-        "eval_every": eval_every,
-        "eval_params": eval_params,
-        "early_stopping": early_stopping,
-        "best": best,
-    }
-    eval_passes = _eval_passes(eval_data, asked)
+    eval_passes = _eval_passes(eval_data, options)
     passes = _train_passes(train_data, steps, epochs)
     given = where_given(params=params, config=config)
     refusal: dict[str, Any] = {"on_nonfinite": on_nonfinite}
@@ -160,17 +136,8 @@ def train_and_evaluate(
         steps=steps if epochs is None else None,
         evaluate=None if eval_passes is None else model.eval_step(**given),
         eval_batches=eval_passes,
-        eval_every=eval_every,
-        eval_params=eval_params,
-        early_stopping=early_stopping,
-        best=best,
-        steps_per_call=steps_per_call,
-        prefetch=prefetch,
-        in_flight=in_flight,
-        checkpointer=checkpointer,
-        progress=progress,
         hooks=(model_hooks, *hooks),
-        writers=writers,
+        **options,
     )
 
 
@@ -181,7 +148,7 @@ def _train_passes(data: Data, steps: int | None, epochs: int | None) -> Passes:
     return Passes("train_data", data, passes, most=steps)
 
 
-def _eval_passes(data: Data | None, asked: dict[str, Any]) -> Passes | None:
+def _eval_passes(data: Data | None, options: dict[str, Any]) -> Passes | None:
     if data is not None:
         if _is_iterator(data):
             raise ValueError(
@@ -191,8 +158,8 @@ def _eval_passes(data: Data | None, asked: dict[str, Any]) -> Passes | None:
                 " lambda: tj.batches((features, labels), batch_size)."
             )
         return Passes("eval_data", data)
-    for name, value in asked.items():
-        if value is not None:
+    for name in ("eval_every", "eval_params", "early_stopping", "best"):
+        if (value := options.get(name)) is not None:
             raise ValueError(f"{name}={value} needs eval_data, but that is None.")
     return None
 
