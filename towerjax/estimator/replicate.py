@@ -151,18 +151,10 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """As a call, of a placed batch, for the wanted parts of the spec alone.
-
-        Args:
-          variables: As for a call.
-          batch: As `place_batch` returns it.
-          mode: The mode.
-          wanted: Names of the parts; others are not computed.
-          params: As for a call.
-          config: As for a call.
+        """As a call, of what `place_batch` returns, for the wanted parts alone.
 
         Returns:
-          A `ModelSpec` whose other parts are None.
+          A `ModelSpec` whose other parts, which are not computed, are None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
         variables, state = self._spread(variables)
@@ -193,14 +185,8 @@ class ReplicatedModel:
     ) -> ModelTrainStep:
         """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
 
-        Args:
-          params: As for a call.
-          config: As for a call.
-          micro_batches: As for ``tj.build_train_step``; optimizers meet once a step.
-          on_nonfinite: As for ``tj.build_train_step``.
-          guard: As for ``tj.build_train_step``.
-          donate: May the next state take over the state's buffers?
-          check: As for ``tj.build_train_step``.
+        ``params`` and ``config`` are as for a call, and all else as for
+        ``tj.build_train_step``; with micro-batches optimizers meet once a step.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
@@ -227,11 +213,7 @@ class ReplicatedModel:
         return self._steps[key]
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
-        """The evaluation step, for ``tj.evaluate``.
-
-        Args:
-          params: As for a call.
-          config: As for a call.
+        """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
 
         Returns:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
@@ -240,11 +222,7 @@ class ReplicatedModel:
         return self._step(Mode.EVAL, ("loss", "eval_metrics"), params, config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
-        """The prediction step.
-
-        Args:
-          params: As for a call.
-          config: As for a call.
+        """The prediction step; arguments are as for a call.
 
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
@@ -267,14 +245,6 @@ class ReplicatedModel:
         config: Any = None,
     ) -> Program:
         """The compiled program of such a call; compiles it if need be.
-
-        Args:
-          variables: As for a call.
-          features: As for a call.
-          labels: As for a call.
-          mode: As for a call.
-          params: As for a call.
-          config: As for a call.
 
         Returns:
           A ``Program``: ``.call.as_text()`` is the compiler's text.

@@ -252,33 +252,11 @@ class Tower:
         return assigned_in_tower(self, variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Any:
-        """The variable with a value added to it; see `assign`.
-
-        Args:
-          variable: ``MirroredVar`` or ``TowerLocal``.
-          value: This tower's value, reduced before it is added to a mirrored one.
-
-        Returns:
-          The new variable.
-
-        Raises:
-          ValueError: As `assign`.
-        """
+        """As `assign`, of the variable with the value, once reduced, added."""
         return assigned_in_tower(self, variable, value, lambda old, new: old + new)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
-        """The variable with a value subtracted from it; see `assign`.
-
-        Args:
-          variable: ``MirroredVar`` or ``TowerLocal``.
-          value: This tower's value, reduced before it is taken off a mirrored one.
-
-        Returns:
-          The new variable.
-
-        Raises:
-          ValueError: As `assign`.
-        """
+        """As `assign`, of the variable with the value, once reduced, taken off."""
         return assigned_in_tower(self, variable, value, lambda old, new: old - new)
 
 

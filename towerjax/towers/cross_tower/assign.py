@@ -150,25 +150,7 @@ class VariableMethods:
         return self._assigned(variable, value, lambda old, new: old + new, "assign_add")
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
-        """The mirrored variable with a value subtracted from it.
-
-        Args:
-          variable: ``MirroredVar``.
-          value: One value, the same for all towers.
-
-        Returns:
-          The new variable.
-
-        Raises:
-          ValueError: As `assign_add`.
-
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> v = strategy.create_var("v", 5.0)
-          >>> float(strategy.assign_sub(v, 2).value)
-          3.0
-        """
+        """As `assign_add`, of the variable with the value taken off."""
         return self._assigned(variable, value, lambda old, new: old - new, "assign_sub")
 
     def _assigned(
