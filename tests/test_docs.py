@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.mesh.cluster.ports import free_port
+from towerjax.mesh.cluster.spec import free_port
 from towerjax.step.train import TrainStep
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks import faults
 from towerjax.mesh.cluster import launch, launcher
-from towerjax.mesh.cluster.going_on import End, GoingOn
+from towerjax.mesh.cluster.group import End
+from towerjax.mesh.cluster.launcher import GoingOn
 
 TESTS = pathlib.Path(__file__).parent
 STEPS = 40

@@ -15,8 +15,7 @@ import time
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.ports import free_port
-from towerjax.mesh.cluster.spec import Cluster
+from towerjax.mesh.cluster.spec import Cluster, free_port
 from towerjax.mesh.cluster.start import _check_counts, _others, initialize
 
 ROOT = pathlib.Path(__file__).parent.parent

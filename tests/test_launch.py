@@ -13,7 +13,7 @@ import pytest
 
 from towerjax.mesh.cluster import launch
 from towerjax.mesh.cluster.group import Patience, _group, _Job, _start
-from towerjax.mesh.cluster.ports import free_port
+from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -2,25 +2,109 @@
 
 import contextlib
 import dataclasses
+import io
 import math
 import os
 import pathlib
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, TextIO, TypeAlias
 
-from towerjax.mesh.cluster.forward import LineForwarder, write
-from towerjax.mesh.cluster.going_on import AGAIN, End
 from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, name_of
+
+Target: TypeAlias = TextIO | io.TextIOBase
+# What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
+# Several threads may print to one line.
+_TRANSPORT = re.compile(
+    rb"(?=.*(\[Gloo\]|peer ranks))(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
+    rb"Expected number of connected peer ranks is :))+\s*"
+)
+
+
+def split_lines(text: bytes) -> tuple[list[bytes], bytes]:
+    r"""The complete lines of a text, with their ends, and what follows the last one."""
+    *lines, rest = text.split(b"\n")
+    return [line + b"\n" for line in lines], rest
+
+
+class LineForwarder:
+    """Reads a process' pipe without waiting, and writes complete lines of it.
+
+    All of them but the transport's own "[Gloo] Rank 0 is connected ...".
+
+    Attributes:
+      source: The pipe, which this object closes at its end.
+      is_open: Whether more may come.
+    """
+
+    def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
+        self.source = source
+        self.is_open = True
+        self._target = target
+        self._prefix = prefix.encode()
+        self._rest = b""
+        os.set_blocking(source.fileno(), False)
+
+    def forward(self) -> bool:
+        """Pass on what there is now; False where there was nothing."""
+        if not self.is_open:
+            return False
+        try:
+            chunk = os.read(self.source.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        lines, self._rest = split_lines(self._rest + chunk)
+        if not chunk:
+            lines = [self._rest + b"\n"] if self._rest else []
+            self.close()
+        shown = [line for line in lines if not _TRANSPORT.fullmatch(line)]
+        write(self._target, b"".join(self._prefix + line for line in shown))
+        return True
+
+    def close(self) -> None:
+        """Read no more. May be called twice."""
+        self.is_open = False
+        self.source.close()
+
+
+def write(target: Target, text: bytes) -> None:
+    """Write bytes as they are, at once; as text where the stream takes only that."""
+    if not text:
+        return
+    raw = getattr(target, "buffer", None)
+    if raw is None:
+        target.write(text.decode(errors="replace"))
+    else:
+        target.flush()
+        raw.write(text)
+    target.flush()
+
 
 # Signals that are passed on, and end nothing.
 TELLING = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
 _LOOK_S = 0.05
 # More than a pipe holds: what left its process group may go on writing for ever.
 _MOST_READS = 64
+
+
+# What a program says that has saved itself and is to be started again: EX_TEMPFAIL.
+AGAIN = 75
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How the processes of a job ended."""
+
+    code: int  # 0, or the code of the first that failed; 128 + n for signal n
+    lost: int = 0  # how many were killed by others than the launcher, or stood still
+    told: int | None = None  # the signal by which the launcher was told to end
+    # Whether the launcher asked them to end, because more of them fit again.
+    asked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,63 @@
-"""Which processes make up the job, and which of them is this one?"""
+"""Which processes make up the job, where, and which of them is this one?"""
 
 import dataclasses
 import json
 import re
+import socket
 from collections.abc import Mapping
 from typing import Any
 
-from towerjax.types.options import check_whole, is_whole
+from towerjax.types.options import check_whole
 
+LOOPBACK = "127.0.0.1"
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens at now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return probe.getsockname()[1]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without the brackets of an IPv6 one, and port."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach that address."""
+    host, _ = split_address(address)
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def is_free(port: int) -> bool:
+    """Whether a process of this machine could listen at that port.
+
+    JAX's own server would share a port with another job's, and end the process where
+    it may not.
+    """
+    with socket.socket() as probe:
+        # A port whose last job has just ended may be used again.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def someone_listens(address: str, timeout_s: float) -> OSError | None:
+    """None where a connection to that address succeeds, else why it does not."""
+    try:
+        socket.create_connection(split_address(address), timeout_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+# What `initialize` reads.
+VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
 # Process 0 is the chief, or worker 0 where there is none.
 JOBS = ("chief", "worker")
 EXAMPLE = (
@@ -63,11 +113,7 @@ def check_member(
     """The cluster of which these three speak."""
     check_address(coordinator, f"{how}: coordinator")
     check_whole(f"{how}: num_processes", num_processes)
-    if not is_whole(process_id) or not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"{how}: process_id={process_id!r} must be a whole number from 0 to"
-            f" {num_processes - 1}, since num_processes={num_processes}."
-        )
+    check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
     return Cluster(process_id, num_processes, coordinator, how)
 
 
@@ -102,9 +148,7 @@ def parse_spec(
       >>> parse_spec(hosts, "worker", 1).process_id
       2
     """
-    if not isinstance(spec, Mapping):
-        raise ValueError(f"{how}: {spec!r} is not a mapping. Write such as {EXAMPLE}.")
-    jobs = spec
+    jobs = spec = _mapping(spec, how, EXAMPLE)
     if "cluster" in spec or "task" in spec:
         if "cluster" not in spec:
             raise ValueError(
@@ -135,6 +179,12 @@ def parse_json(text: str, *, how: str) -> Cluster:
     return parse_spec(spec, how=how)
 
 
+def _mapping(value: Any, what: str, example: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{what} is {value!r}, no mapping. Write such as {example}.")
+    return value
+
+
 def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, Any]:
     """The task that either the specification names or the arguments do."""
     named = task_type is not None or task_id is not None
@@ -145,23 +195,14 @@ def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, An
             f"{how}: 'task' says {spec['task']!r}, and task_type={task_type!r} and"
             f" task_id={task_id!r} say it again. Name the task once."
         )
-    task = spec["task"]
-    if not isinstance(task, Mapping):
-        raise ValueError(
-            f"{how}: 'task' is {task!r}, which is not a mapping. Write such as"
-            ' {"type": "worker", "index": 0}.'
-        )
+    task = _mapping(spec["task"], f"{how}: 'task'", '{"type": "worker", "index": 0}')
     return task.get("type"), task.get("index")
 
 
 def _addresses(jobs: Any, how: str) -> dict[str, list[str]]:
     """Job -> addresses, all checked."""
-    if not isinstance(jobs, Mapping):
-        raise ValueError(
-            f"{how}: 'cluster' is {jobs!r}, which is not a mapping. Write such as"
-            ' {"worker": ["host-a:2222", "host-b:2222"]}.'
-        )
-    for job, tasks in jobs.items():
+    example = '{"worker": ["host-a:2222", "host-b:2222"]}'
+    for job, tasks in _mapping(jobs, f"{how}: 'cluster'", example).items():
         if job not in JOBS:
             advice = _NOT_JOBS.get(job, "the jobs are 'chief' and 'worker'")
             raise ValueError(f"{how}: job {job!r} cannot be here: {advice}.")
@@ -215,13 +256,76 @@ def _check_task(
             f"{how}: this process is of job {task_type!r}, which the cluster does not"
             f" have. {advice}"
         )
-    if not is_whole(task_id):
-        raise ValueError(
-            f"{how}: the index of the task is {task_id!r}; write an int, such as 0."
-        )
     last = len(addresses[task_type]) - 1
-    if not 0 <= task_id <= last:
+    check_whole(f"{how}: the index of the task", task_id, 0, last)
+
+
+NONE_NAMED = "one process: nothing in the environment names a cluster"
+_MANAGERS = {
+    "SLURM_JOB_ID": "Slurm",
+    "OMPI_MCA_orte_hnp_uri": "Open MPI",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes",
+}
+
+
+def find_cluster(
+    environ: Mapping[str, str],
+    *,
+    explicit: tuple[Any, Any, Any] = (None, None, None),
+    spec: tuple[Any, Any, Any] = (None, None, None),
+) -> Cluster | None:
+    """The cluster that the arguments or the environment name; None if neither does.
+
+    The first of these that is there counts: ``explicit``, ``spec``, the variables of
+    ``towerjax launch``, ``TF_CONFIG``.
+    """
+    names = ("coordinator", "num_processes", "process_id")
+    if any(value is not None for value in explicit):
+        if any(value is not None for value in spec):
+            raise ValueError(
+                "Both coordinator, num_processes, process_id and cluster_spec,"
+                " task_type, task_id are given. Give one of the two."
+            )
+        _check_complete(dict(zip(names, explicit, strict=True)), "arguments")
+        return check_member(*explicit, how="explicit arguments")
+    if any(value is not None for value in spec):
+        if spec[0] is None:
+            raise ValueError(
+                f"task_type={spec[1]!r} and task_id={spec[2]!r} are given without"
+                " cluster_spec. Give it too, or set TF_CONFIG and leave these out."
+            )
+        return parse_spec(*spec, how="cluster_spec")
+    launched = {name: environ.get(name) for name in VARIABLES}
+    if any(launched.values()):
+        return _launched(launched)
+    if environ.get("TF_CONFIG"):
+        return parse_json(environ["TF_CONFIG"], how="TF_CONFIG")
+    return None
+
+
+def manager_name(environ: Mapping[str, str]) -> str:
+    """What runs the cluster that JAX found, for people to read."""
+    found = [name for key, name in _MANAGERS.items() if key in environ]
+    return f"{(found or ['a cluster'])[0]}, detected by JAX"
+
+
+def _check_complete(values: Mapping[str, Any], kind: str) -> None:
+    missing = [name for name, value in values.items() if value in (None, "")]
+    if missing:
+        given = ", ".join(f"{k}={v!r}" for k, v in values.items() if k not in missing)
         raise ValueError(
-            f"{how}: there is no task {task_id} in job {task_type!r}, whose tasks are"
-            f" {'0' if last == 0 else f'0 to {last}'}."
+            f"Of the {kind} {', '.join(values)} there is only {given}. Give"
+            f" {' and '.join(missing)} too, or none of them."
         )
+
+
+def _launched(values: Mapping[str, Any]) -> Cluster:
+    _check_complete(values, "variables")
+    coordinator, *numbers = values.values()
+    for name, number in zip(VARIABLES[1:], numbers, strict=True):
+        if not number.isdecimal():
+            raise ValueError(
+                f"{name}={number!r} is not a number. `towerjax launch` sets it; where"
+                " something else does, write such as '0'."
+            )
+    return check_member(coordinator, *map(int, numbers), how="towerjax launch")

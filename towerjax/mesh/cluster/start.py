@@ -14,14 +14,16 @@ from typing import Any
 import jax
 
 from towerjax.mesh.cluster import heartbeat
-from towerjax.mesh.cluster.find import NONE_NAMED, find_cluster, manager_name
-from towerjax.mesh.cluster.ports import (
+from towerjax.mesh.cluster.spec import (
+    NONE_NAMED,
+    Cluster,
+    find_cluster,
     is_free,
     is_loopback,
+    manager_name,
     someone_listens,
     split_address,
 )
-from towerjax.mesh.cluster.spec import Cluster
 from towerjax.types.options import check_whole
 
 _PATIENCE_S = 5
