@@ -179,7 +179,7 @@ def test_a_state_from_elsewhere_is_refused(compiled):
     with pytest.raises(ValueError, match="the host"):
         here(host, good())
     for wrong in (start(), None, (state, 1)):
-        with pytest.raises(ValueError, match="not a TrainState. Make it with step.in"):
+        with pytest.raises(ValueError, match="not a tj.TrainState. Make it with step"):
             here(wrong, good())
 
 
@@ -219,6 +219,25 @@ def test_closing_over_another_states_arrays_names_what_to_write():
         step = build(fn)
         with pytest.raises(ValueError, match=rf"in a mesh.*{kind}.*tj\.Shared\("):
             step(step.init(start()), good())
+
+
+def test_a_state_where_the_batch_goes_is_told_of():
+    step, state = build(), build().init(start())
+    metric_fn = lambda p, b, t: {"loss": loss_fn(p, b, t)}  # noqa: E731
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
+    for call in (
+        lambda: step(good(), state),
+        lambda: step.place_batch(state),
+        lambda: step.check(start(), state),
+        lambda: evaluate(good(), state),
+    ):
+        with pytest.raises(ValueError, match=r"first: step\(state, batch\)\.$"):
+            call()
+    for batches, what in ((state, "a TrainState"), (good(), "one batch"), (3, "a int")):
+        with pytest.raises(ValueError, match=f"^batches is {what}.* tj.batches"):
+            tj.evaluate(evaluate, start(), batches)
+    with pytest.raises(ValueError, match="^batches is a function, but is to be an ite"):
+        tj.run(step, state, lambda: [good()])
 
 
 def test_a_step_inside_a_trace_names_step_fn():

@@ -334,6 +334,46 @@ def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder):
     state, batch = step.init(params()), data(7)
     called, compiled = step(state, batch), jax.jit(step.fn)(state, batch)
     close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
+    placed = step.place_batch(batch)
+    compiled = jax.jit(step.fn)(state, placed)
+    close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
+    assert len(jax.jit(lambda batch: batch)(placed).num_examples) == 1
+
+
+def test_a_placed_batch_that_is_not_the_steps_is_refused_by_the_function():
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1), micro_batches=2)
+    others = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 2))
+    thirds = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1))
+    state = jax.eval_shape(lambda: step.init(params()))
+    for placed, text in (
+        (others.place_batch(data(4)), "was placed for 2 towers on cpu:0, cpu:1"),
+        (thirds.place_batch(data(6)), "3 rows, which 2 micro-batches cannot share"),
+        (step.place_batches([data(4)] * 2, 2), "the batches of 2 steps, and a call is"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(step.fn, state, placed)
+
+
+def test_an_update_that_forgets_the_value_is_told_of_it():
+    def tower_fn(state, batch, tower):
+        return tj.value_and_grad(loss_fn)(state.params, batch, tower)
+
+    def forgets(state, merged):
+        step = lambda x, g: x - 0.1 * g  # noqa: E731
+        return jax.tree.map(step, state.params, merged[1]), {}
+
+    def sums(state, merged):
+        return state, {"twice": tj.Sum(merged[0].weight) * 2}
+
+    def fails(state, merged):
+        return state, {"loss": merged[0].value + jnp.ones(3) + jnp.ones(2)}
+
+    for update_fn, noted in ((forgets, True), (sums, True), (fails, False)):
+        step = tj.build_step(tower_fn, update_fn, mirrored(2, 1))
+        with pytest.raises((TypeError, ValueError)) as caught:
+            step.check(params(), data(4))
+        notes = "".join(getattr(caught.value, "__notes__", []))
+        assert ("merged['grads'].value" in notes) == noted, caught.value
 
 
 def test_integers_that_would_wrap_are_refused_by_the_function_too():

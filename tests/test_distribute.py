@@ -478,7 +478,7 @@ def test_a_batch_placed_for_other_towers_is_refused():
         with pytest.raises(ValueError, match=text):
             call()
     several = step.place_batches([data(8)], 2)
-    with pytest.raises(ValueError, match="holds 2 steps' batches for a train step"):
+    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
         evaluate(state, several)
 
 

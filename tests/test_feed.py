@@ -83,6 +83,15 @@ def test_the_same_seed_gives_the_same_batches_and_another_gives_others():
     assert order(3) != order(4)
 
 
+@pytest.mark.parametrize("options", [{}, {"epochs": 3, "drop_remainder": True}])
+def test_the_length_is_how_many_are_left(options):
+    cut = batches(np.arange(10), 4, **options)
+    left = [len(cut), *(len(cut) for _ in cut)]
+    assert left == list(range(len(left)))[::-1] and left[0] in (3, 6)
+    with pytest.raises(TypeError, match="never end, so they have no len. Say epochs=1"):
+        len(batches(np.arange(10), 4, epochs=None))
+
+
 def test_epochs_none_never_ends():
     endless = batches(np.arange(3), 2, epochs=None)
     assert [len(b) for b in itertools.islice(endless, 1000)] == [2, 1] * 500

@@ -482,7 +482,7 @@ def test_a_state_that_is_none_is_refused():
     for placement in PLACEMENTS:
         model = shared(4, 2, variable_placement=placement)
         step = model.train_step()
-        with pytest.raises(ValueError, match="is a dict, not a TrainState"):
+        with pytest.raises(ValueError, match="is a dict, not a tj.TrainState"):
             tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
         state = model.init(start())
         step(state, batch(8))

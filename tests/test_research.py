@@ -303,11 +303,12 @@ def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiat
     predict = tj.build_predict_step(lambda w, rows, tower: rows["x"] @ w, strategy)
     members = np.stack([W, 2 * W, -W])
 
-    def of_member(w):
+    def of_member(w, rows):
         mse = lambda w: evaluate.fn(w, batch)["mse"].value  # noqa: E731
-        return *jax.value_and_grad(mse)(w), predict.fn(w, batch)
+        return *jax.value_and_grad(mse)(w), predict.fn(w, rows)
 
-    mse, slopes, predicted = jax.jit(jax.vmap(of_member))(members)
+    of_all = jax.jit(jax.vmap(of_member, in_axes=(0, None)))
+    mse, slopes, predicted = of_all(members, predict.place_batch(batch))
     errors = members.astype(float) @ x.T - y
     np.testing.assert_allclose(mse, (errors**2).mean(1), rtol=1e-5)
     np.testing.assert_allclose(slopes, 2 * errors @ x / len(x), rtol=1e-4, atol=1e-5)

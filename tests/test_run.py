@@ -450,6 +450,10 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"progress": "bar"}, "progress='bar' must be None"),
         ({"eval_params": lambda s: s}, "without anything to evaluate"),
         (
+            {"evaluate": eval_step, "eval_batches": make_data(8)},
+            "eval_batches is one batch, but is to be an iterable of batches, or a",
+        ),
+        (
             {"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
             "eval_params='ema' is not a function; write def eval_params(state)",
         ),
@@ -655,14 +659,25 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
     cut, data = list(batches(make_data(112), 16)), eval_data(20)
 
     def halved(state):
-        params = jax.tree.map(lambda x: x / 2, state.params)
-        return dataclasses.replace(state, params=params) if as_state else params
+        params = jax.tree.map(lambda x: np.asarray(x / 2), state.params)
+        if as_state:
+            return train_step.place(dataclasses.replace(state, params=params))
+        return params
+
+    class OfState:
+        """What a metric function reads of a state, it has."""
+
+        place_batch = staticmethod(eval_step.place_batch)
+
+        def __call__(self, state, batch):
+            assert isinstance(state, tj.TrainState) and int(state.step) in (3, 6, 7)
+            return eval_step(state, batch)
 
     state, history = run(
         train_step,
         init(train_step),
         cut,
-        evaluate=eval_step,
+        evaluate=OfState(),
         eval_batches=lambda: batches(data, 16),
         eval_every=3,
         eval_params=halved,

@@ -68,6 +68,16 @@ class Batches(Iterator[PyTree]):
         self._position += 1
         return batch
 
+    def __len__(self) -> int:
+        """How many batches are left."""
+        epochs = self._cut.epochs
+        if epochs is None:  # a TypeError, as Python asks: list and tqdm go without
+            raise TypeError(
+                "tj.batches(..., epochs=None) never end, so they have no len. Say"
+                " epochs=1 for the batches of an epoch."
+            )
+        return epochs * self._cut.batches_per_epoch - self._position
+
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         if self._shuffled is None or self._shuffled[0] != epoch:
             rng = np.random.default_rng((seed, epoch))
@@ -142,7 +152,7 @@ def batches(
     Returns:
       An iterator of pytrees ``[B, ...]``, which knows where it is: ``.at(step)`` goes
       on from there at once, also where it shuffles, and `run` sets it back to the last
-      batch that was used.
+      batch that was used. Its ``len`` is the number of batches that are left.
 
     Raises:
       ValueError: At once: the data is malformed, or a number is out of range.

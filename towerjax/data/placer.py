@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from towerjax.data.shard import (
     Signature,
     batch_signature,
     counts_of_towers,
-    explain_change,
+    fingerprint_of,
     fit_batch,
     fit_shapes,
+    refuse_unlike,
     refuse_wrapping,
     rows_of_towers,
     without_shared,
@@ -97,6 +97,15 @@ class PlacedBatch:
             f" {', '.join(yours.devices)}. Place it with the step's own strategy."
         )
 
+    def refuse_several(self) -> None:
+        """Raise where it holds the batches of several steps."""
+        if self.num_steps is not None:
+            raise ValueError(
+                f"The placed batch holds the batches of {self.num_steps} steps, and a"
+                " call is one. Place each with place_batch, or say"
+                " tj.run(..., steps_per_call=...)."
+            )
+
     def per_tower(self) -> PerTower:
         """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
         num_towers = self.counts.shape[-1]
@@ -116,6 +125,22 @@ class PlacedBatch:
                 " placed.per_tower() and placed.counts."
             )
         return self.per_tower()
+
+
+def _taken_apart(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
+    counts = batch.counts.astype(np.int32)
+    rest = batch.rows, batch.signature, batch.placement, batch.bare
+    return (batch.args,), (counts.tobytes(), counts.shape, rest)
+
+
+def _put_together(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
+    (args,), (counts, shape, (rows, signature, placement, bare)) = parts, known
+    counts = np.frombuffer(counts, np.int32).reshape(shape)
+    return PlacedBatch(args, counts, rows, signature, placement, bare=bare)
+
+
+# For ``jax.jit(step.fn)``, which JAX hands trees alone.
+jax.tree_util.register_pytree_node(PlacedBatch, _taken_apart, _put_together)
 
 
 class Placer:
@@ -146,6 +171,8 @@ class Placer:
         ``remainder="pad"``, so that it needs no program of its own. With ``by_call``
         it is for one call, which places what is not.
         """
+        if isinstance(batch, PlacedBatch):
+            return self._given(batch)
         kind = _kind_of(batch)
         if (known := self._alike.get(kind)) is not None:
             refuse_wrapping(batch)
@@ -161,6 +188,18 @@ class Placer:
             self._alike[kind] = alike.of(None)  # without keeping its arrays alive
         return placed
 
+    def _given(self, batch: PlacedBatch) -> PlacedBatch:
+        """A batch that was placed before, once it is one that can be shared."""
+        batch.check(self.placement)
+        micro_batches = self._shares // self.placement.num_towers
+        if batch.rows % micro_batches:
+            raise ValueError(
+                f"The placed batch gives each tower {batch.rows} rows, which"
+                f" {micro_batches} micro-batches cannot share. Say"
+                " micro_batches=... where it is placed, or use other batch sizes."
+            )
+        return batch
+
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """What a program takes of one batch, in shapes: nothing is placed."""
         batch, shared = without_shared(batch)
@@ -169,14 +208,17 @@ class Placer:
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
         return rows, count, shared
 
-    def traced(self, batch: PyTree) -> tuple[tuple[PyTree, ...], int]:
-        """What a program takes of a batch that JAX traces; its examples, if padded."""
+    def traced(self, batch: PyTree) -> PlacedBatch:
+        """One batch, which JAX may trace, for one step: nothing is placed."""
+        if isinstance(batch, PlacedBatch):
+            batch.refuse_several()
+            return self._given(batch)
         rows, shared = without_shared(batch)
         rows, examples = fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(jnp.asarray, (rows, shared))
         counts = self._split_counts(rows, examples)
-        is_padded = examples < jax.tree.leaves(rows)[0].shape[0]
-        return (rows, jnp.asarray(counts), shared), examples if is_padded else 0
+        each = _rows_of_tower(rows, self.placement.num_towers)
+        return self._made((rows, jnp.asarray(counts), shared), counts, each, None)
 
     def placed(
         self,
@@ -205,14 +247,14 @@ class Placer:
         shared = [self._placed_shared(held) for _, held in parts]
         counts = np.stack(counts)
         pairs = zip(rows, shared, strict=True)
-        _refuse_unlike([batch_signature(*pair) for pair in pairs])
+        refuse_unlike([batch_signature(*pair) for pair in pairs])
         filled = rows + [rows[-1]] * (steps - len(rows))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
         arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
         return self._several(arrays, counts, shared, steps, stacked)
 
     def _stack_placed(self, batches: Sequence[PlacedBatch], steps: int) -> PlacedBatch:
-        _refuse_unlike([batch.signature for batch in batches])
+        refuse_unlike([batch.signature for batch in batches])
         for batch in batches:
             batch.check(self.placement)
         arrays = [batch.arrays for batch in batches]
@@ -246,7 +288,7 @@ class Placer:
         new = batch_signature(args[0], args[2])
         signature, fingerprint = self._signatures.setdefault(new, new), None
         if batch is not None and signature is new and self.placement.num_processes > 1:
-            fingerprint = _fingerprint((batch, args[2]))
+            fingerprint = fingerprint_of((batch, args[2]))
         return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def _fitted(
@@ -329,26 +371,6 @@ def _kind_of(batch: PyTree) -> Any:
 def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:
     first = jax.tree.leaves(arrays, is_leaf=is_sparse)[0]
     return num_rows(first) if is_sparse(first) else first.shape[dim] // num_towers
-
-
-def _refuse_unlike(signatures: Sequence[Signature]) -> None:
-    for signature in signatures[1:]:
-        if signature != signatures[0]:
-            raise ValueError(
-                "steps_per_call stacks batches of one kind, but one changed:\n"
-                + explain_change(signatures[0], signature)
-                + "\nMake all batches alike, or use steps_per_call=1."
-            )
-
-
-def _fingerprint(batch: PyTree) -> str:
-    """What the batch holds, in short: to be compared between processes."""
-    leaves, treedef = jax.tree.flatten(batch)
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
-    kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
-    return f"{treedef} of {kinds}, contents {digest.hexdigest()[:12]}"
 
 
 def stack_on_devices(trees: Sequence[PyTree], placement: Placement) -> PyTree:

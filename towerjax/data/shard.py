@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -63,6 +65,16 @@ def batch_signature(rows: PyTree, shared: list[PyTree] | None = None) -> Signatu
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
+def fingerprint_of(batch: PyTree) -> str:
+    """What the batch holds, in short: to be compared between processes."""
+    leaves, treedef = jax.tree.flatten(batch)
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
+    kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    return f"{treedef} of {kinds}, contents {digest.hexdigest()[:12]}"
+
+
 def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
     """The rows of a batch, and what its `Shared` leaves held."""
     held: list[PyTree] = []
@@ -103,6 +115,8 @@ def count_examples(batch: PyTree) -> int:
             + listed(bad)
             + ". Wrap lists in np.asarray, and what is the same for all rows in"
             " tj.Shared(...)."
+            + " A state comes first: step(state, batch)."
+            * hasattr(batch, "opt_state")
         )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if len(sizes) > 1:
@@ -267,6 +281,17 @@ def explain_change(expected: Signature, got: Signature) -> str:
         for x in (expected, got)
     ]
     return "\n".join(f"  * {line}" for line in changes("batch", *kinds))
+
+
+def refuse_unlike(signatures: Sequence[Signature]) -> None:
+    """Raise where batches that are stacked are not of one kind."""
+    for signature in signatures[1:]:
+        if signature != signatures[0]:
+            raise ValueError(
+                "steps_per_call stacks batches of one kind, but one changed:\n"
+                + explain_change(signatures[0], signature)
+                + "\nMake all batches alike, or use steps_per_call=1."
+            )
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:

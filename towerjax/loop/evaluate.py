@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 
 from towerjax.data import feed
+from towerjax.data.placer import PlacedBatch
 from towerjax.loop.steps import EvaluationStep
 from towerjax.metrics.state import add_batch, is_metric, on_host, value_on_host
 from towerjax.types import PyTree
@@ -56,6 +57,7 @@ def evaluate(
       {'mean': 8.0}
     """
     check_evaluate(step)
+    check_batches("batches", batches, or_function=True)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
     totals: dict[str, Any] | None = None
@@ -71,6 +73,22 @@ def evaluate(
     return {name: value_on_host(total) for name, total in totals.items()}
 
 
+def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
+    """Raise unless one can go through batches, or call for them."""
+    goes = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if isinstance(batches, Mapping | PlacedBatch):
+        is_what = "one batch"
+    elif goes or (or_function and callable(batches)):
+        return
+    else:
+        is_what = f"a {type(batches).__name__}"
+    more = ", or a function that gives one" * or_function
+    raise ValueError(
+        f"{name} is {is_what}, but is to be an iterable of batches{more}. Pass"
+        " [batch], or tj.batches(data, batch_size)."
+    )
+
+
 def check_evaluate(evaluate: Any) -> None:
     """Raise unless it is an `EvaluationStep`."""
     example = (
@@ -84,8 +102,10 @@ def outputs_on_host(
     step: EvaluationStep, state: Any, batches: Batches, prefetch: int, in_flight: int
 ) -> Generator[Any, None, None]:
     """What a step gives for each batch; those before a broken batch come first."""
-    is_ours = not isinstance(batches, Iterable)
-    source = batches() if is_ours else batches
+    if isinstance(batches, Iterable) or not callable(batches):
+        source, is_ours = batches, False
+    else:
+        source, is_ours = batches(), True
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from towerjax.loop.evaluate import Batches, check_evaluate
+from towerjax.loop.evaluate import Batches, check_batches, check_evaluate
 from towerjax.loop.steps import EvaluationStep
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.state import TrainState
@@ -121,6 +121,7 @@ class Evaluation:
             )
         if self.step is not None:
             check_evaluate(self.step)
+            check_batches("eval_batches", self.batches, or_function=True)
         if self.params is not None:
             check_function("eval_params", self.params, "eval_params(state)")
         if isinstance(self.batches, Iterator):

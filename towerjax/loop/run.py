@@ -1,12 +1,12 @@
 """The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.ledger import Ledger
-from towerjax.data.placer import PlacedBatch
 from towerjax.loop.checkpoint.saver import Checkpointer
-from towerjax.loop.evaluate import Batches
+from towerjax.loop.evaluate import Batches, check_batches
 from towerjax.loop.history import History
 from towerjax.loop.options import (
     Evaluation,
@@ -68,9 +68,9 @@ def run(
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end. With several steps a call, after the call
         that reaches the multiple.
-      eval_params: ``state -> parameters or state``: what is evaluated instead of the
-        state, such as averaged parameters that the state keeps. What ``best`` and
-        checkpoints keep is the state.
+      eval_params: ``state -> parameters or state``: what is evaluated instead, such as
+        averaged parameters that the state keeps, in its place in the state, or another
+        state. What ``best`` and checkpoints keep is the state.
       early_stopping: Ends the run when evaluations stop getting better.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
@@ -129,7 +129,7 @@ def run(
     writers = check_writers(writers)
     placement = step.strategy.placement
     state = step.start(state)
-    _check_iterable(batches)
+    check_batches("batches", batches)
     _check_checkpointer(checkpointer, evaluation)
     _require_same_length(placement, batches, options, evaluation, int(state.step))
     ledger = Ledger(batches, copies=steps_per_call > 1)
@@ -155,14 +155,6 @@ def run(
         if loop is not None:
             loop.hand_over(error)
         raise
-
-
-def _check_iterable(batches: object) -> None:
-    if isinstance(batches, Mapping | PlacedBatch):
-        raise ValueError(
-            "batches is one batch, but run goes through an iterable of them. Pass"
-            " [batch], or tj.batches(data, batch_size)."
-        )
 
 
 def _check_checkpointer(
@@ -198,8 +190,8 @@ def _require_same_length(
     """Raise, on every process, unless all of them will do the same steps."""
     if placement.num_processes == 1:
         return
-    length = len(batches) if isinstance(batches, Sized) else "no known number of"
-    text = f"steps={options.steps}, {length} batches, from step {start}"
+    length = operator.length_hint(batches, -1)
+    text = f"steps={options.steps}, {length} batches (-1: unknown), from step {start}"
     for name in ("every", "early_stopping", "best"):
         if getattr(evaluation, name) is not None:
             text += f", {name}={getattr(evaluation, name)}"

@@ -24,6 +24,7 @@ from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Watch
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.step.checking import in_brief, is_refused
+from towerjax.step.inference import placed_params
 from towerjax.step.state import TrainState
 
 
@@ -232,10 +233,9 @@ class Loop:
             return
         self._fetch(0)
         start_s = time.perf_counter()
-        params = self._evaluation.params
         values = over_batches(
             evaluate,
-            self.state if params is None else params(self.state),
+            self._evaluated(),
             batches,
             prefetch=self._options.prefetch,
             in_flight=self._options.in_flight,
@@ -252,6 +252,16 @@ class Loop:
         watch = self._watch
         in_short = watch.describe(number, values)
         self._progress.evaluation(number, values, in_short, watch.stopped)
+
+    def _evaluated(self) -> TrainState:
+        """The state, or with other parameters in it."""
+        if self._evaluation.params is None:
+            return self.state
+        given = self._evaluation.params(self.state)
+        if isinstance(given, TrainState):
+            return given
+        params = placed_params(given, self._step.strategy)
+        return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps

@@ -159,16 +159,7 @@ class CompiledStep:
         Raises:
           ValueError: The batch is malformed, or does not divide.
         """
-        if not isinstance(batch, PlacedBatch):
-            return self._placer.place(batch)
-        batch.check(self.strategy.placement)
-        if batch.rows % self.options.micro_batches:
-            raise ValueError(
-                f"The placed batch gives each tower {batch.rows} rows, which"
-                f" {self.options.micro_batches} micro-batches cannot share. Say"
-                " micro_batches=... where it is placed, or use other batch sizes."
-            )
-        return batch
+        return self._placer.place(batch)
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call that does them all.
@@ -342,15 +333,8 @@ class CompiledStep:
           DesyncError: With a check, likewise, where devices differed.
         """
         self._verdicts.check()
-        if not isinstance(batch, PlacedBatch):
-            batch = self._placer.place(batch, by_call=True)
-        placed = self.place_batch(batch)
-        if placed.num_steps is not None:
-            raise ValueError(
-                f"The placed batch holds the batches of {placed.num_steps} steps, and a"
-                " call is one. Say tj.run(..., steps_per_call=...), or step.dispatch,"
-                " which looks at no verdict."
-            )
+        placed = self._placer.place(batch, by_call=True)
+        placed.refuse_several()
         after, metrics, guarded = self.dispatch(state, placed)
         self._verdicts.add(state.step, guarded)
         return after, metrics

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -98,7 +99,7 @@ class Engine:
 
         def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**carry, **clock)
-            with _no_collectives():
+            with _said_of_update():
                 updated = self.update_fn(before, merged)
             after, metrics = _checked_update(before, updated)
             after, metrics = (
@@ -252,8 +253,8 @@ def _value(name: str, x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _no_collectives() -> Iterator[None]:
-    """Around an update: says that towers have met before it."""
+def _said_of_update() -> Iterator[None]:
+    """Around an update: says that towers have met before it, and what they left."""
     try:
         yield
     except NameError as error:
@@ -264,6 +265,13 @@ def _no_collectives() -> Iterator[None]:
             " once, after they have met: leave the collective out, or return what is to"
             " be reduced from the towers, as tj.Weighted or tj.Sum."
         ) from error
+    except (TypeError, ValueError) as error:
+        if re.search(r"\b(Weighted|Sum|Rows|PerTower)\b", str(error)):
+            error.add_note(
+                "merged holds the types that towers returned; their numbers are"
+                " merged[...].value, such as merged['grads'].value."
+            )
+        raise
 
 
 def one_step_recipe(

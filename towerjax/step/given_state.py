@@ -76,7 +76,7 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
     """Raise unless it is a ``TrainState``; ``make`` says how one is made."""
     if not isinstance(state, TrainState):
         raise ValueError(
-            f"The state is a {type(state).__name__}, not a TrainState. Make it with"
+            f"The state is a {type(state).__name__}, not a tj.TrainState. Make it with"
             f" {make}"
         )
 

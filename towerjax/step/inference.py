@@ -23,7 +23,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.leaves import map_parts, refuse_traced, refuse_unheld
+from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
@@ -37,6 +37,16 @@ def _model_shapes(state: Any) -> TrainState:
     if isinstance(state, TrainState):
         return _what_is_read(state)
     return abstract_state(state, (), 1, {})
+
+
+def placed_params(params: PyTree, strategy: Strategy) -> PyTree:
+    """Parameters where a state has them; those that lie there already as they are."""
+    refuse_traced(params)
+    refuse_unheld("params", params)
+    placement, layout = strategy.placement, state_layout(strategy).params
+    if are_placed(params, placement, layout):
+        return params
+    return place(params, placement, layout)
 
 
 class InferenceStep:
@@ -74,27 +84,16 @@ class InferenceStep:
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""
-        if not isinstance(batch, PlacedBatch):
-            return self._placer.place(batch)
-        batch.check(self.strategy.placement)
-        if batch.num_steps is not None:
-            raise ValueError(
-                f"The placed batch holds {batch.num_steps} steps' batches for a train"
-                " step; evaluation and prediction take one. Use place_batch."
-            )
-        return batch
+        placed = self._placer.place(batch)
+        placed.refuse_several()
+        return placed
 
     def _model_of(self, state: Any) -> TrainState:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
             return _what_is_read(state)
-        refuse_traced(state)
-        refuse_unheld("params", state)
-        placement, layout = self.strategy.placement, state_layout(self.strategy)
-        if not are_placed(state, placement, layout.params):
-            state = place(state, placement, layout.params)
         step, rng = self._clock
-        return TrainState(step, state, (), {}, rng)
+        return TrainState(step, placed_params(state, self.strategy), (), {}, rng)
 
     @property
     def fn(self) -> Callable[[Any, PyTree], Any]:
@@ -120,18 +119,13 @@ class InferenceStep:
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
             model = _what_is_read(state)
-            args, padded = self._placer.traced(batch)
+            placed = self._placer.traced(batch)
             run = Proving(placement, on_devices=True)
-            tree, own = recipe.fn(run, model, *args)
-            if padded:
-                refuse_unread_weight(padded, run.proof())
-            (result,) = filled(tree, {"own": own}).values()
-            examples = padded or None
-            return map_parts(
-                Rows,
-                lambda rows: jax.tree.map(lambda x: x[:examples], rows.value),
-                result,
-            )
+            tree, own = recipe.fn(run, model, *placed.args)
+            if placed.padded:
+                refuse_unread_weight(sum(placed.num_examples), run.proof())
+            (result,) = filled(tree, {"own": without_padding(own, placed)}).values()
+            return result
 
         return fn
 

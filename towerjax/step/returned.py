@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
@@ -120,8 +121,12 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
     kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:
+        if not batch.padded:
+            return x
+        if isinstance(x, Tracer):
+            return x[np.flatnonzero(kept)]
         # By way of the host: a slice on the devices compiles for every new size.
-        return jnp.asarray(np.asarray(x)[kept]) if batch.padded else x
+        return jnp.asarray(np.asarray(x)[kept])
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 

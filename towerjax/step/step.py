@@ -82,11 +82,11 @@ class Step(CompiledStep):
 
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
             check_is_state(state)
-            args, padded = self._placer.traced(batch)
+            placed = self._placer.traced(batch)
             run = Proving(placement, on_devices=True)
-            carry, now, metrics, *_ = recipe.fn(run, *split_state(state), *args)
-            if padded:
-                refuse_unread_weight(padded, run.proof())
+            carry, now, metrics, *_ = recipe.fn(run, *split_state(state), *placed.args)
+            if placed.padded:
+                refuse_unread_weight(sum(placed.num_examples), run.proof())
             metrics = {**metrics["one"], **metrics["own"]}
             return dataclasses.replace(state, **carry, **now), metrics
 

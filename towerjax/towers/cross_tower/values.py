@@ -84,7 +84,11 @@ def as_per_tower(x: Any) -> PerTower:
 
 def opened(tree: PyTree) -> PyTree:
     """The tree with each element of a data set as its towers' rows."""
-    if not any(isinstance(x, PlacedBatch) for x in jax.tree.leaves(tree)):
+
+    def is_placed(x: Any) -> bool:
+        return isinstance(x, PlacedBatch)
+
+    if not any(map(is_placed, jax.tree.leaves(tree, is_placed))):
         return tree  # the same objects
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
 
