@@ -195,17 +195,21 @@ def test_clipped_gradients_of_single_examples_are_summed(T, D, local, A):
 
 @layouts
 def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
-    """The gradient of a loss over all pairs of rows, in micro-batches too."""
+    """The gradient of a loss over all pairs of rows, in micro-batches too.
+
+    What a pass hands on of the one before has been merged, and is as it was.
+    """
 
     def embed(state, batch, tower):
         rows = jnp.tanh(batch["x"] @ state.params["w"])
-        return tj.Rows({"z": rows, "w": tower.weight})
+        total = tj.Sum((batch["y"] * tower.weight).sum())
+        return {"rows": tj.Rows({"z": rows, "w": tower.weight}), "total": total}
 
     def pairs(mine, others, weight):
         return ((mine[:, None] - others[None, :]) ** 2 * weight[None, :]).sum(1)
 
-    def tower_fn(state, batch, tower, rows):
-        others, weight = rows.value["z"], rows.value["w"]
+    def tower_fn(state, batch, tower, merged):
+        others, weight = merged["rows"].value["z"], merged["rows"].value["w"]
 
         def loss(params, batch, tower):
             mine = jnp.tanh(batch["x"] @ params["w"])
@@ -213,11 +217,17 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
             return tj.Weighted.mean(2 * pairs(mine, others, weight), tower.weight)
 
         loss, grads = tj.value_and_grad(loss)(state.params, batch, tower)
-        return {"loss": loss, "grads": grads}
+        return {"loss": loss, "grads": grads, **merged}
+
+    def update_fn(state, merged):
+        after, metrics = sgd(0.1)(state, merged)
+        rows = merged["rows"].value
+        counted = (rows["z"] * rows["w"]).sum()
+        return after, {**metrics, "total": merged["total"], "counted": counted}
 
     step = tj.build_step(
         (embed, tower_fn),
-        sgd(0.1),
+        update_fn,
         mirrored(T, D, local),
         micro_batches=A,
         remainder="pad",
@@ -229,6 +239,8 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     difference = z[:, None] - z[None, :]
     slope = 4 * difference.sum(1) * (1 - z**2)
     expected = moved(params(), {"w": slope @ x / 22, "b": 0.0}, 0.1)
+    close(metrics["total"], batch["y"].sum())
+    close(metrics["counted"], z.sum())
     close(metrics["loss"], 2 * (difference**2).sum() / 22)
     close(state.params, expected, roundings=2000)
 

@@ -268,7 +268,7 @@ class Pass:
                 state, local=with_local_values(state.local, seen)
             )
             rows = with_shared(rows, shared) if shared else rows
-            return split(self._returned(here, rows, tower, merged), part)
+            return split(self._returned(here, rows, tower, merged), part, merged)
 
         if self.micro_batches == 1:
             tree, pools = of_part(0, rows, local)

@@ -47,8 +47,14 @@ def is_typed(x: Any) -> bool:
     return isinstance(x, typed) or is_rows(x) or is_metric(x)
 
 
-def split(out: PyTree, rows: int) -> tuple[PyTree, dict[str, list[Any]]]:
-    """What a tower returned, as a tree with holes and what was in them, by kind."""
+def split(
+    out: PyTree, rows: int, merged: PyTree = ()
+) -> tuple[PyTree, dict[str, list[Any]]]:
+    """What a tower returned, as a tree with holes and what was in them, by kind.
+
+    A leaf of ``merged`` that it hands on has been merged: it stays, and is mirrored.
+    """
+    before = jax.tree.leaves(merged, is_leaf=is_typed)
     kinds = ("added", "shown", "folded", "joined", "own")
     pools: dict[str, list[Any]] = {kind: [] for kind in kinds}
 
@@ -56,6 +62,8 @@ def split(out: PyTree, rows: int) -> tuple[PyTree, dict[str, list[Any]]]:
         name = name_by_key(path)
         if not is_typed(x):
             return _array(name, x)
+        if any(x is known for known in before):
+            return x
         x = _checked(name, x, rows)
         kind = "joined" if is_rows(x) else "own"
         if is_metric(x):
