@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,63 +17,59 @@ import pytest
 from towerjax.mesh.cluster import launch
 from towerjax.step.program import _fingerprint
 
-WORKERS = pathlib.Path(__file__).parent / "workers"
-
-
-def told_by(processes, devices, worker, argument, runs=1):
-    """What each process printed of each run as a JSON line; ``devices`` of each."""
-    argv = [sys.executable, str(WORKERS / worker), argument]
-    with tempfile.TemporaryFile("w+") as output:
-        if processes == 1:
-            env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
-            code = subprocess.run(
-                argv, env=env, stdout=output, stderr=output
-            ).returncode
-        else:
-            redirected = contextlib.redirect_stdout(output)
-            with redirected, contextlib.redirect_stderr(output):
-                code = launch(argv, processes=processes, devices_per_process=devices)
-        output.seek(0)
-        text = output.read()
-    assert code == 0, text
-    lines = re.findall(r"(\{\"process\".*\})$", text, re.M)
-    told = sorted(map(json.loads, lines), key=lambda one: one["process"])
-    assert [one["process"] for one in told] == sorted([*range(processes)] * runs)
-    return told
+WORKER = pathlib.Path(__file__).parent / "workers" / "train.py"
 
 
 SGD = {"optimizer": "sgd"}
 PARTS = {"steps_per_call": 4, "micro_batches": 3, "epochs": 10, "dtype": "bfloat16"}
-# The runs of one process of four devices, and of two of two: one start for all.
+CODED = SGD | {"coded": True, "local": "vmap"}
+# The runs of one process of eight devices, and of two of two: one start for all.
 ALONE = {
-    "plain": {"devices": ["cpu:0"], "counted": True},
-    "parts": SGD | PARTS,
-    "alone": SGD | {"every": 6},
-    "coded": SGD | {"coded": True, "local": "vmap"},
+    "plain": {"devices": ["cpu:0"], "counted": True, "dropout": True},
+    "parts": SGD | PARTS | {"every": 6},
+    "coded": CODED | {"devices": [f"cpu:{i}" for i in range(4)]},
     "model": {"placement": "MIRRORED"},
 }
 TOGETHER = ALONE | {
-    "plain": {"input": "raw", "counted": True},
-    "parts": SGD | PARTS | {"input": "own"},
+    "plain": {"input": "raw", "counted": True, "dropout": True},
+    "parts": ALONE["parts"] | {"input": "own"},
+    "coded": CODED,
     "round robin": {"placement": "ROUND_ROBIN"},
 }
 
 
-def runs(processes, devices, options):
-    argument, count = json.dumps([*options.values()]), len(options)
-    told = told_by(processes, devices, "train.py", argument, count)
+def told_in(text, processes, names):
+    """What each process printed of each run as a JSON line."""
+    lines = re.findall(r"(\{\"process\".*\})$", text, re.M)
+    told = sorted(map(json.loads, lines), key=lambda one: one["process"])
+    assert [one["process"] for one in told] == sorted([*range(processes)] * len(names))
     assert all(one["processes"] == processes for one in told)
-    return {name: told[i::count] for i, name in enumerate(options)}
+    return {name: told[i :: len(names)] for i, name in enumerate(names)}
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return {name: one for name, (one,) in runs(1, 4, ALONE).items()}
+    text = forked.printed(WORKER, json.dumps([*ALONE.values()]))
+    return {name: one for name, (one,) in told_in(text, 1, ALONE).items()}
 
 
 @pytest.fixture(scope="module")
-def together():
-    return runs(2, 2, TOGETHER)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    given = TOGETHER | {"scenarios": {"scenarios": str(folder)}}
+    argv = [sys.executable, str(WORKER), json.dumps([*given.values()])]
+    with tempfile.TemporaryFile("w+") as output:
+        redirected = contextlib.redirect_stdout(output)
+        with redirected, contextlib.redirect_stderr(output):
+            code = launch(argv, processes=2, devices_per_process=2)
+        output.seek(0)
+        text = output.read()
+    assert code == 0, text
+    return told_in(text, 2, given)
 
 
 def without_its_place(result):
@@ -101,17 +96,11 @@ def test_two_processes_train_to_the_bits_of_one(alone, together):
 
 @pytest.mark.slow
 def test_50_steps_in_bfloat16_of_micro_batches_and_an_input_of_its_own(alone, together):
-    """Several steps a program."""
+    """Several steps a program, after which towers that went alone meet."""
     one = alone["parts"]
-    assert one["steps"] == 50 and one["loss"][-1] < one["loss"][0]
+    assert one["steps"] == 50 and one["loss"][1] == 0
+    assert 0 < one["loss"][-1] < one["loss"][2]
     assert_same_bits(together["parts"], one)
-
-
-@pytest.mark.slow
-def test_towers_that_go_alone_meet_over_processes(alone, together):
-    one = alone["alone"]
-    assert one["loss"][1] == 0 < one["loss"][-1] < one["loss"][2]
-    assert_same_bits(together["alone"], one)
 
 
 @pytest.mark.slow
@@ -133,7 +122,7 @@ def test_coded_sums_and_what_towers_tell_over_processes(alone, together):
 def test_a_model_trains_to_the_same_bits(alone, together, run, devices):
     one = alone["model"]
     assert one["losses"][-1] < 0.3 * one["losses"][0] and one["rows"] == 101
-    assert one["evaluation"]["accuracy"] > 0.7 and one["copies"] == [4, 4, 4]
+    assert one["evaluation"]["accuracy"] > 0.7 and one["copies"] == [8, 8, 8]
     for told in together[run]:
         assert told["copies"] == [devices] * 3
         for name in ("bits", "losses", "evaluation", "rows"):
@@ -144,13 +133,8 @@ def test_a_model_trains_to_the_same_bits(alone, together, run, devices):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("written")
-
-
-@pytest.fixture(scope="module")
-def told(folder):
-    return [one["told"] for one in told_by(2, 2, "scenarios.py", str(folder))]
+def told(together):
+    return [one["told"] for one in together["scenarios"]]
 
 
 @pytest.mark.slow

@@ -1,14 +1,8 @@
-"""What two processes are told when they disagree, and how their input may end.
-
-python tests/workers/scenarios.py FOLDER
-"""
+"""What two processes are told when they disagree, and how their input may end."""
 
 import dataclasses
 import functools
-import json
-import os
 import pathlib
-import sys
 import threading
 import time
 import traceback
@@ -317,10 +311,6 @@ def sharded(me):
     return [round(float(metrics["loss"]), 2), parts]
 
 
-def written(me):
-    return writes.written(me, pathlib.Path(sys.argv[1]))
-
-
 SCENARIOS = [
     sharded,
     desynced,
@@ -353,14 +343,15 @@ SCENARIOS = [
     twice_through,
     steps_on_data,
     towers_values,
-    written,
 ]
 
-if __name__ == "__main__":
-    tj.Mirrored().configure()  # by what the launcher set
+
+def told(folder):
+    """What each scenario returns or fails with; the last one writes to the folder."""
     me, told = jax.process_index(), {}
     named = {scenario.__name__: scenario for scenario in SCENARIOS}
     named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
+    named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():
         try:
             told[name] = scenario(me)
@@ -368,5 +359,4 @@ if __name__ == "__main__":
             told[name] = str(error)
         except Exception:
             told[name] = traceback.format_exc()
-    line = json.dumps({"process": me, "told": told}) + "\n"
-    os.write(1, line.encode())
+    return told

@@ -1,6 +1,7 @@
 """Training runs, each told as one JSON line: run alone, or by several processes.
 
 python tests/workers/train.py '[{"input": "global"}, {"placement": "MIRRORED"}]'
+And the scenarios: '[{"scenarios": "the folder to write to"}]'
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scenarios
 
 import towerjax as tj
 
@@ -27,7 +29,7 @@ def options_of(given):
     defaults = {"devices": None, "local": "scan", "input": "global"}
     defaults |= {"steps_per_call": 1, "micro_batches": 1}
     defaults |= {"epochs": 3, "optimizer": "adam", "dtype": "float32", "every": 0}
-    defaults |= {"coded": False, "counted": False}
+    defaults |= {"coded": False, "counted": False, "dropout": False}
     return defaults | given
 
 
@@ -39,12 +41,13 @@ def data():
     return {"x": x, "y": y, "weight": weight, "id": np.arange(ROWS)}
 
 
-def loss_of(dtype, alone):
+def loss_of(dtype, dropout, alone):
     def loss_fn(params, batch, tower):
         x, w, v = (a.astype(dtype) for a in (batch["x"], params["w"], params["v"]))
         hidden = jnp.tanh(x @ w)
-        keep = jax.random.bernoulli(tower.rng, 0.8, hidden.shape)
-        errors = ((hidden * keep) @ v).astype(jnp.float32) - batch["y"]
+        if dropout:
+            hidden *= jax.random.bernoulli(tower.rng, 0.8, hidden.shape)
+        errors = (hidden @ v).astype(jnp.float32) - batch["y"]
         losses = (errors**2).sum(-1)
         return tj.TowerOutput(
             loss=tj.Weighted.mean(losses, tower.weight * batch["weight"]),
@@ -98,7 +101,7 @@ def train(options):
     counts = {"example_ids": lambda batch: (batch["id"], batch["weight"])}
     counts = counts if options["counted"] else {}
     step = tj.build_train_step(
-        loss_of(options["dtype"], alone),
+        loss_of(options["dtype"], options["dropout"], alone),
         OPTIMIZERS[options["optimizer"]],
         strategy,
         remainder="pad",
@@ -142,10 +145,14 @@ def train(options):
     }
 
 
+def told(given):
+    if "scenarios" in given:
+        return {"told": scenarios.told(given["scenarios"])}
+    return estimator.train(given) if "placement" in given else train(options_of(given))
+
+
 if __name__ == "__main__":
-    tj.cluster.initialize()
+    tj.Mirrored().configure()  # by what the launcher set, if it did
     for given in json.loads(sys.argv[1]):
-        is_model = "placement" in given
-        told = estimator.train(given) if is_model else train(options_of(given))
         place = {"process": jax.process_index(), "processes": jax.process_count()}
-        os.write(1, (json.dumps(place | told) + "\n").encode())
+        os.write(1, (json.dumps(place | told(given)) + "\n").encode())
