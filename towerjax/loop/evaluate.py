@@ -3,19 +3,30 @@
 import collections
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
-from towerjax.loop.steps import EvaluationStep
 from towerjax.metrics.state import add_batch, is_metric, on_host, value_on_host
 from towerjax.types import PyTree
 from towerjax.types.options import check_does, check_whole
 
 Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 """Batches that can be gone through again, or a function that gives them anew."""
+
+
+class EvaluationStep(Protocol):
+    """An evaluation as `evaluate` drives it; `build_eval_step` makes one."""
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """A batch on the devices of its towers; called by a thread."""
+        ...
+
+    def __call__(self, state: Any, batch: PlacedBatch, /) -> Any:
+        """Metrics by name, mergeable by ``+``; the state is kept."""
+        ...
 
 
 def evaluate(

@@ -4,8 +4,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-from towerjax.loop.evaluate import Batches, check_batches, check_evaluate
-from towerjax.loop.steps import EvaluationStep
+from towerjax.loop.evaluate import (
+    Batches,
+    EvaluationStep,
+    check_batches,
+    check_evaluate,
+)
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree

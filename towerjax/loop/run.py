@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint.saver import Checkpointer
-from towerjax.loop.evaluate import Batches, check_batches
+from towerjax.loop.evaluate import Batches, EvaluationStep, check_batches
 from towerjax.loop.history import History
 from towerjax.loop.options import (
     Evaluation,
@@ -19,17 +19,17 @@ from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.records import Writer, check_writers, opened
 from towerjax.loop.running import Loop
 from towerjax.loop.saving import Saving
-from towerjax.loop.steps import EvaluationStep, LoopStep
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
+from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
 from towerjax.types.options import check_does
 
 
 def run(
-    step: LoopStep,
+    step: CompiledStep,
     state: TrainState,
     batches: Iterable[PyTree],
     *,
@@ -56,7 +56,7 @@ def run(
     state stopped.
 
     Args:
-      step: As `build_train_step` returns it, or another `LoopStep`.
+      step: As `build_train_step` returns it.
       state: Where to start; donated, unless the step was built otherwise.
       batches: Global batches, e.g. of `batches`, or a `DistributedDataset`; may be
         endless with ``steps``. No more than ``steps`` are taken (a distributed data

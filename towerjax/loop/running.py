@@ -14,17 +14,17 @@ from towerjax.data import feed
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.evaluate import evaluate as over_batches
-from towerjax.loop.faults import fault_of, is_whole, with_place
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.options import Evaluation, LoopOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.records import Record, Writers
 from towerjax.loop.saving import Saving
-from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Watch
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.checking import in_brief, is_refused
+from towerjax.step.checking import error_of, in_brief, is_refused
+from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import placed_params
+from towerjax.step.nonfinite import NonFiniteError
 from towerjax.step.state import TrainState
 
 
@@ -43,7 +43,7 @@ class Loop:
 
     def __init__(
         self,
-        step: LoopStep,
+        step: CompiledStep,
         state: TrainState,
         options: LoopOptions,
         evaluation: Evaluation,
@@ -194,7 +194,7 @@ class Loop:
         for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
                 at = (call.placed, index)
-                self._fault = with_place(fault, self._step, self.state, *at)
+                self._fault = _with_place(fault, self._step, self.state, *at)
                 raise self._fault
             number += 1
             for hook in self._options.hooks:
@@ -215,7 +215,7 @@ class Loop:
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
         faults = [
-            fault_of(self._step, call.guarded, first - 1 + i, call.placed, i)
+            _fault_of(self._step, call.guarded, first - 1 + i, call.placed, i)
             for i in range(len(rows))
         ]
         with self.guard:  # what is in the history is in the files, and once
@@ -303,7 +303,7 @@ class Loop:
     def hand_over(self, error: Any) -> None:
         """Give what there is to an exception: the caller's state was donated."""
         self._record_all()
-        error.state = self.state if is_whole(self.state) else None
+        error.state = self.state if _is_whole(self.state) else None
         self.writers.close()
         self.writers.explain(error)
         error.history = self.history()
@@ -332,3 +332,52 @@ class Loop:
 def _passes(every: int | None, before: int, after: int) -> bool:
     """Is a multiple of ``every`` among the steps after ``before``?"""
     return every is not None and after // every > before // every
+
+
+def _fault_of(
+    step: CompiledStep, guarded: Any, number: int, placed: PlacedBatch, index: int
+) -> Exception | None:
+    """What is to be raised about a step of a call. Waits for it."""
+    refusals = step.options.on_nonfinite == "raise"
+    at = () if placed.num_steps is None else index
+    return error_of(
+        guarded, number, step.strategy.placement, refusals=refusals, index=at
+    )
+
+
+def _with_place(
+    error: Exception,
+    step: CompiledStep,
+    state: TrainState,
+    placed: PlacedBatch,
+    index: int,
+) -> Exception:
+    """The error, with the tower and the leaf where a refused step was not finite.
+
+    The step's batch is run again, with the present parameters: the step changed none,
+    but others may have come after it.
+    """
+    if not isinstance(error, NonFiniteError) or error.places:
+        return error
+    locate = getattr(step, "locate", None)
+    if locate is None:
+        return error
+    try:
+        places = locate(state, placed, number=error.step, index=index)
+    except RuntimeError as failure:  # such as too little memory
+        error.add_note(f"Looking for the place failed: {failure}")
+        return error
+    located = NonFiniteError(error.step, places)
+    again = "The place was looked for by running the batch again with the parameters"
+    again += f" after step {int(state.step)}"
+    located.add_note(again + ("." if places else ": there all was finite."))
+    return located
+
+
+def _is_whole(state: TrainState) -> bool:
+    """Has a state been computed, and its buffers not been taken over?"""
+    try:
+        jax.block_until_ready(state)
+    except (RuntimeError, ValueError):  # a failed computation, or a donated array
+        return False
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -16,10 +16,10 @@ from towerjax.loop.checkpoint.record import (
 )
 from towerjax.loop.checkpoint.saver import Checkpointer, Saver, left_of
 from towerjax.loop.options import LoopOptions
-from towerjax.loop.steps import LoopStep, PadsAlike
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import asked_to_end
+from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
 
 
@@ -29,7 +29,7 @@ class Saving:
     def __init__(
         self,
         options: Checkpointer,
-        step: LoopStep,
+        step: CompiledStep,
         state: TrainState,
         ledger: Ledger,
         stack: contextlib.ExitStack,
@@ -65,8 +65,7 @@ class Saving:
         left = left_of(options.steps, start, record)
         state = self._options.restore(self._step, state, number=record.step)
         self._move(record)
-        if isinstance(self._step, PadsAlike):
-            self._step.expect_batch_rows(record.batch_rows)
+        self._step.expect_batch_rows(record.batch_rows)
         self.resumed, self._before = record, record.step
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
@@ -101,9 +100,12 @@ class Saving:
             "used": ledger.used,
             "cursor": None if cursor is None else encoded_cursor(cursor),
         }
-        rows = step.batch_rows if isinstance(step, PadsAlike) else ()
         self._saver.save(
-            state, number, batches=place, batch_rows=tuple(rows), stopping=stopping
+            state,
+            number,
+            batches=place,
+            batch_rows=tuple(step.batch_rows),
+            stopping=stopping,
         )
         self._is_best = False
 

@@ -28,9 +28,9 @@ from towerjax.loop.checkpoint.record import (
     restored,
     scalars,
 )
-from towerjax.loop.steps import LoopStep
 from towerjax.loop.stopping import Mode, sign_of
 from towerjax.mesh.processes import first_process_says
+from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
 from towerjax.types.options import check_choice, check_path, check_text, check_whole
 
@@ -139,7 +139,7 @@ class Checkpointer:
         return CheckpointRecord.read(folder)
 
     def restore(
-        self, step: LoopStep, state: TrainState, *, number: int | None = None
+        self, step: CompiledStep, state: TrainState, *, number: int | None = None
     ) -> TrainState:
         """The state of a checkpoint, on this step's towers and devices.
 
@@ -195,7 +195,7 @@ class Saver:
     def __init__(
         self,
         options: Checkpointer,
-        step: LoopStep,
+        step: CompiledStep,
         state: TrainState,
         stack: contextlib.ExitStack,
     ) -> None:
