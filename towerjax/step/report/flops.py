@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -127,69 +127,44 @@ def _dot(eqn: JaxprEqn) -> int:
 
 
 def _convolution(eqn: JaxprEqn) -> int:
-    lhs: Any = eqn.invars[0].aval
-    rhs: Any = eqn.invars[1].aval
-    out: Any = eqn.outvars[0].aval
-    dims = eqn.params["dimension_numbers"]
-    windows = [
-        Window(rhs.shape[dim], stride, low, high, base_dilation, dilation)
-        for dim, stride, (low, high), base_dilation, dilation in zip(
-            dims.rhs_spec[2:],
-            eqn.params["window_strides"],
-            eqn.params["padding"],
-            eqn.params["lhs_dilation"],
-            eqn.params["rhs_dilation"],
-            strict=True,
-        )
-    ]
-    features = [rhs.shape[dim] for dim in dims.rhs_spec[:2]]
-    return conv_flops(
-        [lhs.shape[dim] for dim in dims.lhs_spec[2:]],
-        windows,
-        batch=out.shape[dims.out_spec[0]],
-        kernel=math.prod(features),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """How a convolution's kernel moves along one dim.
-
-    Attributes:
-      size: The kernel's size.
-      stride: Of its steps.
-      pad_low: How many zeros stand before the input; may be negative.
-      pad_high: How many after it.
-      base_dilation: The input's elements lie so far apart, with zeros between.
-      dilation: The kernel's.
-    """
-
-    size: int
-    stride: int = 1
-    pad_low: int = 0
-    pad_high: int = 0
-    base_dilation: int = 1
-    dilation: int = 1
-
-    def pairs(self, length: int) -> int:
-        """How often a kernel element meets an input element, zeros not counted."""
-        spread = (length - 1) * self.base_dilation + 1 if length else 0
-        reach = (self.size - 1) * self.dilation + 1
-        room = spread + self.pad_low + self.pad_high - reach
-        steps = max(room // self.stride + 1, 0)
-        starts = np.arange(steps)[:, None] * self.stride - self.pad_low
-        at = starts + np.arange(self.size)[None] * self.dilation
-        inside = (at >= 0) & (at < spread) & (at % self.base_dilation == 0)
-        return int(inside.sum())
-
-
-def conv_flops(
-    lengths: Sequence[int], windows: Sequence[Window], batch: int, kernel: int
-) -> int:
     """Two for each pair of an input and a kernel element that meet.
 
     What meets padding is not counted, so that a convolution and both its gradients
     make the same number.
     """
-    pairs = [w.pairs(length) for w, length in zip(windows, lengths, strict=True)]
-    return 2 * math.prod(pairs) * batch * kernel
+    lhs: Any = eqn.invars[0].aval
+    rhs: Any = eqn.invars[1].aval
+    out: Any = eqn.outvars[0].aval
+    params, dims = eqn.params, eqn.params["dimension_numbers"]
+    others = [out.shape[dims.out_spec[0]], *(rhs.shape[i] for i in dims.rhs_spec[:2])]
+    windows = zip(
+        [lhs.shape[dim] for dim in dims.lhs_spec[2:]],
+        [rhs.shape[dim] for dim in dims.rhs_spec[2:]],
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        strict=True,
+    )
+    return 2 * math.prod(others) * math.prod(pairs_along(*one) for one in windows)
+
+
+def pairs_along(
+    length: int,
+    size: int,
+    stride: int,
+    padding: tuple[int, int],
+    base_dilation: int,
+    dilation: int,
+) -> int:
+    """How often a kernel element meets an input element along a dim, zeros left out.
+
+    Padding is before and after the input, and may be negative.
+    """
+    spread = (length - 1) * base_dilation + 1 if length else 0
+    reach = (size - 1) * dilation + 1
+    steps = max((spread + sum(padding) - reach) // stride + 1, 0)
+    starts = np.arange(steps)[:, None] * stride - padding[0]
+    at = starts + np.arange(size)[None] * dilation
+    inside = (at >= 0) & (at < spread) & (at % base_dilation == 0)
+    return int(inside.sum())
