@@ -475,7 +475,7 @@ OPTIONS = {
     "remainder": ("fill", "'pad'"),
     "on_nonfinite": ("warn", "'skip'"),
     "guard": ("params", "'gradients'"),
-    "loss_reduction": (tj.Reduction.NONE, "SUM or"),
+    "loss_reduction": (tj.Reduction.NONE, "SUM, Reduction.MEAN"),
     "micro_batches": (0, "whole number >= 1"),
     "max_programs": (1.5, "whole number >= 1"),
 }

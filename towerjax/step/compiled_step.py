@@ -28,7 +28,7 @@ from towerjax.step.state import (
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import PyTree, Reduction
+from towerjax.types import PyTree
 from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_choice, check_flag, check_whole
 
@@ -37,7 +37,6 @@ from towerjax.types.options import check_choice, check_flag, check_whole
 class StepOptions:
     """How a train step treats its batch and its loss; see `build_train_step`."""
 
-    loss_reduction: Reduction | None = None
     micro_batches: int = 1
     remainder: Remainder = "error"
     on_nonfinite: OnNonfinite = "raise"
@@ -51,12 +50,6 @@ class StepOptions:
         check_remainder(self.remainder)
         check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         check_choice("guard", self.guard, get_args(Guard))
-        allowed = (None, Reduction.SUM, Reduction.MEAN)
-        if self.loss_reduction not in allowed:
-            raise ValueError(
-                f"loss_reduction={self.loss_reduction!r} must be Reduction.SUM or"
-                " Reduction.MEAN for a scalar loss, or None for tj.Weighted."
-            )
         check_whole("micro_batches", self.micro_batches)
         if self.max_programs is not None:
             check_whole("max_programs", self.max_programs)

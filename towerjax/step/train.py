@@ -39,7 +39,7 @@ from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.towers.tower_local import stacked_local, with_local_values
 from towerjax.types import Layout, LossFn, PyTree, Reduction, Sum, TowerOutput
-from towerjax.types.options import check_function
+from towerjax.types.options import check_choice, check_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,11 +337,13 @@ def build_train_step(
     check_roles(
         "build_train_step", loss_fn=loss_fn, optimizer=optimizer, strategy=strategy
     )
+    check_choice(
+        "loss_reduction", loss_reduction, (None, Reduction.SUM, Reduction.MEAN)
+    )
     check_trainable(trainable)
     if example_ids is not None:
         check_function("example_ids", example_ids, "example_ids(batch)")
     options = StepOptions(
-        loss_reduction=loss_reduction,
         micro_batches=micro_batches,
         remainder=remainder,
         on_nonfinite=on_nonfinite,
