@@ -73,13 +73,8 @@ class Analysis:
     @classmethod
     def joined(cls, parts: Sequence["Analysis"]) -> "Analysis":
         """What was found in all of them, one after another."""
-        return cls(
-            tuple(x for part in parts for x in part.outputs),
-            tuple(x for part in parts for x in part.hangs),
-            tuple(x for part in parts for x in part.collectives),
-            tuple(x for part in parts for x in part.repeats),
-            tuple(x for part in parts for x in part.draws),
-        )
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(*(sum([getattr(x, name) for x in parts], ()) for name in names))
 
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
