@@ -749,9 +749,13 @@ def test_without_links_platform_and_processes_decide(monkeypatch):
         ([], None, "devices is empty"),
         (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
         (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
-        (["gpu:0", "gpu:1"], [[1]], "links has 1 lists, but there are 2 devices."),
-        (["gpu:0", "gpu:1"], [[1], ["gpu:0"]], "links[1] has 'gpu:0'; links are posit"),
-        (["gpu:0", "gpu:1"], [[-1], []], "links[0] has -1; links are positions"),
+        (["gpu:0", "gpu:1"], [[1]], "one list of ints for each of the 2 devices"),
+        (
+            ["gpu:0", "gpu:1"],
+            [[1], ["gpu:0"]],
+            "links[1]=['gpu:0'] must be a list of posi",
+        ),
+        (["gpu:0", "gpu:1"], [[-1], []], "links[0]=[-1] must be a list of positions"),
     ],
 )
 def test_what_cannot_be_chosen_for_is_refused(devices, links, text):

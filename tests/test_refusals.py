@@ -81,9 +81,9 @@ def test_a_limit_of_bytes_is_an_int(below):
         (["cpu:0", "cpu:1"], 3, "links=3 must be a list with one list"),
         (["cpu:0", "cpu:1"], "ab", "links='ab' must be a list with one list"),
         (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must be a list with one list"),
-        (["cpu:0", "cpu:1"], [1, 2], r"links\[0\] is 1; give a list of positions"),
-        (["cpu:0", "cpu:1"], [[1], None], r"links\[1\] is None; give a list"),
-        (["cpu:0", "cpu:1"], ["a", [0]], r"links\[0\] is 'a'; give a list"),
+        (["cpu:0", "cpu:1"], [1, 2], r"links\[0\]=1 must be a list of positions"),
+        (["cpu:0", "cpu:1"], [[1], None], r"links\[1\]=None must be a list"),
+        (["cpu:0", "cpu:1"], ["a", [0]], r"links\[0\]='a' must be a list"),
     ],
 )
 def test_odd_devices_and_links(devices, links, text):

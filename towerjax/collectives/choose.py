@@ -74,7 +74,6 @@ def choose_cross_tower_ops(
 
 def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> Any:
     count = len(names)
-    absent = _absent(names)
 
     def is_linked(size: int) -> bool:
         return all(
@@ -84,18 +83,19 @@ def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> 
             for j in range(start, i)
         )
 
+    ops: CrossTowerOps = AllReduce()
+    sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
     if is_linked(count):
         reason = f"All {count} devices are directly linked to each other."
-        return OpsChoice(AllReduce(), reason + absent)
-    sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
-    if not sizes:
+    elif not sizes:
         reason = f"The links of the {count} devices make no groups of equal size."
-        return OpsChoice(AllReduce(), reason + absent)
-    reason = (
-        f"The {count} devices are directly linked to each other inside groups of"
-        f" {sizes[-1]} but not across, so only 1/{sizes[-1]} of the sums goes across."
-    )
-    return OpsChoice(Hierarchical(group_size=sizes[-1]), reason + absent)
+    else:
+        ops, size = Hierarchical(group_size=sizes[-1]), sizes[-1]
+        reason = (
+            f"The {count} devices are directly linked to each other inside groups of"
+            f" {size} but not across, so only 1/{size} of the sums goes across."
+        )
+    return OpsChoice(ops, reason + _absent(names))
 
 
 def _choose_by_processes(names: tuple[str, ...]) -> OpsChoice:
@@ -135,25 +135,19 @@ def _absent(names: tuple[str, ...]) -> str:
 
 
 def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
-    if not isinstance(links, list | tuple):
+    if not isinstance(links, list | tuple) or len(links) != count:
         raise ValueError(
-            f"links={links!r} must be a list with one list of ints for each device,"
-            " such as [[1], [0]]."
+            f"links={links!r} must be a list with one list of ints for each of the"
+            f" {count} devices, in the same order, such as [[1], [0]]."
         )
-    if len(links) != count:
-        raise ValueError(
-            f"links has {len(links)} lists, but there are {count} devices. Give one"
-            " list for each device, in the same order."
-        )
+
+    def fits(linked: Any) -> bool:
+        is_list = hasattr(linked, "__iter__") and not isinstance(linked, str)
+        return is_list and all(is_whole(other) and other >= 0 for other in linked)
+
     for device, linked in enumerate(links):
-        if isinstance(linked, str) or not isinstance(linked, Iterable):
+        if not fits(linked):
             raise ValueError(
-                f"links[{device}] is {linked!r}; give a list of positions in devices,"
-                " such as [1, 2], and [] for none."
+                f"links[{device}]={linked!r} must be a list of positions in devices,"
+                " ints >= 0, such as [1, 2], and [] for none."
             )
-        for other in linked:
-            if not is_whole(other) or other < 0:
-                raise ValueError(
-                    f"links[{device}] has {other!r}; links are positions in devices,"
-                    " ints >= 0."
-                )
