@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
-    addable,
     check_addable,
     check_axis,
     check_reduction,
     reduce_stacked,
-    reduced_dtype,
 )
 from towerjax.collectives.rows_over_towers import (
     check_joins,
@@ -33,6 +30,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.destinations import destination_names
 from towerjax.towers.executors import is_of_one_tower, over_devices
 from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
+from towerjax.towers.tower_local import read_local_over_towers
 from towerjax.towers.variables import TowerLocal, any_per_tower, is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import has_tracers, is_traced, map_parts
@@ -57,16 +55,9 @@ def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) ->
 def _reduced(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
     placement: Placement = strategy.placement
 
-    def dtype_of(x: jax.Array) -> Any:
-        return reduced_dtype(reduction, x.dtype)
-
     def device_fn(rows: PyTree) -> PyTree:
-        addends = jax.tree.map(lambda x: x.astype(addable(dtype_of(x))), rows)
         ops, axes = strategy.cross_tower_ops, placement.axes
-        totals = sum_rows_over_towers(ops, addends, axes)
-        if reduction is Reduction.MEAN:
-            totals = jax.tree.map(lambda x: x / placement.num_towers, totals)
-        return jax.tree.map(lambda total, x: total.astype(dtype_of(x)), totals, rows)
+        return read_local_over_towers(TowerLocal(rows, reduction), ops, axes)
 
     per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
     out = over_devices(device_fn, placement, per_tower, mirrored)(rows)
