@@ -132,18 +132,12 @@ def check_state(
             " step.init(state.params, local=...)."
         )
     check_not_donated(state)
-    expected = set(placement.jax_devices)
+    shardings = jax.tree.leaves(placement.shardings(layout, state))
+    pairs = zip(named_leaves("state", state), shardings, strict=True)
     elsewhere = [
-        f"{name} is on {_where(x)}"
-        for name, x in named_leaves("state", state)
-        if np.shape(x) and (not isinstance(x, jax.Array) or x.devices() != expected)
-    ]
-    expects = placement.shardings(layout, state)
-    pairs = zip(named_leaves("state", state), jax.tree.leaves(expects), strict=True)
-    elsewhere = elsewhere or [
-        f"{name} is {layout_of(x)}"
+        f"{name} is {_where(x)}"
         for (name, x), sharding in pairs
-        if np.shape(x) and not x.sharding.is_equivalent_to(sharding, x.ndim)
+        if np.shape(x) and not _lies(x, sharding)
     ]
     if elsewhere:
         raise ValueError(
@@ -183,7 +177,11 @@ def check_not_donated(state: TrainState) -> None:
         )
 
 
+def _lies(x: Any, sharding: Any) -> bool:
+    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
 def _where(x: Any) -> str:
     if not isinstance(x, jax.Array):
-        return f"the host ({type(x).__name__})"
-    return ", ".join(sorted(str(device) for device in x.devices()))
+        return f"on the host ({type(x).__name__})"
+    return f"{layout_of(x)}, on {', '.join(sorted(map(str, x.devices())))}"

@@ -1,6 +1,7 @@
 """What does a step carry over? TrainState: made, placed, checked."""
 
 import dataclasses
+import functools
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -220,13 +221,6 @@ def _check_processes(placement: Placement, tree: PyTree) -> None:
     require_same("What step.init was given", kinds, advice)
 
 
-def abstract_params(params: PyTree) -> PyTree:
-    """The parameters as a state holds them, in shapes."""
-    _check_params(params, shapes=True)
-    params = jax.tree.map(native, params)
-    return jax.eval_shape(lambda tree: jax.tree.map(jnp.asarray, tree), params)
-
-
 def abstract_state(
     params: PyTree,
     opt_state: PyTree,
@@ -246,20 +240,17 @@ def abstract_state(
         key = jax.random.key(0)
         return TrainState(jnp.int32(0), params, opt_state, stacked, key, seen, extra)
 
-    return jax.eval_shape(make, abstract_params(params), opt_state, extra)
+    return jax.eval_shape(make, checked_params(params, shapes=True), opt_state, extra)
 
 
-def _check_params(params: PyTree, *, shapes: bool = False) -> None:
-    """Raise unless there are parameters, in dtypes that devices hold; of shapes too."""
+def checked_params(params: PyTree, *, shapes: bool = False) -> PyTree:
+    """The parameters as a state holds them: JAX arrays, or their shapes."""
     if not jax.tree.leaves(params):
         raise ValueError(f"params holds no arrays: {params!r}.")
     refuse_unheld("params", params, shapes=shapes)
-
-
-def checked_params(params: PyTree) -> PyTree:
-    """The parameters as JAX arrays of the dtypes that a state holds."""
-    _check_params(params)
-    return jax.tree.map(lambda x: jnp.asarray(native(x)), params)
+    make = functools.partial(jax.tree.map, jnp.asarray)
+    params = jax.tree.map(native, params)
+    return jax.eval_shape(make, params) if shapes else make(params)
 
 
 def _one_key(rng: Any) -> jax.Array:

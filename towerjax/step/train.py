@@ -30,7 +30,7 @@ from towerjax.step.optimizers import (
 )
 from towerjax.step.returned import is_typed
 from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState, abstract_params, checked_params
+from towerjax.step.state import TrainState, checked_params
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import apply_update, checked_like
@@ -234,7 +234,7 @@ class TrainStep(Step):
         extra: PyTree = None,
     ) -> TrainState:
         """As of any step; the optimizer's state is what the optimizer makes."""
-        part = self._trained(abstract_params(params))
+        part = self._trained(checked_params(params, shapes=True))
         fresh, own = jax.eval_shape(self._begin, part)
         if not jax.tree.leaves(opt_state):
             opt_state = fresh
