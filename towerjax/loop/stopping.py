@@ -1,7 +1,6 @@
 """Which evaluation was the best, and when is it time to stop?"""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -258,7 +257,7 @@ def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
 def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
     """A copy of a state, which outlives the donation of the state."""
     if keep == "devices":
-        return _copied_on_devices(state)
+        return jax.tree.map(jnp.copy, state)  # which keeps shardings
 
     def on_host(leaf: jax.Array) -> Any:
         if is_key(leaf):
@@ -270,38 +269,15 @@ def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
     return jax.tree.map(on_host, state)
 
 
-def _copied_on_devices(tree: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(tree)
-    copies: list[Any] = [None] * len(leaves)
-    # A program has one set of devices, but variables may lie round robin.
-    for devices in {frozenset(x.sharding.device_set) for x in leaves}:
-        chosen = [i for i, x in enumerate(leaves) if x.sharding.device_set == devices]
-        some = [leaves[i] for i in chosen]
-        shardings = tuple(leaf.sharding for leaf in some)
-        copied_some = _copied_leaves(some, shardings=shardings)
-        for i, copy in zip(chosen, copied_some, strict=True):
-            copies[i] = copy
-    return jax.tree.unflatten(treedef, copies)
-
-
-@functools.partial(jax.jit, static_argnames="shardings")
-def _copied_leaves(leaves: list[Any], *, shardings: tuple[Any, ...]) -> list[Any]:
-    # One program for the whole tree, compiled for the first copy alone.
-    pairs = zip(leaves, shardings, strict=True)
-    return [jax.lax.with_sharding_constraint(jnp.copy(x), s) for x, s in pairs]
-
-
 def _restored(kept: Any, like: TrainState) -> TrainState:
     """A copy of a kept state where another one lies."""
 
     def restored(kept: Any, now: jax.Array) -> Any:
         if isinstance(kept, jax.Array):
-            return kept
+            return jnp.copy(kept)
         # Copied: on the CPU an array may share the memory of what it is made from.
         return jax.make_array_from_callback(
             kept.shape, now.sharding, lambda at: kept[at].copy()
         )
 
-    on_devices = jax.tree.map(restored, kept, like)
-    is_host = any(isinstance(x, np.ndarray) for x in jax.tree.leaves(kept))
-    return on_devices if is_host else _copied_on_devices(on_devices)
+    return jax.tree.map(restored, kept, like)
