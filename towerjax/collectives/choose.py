@@ -143,7 +143,7 @@ def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
 
     def fits(linked: Any) -> bool:
         is_list = hasattr(linked, "__iter__") and not isinstance(linked, str)
-        return is_list and all(is_whole(other) and other >= 0 for other in linked)
+        return is_list and all(is_whole(x) and int(x) >= 0 for x in linked)
 
     for device, linked in enumerate(links):
         if not fits(linked):
