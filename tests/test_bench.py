@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.collectives.written import ops_of
+from towerjax.collectives.choose import ops_of
 from towerjax.tools.bench import Grid, Model, Result, TimingProtocol, Trial, compare
 from towerjax.tools.bench.baseline import (
     CHAIN,

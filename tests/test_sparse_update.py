@@ -12,8 +12,12 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.collectives.duplicates import sum_duplicates
-from towerjax.collectives.sparse_rows import is_rows, map_values, rows_of
+from towerjax.collectives.sparse_rows import (
+    is_rows,
+    map_values,
+    rows_of,
+    sum_duplicates,
+)
 
 R = tj.Reduction
 N, D = 7, 3

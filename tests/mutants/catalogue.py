@@ -344,7 +344,7 @@ REGISTRY = (
     _m(
         "B34",
         "rows of one index overwrite each other",
-        "collectives.duplicates:sum_duplicates",
+        "collectives.sparse_rows:sum_duplicates",
         "summed.at[slots].add(",
         "summed.at[slots].set(",
         "test_sparse_update.py::test_rows_by_index",
@@ -369,7 +369,7 @@ REGISTRY = (
     _m(
         "B37",
         "a state that goes on has another key",
-        "towers.cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.whereabouts:_restored_leaf",
         "return cast_exactly(rows, dtype)",
         "if jnp.issubdtype(dtype, jax.dtypes.prng_key):\n"
         "        return jax.random.split(rows, 1)[0]\n"
@@ -379,7 +379,7 @@ REGISTRY = (
     _m(
         "B38",
         "the packed reduce never packs",
-        "collectives.packed:Packed.sum_over_towers",
+        "collectives.all_reduce:Packed.sum_over_towers",
         "self.max_group or math.inf",
         "self.max_group or 1",
         "test_cross_tower_ops.py::test_what_an_op_sends"
@@ -398,7 +398,7 @@ REGISTRY = (
     _m(
         "B40",
         "a SUM over towers is restored to each tower undivided",
-        "towers.cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.whereabouts:_restored_leaf",
         "shares(like, new, num_towers) if local",
         "jnp.stack([new] * num_towers) if local",
         "test_variables.py::test_saved_on_four_towers_and_restored_on_others[4-2]",
@@ -1040,7 +1040,7 @@ OTHER = (
     _m(
         "O03",
         "the last pack loses the remainder",
-        "collectives.packed:pack_sizes",
+        "collectives.all_reduce:pack_sizes",
         "[total - size * (num_packs - 1)]",
         "[size]",
         "test_cross_tower_ops.py::test_the_last_pack_has_the_remainder[10-3-sizes0]",
@@ -1289,7 +1289,7 @@ CHECKPOINTS = (
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "towers.cross_tower.saving:_restored_leaf",
+        "towers.cross_tower.whereabouts:_restored_leaf",
         "shares(like, new, num_towers)",
         "jnp.broadcast_to(new, (num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there",

@@ -1,4 +1,4 @@
-"""How does a sum over towers travel? The cross-tower ops, one a file.
+"""How does a sum over towers travel? The cross-tower ops.
 
 A cross-tower op is a frozen dataclass with ``needs_every_tower`` (does it want
 each local tower's values apart, ``[k, ...]``, or their sum?) and
@@ -8,6 +8,7 @@ keeps something from step to step.
 """
 
 from towerjax.collectives.all_reduce import AllReduce as AllReduce
+from towerjax.collectives.all_reduce import Packed as Packed
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
 from towerjax.collectives.base import KeepsState as KeepsState
 from towerjax.collectives.choose import OpsChoice as OpsChoice
@@ -15,5 +16,4 @@ from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_t
 from towerjax.collectives.compressed import Compressed as Compressed
 from towerjax.collectives.hierarchical import Hierarchical as Hierarchical
 from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevice
-from towerjax.collectives.packed import Packed as Packed
 from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree

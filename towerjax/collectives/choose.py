@@ -1,14 +1,39 @@
-"""Which cross-tower op suits these devices? An op, and why in a sentence."""
+"""Which cross-tower op is meant? One that suits these devices, or that a text names."""
 
+import ast
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from towerjax.collectives.all_reduce import AllReduce
+from towerjax.collectives.all_reduce import AllReduce, Packed
 from towerjax.collectives.base import CrossTowerOps
+from towerjax.collectives.compressed import Compressed
 from towerjax.collectives.hierarchical import Hierarchical
+from towerjax.collectives.one_device import ReduceToOneDevice
+from towerjax.collectives.pinned_tree import PinnedTree
 from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import is_whole
+
+_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
+
+
+def ops_of(text: str) -> CrossTowerOps:
+    """The cross-tower op that a text writes."""
+    kinds = {kind.__name__: kind for kind in _OPS}
+    try:
+        call: Any = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call):
+            raise ValueError(f"{text} is no call; write {text}().")
+        func: Any = call.func
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        if call.args:
+            raise ValueError("Name each option.")
+        return kinds[func.id](**arguments)
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)}, its options"
+            f" named, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

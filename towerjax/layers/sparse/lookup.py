@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from towerjax.collectives.duplicates import wide_indices
+from towerjax.collectives.sparse_rows import wide_indices
 
 
 class Lookup(NamedTuple):

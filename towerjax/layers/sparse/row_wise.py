@@ -10,8 +10,12 @@ import numpy as np
 import optax
 from jax.extend.core import Literal
 
-from towerjax.collectives.duplicates import set_rows, sum_duplicates
-from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.collectives.sparse_rows import (
+    IndexedRows,
+    is_rows,
+    set_rows,
+    sum_duplicates,
+)
 from towerjax.proof.equation import all_eqns
 from towerjax.types import PyTree, named_leaves
 

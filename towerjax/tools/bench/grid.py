@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.collectives.written import ops_of
+from towerjax.collectives.choose import ops_of
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.sweep.grid import combinations
 from towerjax.types.options import check_choice, check_whole

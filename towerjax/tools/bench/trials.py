@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.collectives.written import ops_of
+from towerjax.collectives.choose import ops_of
 from towerjax.tools.bench.baseline import (
     CHAIN,
     Contender,
