@@ -12,9 +12,8 @@ import pytest
 
 import towerjax as tj
 from towerjax.data import placer
-from towerjax.metrics import example_cells
-from towerjax.metrics.example_cells import as_addends, from_sums
-from towerjax.metrics.example_count import ExampleCount
+from towerjax.metrics import example_count
+from towerjax.metrics.example_count import ExampleCount, as_addends, from_sums
 
 N = 37
 IDS = np.arange(N) * 7 - 20
@@ -118,7 +117,7 @@ def test_fingerprints_of_close_data_differ():
 
 def test_large_data_is_cut_and_adds_up(monkeypatch):
     whole = ExampleCount.of(range(1000))
-    monkeypatch.setattr(example_cells, "_MANY", 64)
+    monkeypatch.setattr(example_count, "_MANY", 64)
     same_cells(ExampleCount.of(range(1000)), whole)
 
 

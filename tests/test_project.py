@@ -146,7 +146,11 @@ def test_documented_arguments_are_the_signatures(name):
         parameters = list(inspect.signature(function).parameters)
         parameters = [p for p in parameters if p not in ("self", "cls")]
         arguments = documented_arguments(doc)
-        if arguments or (name, function_name) in SHOWN:
+        of_another = re.search(r"\bArguments\b[a-z, ]+\bare those of\s+`(\w+)`", doc)
+        if of_another:
+            other = getattr(importlib.import_module(name), of_another[1])
+            assert parameters == list(inspect.signature(other).parameters)
+        elif arguments or (name, function_name) in SHOWN:
             assert arguments == parameters, f"{name}.{function_name}"
 
 

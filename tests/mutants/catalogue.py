@@ -896,7 +896,7 @@ STATE = (
     _m(
         "S12",
         "a padded row counts as an example that was seen",
-        "metrics.example_cells:count_rows",
+        "metrics.example_count:count_rows",
         "is_example = (weight > 0) & (",
         "is_example = (weight >= 0) & (",
         "test_example_count.py::test_each_example_counts_once[4 towers on 2]",

@@ -1,9 +1,13 @@
-"""Which device does a name mean? ``"platform:index"`` and back."""
+"""Which device does a name mean, and how many calls may run at once on it?"""
 
+import collections
+import functools
 import re
 from typing import Any, TypeAlias
 
 import jax
+
+from towerjax.types import PyTree
 
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""
@@ -114,3 +118,34 @@ def find_device(name: str) -> Device:
         f"devices: {name!r} is not on this machine, which has {have}. Name devices"
         f" that it has, or ask for towers=... and let them share a device.{hint}"
     )
+
+
+class InFlight:
+    """The results of the last few calls, so that not too many run at once.
+
+    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    devices deadlock and abort the process. A depth of 16 costs nothing measurable
+    and leaves room for programs of other makers.
+    """
+
+    def __init__(self, *, bounded: bool) -> None:
+        self._results: collections.deque[jax.Array] | None = (
+            collections.deque() if bounded else None
+        )
+
+    def add(self, *results: PyTree) -> None:
+        """Note the first array of a call's results; wait for the one 16 calls ago."""
+        if self._results is None:
+            return
+        for result in results:
+            if leaves := jax.tree.leaves(result):
+                self._results.append(leaves[0])
+                break
+        if len(self._results) > 16:
+            self._results.popleft().block_until_ready()
+
+
+@functools.cache
+def in_flight_on(devices: tuple[str, ...]) -> InFlight:
+    """One count for all steps on the same devices: the limit is the devices' own."""
+    return InFlight(bounded=devices[0].startswith("cpu:") and len(devices) > 1)

@@ -98,17 +98,7 @@ def true_negatives(
 ) -> Sum:
     """How many are no and predicted so: ``tf.metrics.true_negatives``.
 
-    Args:
-      labels: As for `true_positives`.
-      predictions: As for `true_positives`.
-      weight: As for `true_positives`.
-      threshold: As for `true_positives`.
-
-    Returns:
-      A ``Sum``.
-
-    Raises:
-      ValueError: As for `true_positives`.
+    Arguments, result and errors are those of `true_positives`.
 
     Example:
       >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
@@ -127,17 +117,7 @@ def false_positives(
 ) -> Sum:
     """How many are no and predicted yes: ``tf.metrics.false_positives``.
 
-    Args:
-      labels: As for `true_positives`.
-      predictions: As for `true_positives`.
-      weight: As for `true_positives`.
-      threshold: As for `true_positives`.
-
-    Returns:
-      A ``Sum``.
-
-    Raises:
-      ValueError: As for `true_positives`.
+    Arguments, result and errors are those of `true_positives`.
 
     Example:
       >>> float(false_positives([1, 0, 0], [1.0, 0.75, 0.5], threshold=0.5).compute())
@@ -156,17 +136,7 @@ def false_negatives(
 ) -> Sum:
     """How many are yes and predicted no: ``tf.metrics.false_negatives``.
 
-    Args:
-      labels: As for `true_positives`.
-      predictions: As for `true_positives`.
-      weight: As for `true_positives`.
-      threshold: As for `true_positives`.
-
-    Returns:
-      A ``Sum``.
-
-    Raises:
-      ValueError: As for `true_positives`.
+    Arguments, result and errors are those of `true_positives`.
 
     Example:
       >>> float(false_negatives([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 2, 1]).compute())
@@ -185,17 +155,8 @@ def precision(
 ) -> Weighted:
     """Of those predicted yes, the share that is: ``tf.metrics.precision``.
 
-    Args:
-      labels: As for `true_positives`.
-      predictions: As for `true_positives`.
-      weight: As for `true_positives`.
-      threshold: As for `true_positives`.
-
-    Returns:
-      A ``Weighted``: 0 where none is predicted yes.
-
-    Raises:
-      ValueError: As for `true_positives`.
+    A ``Weighted``: 0 where none is predicted yes. Arguments and errors are those of
+    `true_positives`.
 
     Example:
       >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
@@ -214,17 +175,8 @@ def recall(
 ) -> Weighted:
     """Of those that are yes, the share predicted so: ``tf.metrics.recall``.
 
-    Args:
-      labels: As for `true_positives`.
-      predictions: As for `true_positives`.
-      weight: As for `true_positives`.
-      threshold: As for `true_positives`.
-
-    Returns:
-      A ``Weighted``: 0 where none is yes.
-
-    Raises:
-      ValueError: As for `true_positives`.
+    A ``Weighted``: 0 where none is yes. Arguments and errors are those of
+    `true_positives`.
 
     Example:
       >>> float(recall([1, 0, 1, 1, 1], [1, 1, 0, 0, 0]).compute())

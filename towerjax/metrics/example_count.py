@@ -1,18 +1,189 @@
 """Was each example seen once? Sums over examples, from which ids can be read back."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.example_cells import (
-    CELLS,
-    TABLES,
-    WORDS,
-    count_on_host,
-    read_back,
-)
+from towerjax.types import PyTree
+
+ExampleIds: TypeAlias = Callable[[PyTree], Any]
+"""``batch -> ids`` or ``(ids, weights)``, of the rows of a tower's batch."""
+
+TABLES, CELLS = 3, 32
+# How often; the id in four parts and the weight's bits in two, of 16 bits each, so
+# that a sum of a few can be divided; 64 bits that tell any two examples apart.
+WORDS = 9
+_MANY = 1 << 20  # rows whose words float64 adds exactly
+
+
+def count_on_host(ids: Any, weights: Any) -> np.ndarray:
+    """The cells of a data set."""
+    ids = np.asarray(ids)
+    if ids.dtype == np.uint64 and ids.size and ids.max() >= 1 << 63:
+        raise ValueError("ids of 2**63 and more are not told apart from negative.")
+    low, high = _halves(ids if ids.ndim == 2 else _checked(ids).astype(np.int64))
+    bits = _weight_bits(weights, low)
+    words, index = _words(low, high, bits)
+    words = words[:, (bits << 1) != 0].astype(np.float64)
+    index = index[:, (bits << 1) != 0]
+    cells = np.zeros((TABLES, CELLS, WORDS), np.uint32)
+    for start in range(0, index.shape[1], _MANY):
+        part = slice(start, start + _MANY)
+        for table in range(TABLES):
+            for word in range(WORDS):
+                sums = np.bincount(index[table, part], words[word, part], CELLS)
+                cells[table, :, word] += sums.astype(np.uint64).astype(np.uint32)
+    return cells
+
+
+def count_rows(example_ids: ExampleIds, rows: PyTree, weight: jax.Array) -> jax.Array:
+    """What the rows of a tower add to the cells."""
+    given = example_ids(rows)
+    ids, weights = given if isinstance(given, tuple) else (given, None)
+    low, high = _halves(_checked(ids))
+    if low.shape != weight.shape:
+        raise ValueError(
+            f"example_ids gave {low.shape[0]} ids for a tower's {weight.shape[0]} rows;"
+            " it gives one for each row."
+        )
+    bits = _weight_bits(weights, low)
+    words, index = _words(low, high, bits)
+    is_example = (weight > 0) & ((bits << 1) != 0)
+    words = jnp.where(is_example[:, None], jnp.stack(list(words), axis=1), 0)
+    index = jnp.stack([row + CELLS * table for table, row in enumerate(index)])
+    cells = jnp.zeros((TABLES * CELLS, WORDS), jnp.uint32)
+    cells = cells.at[index.reshape(-1)].add(
+        jnp.tile(words, (TABLES, 1)), mode="promise_in_bounds"
+    )
+    return cells.reshape(TABLES, CELLS, WORDS)
+
+
+def as_addends(cells: jax.Array, num_towers: int) -> jax.Array:
+    """The cells in float32 parts whose sum over towers is exact in any order.
+
+    So they travel in the gradients' own all-reduce, which is of one dtype.
+    """
+    bits = _part_bits(num_towers)
+    parts = [(cells >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
+    return jnp.stack(parts).astype(jnp.float32)
+
+
+def from_sums(sums: jax.Array, num_towers: int) -> jax.Array:
+    """The cells of all towers."""
+    bits, whole = _part_bits(num_towers), sums.astype(jnp.uint32)
+    parts = [part << (bits * i) for i, part in enumerate(whole)]
+    return functools.reduce(jnp.add, parts)
+
+
+def _part_bits(num_towers: int) -> int:
+    return 24 - (num_towers - 1).bit_length()  # integers up to 2**24 are float32s
+
+
+def _checked(ids: Any) -> Any:
+    if not hasattr(ids, "dtype"):
+        raise ValueError(f"ids are a {type(ids).__name__}, not an array of integers.")
+    if ids.dtype.kind in "iu" and ids.ndim == 1:
+        return ids
+    if ids.dtype == np.uint32 and ids.ndim == 2 and ids.shape[1] == 2:
+        return ids
+    raise ValueError(
+        f"ids are {ids.dtype}{list(ids.shape)}, but an id is one integer a row, [B]; or"
+        " [B, 2] uint32 for 64 bits: ids.astype(np.int64).view(np.uint32).reshape(-1,"
+        " 2)."
+    )
+
+
+def _halves(ids: Any) -> tuple[Any, Any]:
+    """The low and the high 32 bits of each id."""
+    if ids.ndim == 2:
+        return _checked(ids)[:, 0], ids[:, 1]
+    if ids.dtype.itemsize == 8:
+        return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
+    if ids.dtype.kind == "u":
+        return ids.astype(np.uint32), ids.astype(np.uint32) * np.uint32(0)
+    ids = ids.astype(np.int32)
+    return ids.astype(np.uint32), (ids >> 31).astype(np.uint32)
+
+
+def _weight_bits(weights: Any, like: Any) -> Any:
+    if weights is None:
+        return like * np.uint32(0) + np.float32(1).view(np.uint32)
+    if np.shape(weights) != like.shape:
+        raise ValueError(
+            f"weights are {list(np.shape(weights))}, but ids {list(like.shape)}; give"
+            " one float32 for each id."
+        )
+    if isinstance(like, np.ndarray):
+        return np.asarray(weights, np.float32).view(np.uint32)
+    return jax.lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.uint32)
+
+
+def _words(low: Any, high: Any, bits: Any) -> tuple[Any, Any]:
+    """``[9, n]`` what an example adds, and ``[3, n]`` to which cells. uint32."""
+    first = low * np.uint32(0) + np.uint32(0x9E3779B9)
+    for part in (low, high, bits):
+        first = _mixed(first ^ part)
+    second = first + np.uint32(0x85EBCA6B)
+    for part in (bits, high, low):
+        second = _mixed(second + part)
+    parts = [half for x in (low, high, bits) for half in (x & 0xFFFF, x >> 16)]
+    words = [low * np.uint32(0) + np.uint32(1), *parts, first, second]
+    where = _mixed(second ^ np.uint32(0xC2B2AE35))
+    index = [(where >> (8 * table)) & (CELLS - 1) for table in range(TABLES)]
+    if isinstance(low, np.ndarray):
+        return np.stack(words), np.stack(index)
+    return words, index
+
+
+def _mixed(x: Any) -> Any:
+    """Each bit of a uint32 spread over all; Chris Wellons' "lowbias32", 2018."""
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def read_back(
+    cells: np.ndarray,
+) -> tuple[dict[tuple[int, float], int], np.ndarray]:
+    """The examples that cells tell: found alone in one, taken out of all."""
+    cells, found, went_on = cells.copy(), {}, True
+    while went_on:
+        went_on = False
+        for table, cell in np.argwhere(cells.any(axis=-1)):
+            alone = _alone(cells[table, cell])
+            if alone is None:
+                continue
+            times, key, words, index = alone
+            for other in range(TABLES):
+                cells[other, index[other]] -= words
+            found[key] = found.get(key, 0) + times
+            went_on = True
+    return {key: times for key, times in found.items() if times}, cells
+
+
+def _alone(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | None:
+    """How often which example, with its words, when a cell holds no other."""
+    times, *parts = (int(x) for x in sums[:7].astype(np.int32))
+    if times == 0 or any(part % times for part in parts):
+        return None
+    halves = [part // times for part in parts]
+    if not all(0 <= half < 1 << 16 for half in halves):
+        return None
+    low, high, bits = (
+        np.array([a | b << 16], np.uint32)
+        for a, b in zip(halves[::2], halves[1::2], strict=True)
+    )
+    words, index = _words(low, high, bits)
+    added = words[:, 0] * np.array(times, np.int64).astype(np.uint32)
+    if (added != sums).any():
+        return None
+    id = int(np.array([low[0], high[0]]).view(np.int64)[0])
+    return times, (id, float(bits.view(np.float32)[0])), added, index[:, 0]
 
 
 @jax.tree_util.register_dataclass

@@ -132,16 +132,7 @@ def mean_squared_error(
 ) -> Weighted:
     """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
 
-    Args:
-      labels: ``[b, ...]`` numbers.
-      predictions: The same shape.
-      weight: As for `mean`.
-
-    Returns:
-      A ``Weighted``.
-
-    Raises:
-      ValueError: Shapes differ, or as for `mean`.
+    Arguments, result and errors are those of `mean_absolute_error`.
 
     Example:
       >>> float(mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
@@ -167,16 +158,7 @@ def root_mean_squared_error(
 ) -> RootMean:
     """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
 
-    Args:
-      labels: ``[b, ...]`` numbers.
-      predictions: The same shape.
-      weight: As for `mean`.
-
-    Returns:
-      A `RootMean`.
-
-    Raises:
-      ValueError: Shapes differ, or as for `mean`.
+    A `RootMean`. Arguments and errors are those of `mean_absolute_error`.
 
     Example:
       >>> float(root_mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())

@@ -303,17 +303,8 @@ def recall_at_thresholds(
 ) -> Curves:
     """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
 
-    Args:
-      labels: As for `auc`.
-      predictions: As for `auc`.
-      thresholds: As for `precision_at_thresholds`.
-      weight: As for `auc`.
-
-    Returns:
-      A `Curves`, whose value is ``[n]``; 0 where none is yes.
-
-    Raises:
-      ValueError: As for `precision_at_thresholds`.
+    0 where none is yes. Arguments, result and errors are those of
+    `precision_at_thresholds`.
 
     Example:
       >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]

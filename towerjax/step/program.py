@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr
 
 from towerjax.data.kinds import Kinds
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.in_flight import in_flight_on
+from towerjax.mesh.devices import in_flight_on
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same

@@ -11,8 +11,13 @@ import optax
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
-from towerjax.metrics.example_cells import ExampleIds, as_addends, count_rows, from_sums
-from towerjax.metrics.example_count import ExampleCount
+from towerjax.metrics.example_count import (
+    ExampleCount,
+    ExampleIds,
+    as_addends,
+    count_rows,
+    from_sums,
+)
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
