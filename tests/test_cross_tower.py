@@ -335,12 +335,12 @@ def test_the_mean_of_no_elements_is_zero():
     "reduction, value, axis, text",
     [
         (R.ONLY_FIRST_TOWER, per_tower(3), 0, "axis=0 adds up elements or takes their"),
-        (R.SUM, per_tower(3), 0, r"axis=0 is not a dim of a tower's value of shape \("),
+        (R.SUM, per_tower(3), 0, r"axis=0 is not a dim of value.* of shape \("),
         (
             R.MEAN,
             np.ones(2),
             1,
-            r"axis=1 is not a dim of a tower's value of shape \(2,",
+            r"axis=1 is not a dim of value.* of shape \(2,",
         ),
         (
             R.SUM,
@@ -397,7 +397,7 @@ def test_gather_of_unequal_sizes():
         (
             tj.PerTower(np.ones(2)),
             0,
-            r"axis=0 is not a dim of a tower's value of shape",
+            r"axis=0 is not a dim of value.* of shape",
         ),
         (tj.PerTower(np.ones((2, 3))), 1, r"axis=1 is not a dim .* shape \(3,\)"),
         (tj.PerTower(np.ones((3, 3))), 0, "holds 3 towers' values, but the strategy"),

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from towerjax.collectives.reduce import (
     check_addable,
     check_axis,
+    check_dim,
     check_reduction,
     reduce_stacked,
 )
@@ -317,17 +318,9 @@ def _rows_of_towers(strategy: Any, value: PerTower) -> list[Any]:
     return rows
 
 
-def _check_axis(row: jax.Array, axis: int) -> None:
-    if not -row.ndim <= axis < row.ndim:
-        raise ValueError(
-            f"axis={axis} is not a dim of a tower's value of shape {row.shape}."
-        )
-
-
 def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> Any:
     rows = [jnp.asarray(row) for row in rows]
-    for row in rows:
-        _check_axis(row, axis)
+    check_dim(rows, axis)
     # Joined and not added up row by row, so that bfloat16 is rounded once.
     joined = _join(rows, axis, "reduce with")
     if reduction is Reduction.SUM:
@@ -374,12 +367,10 @@ def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
     check_structures(bare, "gather: the PerTower value")
 
     def joined(*leaves: Any) -> Any:
+        check_joins(leaves, axis)
         if any(map(is_rows, leaves)):
-            check_joins(leaves, axis)
             return waited(join_tower_rows(list(leaves)))
-        leaves = tuple(map(jnp.asarray, leaves))
-        _check_axis(leaves[0], axis)
-        return _join(leaves, axis, "gather along")
+        return _join(tuple(map(jnp.asarray, leaves)), axis, "gather along")
 
     return jax.tree.map(joined, *rows, is_leaf=is_rows)
 
