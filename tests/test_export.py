@@ -126,7 +126,7 @@ def test_a_signature_that_there_is_not_is_refused(folder):
     [
         (
             {"model": model_fn},
-            "export_model: model is a function; write tj.estimator.export_mode",
+            "it has no model_fn. Pass tj.estimator.replicate_model_fn(model_fn)",
         ),
         (
             {"features": [1.0, 2.0]},

@@ -86,7 +86,7 @@ OPTIONS = {
     ),
     "variable_placement": (
         dict(variable_placement="mirrored"),
-        r"variable_placement='mirrored'.*tj\.estimator\.VariablePlacement\.MIRRORED",
+        r"variable_placement='mirrored' must be one of VariablePlacement\.MIRRORED",
     ),
     "remainder": (dict(remainder="fill"), "remainder='fill'.*'pad'"),
     "compat": (dict(compat="tf2"), "compat='tf2' must be one of None, 'tf1'"),
@@ -177,7 +177,7 @@ X, Y = rows(4, 3), rows(4)
 CALLS = {
     "mode": (
         (X, Y, "train"),
-        r"mode='train' is not a mode; write tj\.estimator\.Mode\.TRAIN",
+        r"mode='train' must be one of Mode\.TRAIN, Mode\.EVAL, Mode",
     ),
     "labels shorter": (
         (X, Y[:2], TRAIN),

@@ -386,7 +386,11 @@ def always(data):
         (arrays(8)[1], {}, "train_data is one batch or whole arrays (ndarray)"),
         (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch or whole arrays"),
         (7, {}, "train_data=7 must be an iterable of (features, labels)"),
-        (pairs(), {"variables": {"w": 1.0}}, "variables is a dict, but steps are coun"),
+        (
+            pairs(),
+            {"variables": {"w": 1.0}},
+            "state is a dict, not a tj.TrainState. Make it",
+        ),
         (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
         (pairs(), {"hooks": ["print"]}, "hooks[0]='print' is not a function"),
         (
@@ -532,7 +536,7 @@ def test_variables_are_kept_by_predictions(model):
 @pytest.mark.parametrize(
     "variables, data, options, text",
     [
-        ({"w": 1.0}, [], {}, "predict: variables is a dict, but steps are counted"),
+        ({"w": 1.0}, [], {}, "The state is a dict, not a tj.TrainState. Make it"),
         (None, 7, {}, "data=7 must be an iterable"),
         (None, arrays(8)[0], {}, "data is one batch or whole arrays (dict)"),
         (None, [], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
@@ -549,7 +553,7 @@ def test_what_is_no_model_is_refused(model):
     def model_fn(variables, features, labels, mode):
         raise AssertionError
 
-    text = "model is a function, which has no {}(). Make it of a model function"
+    text = "cannot be used here: it has no {}. Pass tj.estimator.replicate_model_fn"
     with pytest.raises(ValueError, match=re.escape(text.format("train_step"))):
         tj.estimator.train_and_evaluate(model_fn, pairs(), variables=model.init())
     with pytest.raises(ValueError, match=re.escape(text.format("predict_step"))):
@@ -617,7 +621,9 @@ def test_evaluate_is_over_all_rows_however_they_are_cut():
             np.testing.assert_allclose(found[name], expected[name], rtol=1e-6)
     with pytest.raises(ValueError, match="no batches to evaluate"):
         tj.estimator.evaluate(model, variables, [])
-    with pytest.raises(ValueError, match="evaluate: model is a function"):
+    with pytest.raises(
+        ValueError, match="model=.* cannot be used here: it has no eval_step"
+    ):
         tj.estimator.evaluate(lambda: None, variables, [(x, y)])
 
 

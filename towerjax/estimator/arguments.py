@@ -36,12 +36,8 @@ class ModelOptions:
         """Check the options."""
         check_loss_reduction(self.loss_reduction)
         check_remainder(self.remainder)
-        if not isinstance(self.variable_placement, VariablePlacement):
-            raise ValueError(
-                f"variable_placement={self.variable_placement!r} is none; write"
-                " tj.estimator.VariablePlacement.MIRRORED, ON_ONE_DEVICE or"
-                " ROUND_ROBIN."
-            )
+        placements = tuple(VariablePlacement)
+        check_choice("variable_placement", self.variable_placement, placements)
         check_choice("compat", self.compat, (None, *get_args(Compat)))
         check_flag("donate", self.donate)
         if self.max_programs is not None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
 from towerjax.data.shard import refuse_other_than_rows
-from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.estimator.spec import (
     ClassificationOutput,
     Mode,
@@ -34,6 +34,7 @@ from towerjax.towers.tower_local import local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed, map_parts
+from towerjax.types.options import check_does
 from towerjax.types.version import __version__
 
 _FORMAT = 1
@@ -182,13 +183,7 @@ def _open_rows_explained() -> Iterator[None]:
 
 
 def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
-    if not isinstance(model, ReplicatedModel):
-        raise ValueError(
-            f"export_model: model is a {type(model).__name__}; write"
-            " tj.estimator.export_model(model, variables, features, directory) with"
-            " model ="
-            " tj.estimator.replicate_model_fn(model_fn)."
-        )
+    check_does("model", model, "model_fn", MAKE_MODEL)
     refuse_other_than_rows(features, "features")
     bad = [
         f"{name} is a {type(x).__name__}"

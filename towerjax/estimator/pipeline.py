@@ -54,6 +54,11 @@ reduces gradients over towers before it updates.
 Other variables that towers change on their own: make them tj.TowerLocal, or reduce them
 with tower.reduce(tj.Reduction.MEAN, value)."""
 
+MAKE_STATE = (
+    "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted; a"
+    " model called by itself takes any tree."
+)
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -317,11 +322,7 @@ class ModelTrainStep(Step):
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from, where the step wants it."""
-        check_is_state(
-            state,
-            "model.init(tj.TrainState.create(params, optimizer)); a model called by"
-            " itself takes any tree.",
-        )
+        check_is_state(state, MAKE_STATE)
         return kept(self._spread(state), self.strategy.placement, self._policy)
 
     @property
@@ -352,21 +353,26 @@ class ModelStep:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``.
 
     Attributes:
-      place: Makes a batch a placed one.
-      run: ``(variables, placed batch)`` -> the parts of the spec that are wanted.
+      model: The `ReplicatedModel`.
+      mode: Its mode.
+      wanted: The parts of the spec that it tells.
+      given: ``params`` and ``config``.
     """
 
-    place: Callable[[PyTree], PlacedBatch]
-    run: Callable[[PyTree, PlacedBatch], ModelSpec]
+    model: Any
+    mode: Mode
+    wanted: tuple[str, ...]
+    given: dict[str, Any]
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""
-        return self.place(batch)
+        return self.model.place_batch(batch, self.mode)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
         """The metrics with the loss, mergeable; or the predictions."""
-        spec = self.run(variables, self.place_batch(batch))
-        if spec.mode is Mode.PREDICT:
+        batch = self.place_batch(batch)
+        spec = self.model.run(variables, batch, self.mode, self.wanted, **self.given)
+        if self.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
         if not isinstance(loss, Weighted):  # the mean over batches, as the original

@@ -19,7 +19,7 @@ from towerjax.estimator.pipeline import (
     ModelTrainStep,
     call_runner,
 )
-from towerjax.estimator.spec import Mode, ModelSpec, check_mode, joined_rows
+from towerjax.estimator.spec import Mode, ModelSpec, joined_rows
 from towerjax.estimator.whereabouts import (
     VariablePlacement,
     as_state,
@@ -36,7 +36,9 @@ from towerjax.step.program import Program, Runner
 from towerjax.step.state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.types import Layout, PyTree
+from towerjax.types.options import check_choice
 
+MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
 _PARTS = {
     Mode.TRAIN: ("loss", "train_op", "eval_metrics", "predictions", "export_outputs"),
     Mode.EVAL: ("loss", "eval_metrics", "predictions", "export_outputs"),
@@ -113,7 +115,7 @@ class ReplicatedModel:
           ReplicationError: A value that must be the same on all towers is not, such as
             variables updated by an optimizer that is not wrapped.
         """
-        check_mode(mode)
+        check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
         return self.run(variables, batch, mode, _PARTS[mode], params, config)
 
@@ -219,7 +221,8 @@ class ReplicatedModel:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
           ``{"features": ..., "labels": ...}``.
         """
-        return self._step(Mode.EVAL, ("loss", "eval_metrics"), params, config)
+        given = {"params": params, "config": config}
+        return ModelStep(self, Mode.EVAL, ("loss", "eval_metrics"), given)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The prediction step; arguments are as for a call.
@@ -227,13 +230,8 @@ class ReplicatedModel:
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
         """
-        return self._step(Mode.PREDICT, ("predictions",), params, config)
-
-    def _step(self, mode: Mode, wanted: Sequence[str], *given: Any) -> ModelStep:
-        def run(variables: PyTree, batch: PlacedBatch) -> ModelSpec:
-            return self.run(variables, batch, mode, wanted, *given)
-
-        return ModelStep(lambda batch: self.place_batch(batch, mode), run)
+        given = {"params": params, "config": config}
+        return ModelStep(self, Mode.PREDICT, ("predictions",), given)
 
     def program(
         self,
@@ -249,7 +247,7 @@ class ReplicatedModel:
         Returns:
           A ``Program``: ``.call.as_text()`` is the compiler's text.
         """
-        check_mode(mode)
+        check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
         variables, state = self._spread(variables)
         runner = self._runner(variables, mode, _PARTS[mode], params, config)

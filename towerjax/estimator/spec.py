@@ -13,6 +13,7 @@ from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.step.returned import without_padding
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
 from towerjax.types.leaves import listed
+from towerjax.types.options import check_choice
 
 
 class Mode(enum.Enum):
@@ -160,7 +161,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Check what the mode needs."""
-        check_mode(self.mode)
+        check_choice("mode", self.mode, tuple(Mode))
         _check_needed(self)
         _check_mapping("predictions", self.predictions, "{'probabilities': ...}")
         _check_mapping("eval_metrics", self.eval_metrics, "{'accuracy': ...}")
@@ -205,15 +206,6 @@ _NEEDED = {
     Mode.EVAL: ("loss",),
     Mode.PREDICT: ("predictions",),
 }
-
-
-def check_mode(mode: Any) -> None:
-    """Raise unless it is a `Mode`."""
-    if not isinstance(mode, Mode):
-        raise ValueError(
-            f"mode={mode!r} is not a mode; write tj.estimator.Mode.TRAIN, EVAL or"
-            f" PREDICT."
-        )
 
 
 def _check_needed(spec: ModelSpec) -> None:

@@ -8,37 +8,18 @@ import jax
 
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
-from towerjax.estimator.replicate import ReplicatedModel
+from towerjax.estimator.pipeline import MAKE_STATE
+from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as over_batches
 from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.engine import OnNonfinite
+from towerjax.step.given_state import check_is_state
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
-from towerjax.types.options import check_flag, check_whole
-
-
-def check_model(what: str, model: Any, method: str) -> None:
-    """Raise unless the model has what it is used for."""
-    if not hasattr(model, method):
-        raise ValueError(
-            f"{what}: model is a {type(model).__name__}, which has no {method}(). Make"
-            " it of a model function: model ="
-            " tj.estimator.replicate_model_fn(model_fn)."
-        )
-
-
-def check_variables(what: str, variables: Any) -> None:
-    """Raise unless the variables are a ``TrainState``."""
-    if not isinstance(variables, TrainState):
-        raise ValueError(
-            f"{what}: variables is a {type(variables).__name__}, but steps are counted,"
-            " placed and resumed in a tj.TrainState. Write"
-            " tj.TrainState.create(params, optimizer); a model called by itself takes"
-            " any tree."
-        )
+from towerjax.types.options import check_does, check_flag, check_whole
 
 
 def train_and_evaluate(
@@ -116,8 +97,8 @@ def train_and_evaluate(
     Flexibility in High-Level Machine Learning Frameworks", 2017,
     https://doi.org/10.1145/3097983.3098171 (the idea of the call).
     """
-    check_model("train_and_evaluate", model, "train_step")
-    check_variables("train_and_evaluate", variables)
+    check_does("model", model, "train_step", MAKE_MODEL)
+    check_is_state(variables, MAKE_STATE)
     hooks = check_hooks(hooks)
     eval_passes = _eval_passes(eval_data, options)
     passes = _train_passes(train_data, steps, epochs)
@@ -209,7 +190,7 @@ def evaluate(
       >>> round(evaluate(model, np.float32(2), [(x, x)])["loss"], 4)
       4.6667
     """
-    check_model("evaluate", model, "eval_step")
+    check_does("model", model, "eval_step", MAKE_MODEL)
     given = where_given(params=params, config=config)
     return over_batches(
         model.eval_step(**given),
@@ -270,8 +251,8 @@ def predict(
       >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
-    check_model("predict", model, "predict_step")
-    check_variables("predict", variables)
+    check_does("model", model, "predict_step", MAKE_MODEL)
+    check_is_state(variables, MAKE_STATE)
     check_flag("per_example", per_example)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
