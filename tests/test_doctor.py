@@ -15,9 +15,9 @@ from jax import lax
 from towerjax.collectives import AllReduce
 from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools.cli import main
-from towerjax.tools.doctor import command, self_test
+from towerjax.tools.doctor import command
+from towerjax.tools.doctor.command import differences, op_result, ops_for, tower_rows
 from towerjax.tools.doctor.machine import DeviceInfo, advice_on, this_machine
-from towerjax.tools.doctor.self_test import differences, op_result, ops_for, tower_rows
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -117,7 +117,7 @@ def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
             x = x + 1
         return real(x, device, **options)
 
-    monkeypatch.setattr(self_test.jax, "device_put", put)
+    monkeypatch.setattr(command.jax, "device_put", put)
     code, out, _ = doctor()
     assert code == 1 and "1 wrong." in out
     assert "cpu:6 gives back other numbers than it was given." in out
@@ -191,7 +191,7 @@ def test_what_is_wrong_comes_first_and_one_gpu_needs_no_shared_memory():
 
 
 def test_a_slow_device_is_told():
-    results = [self_test.Result(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
+    results = [command.Result(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
     assert command._failures(results, []) == []
     results[2] = dataclasses.replace(results[2], gigabytes_per_second=3.0)
     [advice] = command._failures(results, [])

@@ -5,7 +5,8 @@ import os
 import pathlib
 import platform
 import shutil
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import jax
 
@@ -102,29 +103,14 @@ def _memory_bytes() -> int | None:
 
 
 _LEAST_SHARED_BYTES = 1 << 30
+_FINITE = "; a step refuses what is not finite by itself"
+_DRAWS = "random draws depend on how arrays lie on devices"
+_WIDE = "numbers without a dtype are of 64 bits"
 _TRAPS = (  # an option, the value to tell of, is it wrong, why, what to do besides
     ("jax_disable_jit", True, True, "nothing is compiled", ""),
-    (
-        "jax_threefry_partitionable",
-        False,
-        True,
-        "random draws depend on how arrays lie on devices",
-        "",
-    ),
-    (
-        "jax_debug_nans",
-        True,
-        False,
-        "every result is fetched and looked at",
-        "; a step refuses what is not finite by itself",
-    ),
-    (
-        "jax_enable_x64",
-        True,
-        False,
-        "numbers without a dtype are of 64 bits",
-        ", if that is not meant",
-    ),
+    ("jax_threefry_partitionable", False, True, _DRAWS, ""),
+    ("jax_debug_nans", True, False, "every result is fetched and looked at", _FINITE),
+    ("jax_enable_x64", True, False, _WIDE, ", if that is not meant"),
 )
 
 
@@ -143,93 +129,65 @@ class Advice:
 
 def advice_on(machine: Machine) -> tuple[Advice, ...]:
     """What to mend on a machine, and what to know of it."""
-    found = (*_on_devices(machine), *_on_options(machine))
+    if not machine.devices:
+        on_devices = _on_no_devices(machine)
+    elif machine.platform == "cpu":
+        on_devices = _on_cpu_devices(machine)
+    else:
+        on_devices = _on_accelerators(machine)
+    found = [Advice(*one) for one in (*on_devices, *_on_options(machine))]
     return tuple(sorted(found, key=lambda advice: not advice.is_wrong))
 
 
-def _on_devices(machine: Machine) -> list[Advice]:
-    if not machine.devices:
-        what = f"JAX has no devices: {machine.problem}"
-        platforms = machine.environment.get("JAX_PLATFORMS")
-        fix = "Install JAX for this machine's accelerator, pip install 'jax[cuda13]'."
-        if platforms:
-            fix = f"Unset JAX_PLATFORMS, which is {platforms!r}. {fix}"
-        return [Advice(True, what, fix)]
-    if machine.platform == "cpu":
-        return _on_cpu_devices(machine)
-    return _on_accelerators(machine)
+Found: TypeAlias = Iterator[tuple[bool, str, str]]
 
 
-def _on_cpu_devices(machine: Machine) -> list[Advice]:
-    found = []
-    own = [d for d in machine.devices if d.process == machine.devices[0].process]
+def _on_no_devices(machine: Machine) -> Found:
+    fix = "Install JAX for this machine's accelerator, pip install 'jax[cuda13]'."
+    if platforms := machine.environment.get("JAX_PLATFORMS"):
+        fix = f"Unset JAX_PLATFORMS, which is {platforms!r}. {fix}"
+    yield True, f"JAX has no devices: {machine.problem}", fix
+
+
+def _on_cpu_devices(machine: Machine) -> Found:
     if machine.nvidia:
+        is_asked = "JAX_PLATFORMS" in machine.environment
         what = "The machine has an NVIDIA GPU, but JAX computes on the CPU."
-        fix = "pip install 'jax[cuda13]'"
-        if machine.environment.get("JAX_PLATFORMS"):
-            fix = "Unset JAX_PLATFORMS, if that is not meant."
-        found.append(Advice("JAX_PLATFORMS" not in machine.environment, what, fix))
+        fix = "Unset JAX_PLATFORMS, if that is not meant."
+        yield not is_asked, what, fix if is_asked else "pip install 'jax[cuda13]'"
     if len(machine.devices) == 1:
-        found.append(
-            Advice(
-                False,
-                "There is one CPU device, so nothing travels between devices.",
-                "To try several, set JAX_NUM_CPU_DEVICES=8.",
-            )
-        )
-    if len(own) > machine.cpus:
-        found.append(
-            Advice(
-                False,
-                f"{len(own)} CPU devices share {machine.cpus} processors: good for"
-                " tests, but times say nothing about scaling.",
-                "For speed take as many devices as there are processors, or fewer.",
-            )
-        )
-    return found
+        what = "There is one CPU device, so nothing travels between devices."
+        yield False, what, "To try several, set JAX_NUM_CPU_DEVICES=8."
+    first = machine.devices[0].process
+    own = sum(device.process == first for device in machine.devices)
+    if own > machine.cpus:
+        what = f"{own} CPU devices share {machine.cpus} processors: good for tests, but"
+        what += " times say nothing about scaling."
+        fix = "For speed take as many devices as there are processors, or fewer."
+        yield False, what, fix
 
 
-def _on_accelerators(machine: Machine) -> list[Advice]:
-    found = []
+def _on_accelerators(machine: Machine) -> Found:
     kinds = sorted({device.kind for device in machine.devices})
     if len(kinds) > 1:
-        found.append(
-            Advice(
-                False,
-                f"The devices are of several kinds, {', '.join(kinds)}; the slowest"
-                " sets the pace of all.",
-                "Name those of one kind: tj.Mirrored(devices=...).",
-            )
-        )
-    shared = machine.shared_memory_bytes
-    several = len(machine.devices) > 1 and machine.platform == "gpu"
+        what = f"The devices are of several kinds, {', '.join(kinds)}; the slowest sets"
+        what += " the pace of all."
+        yield False, what, "Name those of one kind: tj.Mirrored(devices=...)."
+    shared, number = machine.shared_memory_bytes, len(machine.devices)
+    several = number > 1 and machine.platform == "gpu"
     if several and shared is not None and shared < _LEAST_SHARED_BYTES:
-        found.append(
-            Advice(
-                True,
-                f"/dev/shm has {shared >> 20} MiB, too little for NCCL to send between"
-                f" {len(machine.devices)} GPUs.",
-                "Start the container with --shm-size=8g, or --ipc=host.",
-            )
-        )
-    return found
+        what = f"/dev/shm has {shared >> 20} MiB, too little for NCCL to send between"
+        fix = "Start the container with --shm-size=8g, or --ipc=host."
+        yield True, f"{what} {number} GPUs.", fix
 
 
-def _on_options(machine: Machine) -> list[Advice]:
-    found = []
-    if "xla_force_host_platform_device_count" in machine.environment.get(
-        "XLA_FLAGS", ""
-    ):
-        found.append(
-            Advice(
-                False,
-                "XLA_FLAGS says how many CPU devices there are, the old way.",
-                "Set JAX_NUM_CPU_DEVICES in its place; JAX refuses both together.",
-            )
-        )
+def _on_options(machine: Machine) -> Found:
+    flags = machine.environment.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" in flags:
+        what = "XLA_FLAGS says how many CPU devices there are, the old way."
+        fix = "Set JAX_NUM_CPU_DEVICES in its place; JAX refuses both together."
+        yield False, what, fix
     for option, value, is_wrong, why, besides in _TRAPS:
         if bool(machine.options.get(option, not value)) is value:
             what = f"{option} is {'on' if value else 'off'}: {why}."
-            fix = f"Unset {option.upper()}{besides}."
-            found.append(Advice(is_wrong, what, fix))
-    return found
+            yield is_wrong, what, f"Unset {option.upper()}{besides}."
