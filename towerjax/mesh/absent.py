@@ -17,45 +17,20 @@ from jax.experimental import topologies
 from towerjax.types import short_repr
 from towerjax.types.options import check_whole
 
-_H100 = """\
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-"""
-_GPUS = {
-    "a100": """\
-  cuda_compute_capability { major: 8 }
-  core_count: 108
-  fpus_per_core: 64
-  shared_memory_per_core: 167936
-  shared_memory_per_block_optin: 166912
-  l2_cache_size: 41943040
-  clock_rate_ghz: 1.41
-  memory_bandwidth: 2039040000000
-  device_memory_size: 85100068864
-""",
-    "h100": _H100
-    + "  memory_bandwidth: 3352320000000\n  device_memory_size: 84942979072\n",
-    "h200": _H100
-    + "  memory_bandwidth: 4800000000000\n  device_memory_size: 151397597184\n",
-    "b200": """\
-  cuda_compute_capability { major: 10 }
-  core_count: 148
-  fpus_per_core: 128
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  l2_cache_size: 132644864
-  clock_rate_ghz: 1.965
-  memory_bandwidth: 7672320000000
-  device_memory_size: 191514411008
-""",
+# What XLA's text of a GPU says of each kind, of SXM modules.
+_FIGURES = """core_count fpus_per_core shared_memory_per_core
+    shared_memory_per_block_optin l2_cache_size clock_rate_ghz memory_bandwidth
+    device_memory_size""".split()
+_HOPPER = (132, 128, 233472, 232448, 52428800, 1.98)
+_GPUS = {  # the major compute capability, and the figures
+    "a100": (8, 108, 64, 167936, 166912, 41943040, 1.41, 2039040000000, 85100068864),
+    "h100": (9, *_HOPPER, 3352320000000, 84942979072),
+    "h200": (9, *_HOPPER, 4800000000000, 151397597184),
+    "b200": (
+        *(10, 148, 128, 233472, 232448, 132644864, 1.965),
+        *(7672320000000, 191514411008),
+    ),
 }
-"""Of each kind what XLA's text of it says; of SXM modules."""
-
 _TARGET = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -67,7 +42,9 @@ gpu_device_info {{
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   shared_memory_per_block: 49152
-{figures}}}
+  cuda_compute_capability {{ major: {major} }}
+{figures}
+}}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
@@ -175,8 +152,10 @@ class Absent:
         """XLA's text of a GPU; of TPUs the topology."""
         if self.target not in _GPUS:
             return self.target
-        figures = _GPUS[self.target]
-        return _TARGET.format(figures=figures, name=self.target.upper())
+        major, *numbers = _GPUS[self.target]
+        pairs = zip(_FIGURES, numbers, strict=True)
+        figures = "\n".join(f"  {name}: {number}" for name, number in pairs)
+        return _TARGET.format(major=major, figures=figures, name=self.target.upper())
 
     def jax_devices(self) -> tuple[Any, ...]:
         """The devices as the compiler knows them.

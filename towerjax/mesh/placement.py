@@ -118,15 +118,8 @@ class Placement:
     @property
     def abstract_axes(self) -> TowerAxes:
         """The same towers, each on a device of its own, none of which exists."""
-        return TowerAxes(
-            num_devices=self.num_towers,
-            num_local=1,
-            device_axis=True,
-            in_turn=self.local == "scan",
-            platform=self.platform,
-            num_processes=self.num_processes,
-            tower_axis=self.axis_name,
-        )
+        alone = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
+        return dataclasses.replace(self.axes, devices=(), **alone)
 
     @property
     def shares_devices(self) -> bool:

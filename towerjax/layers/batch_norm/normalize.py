@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import Reduction
@@ -251,8 +252,7 @@ def _moments(
 
 
 def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
-    weight = weight.reshape(weight.shape or (1,) * total.ndim)
-    return Weighted(total, weight).value
+    return ratio(total, weight.reshape(weight.shape or (1,) * total.ndim))
 
 
 def _sums(
