@@ -19,7 +19,6 @@ OPTIMIZERS = {
     "clipped adamw": optax.chain(
         optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1)
     ),
-    "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "every second": optax.MultiSteps(optax.adam(1e-2), 2),
 }
@@ -146,7 +145,6 @@ def test_evaluation_prediction_and_the_function_take_sharded_states(state):
     "state, to",
     [
         ("mirrored", "sharded"),
-        ("sharded", "mirrored"),
         ("sharded", "sharded_optimizer"),
     ],
 )
