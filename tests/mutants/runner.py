@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -144,6 +145,7 @@ def _child(job: Job, output: str, answer: Any) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(ROOT)
+    gc.freeze()  # what the server imported stays; it is not looked through
     # Plugins take longer to start than most of these tests.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     verdict = run_here(job)
