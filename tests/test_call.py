@@ -396,6 +396,14 @@ def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
         assert "Write jnp.where or lax.cond; to see values, jax.debug.print" in notes
 
 
+def test_an_axis_that_towers_do_not_know_is_explained():
+    strategy = tj.Mirrored(towers=2)
+    with pytest.raises(NameError) as error:
+        strategy.call_for_each_tower(lambda tower: jax.lax.psum(1.0, "batch"))
+    (note,) = error.value.__notes__
+    assert "tj.Mirrored(axis_name='batch')" in note and "tower.reduce(" in note
+
+
 @pytest.mark.parametrize("value", [False, None, 0, "no"])
 def test_towers_have_no_order_to_choose(value):
     text = f"run_concurrently={value!r}, but all towers are one .* jax.debug.print"

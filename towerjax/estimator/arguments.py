@@ -13,7 +13,7 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.whereabouts import VariablePlacement
 from towerjax.towers.cross_tower.call import key_of
-from towerjax.towers.executors import branches_explained
+from towerjax.towers.executors import tower_explained
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_flag, check_function, check_whole
@@ -141,7 +141,7 @@ class ModelFn:
             for name in self.asks_for
             if values[name] is not None or name not in self.has_own
         }
-        with branches_explained(), _missing_labels_explained(batch, mode):
+        with tower_explained(), _missing_labels_explained(batch, mode):
             spec = self.fn(
                 variables,
                 features=batch["features"],

@@ -34,7 +34,7 @@ from towerjax.step.returned import (
     split,
 )
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
-from towerjax.towers.executors import branches_explained
+from towerjax.towers.executors import tower_explained
 from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
@@ -297,7 +297,7 @@ class Pass:
                 noted.append(Sum(weights))
 
             tower = dataclasses.replace(tower, _note=note)
-        with branches_explained():
+        with tower_explained():
             out = self.tower_fn(state, rows, tower, *merged)
         return noted if self.weights == "summed" else out
 

@@ -5,6 +5,7 @@ The only file that names these; `placement` says where the towers are, and
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -204,8 +205,8 @@ def _is_bound(axis: str) -> bool:
 
 
 @contextlib.contextmanager
-def branches_explained() -> Iterator[None]:
-    """Around a tower function: says why ``if tower.id == 0`` cannot be."""
+def tower_explained() -> Iterator[None]:
+    """Around a tower function: says why ``if tower.id == 0`` or an axis cannot be."""
     try:
         yield
     except jax.errors.ConcretizationTypeError as error:
@@ -214,6 +215,15 @@ def branches_explained() -> Iterator[None]:
             " what is computed of them have no values yet. Write jnp.where or lax.cond;"
             " to see values, jax.debug.print('{}', x)."
         )
+        raise
+    except NameError as error:
+        if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
+            error.add_note(
+                f"Towers know the axis {found[1]!r} by a strategy that names it,"
+                f" tj.Mirrored(axis_name={found[1]!r}), or as tower.axis_names;"
+                " without any, write tower.reduce(tj.Reduction.SUM, x), or return"
+                " tj.Sum(x), which the step adds."
+            )
         raise
 
 

@@ -23,9 +23,9 @@ from towerjax.proof.analysis import analyse
 from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
-    branches_explained,
     is_inside_tower,
     over_devices,
+    tower_explained,
     trace_one_tower,
 )
 from towerjax.towers.local_towers import over_local_towers
@@ -164,7 +164,7 @@ class _Call:
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-        with branches_explained():
+        with tower_explained():
             return self.fn(tower, *args, **kwargs)
 
     def prove(self, rows: list[Any], arrays: list[Any]) -> _Outputs:
