@@ -216,27 +216,73 @@ def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _O
     return run(rows, arrays), outputs
 
 
-def call_for_each_tower(
-    strategy: Any,
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-    *,
-    run_concurrently: bool = True,
-) -> PyTree:
-    """What ``fn(tower, *args, **kwargs)`` returns on every tower."""
-    _check_order(run_concurrently)
-    _check_hash(fn)
-    placement: Placement = strategy.placement
-    if is_inside_tower():
-        _refuse_nested_pmap(placement)
-        placement = dataclasses.replace(placement, devices=placement.devices[:1])
-    call, rows, arrays = _prepared(strategy, placement, fn, args, kwargs)
-    traced = isinstance(rows[0], Tracer)
-    rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
-    arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
-    out, outputs = _run(call, rows, arrays)
-    return outputs.tree(waited(out))
+class CallMethods:
+    """What every strategy can do with a function: call it on every tower."""
+
+    placement: Placement
+
+    def call_for_each_tower(
+        self,
+        fn: Callable[..., PyTree],
+        /,
+        *args: PyTree,
+        run_concurrently: bool = True,
+        **kwargs: PyTree,
+    ) -> PyTree:
+        """What ``fn(tower, *args, **kwargs)`` returns on every tower.
+
+        Compiled once for each function and structure of arguments, so keep the
+        function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
+        closes over is looked at while it is traced, the first time. A Python number
+        is a part of the program, so each value compiles one that is kept: pass a
+        number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
+        ``jax.grad`` and ``lax.scan``.
+
+        Args:
+          fn: The tower function; may use ``tower.merge_call`` and the like.
+          *args: ``PerTower`` leaves and an element of `distribute_dataset` are handed
+            out row by row, a tower-local variable holds the tower's copy, others go
+            in whole.
+          run_concurrently: Always True: all towers are one program. To see values,
+            write ``jax.debug.print("{}", x)`` in ``fn``.
+          **kwargs: As ``args``.
+
+        Returns:
+          ``fn``'s tree: bare where the same on every tower, else ``PerTower``;
+          variables as such.
+
+        Raises:
+          ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
+            padded; ``fn`` has no hash; ``run_concurrently`` is not True.
+          ReplicationError: Not every tower would reach a collective, or a mirrored
+            variable comes back that is not the same on every tower.
+
+        Example:
+          >>> import towerjax as tj
+          >>> strategy = tj.Mirrored(towers=2)
+          >>> own = tj.PerTower(jnp.array([1, 5]))
+          >>> def tower_fn(tower, x):
+          ...     return x + tower.reduce(tj.Reduction.SUM, x)
+          >>> strategy.call_for_each_tower(tower_fn, own)
+          PerTower(values=Array([ 7, 11], dtype=int32))
+        """
+        if run_concurrently is not True:
+            raise ValueError(
+                f"call_for_each_tower: run_concurrently={run_concurrently!r}, but all"
+                " towers are one program, with the same results in any order. Leave it"
+                ' out; to see values, write jax.debug.print("{}", x) in the function.'
+            )
+        _check_hash(fn)
+        placement = self.placement
+        if is_inside_tower():
+            _refuse_nested_pmap(placement)
+            placement = dataclasses.replace(placement, devices=placement.devices[:1])
+        call, rows, arrays = _prepared(self, placement, fn, args, kwargs)
+        traced = isinstance(rows[0], Tracer)
+        rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
+        arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
+        out, outputs = _run(call, rows, arrays)
+        return outputs.tree(waited(out))
 
 
 def _prepared(
@@ -274,15 +320,6 @@ def _refuse_nested_pmap(placement: Placement) -> None:
         raise ValueError(
             "call_for_each_tower in a merge function: executor='pmap' does not nest."
             " Leave out executor='pmap'."
-        )
-
-
-def _check_order(run_concurrently: Any) -> None:
-    if run_concurrently is not True:
-        raise ValueError(
-            f"call_for_each_tower: run_concurrently={run_concurrently!r}, but all"
-            " towers are one program, with the same results in any order. Leave it out;"
-            ' to see values, write jax.debug.print("{}", x) in the function.'
         )
 
 

@@ -200,39 +200,6 @@ def _like(before: PyTree, after: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, after)
 
 
-def run_steps(
-    strategy: Any,
-    fn: Callable[..., PyTree],
-    iterator: Iterator[PlacedBatch],
-    iterations: int,
-    initial: PyTree,
-) -> MultiStepContext:
-    """Several steps of a function of one's own, in one program."""
-    check_whole("iterations", iterations, 1)
-    batches = list(itertools.islice(_checked(iterator), iterations))
-    if any(batch.num_steps is not None for batch in batches):
-        raise ValueError(
-            "run_steps_on_dataset takes batches of one step each; the iterator gave"
-            " several stacked ones. Write iter(strategy.distribute_dataset(...))."
-        )
-    if not batches:
-        raise ValueError(
-            "run_steps_on_dataset: the iterator has no batch left. Make it anew with"
-            " iter(strategy.distribute_dataset(...))."
-        )
-    placement: Placement = strategy.placement
-    placer = Placer(placement, shares=strategy.num_towers, remainder="error")
-    *arrays, count = placer.place_several(batches, iterations).args
-    carry = _placed(initial, placement)
-    steps = _Steps(strategy, fn, batches[0].bare)
-    carry, outputs, kept = _run(steps, carry, arrays, count)
-    ctx = MultiStepContext(strategy)
-    ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
-    ctx.non_tensor_outputs = dict(kept.values)
-    ctx.iterations = len(batches)
-    return ctx
-
-
 def _checked(iterator: Any) -> Iterable[PlacedBatch]:
     if not isinstance(iterator, Iterator):
         raise ValueError(
@@ -356,8 +323,6 @@ class JobMethods:
     ) -> MultiStepContext:
         """Several steps of a function of one's own, in one program.
 
-        See `towerjax.towers.cross_tower.job.run_steps`.
-
         Args:
           fn: ``(ctx, carry, *inputs) -> carry``, in cross-tower view.
           iterator: ``iter(strategy.distribute_dataset(...))``.
@@ -380,4 +345,26 @@ class JobMethods:
           >>> float(ctx.final), float(ctx.last_step_outputs["sum"])
           (10.0, 4.0)
         """
-        return run_steps(self, fn, iterator, iterations, initial)
+        check_whole("iterations", iterations, 1)
+        batches = list(itertools.islice(_checked(iterator), iterations))
+        if any(batch.num_steps is not None for batch in batches):
+            raise ValueError(
+                "run_steps_on_dataset takes batches of one step each; the iterator gave"
+                " several stacked ones. Write iter(strategy.distribute_dataset(...))."
+            )
+        if not batches:
+            raise ValueError(
+                "run_steps_on_dataset: the iterator has no batch left. Make it anew"
+                " with iter(strategy.distribute_dataset(...))."
+            )
+        placement: Placement = self.placement
+        placer = Placer(placement, shares=self.placement.num_towers, remainder="error")
+        *arrays, count = placer.place_several(batches, iterations).args
+        carry = _placed(initial, placement)
+        steps = _Steps(self, fn, batches[0].bare)
+        carry, outputs, kept = _run(steps, carry, arrays, count)
+        ctx = MultiStepContext(self)
+        ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
+        ctx.non_tensor_outputs = dict(kept.values)
+        ctx.iterations = len(batches)
+        return ctx

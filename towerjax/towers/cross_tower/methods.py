@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.towers.cross_tower import call, values
+from towerjax.towers.cross_tower import values
 from towerjax.towers.cross_tower.assign import VariableMethods
+from towerjax.towers.cross_tower.call import CallMethods
 from towerjax.towers.cross_tower.job import JobMethods
 from towerjax.towers.cross_tower.values import send
 from towerjax.towers.cross_tower.whereabouts import WhereaboutsMethods
@@ -20,7 +21,7 @@ from towerjax.types.html_form import table
 from towerjax.types.leaves import has_tracers
 
 
-class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
+class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMethods):
     """What every strategy can do with towers' values; all of it pure."""
 
     cross_tower_ops: Any
@@ -78,55 +79,6 @@ class CrossTowerMethods(VariableMethods, WhereaboutsMethods, JobMethods):
     def worker_device_index(self) -> PerTower:
         """Each tower's id as a per-tower value."""
         return PerTower(jnp.arange(self.num_towers))
-
-    def call_for_each_tower(
-        self,
-        fn: Callable[..., PyTree],
-        /,
-        *args: PyTree,
-        run_concurrently: bool = True,
-        **kwargs: PyTree,
-    ) -> PyTree:
-        """What ``fn(tower, *args, **kwargs)`` returns on every tower.
-
-        Compiled once for each function and structure of arguments, so keep the
-        function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
-        closes over is looked at while it is traced, the first time. A Python number
-        is a part of the program, so each value compiles one that is kept: pass a
-        number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
-        ``jax.grad`` and ``lax.scan``.
-
-        Args:
-          fn: The tower function; may use ``tower.merge_call`` and the like.
-          *args: ``PerTower`` leaves and an element of `distribute_dataset` are handed
-            out row by row, a tower-local variable holds the tower's copy, others go
-            in whole.
-          run_concurrently: Always True: all towers are one program. To see values,
-            write ``jax.debug.print("{}", x)`` in ``fn``.
-          **kwargs: As ``args``.
-
-        Returns:
-          ``fn``'s tree: bare where the same on every tower, else ``PerTower``;
-          variables as such.
-
-        Raises:
-          ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
-            padded; ``fn`` has no hash; ``run_concurrently`` is not True.
-          ReplicationError: Not every tower would reach a collective, or a mirrored
-            variable comes back that is not the same on every tower.
-
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> own = tj.PerTower(jnp.array([1, 5]))
-          >>> def tower_fn(tower, x):
-          ...     return x + tower.reduce(tj.Reduction.SUM, x)
-          >>> strategy.call_for_each_tower(tower_fn, own)
-          PerTower(values=Array([ 7, 11], dtype=int32))
-        """
-        return call.call_for_each_tower(
-            self, fn, args, kwargs, run_concurrently=run_concurrently
-        )
 
     def unwrap(self, value: Any) -> list[Any]:
         """The towers' values as a list; ``[value]`` when it is one value.
