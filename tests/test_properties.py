@@ -31,7 +31,6 @@ from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
 from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
 from towerjax.metrics.state import on_host, value_on_host
-from towerjax.towers.cross_tower.whereabouts import tree_of_all, tree_of_tower
 
 R, m = tj.Reduction, tj.metrics
 kinds = st.sampled_from(["ones", "plain", "spread"])
@@ -305,9 +304,10 @@ def test_what_is_regrouped_is_selected_again(tree, towers, seed):
         }[kind]
 
     nests = [jax.tree.map(lambda k, t=t: leaf(k, t), tree) for t in range(towers)]
-    together = tree_of_all(nests)
+    strategy = tj.Mirrored(towers=towers)
+    together = strategy.regroup(nests)
     for tower, nest in enumerate(nests):
-        again = tree_of_tower(together, tower)
+        again = strategy.select_tower(together, tower)
         assert jax.tree.structure(again) == jax.tree.structure(nest)
         for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(nest), strict=True):
             arrays = np.asarray(x), np.asarray(y)

@@ -85,7 +85,35 @@ class WhereaboutsMethods:
         """
         if isinstance(tower, str | jax.Device):
             tower = self.placement.tower_on(canonical_device_name(tower))
-        return tree_of_tower(opened(value), tower)
+        try:
+            tower = operator.index(tower)
+        except TypeError as error:
+            raise ValueError(
+                f"select_tower: got {tower!r} as the tower, expected its number,"
+                ' counted from 0, or strategy.select_tower(value, "gpu:2").'
+            ) from error
+
+        def row(rows: Any) -> Any:
+            count = len(rows) if are_apart(rows) else num_rows(rows)
+            if not 0 <= tower < count:
+                raise ValueError(
+                    f"There is no tower {tower} among the values of {count} towers."
+                    f" Towers count from 0 to {count - 1}."
+                )
+            return rows[tower]
+
+        def one(x: Any) -> Any:
+            if isinstance(x, TowerLocal):
+                return jax.tree.map(row, x)
+            if not isinstance(x, PerTower):
+                return x
+            return row(x.values) if are_apart(x.values) else jax.tree.map(row, x.values)
+
+        return jax.tree.map(
+            one,
+            opened(value),
+            is_leaf=lambda x: isinstance(x, PerTower) or is_variable(x),
+        )
 
     def regroup(self, nests: Sequence[PyTree]) -> PyTree:
         """One tree of ``T`` towers' trees.
@@ -116,57 +144,21 @@ class WhereaboutsMethods:
                 f"regroup: got {len(nests)} trees, but there are"
                 f" {self.placement.num_towers} towers. Pass one tree for each tower."
             )
-        return tree_of_all(nests)
 
+        def is_whole(x: Any) -> bool:
+            return x is None or is_variable(x)
 
-def tree_of_tower(value: PyTree, tower: int) -> PyTree:
-    """Tower ``t``'s own tree of a tree that holds all towers' values."""
-    try:
-        tower = operator.index(tower)
-    except TypeError as error:
-        raise ValueError(
-            f"select_tower: got {tower!r} as the tower, expected its number, counted"
-            ' from 0, or strategy.select_tower(value, "gpu:2").'
-        ) from error
+        def one(path: tuple[Any, ...], *leaves: Any) -> Any:
+            where = leaf_name("nests", path)
+            if any(isinstance(x, MirroredVar) for x in leaves):
+                return _one_variable(leaves, where)
+            if any(map(is_whole, leaves)):
+                check_structures(leaves, where)
+                return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
+            return leaves[0] if _are_one(leaves) else PerTower(_side_by_side(leaves))
 
-    def row(rows: Any) -> Any:
-        count = len(rows) if are_apart(rows) else num_rows(rows)
-        if not 0 <= tower < count:
-            raise ValueError(
-                f"There is no tower {tower} among the values of {count} towers. Towers"
-                f" count from 0 to {count - 1}."
-            )
-        return rows[tower]
-
-    def one(x: Any) -> Any:
-        if isinstance(x, TowerLocal):
-            return jax.tree.map(row, x)
-        if not isinstance(x, PerTower):
-            return x
-        return row(x.values) if are_apart(x.values) else jax.tree.map(row, x.values)
-
-    return jax.tree.map(
-        one, value, is_leaf=lambda x: isinstance(x, PerTower) or is_variable(x)
-    )
-
-
-def tree_of_all(nests: Sequence[PyTree]) -> PyTree:
-    """One tree of ``T`` towers' trees: the inverse of `tree_of_tower`."""
-
-    def is_whole(x: Any) -> bool:
-        return x is None or is_variable(x)
-
-    def one(path: tuple[Any, ...], *leaves: Any) -> Any:
-        where = leaf_name("nests", path)
-        if any(isinstance(x, MirroredVar) for x in leaves):
-            return _one_variable(leaves, where)
-        if any(map(is_whole, leaves)):
-            check_structures(leaves, where)
-            return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
-        return leaves[0] if _are_one(leaves) else PerTower(_side_by_side(leaves))
-
-    check_structures(nests, "nests", is_leaf=is_whole)
-    return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
+        check_structures(nests, "nests", is_leaf=is_whole)
+        return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
 
 
 def _are_one(leaves: Sequence[Any]) -> bool:
