@@ -400,7 +400,7 @@ def test_an_axis_that_towers_do_not_know_is_explained():
     strategy = tj.Mirrored(towers=2)
     with pytest.raises(NameError) as error:
         strategy.call_for_each_tower(lambda tower: jax.lax.psum(1.0, "batch"))
-    (note,) = error.value.__notes__
+    note = " ".join(error.value.__notes__)
     assert "tj.Mirrored(axis_name='batch')" in note and "tower.reduce(" in note
 
 
