@@ -222,7 +222,7 @@ def test_a_static_field_that_merging_changes_is_refused():
         return {"mine": MeanOfParts((batch * tower.weight).sum(), 1)}
 
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
-    with pytest.raises(ValueError, match=r"metrics\['mine'\].*what is no array in it"):
+    with pytest.raises(ValueError, match=r"metrics\['mine'\].*only arrays travel over"):
         evaluate(np.float32(0), np.ones(4, np.float32))
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.collectives.reduce import strong
-from towerjax.types import PyTree
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import changes, listed
 
 
 def looks_like_state(x: Any) -> bool:
@@ -63,8 +62,7 @@ class Adapted:
         return self._like_this(merge_parts(self.metric, other.metric))
 
     def _like_this(self, metric: Any) -> "Adapted":
-        leaves = jax.tree.leaves(metric)
-        pairs = zip(leaves, self.numbers, strict=True)
+        pairs = zip(jax.tree.leaves(metric), self.numbers, strict=True)
         arrays = [leaf for leaf, number in pairs if number is None]
         return dataclasses.replace(self, arrays=arrays)
 
@@ -126,83 +124,51 @@ def adapted(metric: Any) -> Adapted:
     """
     leaves, treedef = jax.tree.flatten(metric)
     plain = [isinstance(x, bool | int | float | str) for x in leaves]
-    whole = Adapted(
-        [strong(x) for x, is_plain in zip(leaves, plain, strict=True) if not is_plain],
-        tuple(
-            x if is_plain else None for x, is_plain in zip(leaves, plain, strict=True)
-        ),
-        treedef,
-    )
-    merged = merged_leaves(whole.metric, merge_parts)
-    kept = [
-        is_plain and isinstance(new, type(x)) and new == x
-        for x, new, is_plain in zip(leaves, merged, plain, strict=True)
-    ]
-    arrays = [strong(x) for x, is_kept in zip(leaves, kept, strict=True) if not is_kept]
-    numbers = (x if is_kept else None for x, is_kept in zip(leaves, kept, strict=True))
-    state = Adapted(arrays, tuple(numbers), treedef)
-    merged_leaves(state, merge_parts)
+    merged: list[Any] = []
+
+    def merge(first: Adapted, second: Adapted) -> list[Any]:
+        merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
+        return [x for x in merged if hasattr(x, "shape")]
+
+    _traced(metric, merge, _adapted(leaves, plain, treedef))
+    if len(merged) == len(leaves):  # else it is told below
+        plain = [
+            is_plain and isinstance(new, type(x)) and new == x
+            for x, new, is_plain in zip(leaves, merged, plain, strict=True)
+        ]
+    state = _adapted(leaves, plain, treedef)
+    check_merge(state)
     return state
 
 
-def merged_leaves(state: PyTree, merge: Callable[[Any, Any], Any]) -> list[Any]:
-    """What the leaves become when the state is merged with one of its kind."""
-    leaves, treedef = jax.tree.flatten(state)
-    is_array = [hasattr(x, "shape") for x in leaves]
-    numbers: list[Any] = []
-    trees = [treedef]
-
-    def traced(first: list[Any], second: list[Any]) -> list[Any]:
-        both = [
-            jax.tree.unflatten(
-                treedef,
-                [
-                    arrays.pop(0) if a else x
-                    for x, a in zip(leaves, is_array, strict=True)
-                ],
-            )
-            for arrays in (list(first), list(second))
-        ]
-        out, trees[0] = jax.tree.flatten(merge(*both))
-        numbers[:] = [None if hasattr(x, "shape") else x for x in out]
-        return [x for x in out if hasattr(x, "shape")]
-
-    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
-    kind = type(getattr(state, "metric", state)).__name__
-    try:
-        shapes = jax.eval_shape(traced, arrays, arrays)
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"The merge of a {kind} cannot be traced, so its towers cannot be merged in"
-            f" a step: {error} A state has arrays of fixed shapes, and merges them with"
-            " jax.numpy."
-        ) from error
-    pool = iter(shapes)
-    merged = [next(pool) if x is None else x for x in numbers]
-    _check_alike(kind, leaves, merged)
-    if trees[0] != treedef:
-        raise ValueError(
-            f"The merge of two {kind} changes what is no array in it: {treedef} becomes"
-            f" {trees[0]}. Only arrays travel over towers: make it an array, such as"
-            " jnp.int32(1) for a count."
-        )
-    return merged
+def _adapted(leaves: list[Any], plain: list[bool], treedef: Any) -> Adapted:
+    pairs = list(zip(leaves, plain, strict=True))
+    arrays = [strong(x) for x, is_plain in pairs if not is_plain]
+    return Adapted(
+        arrays, tuple(x if is_plain else None for x, is_plain in pairs), treedef
+    )
 
 
-def _check_alike(kind: str, leaves: list[Any], merged: list[Any]) -> None:
-    def text(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
-
-    bad = [
-        f"leaf {i} was {text(old)} and is {text(new)}"
-        for i, (old, new) in enumerate(zip(leaves, merged, strict=False))
-        if hasattr(old, "shape") and text(old) != text(new)
-    ]
-    if len(leaves) != len(merged):
-        bad = [f"it had {len(leaves)} leaves and has {len(merged)}"]
+def check_merge(state: Any) -> None:
+    """Raise unless a state merged with one of its kind is another of it."""
+    kind = getattr(state, "metric", state)
+    bad = changes("it", state, _traced(kind, merge_parts, state))
     if bad:
         raise ValueError(
-            f"The merge of two {kind} changes the state: {listed(bad)}. Towers are"
-            " merged in a compiled program, so shapes and dtypes stay: keep sums or"
-            " histograms, and concatenate on the host what a predict step returns."
+            f"The merge of two {type(kind).__name__} changes the state: {listed(bad)}."
+            " Towers are merged in a compiled program, and only arrays travel over"
+            " towers, of fixed shapes and dtypes: keep sums or histograms, make a count"
+            " an array, jnp.int32(1), and concatenate on the host what a predict step"
+            " returns."
         )
+
+
+def _traced(kind: Any, merge: Callable[[Any, Any], Any], state: Any) -> Any:
+    try:
+        return jax.eval_shape(merge, state, state)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The merge of a {type(kind).__name__} cannot be traced, so its towers"
+            f" cannot be merged in a step: {error} A state has arrays of fixed shapes,"
+            " and merges them with jax.numpy."
+        ) from error

@@ -14,10 +14,10 @@ from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.metrics.foreign import (
     Adapted,
     adapted,
+    check_merge,
     is_collection,
     looks_like_state,
     merge_parts,
-    merged_leaves,
 )
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import PyTree, Sum
@@ -143,7 +143,7 @@ def check(name: str, x: Any) -> Any:
         ):
             x = adapted(x)
         x = jax.tree.map(strong, x)
-        merged_leaves(x, merge_parts)
+        check_merge(x)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return jax.tree.map(wide, x) if is_additive(x) else x
