@@ -122,7 +122,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             **extra_args: Any,
         ) -> tuple[PyTree, Any]:
             _check_is_own(state, init, params)
-            grads, value = _reduced(updates, state, loss)
+            grads, value = _reduced(updates, loss, state.towers)
             if value is not None:
                 extra_args.setdefault("value", value)
             out, after = update_with_rows(
@@ -304,30 +304,18 @@ def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
         )
 
 
-def _reduced(
-    grads: PyTree, state: TowerOptimizerState, loss: Any
-) -> tuple[PyTree, jax.Array | None]:
-    """The gradient of the one loss, of the towers' gradients; and that loss."""
-    towers = state.towers
-    if towers is None:
-        return _alone(grads, loss)
-    return _over_towers(grads, loss, towers)
-
-
-def _alone(grads: PyTree, loss: Any) -> tuple[PyTree, jax.Array | None]:
-    if not isinstance(loss, Weighted):
-        return grads, loss
-    scale = Weighted(1.0, loss.weight).value
-    return _scaled(grads, scale), loss.value
-
-
 def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
     return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
-def _over_towers(
-    grads: PyTree, loss: Any, towers: TowersOfStep
+def _reduced(
+    grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
+    """The gradient of the one loss, of the towers' gradients; and that loss."""
+    if towers is None:
+        if not isinstance(loss, Weighted):
+            return grads, loss
+        return _scaled(grads, Weighted(1.0, loss.weight).value), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
             "TowerOptimizer.update was not told the loss, and under loss_reduction="
