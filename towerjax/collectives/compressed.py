@@ -82,17 +82,7 @@ class Compressed:
         return AllReduce().sum_over_towers(tree, axes)
 
     def init_state(self, gradient: PyTree) -> PyTree:
-        """What one tower has lost before the first step: zeros; see `KeepsState`.
-
-        Args:
-          gradient: Arrays or shapes like the gradient's.
-
-        Returns:
-          An array for each leaf that is coded; None without error feedback.
-
-        Raises:
-          ValueError: No leaf is coded.
-        """
+        """What one tower has lost before the first step, zeros; see `KeepsState`."""
         kept = jax.tree.map(lambda x: _wide(x) if self._codes(x) else None, gradient)
         if not jax.tree.leaves(kept):
             raise ValueError(

@@ -52,14 +52,7 @@ class Hierarchical:
             check_whole("Hierarchical.group_size", self.group_size)
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, when the groups come out even; see `ChecksDevices`.
-
-        Args:
-          devices: Canonical names, in tower order.
-
-        Raises:
-          ValueError: They do not.
-        """
+        """Nothing, when the groups come out even; see `ChecksDevices`."""
         if self.group_size is not None:
             _check_divides(self.group_size, len(devices))
 

@@ -52,14 +52,7 @@ class ReduceToOneDevice:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, when the device is one of these; see `ChecksDevices`.
-
-        Args:
-          devices: Canonical names, in tower order.
-
-        Raises:
-          ValueError: It is not.
-        """
+        """Nothing, when the device is one of these; see `ChecksDevices`."""
         if self.device is not None and self.device not in devices:
             raise ValueError(
                 f"ReduceToOneDevice.device={self.device!r} is not one of the"

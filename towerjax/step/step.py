@@ -194,17 +194,11 @@ class Step(CompiledStep):
     ) -> TrainState:
         """The shapes of the state before the first step, without any device.
 
-        Args:
-          params: Arrays or ``jax.ShapeDtypeStruct``.
-          opt_state: As for `init`, arrays or shapes.
-          local: As for `init`.
-          extra: As for `init`, arrays or shapes.
+        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays, but
+        for ``local``.
 
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
-
-        Raises:
-          ValueError: As `init`.
         """
         num_towers, counts = self.strategy.placement.num_towers, self.counts_examples
         state = abstract_state(

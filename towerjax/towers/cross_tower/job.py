@@ -59,16 +59,7 @@ class MultiStepContext:
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """The strategy's own, in which a tower may set outputs of this context.
-
-        Args:
-          fn: The tower function.
-          *args: As for ``strategy.call_for_each_tower``.
-          **kwargs: As ``args``.
-
-        Returns:
-          ``fn``'s tree.
-        """
+        """The strategy's own, in which a tower may set outputs of this context."""
 
         def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._tower, self._of_towers = tower, {}
