@@ -32,8 +32,7 @@ from towerjax.tools.shell import (
     show,
     whole_numbers,
 )
-from towerjax.tools.testing.audit import assert_replicates
-from towerjax.tools.testing.findings import SplitError
+from towerjax.tools.testing.audit import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import Reduction
 from towerjax.types.version import __version__

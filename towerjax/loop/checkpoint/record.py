@@ -200,27 +200,13 @@ class CheckpointRecord:
     format: int = FORMAT
 
     def write(self, folder: pathlib.Path) -> None:
-        """Write it into a checkpoint.
-
-        Args:
-          folder: The checkpoint's.
-        """
+        """Write it into a checkpoint."""
         fields = dataclasses.asdict(self)
         write_whole(folder / NAME, json.dumps(fields, indent=1, allow_nan=False))
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "CheckpointRecord":
-        """The record of a checkpoint.
-
-        Args:
-          folder: The checkpoint's.
-
-        Returns:
-          The record.
-
-        Raises:
-          CheckpointError: It is missing, or none that this version knows.
-        """
+        """The record of a checkpoint, or a `CheckpointError` where none can be read."""
         try:
             fields = json.loads((folder / NAME).read_text(encoding="utf-8"))
             if fields["format"] != FORMAT:

@@ -29,14 +29,7 @@ class Result:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Result":
-        """The result that a line holds.
-
-        Args:
-          record: What the line says.
-
-        Returns:
-          A `Result`.
-        """
+        """The result that a line holds."""
         return cls(Trial(**record["trial"]), record["status"], record)
 
     def interval(self, name: str) -> Interval | None:
@@ -220,14 +213,7 @@ class Results(list[Result], Shown):
     """The results of a sweep: a list, and a table where it is shown."""
 
     def tables(self, compared: Sequence[Comparison] = ()) -> tuple[Table, ...]:
-        """What is shown: results, those without figures, verdicts.
-
-        Args:
-          compared: What `compare` found.
-
-        Returns:
-          A table each, but for what is empty.
-        """
+        """What is shown: results, those without figures, and what `compare` found."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for result in self:
             if result.status != "ok":

@@ -34,14 +34,7 @@ class Member:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Member":
-        """The member that a line holds.
-
-        Args:
-          record: What the line says.
-
-        Returns:
-          A `Member`.
-        """
+        """The member that a line holds."""
         metrics = {name: _array(x) for name, x in record["metrics"].items()}
         found = {name: _array(x)[()] for name, x in record["evaluation"].items()}
         about = record["order"], record["seconds"]
@@ -77,11 +70,7 @@ class Sweep(Shown):
         return [member.config for member in self.members]
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown: a row a member.
-
-        Returns:
-          One table.
-        """
+        """What is shown: a row a member."""
         cells = [
             tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
             for row in self.rows()
@@ -90,11 +79,7 @@ class Sweep(Shown):
         return (Table(f"{len(self.members)} members", head, tuple(cells)),)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping a member: its configuration, its last numbers, how it was trained.
-
-        Returns:
-          A list, for any table.
-        """
+        """A mapping a member: configuration, last numbers, how it was trained."""
         return [
             {
                 **member.config,
