@@ -329,6 +329,66 @@ def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
     assert "value * tower.num_towers" in text
 
 
+# A mean times a number, which is to be the same on all towers.
+
+
+def by_a_number_of_rows(params, batch, tower):
+    scale = jnp.std(batch["y"])
+    return output(params, batch, tower).loss / scale  # here
+
+
+def a_term_by_tower_id(params, batch, tower):
+    mean = output(params, batch, tower).loss
+    factor = 0.1 * tower.id  # here
+    return mean + factor * mean + tj.shared(params["b"])
+
+
+def a_metric_by_tower_key(params, batch, tower):
+    scale = jax.random.uniform(tower.rng)  # here
+    mean = output(params, batch, tower).loss
+    return output(params, batch, tower, {"m": scale * mean})
+
+
+def by_what_all_share(params, batch, tower):
+    mean = output(params, batch, tower).loss
+    number = tower.reduce(R.MEAN, batch["y"].mean()) + norm(params) * tower.step
+    drawn = jax.random.uniform(tower.shared_rng)
+    return number * mean - drawn * mean / tower.num_towers
+
+
+def by_own_parameters(params, batch, tower):
+    return jnp.exp(params["b"]) * output(params, batch, tower).loss
+
+
+FACTORS = {
+    by_a_number_of_rows: "batch['y']",
+    a_term_by_tower_id: "tower.id",
+    a_metric_by_tower_key: "tower.id",
+}
+
+
+@pytest.mark.parametrize("loss_fn", FACTORS, ids=lambda f: f.__name__)
+def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
+    first, told, *advice = refusal(loss_fn).splitlines()
+    assert first == "A mean is multiplied with what differs from tower to tower:"
+    assert f"depends on {FACTORS[loss_fn]};" in told and marked(loss_fn) in told
+    assert "tj.Weighted.mean(values * factor, weight)" in advice[0]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "options"),
+    [
+        (by_what_all_share, {}),
+        (by_own_parameters, {}),
+        (by_own_parameters, {"sync": tj.sync.LocalSGD(every=2)}),  # each has its own
+    ],
+)
+def test_a_factor_of_a_mean_that_all_towers_share_is_none(loss_fn, options):
+    strategy = tj.Mirrored(towers=8)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+    step.check(PARAMS, BATCH)
+
+
 @pytest.mark.parametrize("loss_fn", HANGING, ids=lambda f: f.__name__)
 def test_what_would_hang_is_refused(loss_fn):
     text = refusal(loss_fn)

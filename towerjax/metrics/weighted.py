@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from towerjax.metrics.rows import element_weights, ratio
+from towerjax.proof.scale import SHARED_FACTOR
 from towerjax.types import ArrayLike
 
 
@@ -127,6 +130,8 @@ class Weighted(_Term):
         """The mean times a number that all towers share."""
         if isinstance(factor, Weighted | Means):
             return NotImplemented
+        if isinstance(factor, Tracer):
+            factor = checkpoint_name(factor, SHARED_FACTOR)
         return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
 
     __rmul__ = __mul__

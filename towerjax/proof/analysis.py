@@ -37,6 +37,7 @@ from towerjax.proof.origin import line_of
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
+    SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
     Scale,
     moving_literals,
@@ -97,6 +98,7 @@ def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
         draws=tuple(x for x in found if isinstance(x, Draw)),
+        factors=tuple(x for x in found if isinstance(x, Dependence)),
     )
 
 
@@ -197,7 +199,9 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """What towers assign to a variable, or a loss that a step adds up by its name."""
+    """What towers assign to a variable, a loss that a step adds up, a mean's factor."""
+    if eqn.params["name"] == SHARED_FACTOR and ins[0].axes:
+        context.found.append(Dependence(ins[0].source, made_at(ins[0])))
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
         scale = of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
         return [ins[0]._replace(scale=scale)]

@@ -69,6 +69,7 @@ class Analysis:
     collectives: tuple[Collective, ...]
     repeats: tuple[Repeat, ...] = ()
     draws: tuple[Draw, ...] = ()
+    factors: tuple[Dependence, ...] = ()
 
     @classmethod
     def joined(cls, parts: Sequence["Analysis"]) -> "Analysis":
@@ -80,6 +81,9 @@ class Analysis:
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
 _REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
 or keep it per tower in TowerOutput(local=...)."""
+_FACTORS = "A mean is multiplied with what differs from tower to tower:"
+_ROWS = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
+same on all towers, tower.reduce(tj.Reduction.MEAN, factor)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
 _ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
 tower.num_towers. Where T times the value is meant, write value * tower.num_towers in
@@ -129,6 +133,17 @@ def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
             " jax.random.key(seed, impl='threefry2x32'), local='scan', or one tower a"
             " device."
         )
+
+
+def refuse_factors(analysis: Analysis) -> None:
+    """Raise where a mean's factor is another on another tower."""
+    told = [
+        f"  - what depends on {x.source}; it "
+        + (f"is made at {x.line}" if x.line else "stands as it came in")
+        for x in analysis.factors
+    ]
+    if told:
+        raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(told), _ROWS]))
 
 
 def refuse_meetings(analysis: Analysis) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof.found import Collective, Draw, Hang, Repeat
+from towerjax.proof.found import Collective, Dependence, Draw, Hang, Repeat
 from towerjax.proof.origin import Site, line_of
 from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
 
@@ -134,7 +134,7 @@ class Context(NamedTuple):
 
     towers: frozenset[str]
     sizes: Mapping[str, int]
-    found: list[Collective | Draw | Hang | Repeat]
+    found: list[Collective | Dependence | Draw | Hang | Repeat]
     outer: Site | None = None
     trips: int | None = 1
     control: Site | None = None

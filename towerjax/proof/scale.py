@@ -25,6 +25,9 @@ SUMMED_BY_STEP = "towerjax.sums"
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
 """Name of a value of which a step takes the sum over towers, without a division."""
 
+SHARED_FACTOR = "towerjax.shared_factor"
+"""Name of what a mean is multiplied with, which is to be the same on all towers."""
+
 SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
 """Name of what towers assign, to be added up; a constant there counts no towers."""
 

@@ -11,7 +11,13 @@ from jax.core import Tracer
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
-from towerjax.proof.found import Analysis, prove_mirrored, refuse_draws, refuse_meetings
+from towerjax.proof.found import (
+    Analysis,
+    prove_mirrored,
+    refuse_draws,
+    refuse_factors,
+    refuse_meetings,
+)
 from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, leaf_name, name_by_key
@@ -97,6 +103,8 @@ class Proving:
             proof = dataclasses.replace(proof, unmasked=lambda: names)
         if one.alone is not None:
             refuse_meetings(proof.analysis)
+        else:
+            refuse_factors(proof.analysis)
         return proof, out, towers
 
     def proof(self) -> Proof:
