@@ -18,11 +18,10 @@ from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, shared
 from towerjax.proof.found import ReplicationError
 from towerjax.step import sync
+from towerjax.step.amiss import DesyncError, NonFiniteError
 from towerjax.step.checking import Check
-from towerjax.step.desync import DesyncError
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
-from towerjax.step.nonfinite import NonFiniteError
 from towerjax.step.state import TrainState
 from towerjax.step.step import build_step
 from towerjax.step.train import build_train_step

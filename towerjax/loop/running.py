@@ -21,10 +21,10 @@ from towerjax.loop.records import Record, Writers
 from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Watch
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.step.amiss import NonFiniteError
 from towerjax.step.checking import error_of, in_brief, is_refused
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import placed_params
-from towerjax.step.nonfinite import NonFiniteError
 from towerjax.step.state import TrainState
 
 

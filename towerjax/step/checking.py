@@ -11,8 +11,14 @@ import numpy as np
 from jax import lax
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
-from towerjax.step.desync import DesyncError, Differing, differing_leaves, fingerprints
-from towerjax.step.nonfinite import Flags, NonFiniteError
+from towerjax.step.amiss import (
+    DesyncError,
+    Differing,
+    Flags,
+    NonFiniteError,
+    differing_leaves,
+    fingerprints,
+)
 from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
 from towerjax.types.options import check_flag, check_whole

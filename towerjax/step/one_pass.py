@@ -24,8 +24,8 @@ from towerjax.metrics.state import (
     merged_rows,
 )
 from towerjax.proof.scale import SUMMED_BY_STEP
+from towerjax.step.amiss import flags, side_by_side
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
-from towerjax.step.nonfinite import flags, side_by_side
 from towerjax.step.returned import (
     are_gradients,
     filled,

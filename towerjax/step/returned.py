@@ -12,7 +12,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.nonfinite import Part
+from towerjax.step.amiss import Part
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key

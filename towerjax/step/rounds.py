@@ -12,8 +12,8 @@ from jax import lax
 
 from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import UnknownWeights, Weighted
+from towerjax.step.amiss import NonFiniteError, Place
 from towerjax.step.engine import Engine
-from towerjax.step.nonfinite import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.optimizers import (
     Trainable,

@@ -11,11 +11,11 @@ import numpy as np
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
+from towerjax.step.amiss import Place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite, one_step_recipe
 from towerjax.step.given_state import check_is_state
-from towerjax.step.nonfinite import Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proof, Proving, Recipe, prove
