@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.report.alive import alive_at_peak
 from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
-from towerjax.step.report.memory import memory_of
+from towerjax.step.report.memory import alive_at_peak, memory_of
 from towerjax.step.report.step_report import timed
 from towerjax.step.report.tables import Table, as_html, as_text, in_flops
 

@@ -409,7 +409,7 @@ PROOF = (
     _m(
         "P01",
         "proof: a reduction over some axes is one over all",
-        "proof.collective:_reduced",
+        "proof.marks:_reduced",
         "if not left:",
         "if not left or left:",
         "test_analysis.py::test_reduction_over_one_of_two_axes_is_refused[psum]",
@@ -417,7 +417,7 @@ PROOF = (
     _m(
         "P02",
         "proof: a sum in groups of towers is one over all",
-        "proof.collective:communicated",
+        "proof.marks:communicated",
         "if name in REDUCTIONS and (given is None or over):",
         "if name in REDUCTIONS:",
         "test_analysis.py::test_sum_over_unequal_groups_of_equal_values_is_refused",
@@ -523,7 +523,7 @@ PROOF = (
     _m(
         "P15",
         "proof: a sum of what is already the same on all towers may be",
-        "proof.collective:_summed",
+        "proof.marks:_summed",
         "scale = scale.times(Scale(low=1.0, high=1.0))",
         "scale = scale.times(Scale(high=1.0))",
         "test_proof_refused.py::test_a_sum_of_what_is_the_same_is_refused[sum_of_norm]",
@@ -531,7 +531,7 @@ PROOF = (
     _m(
         "P16",
         "proof: a sum over one group of all towers is taken for one over a part",
-        "proof.collective:_summed",
+        "proof.marks:_summed",
         "groups(eqn, size) is None",
         'not eqn.params.get("axis_index_groups")',
         "test_analysis.py::test_a_sum_of_equals_over_one_group_of_all_is_too_much",

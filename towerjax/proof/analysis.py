@@ -13,7 +13,6 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.collective import communicated, hang_of
 from towerjax.proof.equation import (
     IDENTITIES,
     is_foreign,
@@ -32,7 +31,16 @@ from towerjax.proof.found import (
     Hang,
     Repeat,
 )
-from towerjax.proof.marks import FIXED, Context, Mark, made_at, merged, under
+from towerjax.proof.marks import (
+    FIXED,
+    Context,
+    Mark,
+    communicated,
+    hang_of,
+    made_at,
+    merged,
+    under,
+)
 from towerjax.proof.origin import line_of
 from towerjax.proof.scale import (
     CONSTANT,

@@ -12,11 +12,10 @@ from jax.extend.core import Jaxpr
 
 from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
-from towerjax.step.report.alive import Alive, alive_at_peak
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
-from towerjax.step.report.memory import Buffer, Memory, memory_of
+from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
 from towerjax.step.report.tables import (
     Shown,
     Stored,
