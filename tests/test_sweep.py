@@ -293,7 +293,7 @@ def checked(rate):
         ),
         (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
         (lambda rate: small(rate)[0], {"rate": [0.1]}, {}, "it returns .step, state."),
-        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a Tr"),
+        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a tj.Tr"),
         (checked, {"rate": [0.1]}, {}, "looks at one training"),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     ],
