@@ -293,7 +293,7 @@ def checked(rate):
         ),
         (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
         (lambda rate: small(rate)[0], {"rate": [0.1]}, {}, "it returns .step, state."),
-        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a tj.Tr"),
+        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a"),
         (checked, {"rate": [0.1]}, {}, "looks at one training"),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     ],
@@ -346,7 +346,7 @@ def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
     with pytest.raises(ValueError, match="'sed' is none of rate, seed"):
         found.curves(over="sed")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="Matplotlib, which is not installed"):
+    with pytest.raises(ValueError, match="matplotlib, which is not installed"):
         found.plot()
     monkeypatch.undo()
     pytest.importorskip("matplotlib")

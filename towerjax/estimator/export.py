@@ -34,7 +34,7 @@ from towerjax.towers.tower_local import local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed, map_parts
-from towerjax.types.options import check_does
+from towerjax.types.options import check_does, optional
 from towerjax.types.version import __version__
 
 _FORMAT = 1
@@ -265,13 +265,7 @@ def _program(source: pathlib.Path, name: Any) -> Any:
 
 
 def _require_flatbuffers() -> None:
-    try:
-        import flatbuffers  # noqa: F401  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ValueError(
-            "JAX writes and reads programs by the package flatbuffers, which is not"
-            " installed. Install it: pip install 'towerjax[export]'."
-        ) from error
+    optional("flatbuffers", "A program that JAX writes or reads", "'towerjax[export]'")
 
 
 def _as_one_tower(variables: PyTree) -> PyTree:

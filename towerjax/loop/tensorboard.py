@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.loop.records import Record
-from towerjax.types.options import check_number, check_path, check_whole
+from towerjax.types.options import check_number, check_path, check_whole, optional
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +66,11 @@ class TensorBoard:
             raise ValueError(
                 f"TensorBoard(logdir={str(logdir)!r}) is a file; name a folder."
             )
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto import event_pb2
-        except ImportError as error:
-            raise ValueError(
-                f"TensorBoard({str(logdir)!r}) needs the package tensorboardX, which"
-                f" cannot be imported ({error}). Install it, by itself or with"
-                " towerjax[tensorboard]; tj.JsonLines(path) needs nothing."
-            ) from error
+        needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
+        writer, proto = (
+            optional(f"tensorboardX.{name}", *needs)
+            for name in ("event_file_writer", "proto.event_pb2")
+        )
         logdir.mkdir(parents=True, exist_ok=True)
         if start == 0 and not self.replace and any(logdir.glob("*tfevents*")):
             raise ValueError(
@@ -85,8 +81,8 @@ class TensorBoard:
             )
         # Its name has the second; a second run in it would overwrite the first.
         suffix = f".{os.getpid()}.{time.time_ns()}"
-        events = EventsWriter(str(logdir / "events"), suffix)
-        return OpenTensorBoard(self, events, event_pb2, start)
+        events = writer.EventsWriter(str(logdir / "events"), suffix)
+        return OpenTensorBoard(self, events, proto, start)
 
 
 class OpenTensorBoard:

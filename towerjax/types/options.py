@@ -1,5 +1,6 @@
 """Is an option what it must be? One text for each kind, before anything is done."""
 
+import importlib
 import inspect
 import numbers
 import os
@@ -62,6 +63,18 @@ def check_flag(name: str, value: Any) -> None:
     """Raise unless a value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be True or False.")
+
+
+def optional(module: str, what: str, install: str) -> Any:
+    """A module of a package that is not always installed, for what needs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"{what} needs {package}, which is not installed ({error}). Write pip"
+            f" install {install}."
+        ) from error
 
 
 def check_function(name: str, value: Any, form: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.types import PyTree, readable_leaves
 from towerjax.types.leaves import listed
+from towerjax.types.options import optional
 
 _DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_,
@@ -43,8 +44,8 @@ def save_safetensors(
       metadata: Text by name, kept in the file's head.
 
     Raises:
-      CheckpointError: The format has no such dtype, two leaves have one name, or the
-        package safetensors is not installed.
+      CheckpointError: The format has no such dtype, or two leaves have one name.
+      ValueError: The package safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -68,22 +69,17 @@ def save_safetensors(
     path = pathlib.Path(path)
     being_made = path.with_name(path.name + ".saving")
     arrays = {name: np.asarray(x, order="C") for name, x in names.items()}
-    _library().numpy.save_file(arrays, being_made, dict(metadata or {}) or None)
+    _library("safetensors.numpy").save_file(
+        arrays, being_made, dict(metadata or {}) or None
+    )
     with being_made.open("rb") as file:
         os.fsync(file.fileno())
     being_made.replace(path)
 
 
-def _library() -> Any:
-    """The package that defines the format."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise CheckpointError(
-            "Such files are written and read by the package safetensors, which is not"
-            " installed. Install it: pip install 'towerjax[safetensors]'."
-        ) from error
-    return safetensors
+def _library(module: str) -> Any:
+    """Of the package that defines the format."""
+    return optional(module, "Such a file", "'towerjax[safetensors]'")
 
 
 def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
@@ -99,8 +95,8 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTre
 
     Raises:
       CheckpointError: The file is cut or none of this format; a leaf is missing, too
-        many, or has another shape or dtype (names all of them); or the package
-        safetensors is not installed.
+        many, or has another shape or dtype (names all of them).
+      ValueError: The package safetensors is not installed.
 
     Example:
       >>> import tempfile
@@ -136,7 +132,7 @@ def _kind(x: Any) -> str:
 
 def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
     # Not by safetensors.numpy, which has no float8.
-    library, data = _library(), path.read_bytes()
+    library, data = _library("safetensors"), path.read_bytes()
     try:
         leaves = library.deserialize(data)
         return {

@@ -1,7 +1,6 @@
 """What came out of a sweep? A table, the best, learning curves with their bands."""
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.sweep.grid import Config
-from towerjax.types.options import check_choice
+from towerjax.types.options import check_choice, optional
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,14 +98,8 @@ class Sweep(Shown):
         Raises:
           ValueError: pandas is not installed.
         """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ModuleNotFoundError:
-            raise ValueError(
-                "to_pandas() needs pandas, which is not installed; rows() gives the"
-                " same as a list of mappings."
-            ) from None
-        return pandas.DataFrame(self.rows())
+        needs = "to_pandas(), which gives what rows() does,"
+        return optional("pandas", needs, "pandas").DataFrame(self.rows())
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
         """The member whose last number is best; one that is not finite never is.
@@ -172,14 +165,8 @@ class Sweep(Shown):
         Raises:
           ValueError: There is no such name, or no Matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            raise ValueError(
-                "Plots need Matplotlib, which is not installed. Install"
-                " 'towerjax[examples]', or leave them out."
-            ) from None
-        picture = Figure(figsize=(5.0, 3.4), layout="constrained", dpi=70)
+        figures = optional("matplotlib.figure", "plot()", "'towerjax[examples]'")
+        picture = figures.Figure(figsize=(5.0, 3.4), layout="constrained", dpi=70)
         panel = picture.subplots()
         panel.set(xlabel="step", ylabel=metric)
         for label, rows in self.curves(metric, over=over).items():
