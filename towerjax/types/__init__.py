@@ -1,19 +1,226 @@
-"""The nouns: Sum, Rows, PerTower, Reduction, Layout, TowerOutput."""
+"""What the nouns are: Sum, Rows, PerTower, Reduction, Layout, TowerOutput."""
 
-from towerjax.types.nouns import ArrayLike as ArrayLike
-from towerjax.types.nouns import Layout as Layout
-from towerjax.types.nouns import LossFn as LossFn
-from towerjax.types.nouns import MetricFn as MetricFn
-from towerjax.types.nouns import PerTower as PerTower
-from towerjax.types.nouns import PredictFn as PredictFn
-from towerjax.types.nouns import PyTree as PyTree
-from towerjax.types.nouns import Reduction as Reduction
-from towerjax.types.nouns import Rows as Rows
-from towerjax.types.nouns import Shared as Shared
-from towerjax.types.nouns import Sum as Sum
-from towerjax.types.nouns import TowerOutput as TowerOutput
-from towerjax.types.nouns import leaf_name as leaf_name
-from towerjax.types.nouns import name_by_key as name_by_key
-from towerjax.types.nouns import named_leaves as named_leaves
-from towerjax.types.nouns import readable_leaves as readable_leaves
-from towerjax.types.nouns import short_repr as short_repr
+import dataclasses
+import enum
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+
+from towerjax.types.html_form import leaf_table
+
+PyTree: TypeAlias = Any
+ArrayLike: TypeAlias = jax.typing.ArrayLike
+
+
+class Reduction(enum.Enum):
+    """How the values of ``T`` towers become one value.
+
+    ``SUM`` adds them, ``MEAN`` adds them and divides by ``T``,
+    ``ONLY_FIRST_TOWER`` takes tower 0's, ``NONE`` says that the value is not to
+    be reduced: asking for one value of it is an error.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_TOWER = "only_first_tower"
+    NONE = "none"
+
+    def __repr__(self) -> str:
+        """Text that can be pasted back."""
+        return f"Reduction.{self.name}"
+
+
+class Layout(enum.Enum):
+    """Where one value lies.
+
+    ``MIRRORED``: one value, the same on every tower. ``PER_TOWER``: dim 0 runs
+    over towers (or over the examples, tower after tower) and is split over the
+    devices. ``PER_TOWER_STEPS``: dim 0 runs over steps and dim 1 is split.
+    ``SHARDED``: one value, of which each device holds a part: its longest dim that the
+    devices divide is split; a value that has none is mirrored.
+    """
+
+    MIRRORED = "mirrored"
+    PER_TOWER = "per_tower"
+    PER_TOWER_STEPS = "per_tower_steps"
+    SHARDED = "sharded"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """What is added over micro-batches and towers, and never divided.
+
+    A metric state: as a metric its value is the total of all rows.
+
+    Attributes:
+      value: An array or a pytree of arrays, a tower's part; after the merge the total.
+        What is narrower than 32 bits is added in 32.
+
+    Example:
+      >>> Sum(3.0).merge(Sum(4.0)).value
+      7.0
+    """
+
+    value: Any
+
+    def merge(self, other: "Sum") -> "Sum":
+        """Both added, leaf by leaf."""
+        return Sum(jax.tree.map(operator.add, self.value, other.value))
+
+    def compute(self) -> Any:
+        """The total."""
+        return self.value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A row for each row of the batch.
+
+    Attributes:
+      value: An array or a pytree of arrays ``[b, ...]``, of a tower's rows; after the
+        merge ``[B, ...]``, in the order of the batch.
+
+    Example:
+      >>> import numpy as np
+      >>> Rows(np.zeros((4, 2))).value.shape
+      (4, 2)
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A leaf of a batch that is no rows: the same on all towers, not split.
+
+    A temperature, an annealed rate, a teacher's parameters. It is traced, so that a new
+    value compiles nothing, and the tower function sees the bare tree in its place.
+
+    Attributes:
+      value: A pytree of arrays and numbers. Arrays that lie on all the step's devices
+        already are not copied.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     errors = w - batch["x"] * batch["scale"]
+      ...     return tj.Weighted.mean(errors**2, tower.weight)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
+      >>> batch = {"x": np.array([1, 3], np.float32), "scale": tj.Shared(2.0)}
+      >>> float(step(step.init(0.0), batch)[0].params)
+      4.0
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerTower:
+    """One value a tower, side by side.
+
+    Attributes:
+      values: A tuple of the towers' values, whose shapes may differ. Or an array
+        ``[T, ...]`` or any other pytree of them, a list and a named tuple included:
+        row ``t`` of each is tower ``t``'s.
+
+    Example:
+      >>> import numpy as np
+      >>> PerTower(np.array([3.0, 4.0])).values.shape
+      (2,)
+    """
+
+    values: Any
+
+    def _repr_html_(self) -> str:
+        leaves = named_leaves("values", self.values)
+        return leaf_table("PerTower", [(*leaf, "per tower") for leaf in leaves])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TowerOutput:
+    """What a tower's loss function may return besides its loss.
+
+    Attributes:
+      loss: ``Weighted`` of two scalars (or a scalar, with ``loss_reduction``).
+      metrics: Name -> ``Weighted``, ``Sum`` or another metric state (``tj.metrics``),
+        merged over towers and micro-batches; ``PerTower`` of one; or a plain array that
+        is the same on every tower, which is proved before the step is compiled. Of
+        several micro-batches a plain array's last value is kept: make it a state where
+        it depends on the rows.
+      local: The next value of the tower-local variables, of the same structure,
+        shapes and dtypes as ``tower.local``; None leaves them as they are.
+      extra: The next value of ``tower.extra``, of the same tree: ``Weighted`` and
+        ``Sum`` leaves are merged over towers and micro-batches, a bare array is proved
+        to be the same on every tower; None leaves it as it is.
+
+    Example:
+      >>> import towerjax as tj
+      >>> TowerOutput(tj.Weighted(3.0, 2.0), {"hits": tj.Weighted(1.0, 2.0)})
+      TowerOutput(loss=Weighted(sum=3.0, weight=2.0), ...
+    """
+
+    loss: Any
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local: PyTree = None
+    extra: PyTree = None
+
+
+LossFn: TypeAlias = Callable[[PyTree, PyTree, Any], Any]
+"""``(params, batch, tower) -> Weighted | TowerOutput``: one tower's loss.
+
+``batch`` holds the tower's own rows, ``[b, ...]`` a leaf; ``tower`` is its `Tower`.
+"""
+
+MetricFn: TypeAlias = Callable[[PyTree, PyTree, Any], Mapping[str, Any]]
+"""``(params, batch, tower) -> {name: state}``: one tower's part of each metric.
+
+A state is ``Weighted`` or another metric state, see ``tj.metrics``.
+"""
+
+PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
+"""``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""
+
+
+def short_repr(self: Any) -> str:
+    """The call that makes an equal object: only what differs from the defaults."""
+    shown = [
+        f"{field.name}={getattr(self, field.name)!r}"
+        for field in dataclasses.fields(self)
+        if getattr(self, field.name) != field.default
+    ]
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def leaf_name(root: str, path: tuple[Any, ...]) -> str:
+    """The name by which errors call a leaf, e.g. ``batch['image']``."""
+    return f"{root}{jax.tree_util.keystr(path)}"
+
+
+def name_by_key(path: tuple[Any, ...]) -> str:
+    """The name of a leaf of a tree whose keys say what its parts are."""
+    name = leaf_name("", path)
+    if name.startswith("['"):
+        return name.removeprefix("['").replace("']", "", 1)
+    return f"result{name}"
+
+
+def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
+    """``(name, leaf)`` of every leaf, in tree order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [(leaf_name(root, path), leaf) for path, leaf in leaves]
+
+
+def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """``(name, leaf)`` of every leaf, in tree order, as models call them."""
+    keystr = jax.tree_util.keystr
+    return [
+        ("/".join(filter(None, [root, keystr(path, simple=True, separator="/")])), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
