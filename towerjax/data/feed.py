@@ -201,6 +201,16 @@ def own_copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
+def refuse_once(name: str, data: Any, why: str) -> None:
+    """Raise where data that is gone through several times is an iterator."""
+    if hasattr(data, "__next__"):
+        raise ValueError(
+            f"{name} is a {type(data).__name__}, which can be gone through only once,"
+            f" but {why}. Pass a list of batches, or a function that gives them anew:"
+            f" {name}=lambda: tj.batches(data, batch_size)."
+        )
+
+
 @contextlib.contextmanager
 def closing_iterator(
     iterable: Iterable[Pulled], *, is_ours: bool = False

@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from towerjax.data.feed import closing_iterator
+from towerjax.data.feed import closing_iterator, refuse_once
 from towerjax.data.ledger import Unused
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
@@ -81,14 +81,9 @@ class Passes:
                 f"{self.name}={self.data!r} must be an iterable of (features, labels),"
                 " or a function that returns one."
             )
-        if isinstance(self.data, Iterator) and self.epochs != 1:
+        if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
-            raise ValueError(
-                f"{self.name} is a {_kind(self.data)}, which can be gone through only"
-                f" once, but epochs{epochs} goes through it again. Pass a list of"
-                " batches, or a function that gives them anew: lambda:"
-                " tj.batches((features, labels), batch_size)."
-            )
+            refuse_once(self.name, self.data, f"epochs{epochs} goes through it again")
 
     @property
     def comes_again(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from towerjax.data.feed import refuse_once
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.pipeline import MAKE_STATE
@@ -131,13 +132,7 @@ def _train_passes(data: Data, steps: int | None, epochs: int | None) -> Passes:
 
 def _eval_passes(data: Data | None, options: dict[str, Any]) -> Passes | None:
     if data is not None:
-        if _is_iterator(data):
-            raise ValueError(
-                f"eval_data is a {type(data).__name__}, which can be gone through only"
-                " once, but every evaluation needs all of it. Pass a list of batches,"
-                " or a function that gives them anew:"
-                " lambda: tj.batches((features, labels), batch_size)."
-            )
+        refuse_once("eval_data", data, "every evaluation needs all of it")
         return Passes("eval_data", data)
     for name in ("eval_every", "eval_params", "early_stopping", "best"):
         if (value := options.get(name)) is not None:

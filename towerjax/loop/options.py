@@ -1,9 +1,10 @@
 """What may be asked of the loop? Its options, and whether they fit together."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from towerjax.data.feed import refuse_once
 from towerjax.loop.evaluate import (
     Batches,
     EvaluationStep,
@@ -128,13 +129,7 @@ class Evaluation:
             check_batches("eval_batches", self.batches, or_function=True)
         if self.params is not None:
             check_function("eval_params", self.params, "eval_params(state)")
-        if isinstance(self.batches, Iterator):
-            raise ValueError(
-                f"eval_batches is a {type(self.batches).__name__}, which can be gone"
-                " through only once, but every evaluation needs all of it. Pass a list"
-                " of batches, or a function that gives them anew:"
-                " eval_batches=lambda: tj.batches(data, batch_size)."
-            )
+        refuse_once("eval_batches", self.batches, "every evaluation needs all of it")
         self._check_kinds()
         if self.step is None:
             self._refuse_without_evaluation()

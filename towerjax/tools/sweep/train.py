@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from towerjax.data.feed import Batches
+from towerjax.data.feed import Batches, refuse_once
 from towerjax.loop.progress import choose_display
 from towerjax.loop.records import plain
 from towerjax.loop.run import run
@@ -196,12 +196,8 @@ class _Program:
         batches: Any = source(**self.fixed) if callable(source) else source
         if isinstance(batches, Batches):
             batches = batches.at(batches.position)
-        elif isinstance(source, Iterator):
-            raise ValueError(
-                f"batches is a {type(batches).__name__}, which can be gone through only"
-                " once, but every training needs all of it. Pass a list, tj.batches, or"
-                " a function that gives the batches anew."
-            )
+        else:
+            refuse_once("batches", source, "every training needs all of it")
         per_call = self.steps_per_call
         if few is not None:
             batches, steps = list(itertools.islice(batches, few * per_call)), None
