@@ -2,12 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 import jax
 
-from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check, Checked, Verdicts
@@ -23,12 +23,14 @@ from towerjax.step.program import Program, Runner
 from towerjax.step.proving import Recipe
 from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.state import (
+    CLOCK_LAYOUT,
     TrainState,
+    carry_layout,
     split_state,
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import PyTree
+from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_choice, check_flag, check_whole
 
@@ -80,15 +82,22 @@ class CompiledStep:
 
     def __init__(
         self,
-        recipe: Recipe,
+        step: Callable[..., Any],
         strategy: Strategy,
         options: StepOptions,
         *,
+        layout: dict[str, Layout] | None = None,
+        finds: bool = False,
         counts_examples: bool = False,
     ) -> None:
         self.strategy, self.options = strategy, options
         self.counts_examples = counts_examples
-        self._runner = self._run(recipe)
+        state = {"state": layout or carry_layout(strategy)}
+        ins = {**state, "clock": CLOCK_LAYOUT, **BATCH_LAYOUT}
+        out = {**state, "clock": Layout.MIRRORED}
+        out["metrics"] = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER}
+        out |= dict.fromkeys(["finite", "found"][: 1 + finds], Layout.MIRRORED)
+        self._runner = self._run(Recipe(step, ins, out, donate=options.donate))
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
             strategy.placement,

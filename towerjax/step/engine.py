@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.state import compute, is_metric
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.found import ReplicationError
@@ -20,8 +19,6 @@ from towerjax.step.one_pass import Pass
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import filled
 from towerjax.step.state import (
-    CARRY_LAYOUT,
-    CLOCK_LAYOUT,
     TrainState,
     split_state,
 )
@@ -32,20 +29,6 @@ from towerjax.types import Layout, PerTower, PyTree
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
-IN_LAYOUTS: dict[str, PyTree] = {
-    "state": CARRY_LAYOUT,
-    "clock": CLOCK_LAYOUT,
-    **BATCH_LAYOUT,
-}
-"""The layouts of what a step takes: what is donated of a state, and what is not."""
-
-OUT_LAYOUTS = {
-    "state": CARRY_LAYOUT,
-    "clock": Layout.MIRRORED,
-    "metrics": {"one": Layout.MIRRORED, "own": Layout.PER_TOWER},
-    "finite": Layout.MIRRORED,
-}
-"""The layouts of what a step returns."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -272,21 +255,6 @@ def _said_of_update() -> Iterator[None]:
                 " merged[...].value, such as merged['grads'].value."
             )
         raise
-
-
-def one_step_recipe(
-    step: Callable[..., Any],
-    carry_layout: dict[str, Layout],
-    *,
-    donate: bool,
-    checks: bool = False,
-) -> Recipe:
-    """The recipe of a single step."""
-    out_layouts = {**OUT_LAYOUTS, "state": carry_layout}
-    if checks:
-        out_layouts["found"] = Layout.MIRRORED
-    in_layouts = {**IN_LAYOUTS, "state": carry_layout}
-    return Recipe(step, in_layouts, out_layouts, donate=donate)
 
 
 def repeated_recipe(recipe: Recipe) -> Recipe:

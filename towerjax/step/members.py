@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.engine import one_step_recipe
 from towerjax.step.given_state import check_is_state
 from towerjax.step.program import Runner
 from towerjax.step.state import CLOCK_LAYOUT, TrainState, carry_layout
@@ -55,12 +54,12 @@ class MembersStep(CompiledStep):
                 f"check={options.check} looks at one training, and this program trains"
                 " several. Build the step without."
             )
-        recipe = one_step_recipe(self._fn, self._layout, donate=True)
         goes_on = "skip" if options.on_nonfinite == "raise" else options.on_nonfinite
         super().__init__(
-            recipe,
+            self._fn,
             strategy,
-            dataclasses.replace(options, on_nonfinite=goes_on),
+            dataclasses.replace(options, on_nonfinite=goes_on, donate=True),
+            layout=self._layout,
             counts_examples=shapes.seen is not None,
         )
 

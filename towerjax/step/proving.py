@@ -126,11 +126,6 @@ def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
             if layout is Layout.PER_TOWER:
                 rows = (x.shape[0] * num_towers,)
             shape = rows + x.shape[1:]
-            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-                data = jax.eval_shape(jax.random.key_data, x)
-                numbers = jnp.zeros(shape + data.shape[x.ndim :], data.dtype)
-                impl = jax.random.key_impl(x)
-                return jax.random.wrap_key_data(numbers, impl=impl)
             return jnp.zeros(shape, x.dtype)
 
         return jax.tree.map(zeros, tree)

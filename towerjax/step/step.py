@@ -14,7 +14,7 @@ from towerjax.mesh.placement import place
 from towerjax.step.amiss import Place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
-from towerjax.step.engine import Engine, Guard, OnNonfinite, one_step_recipe
+from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.given_state import check_is_state
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
@@ -23,7 +23,6 @@ from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
     abstract_state,
-    carry_layout,
     init_state,
     kept_for_sums,
     split_state,
@@ -49,13 +48,13 @@ class Step(CompiledStep):
         counts_examples: bool = False,
         finds: bool = False,
     ) -> None:
-        recipe = one_step_recipe(
+        super().__init__(
             engine.step,
-            carry_layout(strategy),
-            donate=options.donate,
-            checks=finds or options.check is not None,
+            strategy,
+            options,
+            finds=finds or options.check is not None,
+            counts_examples=counts_examples,
         )
-        super().__init__(recipe, strategy, options, counts_examples=counts_examples)
         self.engine = engine
         self._locating: dict[int | None, Runner] = {}
 
