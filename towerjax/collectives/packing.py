@@ -25,13 +25,7 @@ _REACH = 8
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where one leaf lies.
-
-    Attributes:
-      buffer: In which buffer.
-      start: From which element.
-      shape: Of which shape.
-    """
+    """Where one leaf lies: in which buffer, from which element on."""
 
     buffer: int
     start: int
@@ -45,14 +39,9 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Which leaf lies where in which buffer; a buffer is of one dtype.
+    """Which leaf lies where in which buffer; a buffer is of one dtype."""
 
-    Attributes:
-      slots: One for each leaf, in tree order.
-      num_buffers: How many buffers there are.
-    """
-
-    slots: tuple[Slot, ...]
+    slots: tuple[Slot, ...]  # one for each leaf, in tree order
     num_buffers: int
 
     @classmethod
@@ -168,16 +157,9 @@ def _unfolded(starts: list[int], witness: jax.Array) -> tuple[jax.Array, ...]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Sums over all towers as they travelled: flat buffers, not yet the tree.
+    """Sums over all towers as they travelled: flat buffers, not yet the tree."""
 
-    Attributes:
-      buffers: The summed buffers, the same on each device.
-      packing: Where each leaf lies in them.
-      treedef: The tree that the leaves make.
-      platform: The device's.
-    """
-
-    buffers: list[jax.Array]
+    buffers: list[jax.Array]  # the same on each device
     packing: Packing = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
     platform: str = dataclasses.field(metadata={"static": True})

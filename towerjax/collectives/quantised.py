@@ -13,15 +13,10 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """Numbers as bytes: of each block whole numbers, and the scale that they count.
+    """Numbers as bytes: of each block whole numbers, and the scale that they count."""
 
-    Attributes:
-      bits: 8, or 4, of which two numbers share a byte.
-      block: How many numbers have a scale together.
-    """
-
-    bits: int
-    block: int
+    bits: int  # 8, or 4, of which two numbers share a byte
+    block: int  # how many numbers have a scale together
 
     def size(self, numbers: int) -> int:
         """How many bytes stand for so many numbers, a multiple of the block."""
@@ -70,17 +65,11 @@ def from_bytes(data: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Leaves end to end, each filled up with zeros to whole blocks.
-
-    Attributes:
-      shapes: The leaves'.
-      block: How many numbers a block has.
-      share: The whole is filled up to a multiple of so many numbers.
-    """
+    """Leaves end to end, each filled up with zeros to whole blocks."""
 
     shapes: tuple[tuple[int, ...], ...]
-    block: int
-    share: int
+    block: int  # how many numbers a block has
+    share: int  # the whole is filled up to a multiple of so many numbers
 
     @classmethod
     def of(cls, leaves: Sequence[jax.Array], block: int, num_devices: int) -> "Blocks":

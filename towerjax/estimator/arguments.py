@@ -66,18 +66,11 @@ _WHERE_ASKED = ("params", "config", "tower")
 
 @dataclasses.dataclass(frozen=True)
 class ModelFn:
-    """A model function and what it asks for.
-
-    Attributes:
-      fn: ``(variables, features, labels, mode, params=None, config=None, tower=None)``
-        of which the last three may be left out; the first has any name.
-      asks_for: Those of the last three that it names.
-      has_own: Those of them that have a value of their own where none is given: a
-        default, or what ``functools.partial`` filled in.
-    """
+    """A model function, of any first name, and what it asks for."""
 
     fn: Callable[..., Any]
-    asks_for: frozenset[str]
+    asks_for: frozenset[str]  # of params, config and tower
+    # Those of them with a value where none is given: a default, or functools.partial's.
     has_own: frozenset[str] = frozenset()
 
     @classmethod

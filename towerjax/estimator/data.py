@@ -48,20 +48,12 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Passes over a data set, as batches of one tree; each ``iter`` starts anew.
+    """Passes over a data set, as batches of one tree; each ``iter`` starts anew."""
 
-    Attributes:
-      name: What the caller calls the data.
-      data: Batches, or a function that gives them, called once a pass.
-      epochs: How many passes; None never ends.
-      most: No more batches than this, in all.
-      with_labels: Hand labels on?
-    """
-
-    name: str
+    name: str  # what the caller calls the data
     data: Data
-    epochs: int | None = 1
-    most: int | None = None
+    epochs: int | None = 1  # None never ends
+    most: int | None = None  # no more batches than this, in all
     with_labels: bool = True
 
     def __post_init__(self) -> None:

@@ -126,21 +126,13 @@ def _spread(weights: Any, losses: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TowersOfStep:
-    """What must be known where a loss or a gradient of all towers is made.
-
-    Attributes:
-      tower: The tower that asks.
-      reduction: What the one loss is.
-      compat: ``"tf1"`` divides by the number of towers whatever the weights are.
-      trace: The trace of the model function, outside of its ``jit``, ``scan`` ...
-      reduced: The losses that optimizers have reduced together with their gradients,
-        and what they came to, so that they need not travel twice.
-    """
+    """What must be known where a loss or a gradient of all towers is made."""
 
     tower: Tower
     reduction: LossReduction
-    compat: str | None
-    trace: Any
+    compat: str | None  # "tf1" divides by the number of towers, whatever weights are
+    trace: Any  # the model function's, outside of its jit, scan ...
+    # Losses that optimizers have reduced with gradients, and what they came to.
     reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property

@@ -55,17 +55,11 @@ def meet(loss: Weighted, grads: PyTree, num_towers: int) -> tuple[Weighted, PyTr
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """A leaf of what a tower returns, whose type says what becomes of it.
+    """A leaf of what a tower returns, whose type says what becomes of it."""
 
-    Attributes:
-      treedef: The tree of its arrays.
-      arrays: Which values of the program they are.
-      number: Which pass returns it; None where it is no tower's own.
-    """
-
-    treedef: Any
-    arrays: list[Any]
-    number: int | None
+    treedef: Any  # of its arrays
+    arrays: list[Any]  # which values of the program they are
+    number: int | None  # which pass returns it; None where it is no tower's own
 
 
 class Cut:

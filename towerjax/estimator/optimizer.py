@@ -30,12 +30,7 @@ from towerjax.types.leaves import has_tracers, map_parts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerOptimizerState:
-    """The state of a `TowerOptimizer`.
-
-    Attributes:
-      inner: The wrapped optimizer's state.
-      towers: The towers that the optimizer runs in; None outside of towers.
-    """
+    """The wrapped optimizer's state, and the towers; None outside of towers."""
 
     inner: PyTree
     towers: TowersOfStep | None = dataclasses.field(

@@ -63,41 +63,24 @@ MAKE_STATE = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """What a trace of a model function told besides arrays: a node without leaves.
-
-    Attributes:
-      hooks: The hooks of the spec.
-      is_weighted: Is its loss a ``Weighted``?
-    """
+    """What a trace of a model function told besides arrays: a node without leaves."""
 
     hooks: tuple[Callable[..., Any], ...]
-    is_weighted: bool
+    is_weighted: bool  # is its loss a Weighted?
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelEngine:
-    """A model function in one mode, before it is compiled: an `Engine` for each batch.
-
-    Attributes:
-      model_fn: The user's function.
-      strategy: Which towers, where, and how they reduce.
-      how: How it is replicated.
-      mode: The mode.
-      wanted: The parts of the spec that are returned; others are not computed.
-      given: ``params`` and ``config``.
-      options: The step's.
-      of_state: Are the variables a ``TrainState``?
-      hooks: Those that the model function returned when it was traced last.
-    """
+    """A model function in one mode, uncompiled: an `Engine` for each kind of batch."""
 
     model_fn: ModelFn
     strategy: Strategy
     how: ModelOptions
     mode: Mode
-    wanted: tuple[str, ...]
-    given: Mapping[str, Any]
+    wanted: tuple[str, ...]  # parts of the spec; others are not computed
+    given: Mapping[str, Any]  # params and config
     options: StepOptions
-    of_state: bool = True
+    of_state: bool = True  # are the variables a TrainState?
     hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
     _made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -350,19 +333,12 @@ class ModelTrainStep(Step):
 
 @dataclasses.dataclass(frozen=True)
 class ModelStep:
-    """A model in one mode, for batches ``{"features": ..., "labels": ...}``.
+    """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
 
-    Attributes:
-      model: The `ReplicatedModel`.
-      mode: Its mode.
-      wanted: The parts of the spec that it tells.
-      given: ``params`` and ``config``.
-    """
-
-    model: Any
+    model: Any  # the ReplicatedModel
     mode: Mode
-    wanted: tuple[str, ...]
-    given: dict[str, Any]
+    wanted: tuple[str, ...]  # the parts of the spec that it tells
+    given: dict[str, Any]  # params and config
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""

@@ -70,21 +70,13 @@ def without_coordinate(along: Along, over: Coordinate) -> Along:
 
 
 class Mark(NamedTuple):
-    """What is known of a value.
+    """What is known of a value."""
 
-    Attributes:
-      axes: Along what it may differ; nothing for a MIRRORED value.
-      source: Why it differs: an input, "tower.id" or a primitive.
-      site: The equation that made it; None for an input or a constant.
-      before: The mark of the operand that it has this from.
-      scale: How many times over it is counted.
-    """
-
-    axes: Along
-    source: str = ""
-    site: Site | None = None
-    before: Any = None
-    scale: Scale = Scale()
+    axes: Along  # along what it may differ; nothing for a MIRRORED value
+    source: str = ""  # why: an input, "tower.id" or a primitive
+    site: Site | None = None  # None for an input or a constant
+    before: Any = None  # the mark of the operand that it has this from
+    scale: Scale = Scale()  # how many times over it is counted
 
 
 FIXED = Mark(frozenset(), scale=CONSTANT)
@@ -121,24 +113,15 @@ def made_at(mark: Mark | None) -> str:
 
 
 class Context(NamedTuple):
-    """Where the walk is.
+    """Where the walk is."""
 
-    Attributes:
-      towers: The tower axes.
-      sizes: How many there are along each axis, as far as that is known.
-      found: What has been found so far; grows.
-      outer: The equation around the jaxpr.
-      trips: Product of the lengths of the scans around it; None under a while.
-      control: The innermost equation around it whose predicate differs.
-      moving: Which literals may stand for ``T``; None is each that ``T`` divides.
-    """
-
-    towers: frozenset[str]
-    sizes: Mapping[str, int]
-    found: list[Collective | Dependence | Draw | Hang | Repeat]
-    outer: Site | None = None
-    trips: int | None = 1
-    control: Site | None = None
+    towers: frozenset[str]  # the tower axes
+    sizes: Mapping[str, int]  # of the axes, as far as that is known
+    found: list[Collective | Dependence | Draw | Hang | Repeat]  # so far
+    outer: Site | None = None  # the equation around the jaxpr
+    trips: int | None = 1  # product of the scans around it; None under a while
+    control: Site | None = None  # the innermost around it whose predicate differs
+    # Which literals may stand for T; None is each that T divides.
     moving: Container[tuple[int, int]] | None = None
 
     def size_of(self, axes: Iterable[str]) -> int:

@@ -240,14 +240,9 @@ class NonFiniteError(FloatingPointError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """What of each leaf is not finite.
+    """What of each leaf is not finite."""
 
-    Attributes:
-      table: ``[M]`` uint8, or ``[T, M]``: 0, or a key of `KINDS`.
-      names: ``M`` pairs: what the leaf is, and its name.
-    """
-
-    table: jax.Array
+    table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def places(self, step: int) -> list[Place]:

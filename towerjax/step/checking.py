@@ -74,16 +74,10 @@ class Check:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """What the devices have of what is mirrored.
+    """What the devices have of what is mirrored."""
 
-    Attributes:
-      prints: ``[D, L]`` uint32, zeros where a device did not look.
-      numbers: ``[D]`` int32, the step's number on each device.
-      leaves: The ``L`` names.
-    """
-
-    prints: jax.Array
-    numbers: jax.Array
+    prints: jax.Array  # [D, L] uint32, zeros where a device did not look
+    numbers: jax.Array  # [D] int32, the step's number on each device
     leaves: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def differing(self, placement: Placement) -> list[Differing]:
@@ -98,17 +92,11 @@ class Copies:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What the check of a step found, the same on every device.
+    """What the check of a step found, the same on every device."""
 
-    Attributes:
-      amiss: ``()`` bool: is there anything to be told?
-      copies: None where they are not compared, as on one device.
-      flags: ``[T, M]``, or None where they are not looked for.
-    """
-
-    amiss: jax.Array
-    copies: Copies | None
-    flags: Flags | None
+    amiss: jax.Array  # (): is there anything to be told?
+    copies: Copies | None  # None where they are not compared, as on one device
+    flags: Flags | None  # [T, M]; None where they are not looked for
 
     def error(self, number: int, placement: Placement) -> Exception | None:
         """What is to be raised, once this is on the host."""
@@ -122,14 +110,9 @@ class Findings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What is guarded in a step, and what its check found.
+    """What is guarded in a step, and what its check found."""
 
-    Attributes:
-      guarded: The loss or a bool, as without a check.
-      found: The check's.
-    """
-
-    guarded: jax.Array
+    guarded: jax.Array  # the loss or a bool, as without a check
     found: Findings
 
 

@@ -26,15 +26,7 @@ from towerjax.types import PyTree, named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled step.
-
-    Attributes:
-      call: The executable: global arrays in, global arrays out.
-      proof: Why its mirrored results are the same on every tower.
-      recipe: What was compiled.
-      jaxpr: The same, traced.
-      seconds: How long tracing, proving and compiling took.
-    """
+    """A compiled step: the executable, proof, recipe, trace, and how long it took."""
 
     call: Any
     proof: Proof

@@ -36,49 +36,31 @@ from towerjax.types import PyTree, Reduction, Sum
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What each tower has of its own while it goes alone; in a state ``[T, ...]``.
+    """What each tower has of its own while it goes alone; in a state ``[T, ...]``."""
 
-    Attributes:
-      params: The parameters that are trained.
-      opt_state: The optimizer's state.
-      weight: ``[P]``, what its losses weighed since each fragment was sent.
-      loss: The mean of its losses since towers met.
-      bad: The first step since then whose loss was not finite, from 1; 0 is none.
-    """
-
-    params: PyTree
+    params: PyTree  # those that are trained
     opt_state: PyTree
-    weight: jax.Array
-    loss: Weighted
-    bad: jax.Array
+    weight: jax.Array  # [P], of its losses since each fragment was sent
+    loss: Weighted  # the mean since towers met
+    bad: jax.Array  # the first step since then that was not finite, from 1; or 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``state.opt_state`` of a step whose towers go alone.
+    """``state.opt_state`` of a step whose towers go alone."""
 
-    Attributes:
-      fragments: The outer optimizer's states.
-      loss: The mean of all towers' losses of the last round; of weight 0 before it.
-    """
-
-    fragments: tuple[PyTree, ...]
-    loss: Weighted
+    fragments: tuple[PyTree, ...]  # the outer optimizer's states
+    loss: Weighted  # of all towers in the last round; of weight 0 before it
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """What towers tell when they meet.
+    """What towers tell when they meet."""
 
-    Attributes:
-      amiss: ``()`` bool: is there anything to be told?
-      bad: ``[T]``, as in `Own`.
-    """
-
-    amiss: jax.Array
-    bad: jax.Array
+    amiss: jax.Array  # (): is there anything to be told?
+    bad: jax.Array  # [T], as in Own
 
     def error(self, number: int, placement: Placement) -> Exception:
         """What is to be raised, once this is on the host."""
@@ -93,18 +75,11 @@ class Apart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """A step whose towers go alone and meet now and then.
+    """A step whose towers go alone and meet now and then."""
 
-    Attributes:
-      one: The step of all towers, of which each does its own alone.
-      sync: When they meet, and what then becomes of the parameters.
-      optimizer: Each tower's.
-      trainable: Which parameters are trained.
-    """
-
-    one: Engine
+    one: Engine  # of all towers, of which each does its own alone
     sync: DiLoCo
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation  # each tower's
     trainable: Trainable | None
 
     @property

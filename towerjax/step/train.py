@@ -49,24 +49,14 @@ from towerjax.types.options import check_choice, check_function
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A loss function and an optimizer, as a tower function and an update.
-
-    Attributes:
-      loss_fn: The user's function.
-      optimizer: Any optax transformation.
-      loss_reduction: What a scalar loss means, or None.
-      example_ids: Which examples the function's rows are; None counts none.
-      trainable: Which parameters are trained; None is the floating ones.
-      parts: ``T A``, how many micro-batches of all towers are counted together.
-      statistics: What is told of the towers' gradients; None is nothing.
-    """
+    """A loss function and an optimizer, as a tower function and an update."""
 
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     loss_reduction: Reduction | None = None
     example_ids: ExampleIds | None = None
     trainable: Trainable | None = None
-    parts: int = 1
+    parts: int = 1  # T A: micro-batches of all towers, counted together
     statistics: TowerStatistics | None = None
 
     def begin(self, part: PyTree) -> tuple[PyTree, None]:

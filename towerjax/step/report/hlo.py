@@ -40,21 +40,13 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One line of a computation.
-
-    Attributes:
-      name: Its own.
-      opcode: Such as ``"dot"``.
-      shapes: The results': several for a tuple.
-      operands: Names; of a parameter or constant, what stands in the brackets.
-      attributes: The rest of the line.
-    """
+    """One line of a computation."""
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    attributes: str
+    shapes: tuple[Shape, ...]  # the results': several for a tuple
+    operands: tuple[str, ...]  # names; of a parameter or constant, what it holds
+    attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
         """The computations that it runs or combines by, by the attribute's name."""
@@ -86,21 +78,13 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program's text, taken apart.
+    """A compiled program's text, taken apart."""
 
-    Attributes:
-      header: Its first line.
-      computations: Name -> its operations by name, in order.
-      entry: The name of the first one.
-      roots: Computation -> the name of its result's operation.
-      frames: Stack frame -> ``(file, line, function, the frame around it or 0)``.
-    """
-
-    header: str
-    computations: dict[str, dict[str, Operation]]
+    header: str  # its first line
+    computations: dict[str, dict[str, Operation]]  # operations in order
     entry: str
-    roots: dict[str, str]
-    frames: dict[int, tuple[str, int, str, int]]
+    roots: dict[str, str]  # computation -> its result's
+    frames: dict[int, tuple[str, int, str, int]]  # (file, line, function, around or 0)
 
     def operand_shapes(self, computation: str, operation: Operation) -> list[Shape]:
         """The operands' shapes, tuples spread."""

@@ -9,19 +9,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What is shown together.
-
-    Attributes:
-      title: Over it.
-      head: The columns' names.
-      rows: Cells of text; a column of which every cell is a number is right-aligned.
-      note: Under it; may be empty.
-    """
+    """What is shown together: cells of text, in columns with names."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    note: str = ""
+    note: str = ""  # under it
 
     @property
     def is_number(self) -> tuple[bool, ...]:
