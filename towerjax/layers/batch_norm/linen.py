@@ -1,8 +1,5 @@
 """What is ``flax.linen.BatchNorm`` on several towers? A layer that knows its tower."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen
@@ -17,8 +14,15 @@ from towerjax.layers.batch_norm.normalize import (
 )
 from towerjax.towers.tower import Tower
 
+_WITHOUT = {
+    "axis_name": None,
+    "axis_index_groups": None,
+    "use_fast_variance": True,
+    "force_float32_reductions": True,
+}
 
-class TowerBatchNorm(linen.Module):
+
+class TowerBatchNorm(linen.BatchNorm):
     """``flax.linen.BatchNorm`` that is the batch norm of all towers' examples.
 
     The variables are those of ``linen.BatchNorm``: ``params`` with ``scale`` and
@@ -27,18 +31,9 @@ class TowerBatchNorm(linen.Module):
     share the batch. See `towerjax.layers.batch_norm.normalize` for the formula.
 
     Attributes:
-      use_running_average: Normalise by the running statistics? Here or at the call.
-      axis: The feature dim of the input, or several.
-      momentum: How much of the running statistics a step keeps.
-      epsilon: Added to the variance.
-      dtype: Of the result; None takes the input's and the parameters'.
-      param_dtype: Of scale and bias.
-      use_bias: Is a bias added?
-      use_scale: Is the result scaled?
-      bias_init: Makes the bias.
-      scale_init: Makes the scale.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
-        `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
+        `towerjax.layers.batch_norm.normalize.BatchNormOptions`. All others are those of
+        ``linen.BatchNorm``, but for its axes over devices and its ways to add.
 
     Raises:
       ValueError: An argument cannot be honoured.
@@ -52,20 +47,13 @@ class TowerBatchNorm(linen.Module):
       [-1.0, 1.0]
     """
 
-    use_running_average: bool | None = None
-    axis: int | tuple[int, ...] = -1
-    momentum: float = 0.99
-    epsilon: float = 1e-5
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    use_bias: bool = True
-    use_scale: bool = True
-    bias_init: Any = dataclasses.field(default_factory=linen.initializers.zeros_init)
-    scale_init: Any = dataclasses.field(default_factory=linen.initializers.ones_init)
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
         """Check the options."""
+        for name, default in _WITHOUT.items():
+            if getattr(self, name) != default:
+                raise TypeError(f"TowerBatchNorm takes no {name}.")
         self._options()
         super().__post_init__()
 
@@ -75,7 +63,7 @@ class TowerBatchNorm(linen.Module):
         )
 
     @linen.compact
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         x: jax.Array,
         tower: Tower | None,

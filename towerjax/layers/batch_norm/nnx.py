@@ -1,11 +1,8 @@
 """What is ``flax.nnx.BatchNorm`` on several towers? A layer that knows its tower."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -18,11 +15,10 @@ from towerjax.layers.batch_norm.normalize import (
 )
 from towerjax.towers.tower import Tower
 
-_NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-_ZEROS, _ONES = nnx.initializers.zeros_init(), nnx.initializers.ones_init()
+_WITHOUT = ("axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype")
 
 
-class TowerBatchNorm(nnx.Module):
+class TowerBatchNorm(nnx.BatchNorm):
     """``flax.nnx.BatchNorm`` that is the batch norm of all towers' examples.
 
     The variables are those of ``nnx.BatchNorm``: ``Param`` ``scale`` and ``bias``,
@@ -32,22 +28,12 @@ class TowerBatchNorm(nnx.Module):
 
     Args:
       num_features: How many features there are.
-      use_running_average: Normalise by the running statistics? Set by ``train()`` and
-        ``eval()``; a value at the call goes before.
-      axis: The feature dim of the input.
-      momentum: How much of the running statistics a step keeps.
-      epsilon: Added to the variance.
-      dtype: Of the result; None takes the input's and the variables'.
-      param_dtype: Of scale and bias.
-      use_bias: Is a bias added?
-      use_scale: Is the result scaled?
-      bias_init: Makes the bias.
-      scale_init: Makes the scale.
       rngs: Keys, of which ``params`` makes scale and bias.
-      bias_metadata: Of the variable ``bias``.
-      scale_metadata: Of the variable ``scale``.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
         `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
+      **options: ``use_running_average``, ``axis``, ``momentum``, ``epsilon``,
+        ``dtype``, ``param_dtype``, ``use_bias``, ``use_scale``, ``bias_init``,
+        ``scale_init``, ``bias_metadata`` and ``scale_metadata`` of ``nnx.BatchNorm``.
 
     Raises:
       ValueError: An argument cannot be honoured.
@@ -62,41 +48,20 @@ class TowerBatchNorm(nnx.Module):
         self,
         num_features: int,
         *,
-        use_running_average: bool | None = False,
-        axis: int = -1,
-        momentum: float = 0.99,
-        epsilon: float = 1e-5,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        use_bias: bool = True,
-        use_scale: bool = True,
-        bias_init: Any = _ZEROS,
-        scale_init: Any = _ONES,
         rngs: nnx.Rngs,
-        bias_metadata: Mapping[str, Any] = _NO_METADATA,
-        scale_metadata: Mapping[str, Any] = _NO_METADATA,
         statistics: Statistics = "synchronised",
+        **options: Any,
     ) -> None:
-        if isinstance(axis, tuple | list):
+        if isinstance(axis := options.get("axis"), tuple | list):
             raise ValueError(
                 f"TowerBatchNorm got axis={axis!r}. num_features is the size of one"
                 " dim: pass an int."
             )
-        shape = (num_features,)
-        self.mean = nnx.BatchStat(jnp.zeros(shape, jnp.float32))
-        self.var = nnx.BatchStat(jnp.ones(shape, jnp.float32))
-        self.scale, self.bias = nnx.data(None), nnx.data(None)
-        if use_scale:
-            made = scale_init(rngs.params(), shape, param_dtype)
-            self.scale = nnx.Param(made, **scale_metadata)
-        if use_bias:
-            made = bias_init(rngs.params(), shape, param_dtype)
-            self.bias = nnx.Param(made, **bias_metadata)
-        self.num_features, self.use_running_average = num_features, use_running_average
-        # As Flax's layer has them, to be read and set.
-        self.axis, self.momentum, self.epsilon = axis, momentum, epsilon
-        self.dtype, self.param_dtype = dtype, param_dtype
-        self.use_bias, self.use_scale = use_bias, use_scale
+        if unknown := [name for name in _WITHOUT if name in options]:
+            raise TypeError(f"TowerBatchNorm takes no {', '.join(unknown)}.")
+        super().__init__(num_features, rngs=rngs, **options)
+        for name in _WITHOUT:  # which would not be looked at
+            delattr(self, name)
         self.statistics: Statistics = statistics
         self._options()
 
@@ -105,7 +70,7 @@ class TowerBatchNorm(nnx.Module):
             self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
         )
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         x: jax.Array,
         tower: Tower | None,
@@ -163,12 +128,3 @@ class TowerBatchNorm(nnx.Module):
         values = (x, before.mean, before.var, scale, bias)
         dtype = dtypes.canonicalize_dtype(*values, dtype=options.dtype)
         return scaled(y, scale, bias, options).astype(dtype)
-
-    def set_view(self, use_running_average: bool | None = None) -> None:
-        """What ``nnx.view`` calls.
-
-        Args:
-          use_running_average: As for the layer; None leaves it as it is.
-        """
-        if use_running_average is not None:
-            self.use_running_average = use_running_average
