@@ -290,6 +290,13 @@ def test_a_replicated_model_carries_mirrored_statistics(T, D):
 # As Flax's own, where there is one tower and no mask
 
 
+CUBE = np.random.default_rng(0).normal(1, size=(6, 5, 5)).astype(np.float32)
+
+
+def rising(key, shape, dtype):
+    return jnp.linspace(-1, 1, shape[0], dtype=dtype)
+
+
 CALLS = [
     dict(),
     dict(use_scale=False),
@@ -306,8 +313,7 @@ CALLS = [
     [*((options, jnp.float32) for options in CALLS), ({}, jnp.bfloat16)],
 )
 def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
-    x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
-    init = dict(bias_init=linen.initializers.normal())
+    x, init = jnp.asarray(CUBE, dtype), dict(bias_init=rising)
     ours = LinenNorm(use_running_average=False, **options, **init)
     theirs = linen.BatchNorm(use_running_average=False, **options, **init)
 
@@ -343,8 +349,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     [*((c, jnp.float32) for c in CALLS if "dtype" not in c), ({}, jnp.bfloat16)],
 )
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
-    x = jax.random.normal(jax.random.key(0), (6, 5, 5)).astype(dtype) + 1
-    init = dict(bias_init=nnx.initializers.normal())
+    x, init = jnp.asarray(CUBE, dtype), dict(bias_init=rising)
     ours = NnxNorm(5, rngs=nnx.Rngs(0), **options, **init)
     theirs = nnx.BatchNorm(5, rngs=nnx.Rngs(0), **options, **init)
     for train in (True, True, False):
