@@ -20,7 +20,6 @@ from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.doctor.command import doctor
-from towerjax.tools.named import called, here_importable, made, named
 from towerjax.tools.report.plan import Plan
 from towerjax.tools.report.plan import plan as plan_of
 from towerjax.tools.shell import (
@@ -28,7 +27,11 @@ from towerjax.tools.shell import (
     OK,
     Parser,
     add_command,
+    called,
     finished,
+    here_importable,
+    made,
+    named,
     show,
     whole_numbers,
 )

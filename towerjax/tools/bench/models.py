@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.tools.named import named
+from towerjax.tools.shell import named
 from towerjax.types import PyTree
 
 

@@ -17,8 +17,7 @@ from towerjax.loop.progress import Display, display_here
 from towerjax.tools.bench.grid import Grid, Trial
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result, Results
-from towerjax.tools.sweep.news import News
-from towerjax.tools.sweep.record_file import RecordFile
+from towerjax.tools.sweep.record_file import News, RecordFile
 
 
 def describe_machine() -> dict[str, Any]:

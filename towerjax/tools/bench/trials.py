@@ -31,7 +31,7 @@ from towerjax.tools.bench.protocol import (
     interval_of_median,
 )
 from towerjax.tools.bench.sweep import load
-from towerjax.tools.named import named
+from towerjax.tools.shell import named
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 
 NUM_LOSSES = 3

@@ -20,8 +20,7 @@ from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.bench.protocol import in_turns
 from towerjax.tools.sweep.grid import Config, configs_of, traced_names
-from towerjax.tools.sweep.news import News
-from towerjax.tools.sweep.record_file import Record, RecordFile
+from towerjax.tools.sweep.record_file import News, Record, RecordFile
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
 from towerjax.types.leaves import held_dtype
