@@ -39,22 +39,16 @@ _MOST = 8.0  # so that a loop comes to an end
 
 
 class Scale(NamedTuple):
-    """Which powers of ``T`` a value may hold.
+    """Which powers of ``T`` a value may hold."""
 
-    Attributes:
-      low: The least; above 0 it has been counted once for each tower, for certain.
-      high: The greatest.
-      sums: How many sums over towers of what differs are multiplied in it. Each is a
-        total as it is, and a mean after a division by ``T`` or by another total.
-      is_constant: Is it made of constants alone?
-      site: The sum that counted it ``T`` times; None where ``low`` is not above 0,
-        or where it is none of the user's.
-    """
-
-    low: float = 0.0
+    low: float = 0.0  # above 0 it has been counted once for each tower, for certain
     high: float = 0.0
+    # How many sums over towers of what differs are multiplied in it. Each is a total as
+    # it is, and a mean after a division by T or by another total.
     sums: float = 0.0
-    is_constant: bool = False
+    is_constant: bool = False  # is it made of constants alone?
+    # The sum that counted it T times; None where `low` is not above 0, or where it is
+    # none of the user's.
     site: Site | None = None
 
     def times(self, other: "Scale") -> "Scale":

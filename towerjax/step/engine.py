@@ -33,22 +33,16 @@ Guard = Literal["loss", "gradients"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Engine:
-    """A step before it is compiled: towers, pass after pass, and one update.
+    """A step before it is compiled: towers, pass after pass, and one update."""
 
-    Attributes:
-      passes: At least one; each is given what the one before it came to.
-      update_fn: ``(state, merged) -> (state, metrics)``, of global values.
-      on_nonfinite: Is a step whose ``guard`` is not finite refused?
-      guard: What has to be finite: ``metrics["loss"]`` (or all metrics, where there is
-        none of that name), or with ``"gradients"`` also all that towers add up.
-      keeps_all: Are later passes and the update given a list of what each pass came
-        to, and not the last one's alone?
-    """
-
-    passes: tuple[Pass, ...]
+    passes: tuple[Pass, ...]  # each is given what the one before it came to
+    # (state, merged) -> (state, metrics), of global values.
     update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]]
     on_nonfinite: OnNonfinite
+    # What has to be finite: metrics["loss"], or all metrics where none has that name;
+    # with "gradients" also all that towers add up.
     guard: Guard
+    # Is what each pass came to handed on, in a list, and not the last one's alone?
     keeps_all: bool = False
 
     def step(

@@ -97,21 +97,7 @@ class InferenceStep:
 
     @property
     def fn(self) -> Callable[[Any, PyTree], Any]:
-        """The step as a JAX function of global arrays, ``(state, batch) -> result``.
-
-        For ``jax.jit``, ``jax.vmap`` over states or parameters and ``jax.grad``, as a
-        train step's ``fn``.
-
-        Example:
-          >>> import numpy as np, towerjax as tj
-          >>> def metric_fn(params, batch, tower):
-          ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
-          >>> evaluate = build_eval_step(metric_fn, tj.Mirrored(towers=2))
-          >>> x = np.array([1, 2, 6], np.float32)
-          >>> loss = lambda params: evaluate.fn(params, x)["mean"].value
-          >>> jax.tree.map(float, jax.value_and_grad(loss)(2.0))
-          (6.0, 3.0)
-        """
+        """The step as a JAX function of global arrays, as a train step's ``fn``."""
         placement, recipe = self.strategy.placement, self._runner.recipe
 
         def fn(state: Any, batch: PyTree) -> Any:

@@ -49,45 +49,29 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """All towers once, and the merge of what they return: between two global views.
+    """All towers once, and the merge of what they return: between two global views."""
 
-    Attributes:
-      in_layouts: Argument name -> a prefix tree of layouts.
-      out_layouts: Result name -> a prefix tree of layouts; results are a tuple. The
-        leaves of a result without a name have names of their own.
-      tower_fn: ``(state, rows, tower, *merged) -> tree`` of one tower; ``merged`` is
-        what the pass before this one came to.
-      strategy: Which towers, where, and how they reduce.
-      micro_batches: ``A``: a tower's rows are worked off in this many parts.
-      reads_local: Do towers see what their tower-local variables are together?
-      finite: Is it told whether all that is added, but for metrics, is finite?
-      check: What is looked at besides; None is nothing.
-      keeps: May its cross-tower op sum the gradient in a way of its own, with a state?
-      weights: ``"summed"``: the pass is made for the denominators of the means that
-        its towers differentiate, and comes to these alone; ``"given"``: ``merged``
-        ends with them.
-      of_state: Are the bare values and the tower-local ones a state that a function
-        of the user's made? On one tower it may be any, and padding must not count in
-        it.
-      advice: What to do where a bare value differs from tower to tower; None says the
-        usual.
-      alone: ``(state, returned) -> tree``: what a tower makes of what its micro-batches
-        came to, before towers meet; that is then merged. It is proved that towers do
-        not meet in it. None is nothing.
-    """
-
+    # (state, rows, tower, *merged) -> tree, of one tower, after the pass before.
     tower_fn: Callable[..., PyTree]
     strategy: Strategy
-    micro_batches: int = 1
-    reads_local: bool = False
-    finite: bool = False
-    check: Check | None = None
-    keeps: bool = False
+    micro_batches: int = 1  # in how many parts a tower's rows are worked off
+    reads_local: bool = False  # are its tower-local variables read over towers?
+    finite: bool = False  # is it told whether all that is added is finite, but metrics?
+    check: Check | None = None  # what is looked at besides
+    keeps: bool = False  # may its cross-tower op sum the gradient, with a state?
+    # "summed": it is made for the denominators of the means that its towers
+    # differentiate, and comes to these alone; "given": `merged` ends with them.
     weights: Literal["summed", "given"] | None = None
+    # Are its bare values and the tower-local ones a state that a function of the user's
+    # made? On one tower it may be any, and padding must not count in it.
     of_state: bool = False
-    advice: str | None = None
+    advice: str | None = None  # where a bare value differs; None says the usual
+    # (state, returned) -> tree: what a tower makes of what its micro-batches came to,
+    # before that is merged. It is proved that towers do not meet in it.
     alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
+    # Name -> a prefix tree of layouts, of arguments and of results, which are a tuple.
+    # The leaves of a result without a name have names of their own.
     in_layouts: ClassVar[dict[str, Any]] = {
         "state": STATE_LAYOUT,
         **BATCH_LAYOUT,

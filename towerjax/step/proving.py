@@ -28,20 +28,12 @@ Run: TypeAlias = Callable[..., PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A step before it is compiled.
+    """A step before it is compiled, with a prefix tree of layouts for each name."""
 
-    Attributes:
-      fn: ``(run, *args) -> results``: the step in the global view, whose towers are
-        passes that it gives to ``run``.
-      in_layouts: Argument name -> a prefix tree of layouts.
-      out_layouts: Result name -> a prefix tree of layouts; results are a tuple.
-      donate: May the results take over the first argument's buffers?
-    """
-
-    fn: Callable[..., PyTree]
+    fn: Callable[..., PyTree]  # (run, *args) -> results, which gives passes to run
     in_layouts: dict[str, PyTree]
     out_layouts: dict[str, PyTree]
-    donate: bool
+    donate: bool  # may the results take over the first argument's buffers?
 
 
 @dataclasses.dataclass(frozen=True)
