@@ -871,9 +871,9 @@ STATE = (
     _m(
         "S24",
         "a run evaluates its state, whatever it was told to",
-        "loop.running:Loop._evaluate",
-        "self.state if params is None else params(self.state)",
-        "self.state",
+        "loop.running:Loop._evaluated",
+        "if self._evaluation.params is None:",
+        "if True:",
         "test_run.py::"
         "test_other_parameters_are_evaluated_and_the_best_state_is_the_state[False]",
     ),
