@@ -12,7 +12,7 @@ N, SIZE, STEPS = 40, 16, 8  # 40 = 2 * 16 + 8: a ragged end; each third step is 
 
 
 def loss_fn(params, batch, tower):
-    noise = jax.random.uniform(tower.rng, batch["y"].shape)
+    noise = jax.random.key_data(tower.rng)[0] / 2.0**32  # a draw compiles long
     x = batch["x"] + params["half"].astype(jnp.float32)[None]
     errors = x @ params["w"] - batch["y"] - 0.1 * noise
     weight = tower.weight.sum()
@@ -20,7 +20,7 @@ def loss_fn(params, batch, tower):
         "rows": tower.local["rows"] + weight.astype(jnp.int32),
         "mean": 0.5 * tower.local["mean"] + errors.mean(),
         "first": tower.local["first"] + tower.id,
-        "key": jax.random.split(tower.local["key"])[0],
+        "key": jax.random.fold_in(tower.local["key"], 1),
     }
     if "own" in tower.local:
         local["own"] = tower.local["own"] + 1.0 * tower.id
