@@ -12,7 +12,7 @@ import pytest
 from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
-from towerjax.collectives.all_reduce import pack_sizes
+from towerjax.collectives.ops import pack_sizes
 from towerjax.collectives.sparse_rows import rows_of
 
 WITHOUT_MEANING = {

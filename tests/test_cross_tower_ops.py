@@ -12,8 +12,8 @@ import pytest
 from layouts import names
 
 import towerjax as tj
-from towerjax.collectives.all_reduce import cut, pack_sizes
 from towerjax.collectives.base import sum_rows_over_towers
+from towerjax.collectives.ops import cut, pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse

@@ -8,12 +8,12 @@ from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
 
-from towerjax.collectives import all_reduce, pinned_tree, reduce
+from towerjax.collectives import ops, pinned_tree, reduce
 from towerjax.proof import analysis
 from towerjax.towers.tower import Tower
 
-PACK_SIZES = "towerjax.collectives.all_reduce:pack_sizes"
-CUT = "towerjax.collectives.all_reduce:cut"
+PACK_SIZES = "towerjax.collectives.ops:pack_sizes"
+CUT = "towerjax.collectives.ops:cut"
 REST = "[total - size * (num_packs - 1)]"
 
 # What is changed, in which function, and what the score says of it.
@@ -26,7 +26,7 @@ CASES = {
     "survived": (PACK_SIZES, REST, f"{REST} ", "test_rest"),
     "not live: never called": (CUT, "if size:", "if not size:", "test_rest"),
     "not live: another branch": (
-        "towerjax.collectives.all_reduce:Packed.__post_init__",
+        "towerjax.collectives.ops:Packed.__post_init__",
         'raise ValueError(\n            f"Packed got',
         'raise TypeError(\n            f"Packed got',
         "test_positive",
@@ -45,7 +45,7 @@ def verdicts(tmp_path_factory):
     file = tmp_path_factory.mktemp("scored") / "test_tiny.py"
     file.write_text(
         textwrap.dedent("""
-            from towerjax.collectives.all_reduce import Packed, pack_sizes
+            from towerjax.collectives.ops import Packed, pack_sizes
 
             def test_rest():
                 assert pack_sizes(10, 3) == [3, 3, 4]
@@ -122,7 +122,7 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
             print,
         )
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    assert not hasattr(all_reduce, "_mutant_is_live_")
+    assert not hasattr(ops, "_mutant_is_live_")
 
 
 def test_a_statement_is_counted_where_it_stands():
@@ -130,9 +130,9 @@ def test_a_statement_is_counted_where_it_stands():
     mutant = Mutant("a", "", PACK_SIZES, REST, "[size]", ())
     with pytest.MonkeyPatch.context() as patch:
         apply(mutant, patch, lambda: counts.append(1))
-        assert all_reduce.pack_sizes(10, 3) == [3, 3, 3]
-        assert all_reduce.pack_sizes(5, 1) == [5]
-    assert len(counts) == 2 and all_reduce.pack_sizes(10, 3) == [3, 3, 4]
+        assert ops.pack_sizes(10, 3) == [3, 3, 3]
+        assert ops.pack_sizes(5, 1) == [5]
+    assert len(counts) == 2 and ops.pack_sizes(10, 3) == [3, 3, 4]
 
 
 def test_the_catalogue_has_the_registry_and_more():

@@ -74,7 +74,7 @@ REGISTRY = (
     _m(
         "B05",
         "one leaf is never reduced",
-        "collectives.all_reduce:_all_reduce",
+        "collectives.ops:_all_reduce",
         "return lax.psum(buffers, DEVICE_AXIS)",
         "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]",
         f"{_OPS}[3-3]",
@@ -379,7 +379,7 @@ REGISTRY = (
     _m(
         "B38",
         "the packed reduce never packs",
-        "collectives.all_reduce:Packed.sum_over_towers",
+        "collectives.ops:Packed.sum_over_towers",
         "self.max_group or math.inf",
         "self.max_group or 1",
         "test_cross_tower_ops.py::test_what_an_op_sends"
@@ -1023,7 +1023,7 @@ OTHER = (
     _m(
         "O01",
         "the last of an odd number of devices is left out",
-        "collectives.one_device:_added_at",
+        "collectives.ops:_added_at",
         "senders = range(reach, num_devices, 2 * reach)",
         "senders = range(reach, num_devices - 1, 2 * reach)",
         "test_cross_tower_ops.py::test_no_tower_of_an_odd_number_is_left_out[5]",
@@ -1032,7 +1032,7 @@ OTHER = (
     _m(
         "O02",
         "a hierarchical sum stays inside its groups",
-        "collectives.hierarchical:_sum_in_two",
+        "collectives.ops:_sum_in_two",
         "if groups is not None:",
         "if groups is not None and not size:",
         "test_cross_tower_ops.py::test_every_op_is_the_sum_in_float64[8-8-shard_map]",
@@ -1040,7 +1040,7 @@ OTHER = (
     _m(
         "O03",
         "the last pack loses the remainder",
-        "collectives.all_reduce:pack_sizes",
+        "collectives.ops:pack_sizes",
         "[total - size * (num_packs - 1)]",
         "[size]",
         "test_cross_tower_ops.py::test_the_last_pack_has_the_remainder[10-3-sizes0]",

@@ -7,13 +7,13 @@ that not every set of devices can honour; ``init_state`` and ``sum_with_state`` 
 keeps something from step to step.
 """
 
-from towerjax.collectives.all_reduce import AllReduce as AllReduce
-from towerjax.collectives.all_reduce import Packed as Packed
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
 from towerjax.collectives.base import KeepsState as KeepsState
 from towerjax.collectives.choose import OpsChoice as OpsChoice
 from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_tower_ops
 from towerjax.collectives.compressed import Compressed as Compressed
-from towerjax.collectives.hierarchical import Hierarchical as Hierarchical
-from towerjax.collectives.one_device import ReduceToOneDevice as ReduceToOneDevice
+from towerjax.collectives.ops import AllReduce as AllReduce
+from towerjax.collectives.ops import Hierarchical as Hierarchical
+from towerjax.collectives.ops import Packed as Packed
+from towerjax.collectives.ops import ReduceToOneDevice as ReduceToOneDevice
 from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree

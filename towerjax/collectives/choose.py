@@ -5,11 +5,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from towerjax.collectives.all_reduce import AllReduce, Packed
 from towerjax.collectives.base import CrossTowerOps
 from towerjax.collectives.compressed import Compressed
-from towerjax.collectives.hierarchical import Hierarchical
-from towerjax.collectives.one_device import ReduceToOneDevice
+from towerjax.collectives.ops import AllReduce, Hierarchical, Packed, ReduceToOneDevice
 from towerjax.collectives.pinned_tree import PinnedTree
 from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import is_whole

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.all_reduce import AllReduce
+from towerjax.collectives.ops import AllReduce
 from towerjax.collectives.packing import Packing, Sums
 from towerjax.collectives.quantised import Blocks, Code, as_bytes, from_bytes
 from towerjax.collectives.reduce import add_pairwise

@@ -1,0 +1,332 @@
+"""How does a sum travel? As all-reduces, in two stages, or over one device."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.collectives.packing import PACK_BELOW_BYTES, Sums, sum_packed
+from towerjax.collectives.reduce import as_bits, from_bits
+from towerjax.mesh.devices import canonical_device_name
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.types import PyTree, short_repr
+from towerjax.types.options import check_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+    """One all-reduce over flat buffers: the fastest, right up to rounding.
+
+    Small leaves of a dtype share a flat buffer with those near them, because an
+    all-reduce pays per operand; larger ones travel alone, because copying them costs
+    more than that.
+
+    Attributes:
+      pack_below_bytes: How many bytes a leaf that shares a buffer has at most; 0 packs
+        none. A buffer's leaves lie within 8 times as many bytes of the tree, so that
+        what the first gradients are made of does not wait in memory for the last.
+
+    Raises:
+      ValueError: ``pack_below_bytes`` is negative or no int.
+
+    Example:
+      >>> AllReduce(pack_below_bytes=0)
+      AllReduce(pack_below_bytes=0)
+    """
+
+    pack_below_bytes: int = PACK_BELOW_BYTES
+
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        check_whole("AllReduce.pack_below_bytes", self.pack_below_bytes, 0, 2**63 - 1)
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers; see `CrossTowerOps`."""
+        return sum_packed(tree, axes, _all_reduce, alone_above=self.pack_below_bytes)
+
+
+def _all_reduce(buffers: list[jax.Array]) -> list[jax.Array]:
+    return lax.psum(buffers, DEVICE_AXIS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """One all-reduce of packs whose number or size you choose; a pack has one dtype.
+
+    Shapes and order come back as they were. With no option: one pack a dtype. XLA
+    may send several packs in one message, up to its own limit for combining them.
+
+    Attributes:
+      num_packs: All leaves of a dtype lie end to end and are cut into so many
+        packs of ``total // num_packs`` elements; the last one has the remainder
+        too. A pack without elements is not sent.
+      bytes_per_pack: Consecutive leaves of a dtype fill a pack up to so many bytes;
+        a larger leaf travels alone. Not with ``num_packs``.
+      max_group: A pack has at most so many leaves. Not with ``num_packs``.
+
+    Raises:
+      ValueError: An option is not a positive int, or options exclude each other.
+
+    Example:
+      >>> Packed(bytes_per_pack=1 << 20, max_group=16)
+      Packed(bytes_per_pack=1048576, max_group=16)
+
+    Source:
+      The packers of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018),
+      ``ConcatAndSplitPacker`` and ``AggregateSmallTensorPacker``,
+      https://github.com/tensorflow/tensorflow/blob/v1.11.0/tensorflow/contrib/distribute/python/cross_tower_ops.py;
+      here limits are in bytes, and a group has no more leaves than it may.
+    """
+
+    num_packs: int | None = None
+    bytes_per_pack: int | None = None
+    max_group: int | None = None
+
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if type(self.num_packs) is int and self.num_packs <= 0:
+            raise ValueError(
+                f"Packed: num_packs must be greater than zero, got {self.num_packs}."
+            )
+        for field in dataclasses.fields(self):
+            if (number := getattr(self, field.name)) is not None:
+                check_whole(f"Packed.{field.name}", number, 1, 2**63 - 1)
+        others = [
+            f"{name}={getattr(self, name)}"
+            for name in ("bytes_per_pack", "max_group")
+            if getattr(self, name) is not None
+        ]
+        if self.num_packs is not None and others:
+            raise ValueError(
+                f"Packed got num_packs={self.num_packs} and {' and '.join(others)}."
+                " num_packs cuts all leaves into equal parts, so it leaves nothing to"
+                " choose: give num_packs alone, or leave it out."
+            )
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers; see `CrossTowerOps`."""
+        if self.num_packs is not None:
+            return sum_packed(tree, axes, self._all_reduce, alone_above=math.inf)
+        most = self.bytes_per_pack or math.inf
+        return sum_packed(
+            tree,
+            axes,
+            self._all_reduce,
+            alone_above=most,
+            reach=most,
+            max_leaves=self.max_group or math.inf,
+        )
+
+    def _all_reduce(self, buffers: list[jax.Array]) -> list[jax.Array]:
+        if self.num_packs is None:
+            return lax.psum(buffers, DEVICE_AXIS)
+        packs = [cut(buffer.reshape(-1), self.num_packs) for buffer in buffers]
+        return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
+
+
+def pack_sizes(total: int, num_packs: int) -> list[int]:
+    """How many elements each pack has: equally many, and the last the rest too."""
+    size = total // num_packs
+    return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
+
+
+def cut(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
+    """The packs of a buffer, without those that have no elements."""
+    parts, start = [], 0
+    for size in pack_sizes(buffer.size, num_packs):
+        if size:
+            parts.append(lax.slice_in_dim(buffer, start, start + size))
+        start += size
+    return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Hierarchical:
+    """Sums made inside groups of ``L`` devices and then across the groups.
+
+    A reduce-scatter leaves each device of a group with its own ``1/L`` of the
+    group's sums; an all-reduce adds these over the ``D/L`` groups, and an all-gather
+    in the group hands them round. So ``1/L`` of the bytes go between groups, where
+    links are slow. Leaves are padded to a multiple of ``L``.
+
+    Attributes:
+      group_size: ``L``, devices in a group, which are neighbours in tower order;
+        it divides ``D``. None is the devices of one process.
+
+    Raises:
+      ValueError: ``group_size`` is not a positive int, or does not divide the
+        number of devices.
+
+    Example:
+      >>> Hierarchical(group_size=4)
+      Hierarchical(group_size=4)
+
+    Source:
+      Goyal et al. (2017), "Accurate, Large Minibatch SGD", section 4,
+      https://arxiv.org/abs/1706.02677. ``hierarchical_copy`` of
+      ``tf.contrib.distribute`` (TensorFlow 1.11, 2018) is for 8 GPUs, and forgets
+      the last tower of an odd number; this is for any number.
+    """
+
+    group_size: int | None = None
+
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Check the option."""
+        if self.group_size is not None:
+            check_whole("Hierarchical.group_size", self.group_size)
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Nothing, when the groups come out even; see `ChecksDevices`."""
+        if self.group_size is not None:
+            _check_divides(self.group_size, len(devices))
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers; see `CrossTowerOps`."""
+        size = self.group_size
+        if size is None:
+            size = _devices_of_a_process(axes)
+        _check_divides(size, axes.num_devices)
+
+        def travel(buffers: list[jax.Array]) -> list[jax.Array]:
+            flat = [buffer.reshape(-1) for buffer in buffers]
+            return [_sum_in_two(buffer, size, axes.num_devices) for buffer in flat]
+
+        return sum_packed(tree, axes, travel)
+
+
+def _devices_of_a_process(axes: TowerAxes) -> int:
+    if axes.num_devices % axes.num_processes:
+        raise ValueError(
+            f"Hierarchical(): {axes.num_processes} processes do not have equally many"
+            f" of the {axes.num_devices} devices. Say how many make a group, such as"
+            " tj.collectives.Hierarchical(group_size=1), or use tj.AllReduce()."
+        )
+    return axes.num_devices // axes.num_processes
+
+
+def _check_divides(size: int, num_devices: int) -> None:
+    if num_devices % size:
+        fitting = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        raise ValueError(
+            f"Hierarchical.group_size={size} does not divide the number of devices,"
+            f" {num_devices}, into equal groups. Use"
+            f" {' or '.join(str(n) for n in fitting)}, or leave it out for the devices"
+            " of one process."
+        )
+
+
+def _sum_in_two(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
+    """``[n]`` -> ``[n]``, added over all devices."""
+    if size == 1:
+        return lax.psum(buffer, DEVICE_AXIS)
+    starts = range(0, num_devices, size)
+    # One group of all is said by None: that is known to be the whole axis.
+    inside = [[start + i for i in range(size)] for start in starts]
+    across = [[start + i for start in starts] for i in range(size)]
+    groups = inside if len(inside) > 1 else None
+    padded = jnp.pad(buffer, (0, -buffer.size % size))
+    share = lax.psum_scatter(padded, DEVICE_AXIS, axis_index_groups=groups, tiled=True)
+    if groups is not None:
+        share = lax.psum(share, DEVICE_AXIS, axis_index_groups=across)
+    total = lax.all_gather(share, DEVICE_AXIS, axis_index_groups=groups, tiled=True)
+    return total[: buffer.size]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceToOneDevice:
+    """Sums added on one device and sent from there to all.
+
+    In round ``s`` the devices whose distance from that one is an odd multiple of
+    ``2**s`` send what they have to the device ``2**s`` nearer, which adds it:
+    ``ceil(log2(D))`` rounds for ``D`` devices. The additions are in one fixed
+    order. For links that are much better to one device than between the others;
+    elsewhere slower than `AllReduce`.
+
+    Attributes:
+      device: The name of the device, one of the strategy's; None is its first.
+
+    Raises:
+      ValueError: ``device`` is not a name, or not one of the strategy's devices.
+
+    Example:
+      >>> ReduceToOneDevice("CPU:3")
+      ReduceToOneDevice(device='cpu:3')
+
+    Source:
+      ``ReductionToOneDeviceCrossTowerOps`` of ``tf.contrib.distribute`` (TensorFlow
+      1.11, 2018), which gathers everything at once; the tree is the binomial one of
+      Thakur, Rabenseifner and Gropp (2005), "Optimization of Collective
+      Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521.
+    """
+
+    device: str | None = None
+
+    needs_every_tower = False  # local towers are added first
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        """Canonicalise the name."""
+        if self.device is not None:
+            object.__setattr__(self, "device", canonical_device_name(self.device))
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Nothing, when the device is one of these; see `ChecksDevices`."""
+        if self.device is not None and self.device not in devices:
+            raise ValueError(
+                f"ReduceToOneDevice.device={self.device!r} is not one of the"
+                f" strategy's devices, {', '.join(devices)}. Name one of them, or leave"
+                " it out for the first."
+            )
+
+    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
+        """The sum over all towers; see `CrossTowerOps`."""
+        root = 0
+        if axes.devices:  # else they are absent, and which one it is does not matter
+            self.check_devices(axes.devices)
+            root = axes.devices.index(self.device) if self.device else 0
+
+        def travel(buffers: list[jax.Array]) -> list[jax.Array]:
+            return [
+                _broadcast_from(root, _added_at(root, buffer, axes.num_devices))
+                for buffer in buffers
+            ]
+
+        return sum_packed(tree, axes, travel)
+
+
+def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:
+    """On device ``root`` the sum over devices, elsewhere parts of it."""
+    distance = (lax.axis_index(DEVICE_AXIS) - root) % num_devices
+    reach = 1
+    while reach < num_devices:
+        senders = range(reach, num_devices, 2 * reach)
+        pairs = [
+            ((root + sender) % num_devices, (root + sender - reach) % num_devices)
+            for sender in senders
+        ]
+        received = lax.ppermute(value, DEVICE_AXIS, pairs)
+        # Who receives nothing is given zeros, and -0.0 + 0.0 is not -0.0.
+        receives = (distance % (2 * reach) == 0) & (distance + reach < num_devices)
+        value = jnp.where(receives, value + received, value)
+        reach *= 2
+    return value
+
+
+def _broadcast_from(root: int, value: jax.Array) -> jax.Array:
+    """Device ``root``'s value on each device, bit for bit."""
+    bits = as_bits(value)
+    here = lax.axis_index(DEVICE_AXIS) == root
+    bits = lax.psum(jnp.where(here, bits, jnp.zeros_like(bits)), DEVICE_AXIS)
+    return from_bits(bits, value.dtype)
