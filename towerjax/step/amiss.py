@@ -18,17 +18,11 @@ from towerjax.types.leaves import key_data, listed
 
 @dataclasses.dataclass(frozen=True)
 class Differing:
-    """A device whose copy of a leaf is not that of most devices.
+    """A device whose copy of a leaf is not that of most devices."""
 
-    Attributes:
-      device: Its name, ``"cpu:5"``.
-      towers: The towers that run on it, where that is known.
-      leaf: The leaf, ``"params/Dense_2/kernel"``.
-    """
-
-    device: str
-    towers: tuple[int, ...]
-    leaf: str
+    device: str  # "cpu:5"
+    towers: tuple[int, ...]  # those that run on it, where known
+    leaf: str  # "params/Dense_2/kernel"
 
     def __str__(self) -> str:
         """One line for an error."""
@@ -166,23 +160,13 @@ KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A leaf that was not finite.
+    """A leaf of a tower's own, before any reduction, that was not finite."""
 
-    Attributes:
-      step: Which step, counted from 0.
-      tower: On which tower.
-      leaf: The leaf, ``"params/Dense_2/kernel"``.
-      part: ``"parameter"`` as the step began, ``"loss"``, ``"gradient"`` or
-        ``"metric"``: the tower's own, before any reduction.
-      kind: ``"NaN"``, ``"infinity"`` or ``"NaN and infinity"``; where towers went
-        alone, which of them is not known.
-    """
-
-    step: int
+    step: int  # counted from 0
     tower: int
-    leaf: str
-    part: str
-    kind: str
+    leaf: str  # "params/Dense_2/kernel"
+    part: str  # "parameter" as the step began, "loss", "gradient", "metric"
+    kind: str  # "NaN", "infinity", "NaN and infinity"; or "NaN or infinity"
 
 
 class NonFiniteError(FloatingPointError):

@@ -22,38 +22,20 @@ _WHERE_STEPS_ARE_MADE = str(Path(__file__).parents[1] / "program.py")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective:
-    """One collective that the compiler left.
+    """One collective that the compiler left, as one device sees it in one call."""
 
-    Attributes:
-      opcode: Such as ``"all-reduce"``.
-      bytes: What a device gives to it each time: its operands.
-      sent: What a device sends each time if it travels round a ring; see `ring_bytes`.
-      dtypes: Of the operands, each once.
-      num_devices: How many devices meet.
-      trips: How often in one call; of a loop of unknown trips 1.
-      trips_known: Is that so?
-      start: How many operations that work stand before it in its computation, which
-        is in the order in which the device takes them up.
-      end: How many before the one that waits for it; the same where it is waited for
-        at once, so that nothing is computed meanwhile.
-      length: How many there are.
-      beside: Bytes that those in between read and write: what hides it.
-      line: Like ``"train.py:12 (loss_fn)"``; a line of towerjax's own where no line of
-        the user's led there; ``""`` where the compiler does not say.
-    """
-
-    opcode: str
-    bytes: int
-    sent: int
-    dtypes: tuple[str, ...]
-    num_devices: int
-    trips: int
+    opcode: str  # such as "all-reduce"
+    bytes: int  # of its operands, each time
+    sent: int  # each time, if it travels round a ring: ring_bytes
+    dtypes: tuple[str, ...]  # of the operands, each once
+    num_devices: int  # that meet
+    trips: int  # how often in a call; of a loop of unknown trips 1
     trips_known: bool
-    start: int
-    end: int
-    length: int
-    beside: int
-    line: str
+    start: int  # how many operations that work stand before it, in order
+    end: int  # before the one that waits for it
+    length: int  # how many there are
+    beside: int  # bytes that those in between read and write: what hides it
+    line: str  # of the user's, "train.py:12 (loss_fn)"; or of ours, or ""
 
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:

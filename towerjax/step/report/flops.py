@@ -31,19 +31,13 @@ _NOT_COUNTED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of one device in one call.
+    """Floating-point operations of one device in one call."""
 
-    Attributes:
-      matmul: Of matrix products and convolutions: a multiply-add is two.
-      other: One for each element of float arithmetic, a function such as ``tanh``
-        included, and one for each addition of a reduction. The compiler may make some
-        twice, or none, so that this differs from before to after it.
-      notes: What could not be counted, and why.
-    """
-
-    matmul: int = 0
+    matmul: int = 0  # of matrix products and convolutions: a multiply-add is two
+    # One for each element of float arithmetic, a function such as tanh included, and
+    # for each addition of a reduction; the compiler may make some twice, or none.
     other: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what could not be counted, and why
 
     @property
     def total(self) -> int:

@@ -24,52 +24,29 @@ _IN_GROUP = re.compile(r"^(?:\['|\.)(\w+)(?:'\])?(.*)$", re.DOTALL)
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One argument of the program, on one device.
+    """One argument of the program, on one device."""
 
-    Attributes:
-      name: The leaf's, such as ``"params['w']"``.
-      kind: ``"parameters"``, ``"optimizer state"``, ``"local"``, ``"batch"`` or
-        ``"other"``.
-      dtype: By XLA's name, ``"f32"``.
-      shape: A device's part of it.
-      bytes: A device's part of it.
-      donated: May a result take over the buffer?
-      aliased: Does one?
-      why_not: Why none does, where one could be asked to; else ``""``.
-    """
-
-    name: str
-    kind: str
-    dtype: str
+    name: str  # the leaf's, "params['w']"
+    kind: str  # "parameters", "optimizer state", "local", "batch" or "other"
+    dtype: str  # by XLA's name, "f32"
     shape: tuple[int, ...]
     bytes: int
-    donated: bool
-    aliased: bool
-    why_not: str
+    donated: bool  # may a result take over the buffer?
+    aliased: bool  # does one?
+    why_not: str  # why none does, where one could be asked to; else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one device holds while the program runs, in bytes.
+    """What one device holds while the program runs, in bytes."""
 
-    Attributes:
-      buffers: The arguments.
-      results: The results' buffers, those taken over from arguments included.
-      aliased: Of these, the ones taken over.
-      temporaries: What is held for a while in between.
-      code: The program itself, where the compiler says.
-      peak: The most that is held at once, by the compiler's own plan: temporaries do
-        not all live at the same time.
-      capacity: What the device has, where that is known.
-    """
-
-    buffers: tuple[Buffer, ...]
-    results: int
-    aliased: int
+    buffers: tuple[Buffer, ...]  # the arguments
+    results: int  # those taken over from arguments included
+    aliased: int  # of these, the ones taken over
     temporaries: int
-    code: int
-    peak: int
-    capacity: int | None = None
+    code: int  # the program itself, where the compiler says
+    peak: int  # the most at once, by the compiler's own plan
+    capacity: int | None = None  # of the device, where known
 
     @property
     def fits(self) -> bool:
@@ -224,20 +201,12 @@ Part: TypeAlias = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """A value that lies in memory when most does.
+    """A value that lies in memory when most does."""
 
-    Attributes:
-      name: An argument's leaf, or what JAX calls the operation that made it.
-      shape: Such as ``"f32[128,1024]"``, of one device.
-      bytes: Its size.
-      line: Where it is made, like ``"train.py:12 (loss_fn)"``; ``""`` of an argument,
-        or where the compiler does not say.
-    """
-
-    name: str
-    shape: str
+    name: str  # an argument's leaf, or what JAX calls the operation
+    shape: str  # of one device, "f32[128,1024]"
     bytes: int
-    line: str
+    line: str  # where it is made, "train.py:12 (loss_fn)"; or ""
 
 
 def alive_at_peak(module: Module) -> tuple[Alive, ...]:

@@ -32,18 +32,11 @@ from towerjax.types.options import check_takes
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over some calls, each awaited before the next.
-
-    Attributes:
-      calls: How many.
-      dispatch_s: Until the call returned: the host's own time, in which it could not
-        prepare the next batch.
-      step_s: Until the results were there.
-    """
+    """Medians over some calls, each awaited before the next."""
 
     calls: int
-    dispatch_s: float
-    step_s: float
+    dispatch_s: float  # until the call returned: the host's own time
+    step_s: float  # until the results were there
 
 
 def timed(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
