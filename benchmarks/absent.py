@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec
 import towerjax as tj
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
-from towerjax.step.report.tables import in_bytes
 from towerjax.tools import StepReport
 from towerjax.types import Layout, PyTree
+from towerjax.types.tables import in_bytes
 
 BF16 = jnp.bfloat16
 

@@ -22,7 +22,7 @@ from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import alive_at_peak, memory_of
 from towerjax.step.report.step_report import timed
-from towerjax.step.report.tables import Table, as_html, as_text, in_flops
+from towerjax.types.tables import Table, as_html, as_text, in_flops
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
 NUMBERS = IN * HIDDEN + HIDDEN + HIDDEN * HIDDEN + HIDDEN * OUT

@@ -2,17 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
-from towerjax.types.html_form import curve
-from towerjax.types.html_form import table as html_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from towerjax.types.tables import Table, as_rich, curve, in_html
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +94,7 @@ class History:
         """The metrics of the last evaluation; empty where there was none."""
         return self.evaluations[-1][1] if self.evaluations else {}
 
-    def table(self, *, rows: int = 20) -> "Table":
+    def table(self, *, rows: int = 20) -> Any:
         """The history as a table for ``rich.print``.
 
         Args:
@@ -108,13 +104,7 @@ class History:
         Returns:
           A table: a row a step, a column a metric.
         """
-        from rich.table import Table
-
-        head, cells = self._cells(rows)
-        table = Table(*head, title=str(self.summary))
-        for row in cells:
-            table.add_row(*row)
-        return table
+        return as_rich([Table(str(self.summary), *self._cells(rows))])
 
     def _repr_html_(self) -> str:
         head, cells = self._cells(20)
@@ -123,13 +113,13 @@ class History:
             curve(name, x) if x.ndim == 1 and x.dtype.kind in "fiu" else ""
             for name, x in columns.items()
         ]
-        return html_table(str(self.summary), head, cells, last=("", *curves))
+        return in_html(str(self.summary), head, cells, last=("", *curves))
 
-    def _cells(self, rows: int) -> tuple[list[str], list[list[str]]]:
+    def _cells(self, rows: int) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
         """The columns' names, and a row of texts for each step that is shown."""
         evaluated = dict(self.evaluations)
         names = list(dict.fromkeys(name for e in evaluated.values() for name in e))
-        head = ["step", *self.metrics, *(f"evaluated {name}" for name in names)]
+        head = ("step", *self.metrics, *(f"evaluated {name}" for name in names))
         cells = []
         last = len(self.steps) - 1
         chosen = np.unique(np.linspace(0, last, min(rows, last + 1)).astype(int))
@@ -143,8 +133,8 @@ class History:
             ]
             values = evaluated.get(number, {})
             texts += [format_value(values[n]) if n in values else "" for n in names]
-            cells.append([str(number), *texts])
-        return head, cells
+            cells.append((str(number), *texts))
+        return head, tuple(cells)
 
 
 class HistoryLog:

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.html_form import layout_of
 from towerjax.types.leaves import changes, listed
+from towerjax.types.tables import layout_of
 
 
 def with_numbers_placed(

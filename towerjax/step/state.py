@@ -18,8 +18,8 @@ from towerjax.step.optimizers import trainable_flags
 from towerjax.towers.tower_local import checked_local, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.html_form import leaf_table
 from towerjax.types.leaves import native, refuse_unheld
+from towerjax.types.tables import leaf_table
 
 
 @jax.tree_util.register_dataclass

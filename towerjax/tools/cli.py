@@ -15,7 +15,6 @@ from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import InferenceStep
 from towerjax.step.report.step_report import StepReport
-from towerjax.step.report.tables import as_html, as_text
 from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
@@ -38,6 +37,7 @@ from towerjax.tools.shell import (
 from towerjax.tools.testing.audit import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import Reduction
+from towerjax.types.tables import as_html, as_text
 from towerjax.types.version import __version__
 
 

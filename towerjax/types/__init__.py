@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.types.html_form import leaf_table
+from towerjax.types.tables import leaf_table
 
 PyTree: TypeAlias = Any
 ArrayLike: TypeAlias = jax.typing.ArrayLike

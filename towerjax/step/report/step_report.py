@@ -16,7 +16,11 @@ from towerjax.step.report.communication import CompiledCollective, collectives_o
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
-from towerjax.step.report.tables import (
+from towerjax.towers.executors import lower_on_devices
+from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
+from towerjax.types import PyTree
+from towerjax.types.options import check_takes
+from towerjax.types.tables import (
     Shown,
     Stored,
     Table,
@@ -24,10 +28,6 @@ from towerjax.step.report.tables import (
     in_flops,
     in_seconds,
 )
-from towerjax.towers.executors import lower_on_devices
-from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
-from towerjax.types import PyTree
-from towerjax.types.options import check_takes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import Interval
 from towerjax.tools.sweep.record_file import read_records
+from towerjax.types.tables import Shown, Table
 
 
 @dataclasses.dataclass(frozen=True)

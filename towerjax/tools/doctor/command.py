@@ -23,11 +23,11 @@ from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.mesh import cluster
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement, place
-from towerjax.step.report.tables import Table, as_text, in_bytes
 from towerjax.tools.doctor.machine import Advice, Machine, advice_on, this_machine
 from towerjax.tools.shell import NOT_SO, OK, show
 from towerjax.towers.executors import jit_on_devices, over_devices
 from towerjax.types import Layout
+from towerjax.types.tables import Table, as_text, in_bytes
 
 _ROUNDS = 5
 _LARGEST = 1000

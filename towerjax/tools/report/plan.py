@@ -8,10 +8,10 @@ import jax
 
 from towerjax.mesh.absent import Absent
 from towerjax.step.report.step_report import StepReport
-from towerjax.step.report.tables import Stored, Table, in_bytes, in_flops, in_seconds
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_whole
+from towerjax.types.tables import Stored, Table, in_bytes, in_flops, in_seconds
 
 MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
 """``strategy -> (step, params, batch)``, the last two in shapes or arrays."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from towerjax.step.report.tables import Shown, Table
 from towerjax.tools.sweep.grid import Config
 from towerjax.types.options import check_choice, optional
+from towerjax.types.tables import Shown, Table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from towerjax.towers.cross_tower.values import send
 from towerjax.towers.cross_tower.whereabouts import WhereaboutsMethods
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
-from towerjax.types.html_form import table
 from towerjax.types.leaves import has_tracers
+from towerjax.types.tables import in_html
 
 
 class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMethods):
@@ -32,7 +32,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMet
         try:
             placement = self.placement
         except ValueError as error:  # what cannot be placed here can still be shown
-            return table(repr(self), (), [(str(error),)])
+            return in_html(repr(self), (), [(str(error),)])
         each = placement.axes.num_local
         rows = [
             (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
@@ -44,7 +44,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMet
             *([f"{each} on each, {together}"] if each > 1 else []),
             repr(self.cross_tower_ops),
         )
-        return table(repr(self), ("device", "towers"), rows, last=last)
+        return in_html(repr(self), ("device", "towers"), rows, last=last)
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone: devices, once looked up, do not pickle."""

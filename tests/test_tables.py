@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.types.html_form import curve, leaf_table, table
+from towerjax.types.tables import curve, in_html, leaf_table
 
 
 class Rows(html.parser.HTMLParser):
@@ -60,13 +60,13 @@ def test_a_state_says_where_each_leaf_lies():
     text = state._repr_html_()
     shown = Rows(text)
     rows = {row[0]: row[1:] for row in shown.rows}
-    weights = ["[512, 1]", "float32", "2.0 KiB", "2.0 KiB", "mirrored", ""]
+    weights = ["[512, 1]", "float32", "2 KiB", "2 KiB", "mirrored", ""]
     assert rows["params['w']"] == weights == rows["opt_state[0].mu['w']"]
     per_tower = ["[6, 6]", "float32", "144 B", "48 B", "per tower", ""]
     assert rows["local.value"] == per_tower
     assert rows["rng"][1:3] == ["key<fry>", "8 B"]
     # Three weights, adam's count, the step, the key, and what each tower has.
-    assert shown.rows[-1][:5] == ["7 leaves", "", "", "6.2 KiB", "6.1 KiB"]
+    assert shown.rows[-1][:5] == ["7 leaves", "", "", "6.16 KiB", "6.06 KiB"]
     parts = [title for title in shown.titles if "[" in title]
     assert parts == ["cpu:0: [0:2, :]", "cpu:1: [2:4, :]", "cpu:2: [4:6, :]"]
     squares = re.findall(r'title="(cpu:\d): (.*?)".*?hsl\((\d+),', text)
@@ -136,8 +136,8 @@ def test_curves_leave_out_what_is_not_finite():
 def test_everything_is_escaped_and_long_tables_are_cut():
     bad = "<script>alert(1)</script>"
     state = tj.PerTower({bad: np.zeros((2, 1))})
-    assert bad not in state._repr_html_() and bad not in table(bad, [bad], [[bad]])
-    rows = Rows(table("x", ["n"], [[i] for i in range(100)], last=["sum"])).rows
+    assert bad not in state._repr_html_() and bad not in in_html(bad, [bad], [[bad]])
+    rows = Rows(in_html("x", ["n"], [[i] for i in range(100)], last=["sum"])).rows
     assert len(rows) == 1 + 40 + 1 + 1 and rows[-2:] == [["… 60 more"], ["sum"]]
     # One square a device, up to 16; the text of a value stays what it was.
     assert repr(tj.PerTower(1)) == "PerTower(values=1)"
