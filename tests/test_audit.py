@@ -260,7 +260,7 @@ def mirrored_metric(params, batch, tower):
 OPTIMUM = {**PARAMS, "b": np.float32(np.float64(BATCH["y"]).mean())}
 EVEN = {"padding": False, "towers": (1, 2, 7)}
 GOOD = {
-    "mean": (mean_loss, PARAMS, {}),
+    "mean": (mean_loss, PARAMS, {"towers": (1, 3)}),
     "metrics": (weights_of_batch, PARAMS, {}),
     "total": (total, PARAMS, {"loss_reduction": SUM}),
     "mean of even": (mean_of_even, PARAMS, {"loss_reduction": MEAN, **EVEN}),
@@ -281,7 +281,7 @@ GOOD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_right_passes(name):
     loss_fn, params, options = GOOD[name]
-    report = assert_replicates(loss_fn, params, BATCH, **{"towers": (1, 3)} | options)
+    report = assert_replicates(loss_fn, params, BATCH, **{"towers": (3,)} | options)
     assert report.examples == 14 and report.largest < 1e-2
     assert {"loss", "gradient['w']"} <= set(report.compared)
     assert report.splits == 2 * len(report.towers)
@@ -331,7 +331,7 @@ def test_bad_arguments_are_refused():
         "whole number >= 1": {"towers": (0,)},
         "'ignore'": {"rng": "off"},
         "must be >= 0": {"rtol": -1.0},
-        "Reduction.SUM or": {"loss_reduction": FIRST},
+        "one of None, Reduction.SUM": {"loss_reduction": FIRST},
         "must have a floating|floating": {"params": {"w": np.arange(3), "b": 1}},
         "wrapp|Wrap": {"local": {"n": np.float32(0)}},
     }.items():

@@ -8,11 +8,11 @@ import types
 
 import forked
 import jax
-import matplotlib.image
 import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
+from PIL import Image
 
 import towerjax as tj
 
@@ -45,6 +45,13 @@ def evaluations(output):
     return [(int(step), float(accuracy)) for step, accuracy in found]
 
 
+def contrast(path):
+    """How far the pixels of a picture, which is not small, are from being one color."""
+    with Image.open(path) as picture:
+        assert min(picture.size) > 300
+        return np.asarray(picture)[..., :3].std() / 255
+
+
 def test_digits_reaches_its_accuracy(tmp_path):
     output = run_example("digits.py", folder=tmp_path)
     accuracy = final_accuracy(output)
@@ -56,8 +63,7 @@ def test_digits_reaches_its_accuracy(tmp_path):
     towers, devices, steps_rate, examples_rate = (int(x.replace(",", "")) for x in row)
     assert (towers, devices) == (8, 8)
     assert examples_rate == pytest.approx(96 * steps_rate, rel=0.05)
-    picture = matplotlib.image.imread(tmp_path / "runs/digits/learning_curve.png")
-    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.01
+    assert contrast(tmp_path / "runs/digits/learning_curve.png") > 0.01
 
 
 def digits_told(*flags):
@@ -107,8 +113,7 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
     assert len(lines[-1]["metrics"]["class_accuracy"]) == 10
     assert list((folder / "tensorboard").glob("*tfevents*"))
     assert (folder / "exported/model.json").is_file()
-    picture = matplotlib.image.imread(folder / "training.png")
-    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.01
+    assert contrast(folder / "training.png") > 0.01
 
 
 def test_gan_learns_to_draw_digits(tmp_path):
@@ -120,8 +125,7 @@ def test_gan_learns_to_draw_digits(tmp_path):
     assert steps.tolist() == [0, 67, 133, 200, 267, 333, 400]
     assert distances[0] > 3 and distances[-1] < 1.2
     assert rarest[0] == 0 and rarest[-1] > 0.005
-    picture = matplotlib.image.imread(tmp_path / "runs/gan/samples.png")
-    assert min(picture.shape[:2]) > 300 and picture[..., :3].std() > 0.1
+    assert contrast(tmp_path / "runs/gan/samples.png") > 0.1
 
 
 def test_embeddings_learns_and_sends_a_tenth(tmp_path):
