@@ -177,9 +177,8 @@ BAD = [
     (
         dict(cross_tower_ops="nccl"),
         "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
-        " tj.PinnedTree(), tj.collectives.Packed(...),"
-        " tj.collectives.ReduceToOneDevice(...),"
-        " tj.collectives.Hierarchical(...) or tj.collectives.Compressed(...).",
+        " tj.PinnedTree(), or of tj.collectives Packed(...), Hierarchical(...),"
+        " ReduceToOneDevice(...) or Compressed(...).",
     ),
     (dict(cross_tower_ops=None), "cross_tower_ops=None is not a cross-tower op"),
     (dict(cross_tower_ops=tj.PinnedTree), "is not a cross-tower op; write tj.AllRed"),

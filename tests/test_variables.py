@@ -431,10 +431,9 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
     for method, sign in (("assign_add", "+"), ("assign_sub", "-")):
         text = (
             f"strategy.{method} of tower-local variable 'n', across towers: shall each"
-            " tower's copy change by the value, or what they read as together? Write"
-            f" strategy.update(v, lambda x: x {sign} value) for each copy,"
-            f" strategy.assign(v, strategy.read_var(v) {sign} value) for the whole, or"
-            f" tower.{method} in a tower."
+            f" copy change? Write strategy.update(v, lambda x: x {sign} value). Or what"
+            f" they read as? strategy.assign(v, strategy.read_var(v) {sign} value). Or"
+            f" write tower.{method} in a tower."
         )
         with refuses(f"^{re.escape(text)}$"):
             getattr(strategy, method)(n, 2.0)

@@ -48,15 +48,13 @@ class ModelOptions:
         if isinstance(strategy.cross_tower_ops, KeepsState):
             raise ValueError(
                 f"cross_tower_ops={strategy.cross_tower_ops!r} keeps a state, for which"
-                " a model function has no place. Use tj.build_train_step or"
-                " tj.build_step, or tj.AllReduce()."
+                " a model function has no place. Use tj.build_step, or tj.AllReduce()."
             )
-        mirrored = self.variable_placement is VariablePlacement.MIRRORED
-        if strategy.state != "mirrored" and not mirrored:
+        placed = self.variable_placement
+        if strategy.state != "mirrored" and placed is not VariablePlacement.MIRRORED:
             raise ValueError(
-                f"state={strategy.state!r} and variable_placement="
-                f"{self.variable_placement!r} both say where variables wait. Leave one"
-                " of them out."
+                f"state={strategy.state!r} and variable_placement={placed!r} both say"
+                " where variables wait. Leave one of them out."
             )
 
 
@@ -91,14 +89,12 @@ class ModelFn:
             and parameters[name].default is inspect.Parameter.empty
         ]
         if missing or unknown:
+            wrong = [f"does not take {', '.join(missing)}"] if missing else []
+            wrong += [f"needs {', '.join(unknown)}"] if unknown else []
             raise ValueError(
-                f"model_fn{inspect.signature(fn)} "
-                + (f"does not take {', '.join(missing)}" if missing else "")
-                + (" and " if missing and unknown else "")
-                + (f"needs {', '.join(unknown)}" if unknown else "")
-                + ". A model function is def model_fn(variables, features, labels,"
-                " mode, params=None, config=None, tower=None), of which the last three"
-                " may be left out."
+                f"model_fn{inspect.signature(fn)} {' and '.join(wrong)}. A model"
+                " function is def model_fn(variables, features, labels, mode,"
+                " params=None, config=None, tower=None), the last three as you like."
             )
         asks_for = frozenset(_WHERE_ASKED) & set(named)
         empty = inspect.Parameter.empty
@@ -146,8 +142,7 @@ class ModelFn:
             raise ValueError(
                 f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
                 " tj.estimator.ModelSpec(mode, ...) in each mode. Modes are"
-                " tj.estimator.Mode.TRAIN, EVAL"
-                " and PREDICT, and equal to no string."
+                " tj.estimator.Mode.TRAIN, EVAL and PREDICT, and equal to no string."
             )
         if spec.mode is not mode:
             raise ValueError(

@@ -59,9 +59,8 @@ def check_loss_reduction(reduction: Any) -> None:
     if reduction is LossReduction.NONE:
         raise ValueError(
             "Tower losses need to be reduced in some way, yet none reduction is"
-            " specified. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,"
-            " which is exact"
-            " over the global batch, or another one."
+            " specified. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, which"
+            " is exact over the global batch, or another one."
         )
 
 
@@ -159,9 +158,8 @@ class TowersOfStep:
         elif isinstance(loss, Weighted) and scalar is not None:
             raise ValueError(
                 f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
-                " returned a tj.Weighted, which says itself what it is divided by. Use"
-                " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, or return a"
-                " scalar."
+                " returned a tj.Weighted, which says what it is divided by. Return a"
+                " scalar, or use tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
             )
         elif not isinstance(loss, Weighted) and scalar is None:
             raise ValueError(_BARE.format(reduction=self.reduction))
@@ -213,10 +211,8 @@ _INSIDE = (
 _BARE = (
     "model_fn returned a bare scalar as its loss, which does not say how towers of"
     " unequal weight share it, and loss_reduction={reduction!r} is exact. Return"
-    " tj.Weighted.mean(losses, tower.weight) or"
-    " tj.estimator.compute_weighted_loss(losses,"
-    " weights, valid=tower.weight); or say"
-    " loss_reduction=tj.estimator.LossReduction.SUM (the"
-    " total of the towers' losses) or MEAN (the mean of the towers' losses);"
-    " compat='tf1' divides by the number of towers."
+    " tj.Weighted.mean(losses, tower.weight) or tj.estimator.compute_weighted_loss("
+    "losses, weights, valid=tower.weight); or say loss_reduction="
+    "tj.estimator.LossReduction.SUM (the total of the towers' losses) or MEAN (the mean"
+    " of the towers' losses); compat='tf1' divides by the number of towers."
 )

@@ -294,8 +294,8 @@ def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
     if own != jax.tree.structure(state.inner):  # optax may hand it on, and never say so
         raise ValueError(
             f"TowerOptimizer.update got the state of another optimizer, or of other"
-            f" params: {jax.tree.structure(state.inner)} instead of {own}. Make it with"
-            " its own init(params)."
+            f" params: {jax.tree.structure(state.inner)}, not {own}. Make it with its"
+            " own init(params)."
         )
 
 
@@ -314,9 +314,8 @@ def _reduced(
     if loss is None and not towers.takes_scalars:
         raise ValueError(
             "TowerOptimizer.update was not told the loss, and under loss_reduction="
-            f"{towers.reduction!r} the loss says what gradients are divided by. Write"
-            " optimizer.update(grads, state, params, loss=loss) with the tj.Weighted"
-            " loss whose sum was differentiated, or use optimizer.minimize."
+            f"{towers.reduction!r} it says what gradients are divided by. Write"
+            " optimizer.update(grads, state, params, loss=loss), or use minimize."
         )
     wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:

@@ -129,9 +129,8 @@ def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
     if lines and shared:
         raise ReplicationError(
             "Random numbers of a key of rbg depend under vmap on how many towers share"
-            f" a device, and are drawn at {', '.join(lines)}. Use"
-            " jax.random.key(seed, impl='threefry2x32'), local='scan', or one tower a"
-            " device."
+            f" a device, and are drawn at {', '.join(lines)}. Use jax.random.key(seed,"
+            " impl='threefry2x32'), local='scan', or one tower a device."
         )
 
 

@@ -127,9 +127,8 @@ def check_state(
     if wrong_towers:
         raise ValueError(
             f"The state was made for another number of towers than"
-            f" {placement.num_towers}: {listed(wrong_towers)}. Read its tower-local"
-            " variables with tj.towers.read_local and start them anew with"
-            " step.init(state.params, local=...)."
+            f" {placement.num_towers}: {listed(wrong_towers)}. Read them with"
+            " tj.towers.read_local, and start anew, step.init(state.params, local=...)."
         )
     check_not_donated(state)
     shardings = jax.tree.leaves(placement.shardings(layout, state))

@@ -165,9 +165,8 @@ def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
         shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
         raise ValueError(
             f"A batch of {num_examples} examples was padded, but {shown} does not"
-            " depend on tower.weight, so padding would count. Write"
-            " tj.Weighted.mean(losses, tower.weight), or use remainder='drop' or"
-            " 'error'."
+            " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
+            "losses, tower.weight), or use remainder='drop' or 'error'."
         )
 
 

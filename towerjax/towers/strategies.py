@@ -129,8 +129,7 @@ def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
     if not fitting:
         raise ValueError(
             f"towers={towers} is not a multiple of the {processes} processes, each of"
-            " which runs as many towers. Use"
-            f" towers={-(-towers // processes) * processes}."
+            f" which runs as many. Use towers={-(-towers // processes) * processes}."
         )
     used = fitting[-1]
     if used < each and used * processes < len(found) <= towers:
@@ -254,18 +253,16 @@ def _check_choices(strategy: Mirrored) -> None:
     _check_axis_name(strategy.axis_name)
     if strategy.local == "scan" and strategy.axis_name != TOWER_AXIS:
         raise ValueError(
-            f"axis_name={strategy.axis_name!r} is for towers that meet, but"
-            " local='scan' runs the towers of a device one after another. Use"
-            " local='vmap', or leave out axis_name."
+            f"axis_name={strategy.axis_name!r} is for towers that meet, but under"
+            " local='scan' they never do. Use local='vmap', or leave out axis_name."
         )
     _check_sharded(strategy)
     ops = strategy.cross_tower_ops
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
             f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce(),"
-            " tj.PinnedTree(), tj.collectives.Packed(...),"
-            " tj.collectives.ReduceToOneDevice(...),"
-            " tj.collectives.Hierarchical(...) or tj.collectives.Compressed(...)."
+            " tj.PinnedTree(), or of tj.collectives Packed(...), Hierarchical(...),"
+            " ReduceToOneDevice(...) or Compressed(...)."
         )
 
 
@@ -306,6 +303,5 @@ def _check_divides(towers: int | None, num_devices: int) -> None:
         raise ValueError(
             f"towers={towers} is not a multiple of the {num_devices} devices, so they"
             " cannot share the towers evenly. Use towers="
-            + " or ".join(str(n) for n in choices)
-            + ", or another number of devices."
+            f"{' or '.join(map(str, choices))}, or another number of devices."
         )

@@ -179,11 +179,10 @@ def assigned_in_tower(
         if variable.reduction is Reduction.NONE:
             raise ValueError(
                 f"{named(variable)} has Reduction.NONE: you must specify an aggregation"
-                " for the towers' values to become one. Create it with"
-                " reduction=tj.Reduction.MEAN (or SUM, ONLY_FIRST_TOWER), or meet first"
-                " and assign across towers: tower.merge_call(lambda strategy, x:"
-                " strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
-                " value)."
+                ". Create it with reduction=tj.Reduction.MEAN (or SUM,"
+                " ONLY_FIRST_TOWER), or meet first: tower.merge_call(lambda strategy,"
+                " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
+                " x)."
             )
         _refuse_sum_of_constants(tower, variable, plain(value))
         if variable.reduction is Reduction.SUM:
@@ -224,8 +223,7 @@ def _check_reducible(variable: MirroredVar) -> None:
             raise ValueError(
                 f"{named(variable)} is {dtype} ({name}) with {variable.reduction!r},"
                 f" which makes {reduced} of the towers' values, and {dtype} cannot hold"
-                f" that: no tower can assign to it. Create it as {reduced}, or with"
-                " ONLY_FIRST_TOWER."
+                f" that. Create it as {reduced}, or with ONLY_FIRST_TOWER."
             )
 
 
@@ -248,8 +246,6 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
             raise ValueError(
                 f"A constant value {shown} cannot be reduced with the given aggregation"
                 f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
-                f" towers, so is {n} times the value meant, or the value? Create the"
-                " variable with Reduction.MEAN or ONLY_FIRST_TOWER for the value"
-                f" itself, and for {n} times it give such a variable value *"
-                " tower.num_towers."
+                " towers. Create the variable with MEAN or ONLY_FIRST_TOWER for the"
+                f" value itself; for {n} times it assign value * tower.num_towers."
             )

@@ -82,9 +82,8 @@ class VariableMethods:
         if any_per_tower(initial):
             raise ValueError(
                 f"create_var: initial of {name!r} differs from tower to tower. Start"
-                " all towers with one value, and give each its own with"
-                " strategy.call_for_each_tower(lambda tower, v, x: tower.assign(v, x),"
-                " v, per_tower)."
+                " with one value, and give each tower its own with call_for_each_tower("
+                "lambda tower, v, x: tower.assign(v, x), v, per_tower)."
             )
         initial = plain(initial)
         refuse_unheld(f"create_var: {name!r}", initial)
@@ -172,11 +171,10 @@ class VariableMethods:
         if combine is not None:
             sign = "-" if what == "assign_sub" else "+"
             raise ValueError(
-                f"strategy.{what} of {named(variable)}, across towers: shall each"
-                " tower's copy change by the value, or what they read as together?"
-                f" Write strategy.update(v, lambda x: x {sign} value) for each copy,"
-                f" strategy.assign(v, strategy.read_var(v) {sign} value) for the whole,"
-                f" or tower.{what} in a tower."
+                f"strategy.{what} of {named(variable)}, across towers: shall each copy"
+                f" change? Write strategy.update(v, lambda x: x {sign} value). Or what"
+                f" they read as? strategy.assign(v, strategy.read_var(v) {sign} value)."
+                f" Or write tower.{what} in a tower."
             )
         num_towers = self.placement.num_towers
         check_towers(variable, num_towers)
