@@ -221,6 +221,17 @@ def test_closing_over_another_states_arrays_names_what_to_write():
             step(step.init(start()), good())
 
 
+def test_an_ordered_print_on_several_devices_is_told_of():
+    def loud(params, batch, tower):
+        jax.debug.print("{}", tower.id, ordered=True)
+        return loss_fn(params, batch, tower)
+
+    step = build(loud)
+    with pytest.raises(ValueError, match="ordered effects") as caught:
+        step.program(step.init(start()), good())
+    assert "write ordered=False" in caught.value.__notes__[0]
+
+
 def test_a_state_where_the_batch_goes_is_told_of():
     step, state = build(), build().init(start())
     metric_fn = lambda p, b, t: {"loss": loss_fn(p, b, t)}  # noqa: E731
@@ -508,6 +519,12 @@ def test_arguments_in_each_others_place_are_told():
         tj.build_train_step(loss_fn, strategy, sgd)
     with pytest.raises(ValueError, match=r"strategy is a str. Write .*tj.Mirrored\(\)"):
         tj.build_train_step(loss_fn, sgd, "cpu:0")
+    text = r"update_fn is a Mirrored.* swapped. Write build_step\(tower_fn, update_fn"
+    for tower_fns in (loss_fn, [loss_fn]):
+        with pytest.raises(ValueError, match=text):
+            tj.build_step(tower_fns, strategy, loss_fn)
+    with pytest.raises(ValueError, match="build_step: tower_fn is a NoneType. Write"):
+        tj.build_step([], loss_fn, strategy)
     for builder in (tj.build_eval_step, tj.build_predict_step):
         with pytest.raises(ValueError, match="_fn is a Mirrored, strategy is a func"):
             builder(strategy, loss_fn)

@@ -361,13 +361,13 @@ def build_step(
       >>> float(state.params), float(metrics["loss"]), float(metrics["square"])
       (3.0, 13.0, 104.0)
     """
-    check_roles("build_step", strategy=strategy)
-    tower_fns = (tower_fn,) if callable(tower_fn) else tuple(tower_fn)
-    for i, one in enumerate(tower_fns or (None,)):
+    tower_fns = tuple(tower_fn) if isinstance(tower_fn, Sequence) else (tower_fn,)
+    first = next(iter(tower_fns), None)
+    check_roles("build_step", tower_fn=first, update_fn=update_fn, strategy=strategy)
+    for i, one in enumerate(tower_fns):
         form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
         check_function("tower_fn", one, form)
         check_takes(form, one, *range(3 + (i > 0)))
-    check_function("update_fn", update_fn, "update_fn(state, merged)")
     check_takes("update_fn(state, merged)", update_fn, *range(2))
     options = StepOptions(
         micro_batches=micro_batches,

@@ -267,7 +267,15 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     """
     # JAX lowers for the default platform, which an absent one never is.
     absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
-    lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
+    try:
+        lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
+    except ValueError as error:
+        if "ordered effects" in str(error):
+            error.add_note(
+                "Devices go at the same time, in no order: write ordered=False in"
+                " jax.debug.print and callbacks, or take one device."
+            )
+        raise
     if placement.local == "scan" and placement.num_devices == 1:
         inline_and_merge(lowered)
     return lowered
