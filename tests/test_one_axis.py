@@ -259,7 +259,7 @@ def test_the_axes_of_devices_are_not_for_towers(axis, T, D):
         (dict(axis_name=""), "axis_name='' must be a name of its own"),
         (dict(axis_name=None), "axis_name=None must be a name of its own"),
         (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name of its"),
-        (dict(axis_name="batch", local="scan"), "local='scan' runs the towers of a"),
+        (dict(axis_name="batch", local="scan"), "under local='scan' they never do"),
     ],
 )
 def test_bad_names_are_refused(options, text):
