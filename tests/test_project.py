@@ -78,7 +78,7 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_only_four_files_name_the_executors():
     words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
     # The benchmarks name what they measure against.
-    allowed = {"placement.py", "one_axis.py", "executors.py", "local_towers.py"}
+    allowed = {"placement.py", "one_axis.py", "executors.py"}
     for path in ROOT.rglob("*.py"):
         found = words.search(path.read_text())
         is_allowed = path.name in allowed or "bench" in path.parts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import towerjax as tj
-from towerjax.proof.origin import line_of
+from towerjax.proof.equation import line_of
 
 N, D = 5, 3
 IDS = np.array([[0, 1, -1], [4, 2, 4]])

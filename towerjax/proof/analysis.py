@@ -17,6 +17,7 @@ from towerjax.proof.equation import (
     IDENTITIES,
     is_foreign,
     is_hidden,
+    line_of,
     named_axes,
     open_jaxpr,
     opened,
@@ -41,7 +42,6 @@ from towerjax.proof.marks import (
     merged,
     under,
 )
-from towerjax.proof.origin import line_of
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,

@@ -7,9 +7,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof.equation import REDUCTIONS, SUMS, groups, is_full, named_axes
+from towerjax.proof.equation import (
+    REDUCTIONS,
+    SUMS,
+    Site,
+    groups,
+    is_full,
+    line_of,
+    named_axes,
+)
 from towerjax.proof.found import Collective, Dependence, Draw, Hang, Repeat
-from towerjax.proof.origin import Site, line_of
 from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
 
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.equation import sub_jaxprs
-from towerjax.proof.origin import Site
+from towerjax.proof.equation import Site, sub_jaxprs
 
 SUMMED_BY_STEP = "towerjax.sums"
 """Scope of the sums that a step makes itself, of losses, gradients and metrics."""

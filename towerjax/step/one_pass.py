@@ -35,7 +35,7 @@ from towerjax.step.returned import (
 )
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.executors import tower_explained
-from towerjax.towers.local_towers import over_local_towers
+from towerjax.towers.one_axis import over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_local import (

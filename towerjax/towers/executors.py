@@ -1,7 +1,7 @@
 """How does a program run on several devices? By shard_map or pmap, and jit.
 
 The only file that names these; `placement` says where the towers are, and
-`local_towers` how those of one device run.
+`one_axis` how those of one device run.
 """
 
 import contextlib

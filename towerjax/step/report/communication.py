@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from towerjax.proof.origin import is_library, shown
+from towerjax.proof.equation import is_library, shown
 from towerjax.step.report.hlo import Module, Operation
 
 _COLLECTIVES = frozenset(

@@ -28,8 +28,8 @@ from towerjax.towers.executors import (
     tower_explained,
     trace_one_tower,
 )
-from towerjax.towers.local_towers import over_local_towers
 from towerjax.towers.merge import is_mergeable, stacked_rows
+from towerjax.towers.one_axis import over_local_towers
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
