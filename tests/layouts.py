@@ -4,12 +4,10 @@ import pytest
 
 import towerjax as tj
 
-LAYOUTS = [
-    # towers, devices, local, micro-batches
-    pytest.param(1, 1, "vmap", 1, marks=pytest.mark.slow),
-    (4, 4, "vmap", 1),
-    pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow),
-    (4, 2, "scan", 3),
+# Towers, devices, local, micro-batches: the first has all in one.
+LAYOUTS = [(4, 2, "scan", 3)] + [
+    pytest.param(*layout, marks=pytest.mark.slow)
+    for layout in [(4, 4, "vmap", 1), (4, 2, "vmap", 3), (1, 1, "vmap", 1)]
 ]
 layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
 

@@ -725,8 +725,9 @@ def test_small_integers_and_booleans_are_added_as_numbers():
     assert operator.add(*jax.tree.leaves(m.merge(one, one))) == 2 + 400
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    ("T", "D", "local", "A"), [(4, 4, "vmap", 1), (4, 2, "scan", 2), (2, 1, "vmap", 1)]
+    ("T", "D", "local", "A"), [(4, 2, "scan", 2), (4, 4, "vmap", 1), (2, 1, "vmap", 1)]
 )
 def test_sums_and_what_is_each_towers_own_are_metrics_of_training(T, D, local, A):
     y, size = np.arange(13, dtype=np.float32), 13

@@ -92,12 +92,12 @@ def close(metrics, of):
         )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("T", "D", "local", "A", "size"),
     [
+        (4, 2, "scan", 2, 17),  # of 6, 6, 5 and none
         (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
-        (4, 2, "scan", 2, 21),
-        (4, 2, "vmap", 2, 17),  # of 6, 6, 5 and none
         (1, 1, "vmap", 3, 20),
     ],
 )
