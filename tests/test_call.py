@@ -15,10 +15,10 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
 EXECUTORS = pytest.mark.parametrize(
     "T, D, executor",
-    [(*layout, "shard_map") for layout in [(1, 1), (3, 1), (4, 2)]]
+    [(*layout, "shard_map") for layout in [(1, 1), (2, 2), (3, 1), (4, 2)]]
     + [(2, 2, "pmap"), (4, 2, "pmap")],
 )
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
