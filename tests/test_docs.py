@@ -195,7 +195,9 @@ def test_every_keyword_exists(page):
         if said_of == "optimizer":  # any of optax's, or ours with more
             owner = tj.estimator.TowerOptimizer(optax.sgd(0.1))
         called = functools.reduce(getattr, name.split("."), owner)
-        parameters = inspect.signature(called).parameters
+        parameters = dict(inspect.signature(called).parameters)
+        if parameters.pop("options", None):  # those of `run`, handed on
+            parameters |= inspect.signature(tj.run).parameters
         for keyword in re.findall(r"(\w+)=(?!=)", arguments):
             assert keyword in parameters, f"{name}({keyword}=)"
 
