@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from towerjax.loop.checkpoint.saver import Saver
+from towerjax.data.ledger import Ledger
+from towerjax.loop.saving import Saving
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
@@ -87,9 +88,10 @@ def save_seconds(devices: int) -> dict[str, float]:
             best[name] = min(best.get(name, seconds), seconds)
         with tempfile.TemporaryDirectory() as folder:
             stack = contextlib.ExitStack()
-            saver = Saver(tj.Checkpointer(folder), step, state, stack)
+            ledger = Ledger([], copies=False)
+            saver = Saving(tj.Checkpointer(folder), step, state, ledger, stack)
             jax.block_until_ready(state)
-            begin = functools.partial(saver.save, state, 1, batches={})
+            begin = functools.partial(saver.save, state, 1, {})
             timed("pause", begin)
             timed("then", stack.close)
     return best

@@ -23,8 +23,10 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.checkpoint import folder, record, saver
-from towerjax.loop.checkpoint.saver import Saver
+from towerjax.data.ledger import Ledger
+from towerjax.loop import saving as saving_module
+from towerjax.loop.checkpoint import folder, record
+from towerjax.loop.saving import Saving
 
 TESTS = pathlib.Path(__file__).parent
 LOOP = pathlib.Path(tj.loop.__file__).parent
@@ -193,8 +195,8 @@ def test_other_towers_deal_out_what_was_there(step, tmp_path):
     state = dataclasses.replace(state, local=local)
     saving = tj.Checkpointer(tmp_path)
     with contextlib.ExitStack() as stack:
-        saver = Saver(saving, step, state, stack)
-        saver.save(state, 3, batches={"used": 3, "cursor": None})
+        writes = Saving(saving, step, state, Ledger([], copies=False), stack)
+        writes.save(state, 3, {})
     old = model.bits(state)
     three = model.build(3, towers=3)
     new = model.bits(saving.restore(three, model.init(three, own=False)))
@@ -280,7 +282,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
             if len(calls) == 2:
                 raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver, "array_files", Files)
+    monkeypatch.setattr(saving_module, "array_files", Files)
     with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
         train(step, saving)
     assert saving.steps == (2,) and not list(tmp_path.glob("*.saving"))

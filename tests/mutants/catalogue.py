@@ -1297,7 +1297,7 @@ CHECKPOINTS = (
     _m(
         "C06",
         "a resumed run does all of its steps again",
-        "loop.checkpoint.saver:left_of",
+        "loop.saving:_left_of",
         "left = start + steps - record.step",
         "left = steps",
         f"{_RESUMED}[3]",
@@ -1314,7 +1314,7 @@ CHECKPOINTS = (
     _m(
         "C08",
         "the best checkpoint is removed with the old ones",
-        "loop.checkpoint.saver:Saver._remove_old",
+        "loop.saving:Saving._remove_old",
         "if number != best:",
         "if number != steps[-1]:",
         "test_checkpoint.py::test_the_newest_and_the_best_stay[min-values0-kept0]",
@@ -1323,8 +1323,8 @@ CHECKPOINTS = (
         "C09",
         "early stopping counts from 0 in a resumed run",
         "loop.saving:Saving.save",
-        "stopping=stopping",
-        "stopping={}",
+        "stopping=stopping,",
+        "stopping={},",
         "test_checkpoint.py::test_early_stopping_counts_on",
     ),
     _m(

@@ -24,7 +24,8 @@ import optax
 import orbax.checkpoint  # noqa: F401  imported once, for all of them
 
 import towerjax as tj
-from towerjax.loop.checkpoint.saver import Saver
+from towerjax.data.ledger import Ledger
+from towerjax.loop.saving import Saving
 
 
 def values(number):
@@ -52,7 +53,8 @@ def save_without_end(path, say):
     like = step.init(values(0))
     saving = tj.Checkpointer(path, keep=2)
     newest = whole_step(saving, step, like)
-    saver = Saver(saving, step, like, contextlib.ExitStack())
+    batches, stack = Ledger([], copies=False), contextlib.ExitStack()
+    saver = Saving(saving, step, like, batches, stack)
     say(f"{newest}\n")
     for number in range(newest + 1, newest + 10_000):
         state = step.init(values(number))
@@ -63,7 +65,7 @@ def save_without_end(path, say):
             state.local,
             state.rng,
         )
-        saver.save(state, number, batches={"used": number, "cursor": None})
+        saver.save(state, number, {})
         saver.wait()
         say(f"{number}\n")
 

@@ -1,5 +1,6 @@
-"""How is a run saved, and where does it go on? What the loop asks of checkpoints."""
+"""When is a run saved, and where does it go on? Begun between steps, in a thread."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Mapping
@@ -8,17 +9,25 @@ from typing import Any
 import jax
 
 from towerjax.data.ledger import Ledger
-from towerjax.loop.checkpoint.folder import CheckpointError
+from towerjax.loop.checkpoint import folder
+from towerjax.loop.checkpoint.folder import CheckpointError, write_manifest
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
+    array_files,
+    check_same_model,
     decoded_cursor,
+    described,
     encoded_cursor,
+    library_versions,
+    plain_arrays,
+    scalars,
 )
-from towerjax.loop.checkpoint.saver import Checkpointer, Saver, left_of
+from towerjax.loop.checkpoint.saver import ARRAYS, Checkpointer
 from towerjax.loop.options import LoopOptions
+from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import asked_to_end
+from towerjax.mesh.processes import asked_to_end, first_process_says
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
 
@@ -35,9 +44,24 @@ class Saving:
         stack: contextlib.ExitStack,
     ) -> None:
         self._options, self._step, self._ledger = options, step, ledger
+        self._is_first = jax.process_index() == 0
         self._check_batches()
         encoded_cursor(ledger.cursor)
-        self._saver = Saver(options, step, state, stack)
+        needed = sum(x.nbytes for x in plain_arrays(state).values())
+
+        def prepare() -> None:
+            folder.prepare(options.path, needed)
+            stack.enter_context(folder.held(options.path))
+
+        first_process_says(prepare)
+        self._files = stack.enter_context(contextlib.closing(array_files()))
+        self._thread = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="towerjax-checkpoint"
+        )
+        stack.callback(self._thread.shutdown)  # first, and then it writes no more
+        self._writing: concurrent.futures.Future[None] | None = None
+        self._saved: int | None = None
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
         self._before = int(state.step)
         self._is_best = False
@@ -59,14 +83,20 @@ class Saving:
     ) -> tuple[TrainState, LoopOptions]:
         """The state of the newest checkpoint, if it is beyond the one passed."""
         start = int(state.step)
-        record = self._saver.newest_after(state)
-        if record is None:
+        newest = first_process_says(lambda: max(self._options.steps, default=-1))
+        if newest < 0:
             return state, options
-        left = left_of(options.steps, start, record)
-        state = self._options.restore(self._step, state, number=record.step)
+        record = self._options.record(newest)
+        where = folder.folder_of(self._options.path, newest)
+        check_same_model(record.leaves, state, f"The checkpoint {str(where)!r}")
+        self._saved = newest if newest >= start else None
+        if newest <= start:
+            return state, options
+        left = _left_of(options.steps, start, record)
+        state = self._options.restore(self._step, state, number=newest)
         self._move(record)
         self._step.expect_batch_rows(record.batch_rows)
-        self.resumed, self._before = record, record.step
+        self.resumed, self._before = record, newest
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
     def _move(self, record: CheckpointRecord) -> None:
@@ -89,25 +119,97 @@ class Saving:
         return number // every > before // every or self._is_best
 
     def saw(self, number: int, values: Mapping[str, Any]) -> None:
-        """Note an evaluation."""
-        self._is_best = self._saver.saw(number, values)
+        """Note an evaluation, and whether it is the best so far."""
+        numbers, name = scalars(values), self._options.best
+        self._evaluated, self._is_best = (number, numbers), False
+        if name is None:
+            return
+        if name not in values or getattr(values[name], "ndim", 0):
+            raise ValueError(
+                f"Checkpointer(best={name!r}): the evaluation has no such scalar, but"
+                f" {sorted(values)}."
+            )
+        if name not in numbers:
+            return
+        self.wait()
+        best = first_process_says(lambda: self._options.best_step)
+        before = None if best is None else self._options.record(best).evaluation[name]
+        sign = sign_of(self._options.mode)
+        self._is_best = before is None or sign * numbers[name] < sign * before
 
     def save(self, state: TrainState, number: int, stopping: Mapping[str, Any]) -> None:
-        """Begin to save, unless this step was saved; see `Saver`."""
-        step, ledger = self._step, self._ledger
-        cursor = ledger.cursor if ledger.has_cursor else None
-        place = {
-            "used": ledger.used,
-            "cursor": None if cursor is None else encoded_cursor(cursor),
-        }
-        self._saver.save(
-            state,
-            number,
-            batches=place,
-            batch_rows=tuple(step.batch_rows),
-            stopping=stopping,
-        )
+        """Begin to save, unless this step was saved.
+
+        Once this returns a step may take the state's buffers over.
+        """
         self._is_best = False
+        if number == self._saved:
+            return
+        self.wait()
+        (at, values), ledger = self._evaluated, self._ledger
+        cursor = encoded_cursor(ledger.cursor) if ledger.has_cursor else None
+        strategy, seen = self._step.strategy, state.seen
+        record = CheckpointRecord(
+            step=number,
+            strategy=repr(strategy),
+            towers=strategy.placement.num_towers,
+            devices=strategy.placement.devices,
+            leaves=tuple(described(state)),
+            batches={"used": ledger.used, "cursor": cursor},
+            batch_rows=tuple(sorted(self._step.batch_rows)),
+            evaluation=values if at == number else {},
+            stopping=stopping,
+            fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
+            versions=library_versions(),
+        )
+        path = folder.making(self._options.path, number)
+        with self._explained(number):
+            if self._is_first:
+                folder.begin(self._options.path, number)
+            self._files.save(path / ARRAYS, plain_arrays(state))
+        self._writing = self._thread.submit(self._finish, record)
+        self._saved = number
+
+    def _finish(self, record: CheckpointRecord) -> None:
+        """In the thread: wait for the arrays, then let the checkpoint count."""
+        directory, number = self._options.path, record.step
+        with self._explained(number):
+            self._files.wait_until_finished()
+            if not self._is_first:
+                return
+            path = folder.making(directory, number)
+            record.write(path)
+            write_manifest(path)
+            folder.commit(directory, number)
+            self._remove_old()
+
+    def _remove_old(self) -> None:
+        steps, best = self._options.steps, self._options.best_step
+        for number in steps[: -self._options.keep]:
+            if number != best:
+                folder.remove(self._options.path, number)
+
+    @contextlib.contextmanager
+    def _explained(self, number: int) -> Any:
+        try:
+            yield
+        except Exception as error:
+            self._saved = None
+            path = folder.making(self._options.path, number)
+            if self._is_first:
+                folder.discard(path)
+            why = str(error)  # TensorStore's has its whole configuration
+            why = why if len(why) <= 400 else why[:400] + " ..."
+            raise CheckpointError(
+                f"The checkpoint of step {number} could not be written to"
+                f" {str(self._options.path)!r}; those before it are whole. {why}"
+            ) from error
+
+    def wait(self) -> None:
+        """Until the last checkpoint counts."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def check_asked_to_end(self, number: int) -> None:
         """Raise on all of several processes if one of them was sent SIGTERM.
@@ -127,6 +229,16 @@ class Saving:
         where = str(self._options.path)
         return f"step {number} in {where!r}. The same run again goes on from there."
 
-    def wait(self) -> None:
-        """Until the last checkpoint counts."""
-        self._saver.wait()
+
+def _left_of(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
+    """How many steps a resumed run has to do."""
+    if steps is None:
+        return None
+    left = start + steps - record.step
+    if left < 0:
+        raise CheckpointError(
+            f"steps={steps} from step {start} end at {start + steps}, but the newest"
+            f" checkpoint is of step {record.step}. Name another folder for another"
+            " training, or do more steps."
+        )
+    return left
