@@ -145,6 +145,7 @@ def test_evaluation_prediction_and_the_function_take_sharded_states(state):
     "state, to",
     [
         ("mirrored", "sharded"),
+        ("sharded", "mirrored"),
         ("sharded", "sharded_optimizer"),
     ],
 )
