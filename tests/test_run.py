@@ -423,7 +423,7 @@ def test_rates_leave_out_compiling_and_evaluating(train_step, eval_step):
 def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     state = init(train_step)
     data = list(batches(eval_data(16), 16))
-    one_shot = batches(eval_data(16), 16)
+    one_shot = iter([eval_data(16)])
     table = [
         ({"steps": 0}, "steps=0 must be a whole number >= 1"),
         ({"steps_per_call": 0}, "steps_per_call=0 must"),
@@ -436,7 +436,7 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"eval_every": 2}, "without anything to evaluate"),
         (
             {"evaluate": eval_step, "eval_batches": one_shot},
-            "eval_batches is a Batches, which can be gone through only once",
+            "eval_batches is a list_iterator, which can be gone through only once",
         ),
         (
             {
@@ -678,7 +678,7 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
         init(train_step),
         cut,
         evaluate=OfState(),
-        eval_batches=lambda: batches(data, 16),
+        eval_batches=batches(data, 16),
         eval_every=3,
         eval_params=halved,
         best=tj.Best("mse"),

@@ -167,6 +167,16 @@ def test_how_long(model, form, steps, epochs, expected):
         assert len(calls) == -(-expected // 3)
 
 
+def test_batches_begin_anew_with_each_pass_and_evaluation(model):
+    whole, given = pairs(), tj.batches(arrays(44), 16)
+    next(given)  # they go on from where they are
+    result = train(model, given, tj.batches(arrays(44), 16), epochs=2, eval_every=2)
+    check(result, whole[1:] * 2)
+    assert [number for number, _ in result[1].evaluations] == [2, 4]
+    alone = tj.estimator.evaluate(model, result[0], whole)
+    assert result[1].final["loss"] == alone["loss"]
+
+
 def test_a_distributed_data_set_has_one_thread_and_no_other(model):
     def count(*_):
         names = [thread.name for thread in threading.enumerate()]

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import queue
@@ -201,14 +202,17 @@ def own_copy(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def refuse_once(name: str, data: Any, why: str) -> None:
-    """Raise where data that is gone through several times is an iterator."""
+def anew(name: str, data: Any, why: str) -> Any:
+    """Data that can be gone through several times; another iterator is refused."""
+    if isinstance(data, Batches):
+        return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):
         raise ValueError(
             f"{name} is a {type(data).__name__}, which can be gone through only once,"
             f" but {why}. Pass a list of batches, or a function that gives them anew:"
             f" {name}=lambda: tj.batches(data, batch_size)."
         )
+    return data
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.data.feed import closing_iterator, refuse_once
+from towerjax.data.feed import anew, closing_iterator
 from towerjax.data.ledger import Unused
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
@@ -75,7 +75,8 @@ class Passes:
             )
         if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
-            refuse_once(self.name, self.data, f"epochs{epochs} goes through it again")
+            data = anew(self.name, self.data, f"epochs{epochs} goes through it again")
+            object.__setattr__(self, "data", data)
 
     @property
     def comes_again(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from towerjax.data.feed import refuse_once
+from towerjax.data.feed import anew
 from towerjax.estimator.arguments import where_given
 from towerjax.estimator.data import Data, Passes
 from towerjax.estimator.pipeline import MAKE_STATE
@@ -132,8 +132,8 @@ def _train_passes(data: Data, steps: int | None, epochs: int | None) -> Passes:
 
 def _eval_passes(data: Data | None, options: dict[str, Any]) -> Passes | None:
     if data is not None:
-        refuse_once("eval_data", data, "every evaluation needs all of it")
-        return Passes("eval_data", data)
+        why = "every evaluation needs all of it"
+        return Passes("eval_data", anew("eval_data", data, why))
     for name in ("eval_every", "eval_params", "early_stopping", "best"):
         if (value := options.get(name)) is not None:
             raise ValueError(f"{name}={value} needs eval_data, but that is None.")

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from towerjax.data.feed import refuse_once
 from towerjax.loop.evaluate import (
     Batches,
     EvaluationStep,
@@ -129,7 +128,6 @@ class Evaluation:
             check_batches("eval_batches", self.batches, or_function=True)
         if self.params is not None:
             check_function("eval_params", self.params, "eval_params(state)")
-        refuse_once("eval_batches", self.batches, "every evaluation needs all of it")
         self._check_kinds()
         if self.step is None:
             self._refuse_without_evaluation()

@@ -4,6 +4,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
+from towerjax.data.feed import anew
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import Batches, EvaluationStep, check_batches
@@ -64,7 +65,8 @@ def run(
       steps: How many steps to do; None goes to the end of the data.
       evaluate: As `build_eval_step` returns it, or another `EvaluationStep`.
       eval_batches: The data to evaluate on, all of it each time: something that can
-        be gone through again, or a function that returns an iterable.
+        be gone through again, such as `batches` gives, or a function that returns an
+        iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end. With several steps a call, after the call
         that reaches the multiple.
@@ -123,8 +125,9 @@ def run(
     )
     numbers = (steps, eval_every, steps_per_call, prefetch, in_flight)
     options = LoopOptions(*numbers, hooks=check_hooks(hooks))
+    held_out = anew("eval_batches", eval_batches, "every evaluation needs all of it")
     evaluation = Evaluation(
-        evaluate, eval_batches, eval_every, early_stopping, best, eval_params
+        evaluate, held_out, eval_every, early_stopping, best, eval_params
     )
     writers = check_writers(writers)
     placement = step.strategy.placement

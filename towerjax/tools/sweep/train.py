@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from towerjax.data.feed import Batches, refuse_once
+from towerjax.data.feed import anew
 from towerjax.loop.progress import choose_display
 from towerjax.loop.records import plain
 from towerjax.loop.run import run
@@ -192,11 +192,9 @@ class _Program:
     def run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
         """``(state, history)`` of all steps, or of the first few."""
         source, steps = self.source, self.steps
-        batches: Any = source(**self.fixed) if callable(source) else source
-        if isinstance(batches, Batches):
-            batches = batches.at(batches.position)
-        else:
-            refuse_once("batches", source, "every training needs all of it")
+        batches: Any = anew("batches", source, "every training needs all of it")
+        if callable(batches):
+            batches = batches(**(self.fixed if batches is source else {}))
         per_call = self.steps_per_call
         if few is not None:
             batches, steps = list(itertools.islice(batches, few * per_call)), None
