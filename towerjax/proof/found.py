@@ -8,26 +8,20 @@ from towerjax.types.leaves import listed
 
 @dataclasses.dataclass(frozen=True)
 class Dependence:
-    """Why a value differs: an input, "tower.id" or a primitive; and who made it.
-
-    `line` is like "train.py:12 (loss_fn)"; "" for an input returned as it came in.
-    """
+    """Why a value differs: an input, "tower.id" or a primitive; and who made it."""
 
     source: str
-    line: str
+    line: str  # "train.py:12 (loss_fn)"; "" for an input returned as it came in
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective as written; XLA may merge or remove it. `bytes`: its operands'.
-
-    `trips`: product of the lengths of the scans around it; None under a while.
-    """
+    """One collective as written; XLA may merge or remove it."""
 
     primitive: str
     axes: tuple[str, ...]
-    bytes: int
-    trips: int | None
+    bytes: int  # of its operands
+    trips: int | None  # product of the scans around it; None under a while
     line: str
 
 
@@ -43,13 +37,10 @@ class Hang:
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """A sum over towers, at `line`, of what is the same on all: `T` times too much.
-
-    `outputs`: which outputs hold it; where there are none, `into` says what does.
-    """
+    """A sum over towers, at a line, of what is the same on all: `T` times too much."""
 
     line: str
-    outputs: tuple[int, ...]
+    outputs: tuple[int, ...]  # which hold it; where there are none, into says what does
     into: str = ""
 
 

@@ -38,15 +38,11 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the analysis of a traced step found.
+    """What the analysis of a traced step found."""
 
-    Attributes:
-      analysis: Every output's dependence on the tower, and the collectives.
-      unmasked: Gives the counted sums that depend on the rows of the batch and not
-        on which of them are examples. Looked for when a batch is padded.
-    """
-
-    analysis: Analysis
+    analysis: Analysis  # every output's dependence, and the collectives
+    # Gives the counted sums that depend on the rows of the batch and not on which of
+    # them are examples; looked for when a batch is padded.
     unmasked: Callable[[], list[str]]
 
 

@@ -30,14 +30,10 @@ _ORDER = ("loss", "gradient", "metric", "value")
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Hole:
-    """Where a typed leaf was taken out of a tree: a node without leaves.
+    """Where a typed leaf was taken out of a tree: a node without leaves."""
 
-    Attributes:
-      kind: ``"added"``; ``"shown"``, which is added too, but no guard looks at it;
-        ``"folded"``, merged one after another; ``"joined"``, rows of a table; or
-        ``"own"``, each tower's.
-    """
-
+    # "added"; "shown", which is added too, but no guard looks at it; "folded", merged
+    # one after another; "joined", rows of a table; or "own", each tower's.
     kind: str
 
 
