@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.step.returned import without_padding
+from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import listed, map_parts
 from towerjax.types.options import check_choice
 
 
@@ -249,11 +250,11 @@ def typed_rows(
     refuse_other_than_rows(outputs, name)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
     if stacked_classes:
-        outputs = jax.tree.map(_with_own_classes, outputs, is_leaf=_is_classification)
+        outputs = map_parts(ClassificationOutput, _with_own_classes, outputs)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"
-        for leaf, x in named_leaves(name, outputs, is_leaf=_is_per_tower)
-        if not _is_per_tower(x) and (not x.shape or not len(x) or len(x) % rows)
+        for leaf, x in named_leaves(name, outputs, is_leaf=is_per_tower)
+        if not is_per_tower(x) and (not x.shape or not len(x) or len(x) % rows)
     ]
     if bad:
         raise ValueError(
@@ -262,39 +263,23 @@ def typed_rows(
         )
 
     def one(x: Any) -> Any:
-        if _is_per_tower(x):
+        if is_per_tower(x):
             return x
         several = len(x) != rows
         shape = (rows, len(x) // rows, *x.shape[1:])
         return Several(Rows(x.reshape(shape))) if several else Rows(x)
 
-    return jax.tree.map(one, outputs, is_leaf=_is_per_tower)
+    return jax.tree.map(one, outputs, is_leaf=is_per_tower)
 
 
 def joined_rows(outputs: PyTree, batch: PlacedBatch) -> PyTree:
     """The outputs of the examples alone, bare."""
-
-    def one(x: Any) -> Any:
-        if isinstance(x, Several):
-            return end_to_end(x.rows)
-        return x.values if _is_per_tower(x) else x
-
-    return jax.tree.map(
-        one,
-        without_padding(outputs, batch),
-        is_leaf=lambda x: isinstance(x, Several | PerTower),
-    )
+    outputs = without_padding(outputs, batch)
+    outputs = map_parts(Several, lambda x: end_to_end(x.rows), outputs)
+    return map_parts(PerTower, lambda x: x.values, outputs)
 
 
-def _with_own_classes(x: Any) -> Any:
-    if not _is_classification(x) or x.classes is None or isinstance(x.classes, tuple):
+def _with_own_classes(x: ClassificationOutput) -> ClassificationOutput:
+    if isinstance(x.classes, tuple):
         return x
     return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))
-
-
-def _is_classification(x: Any) -> bool:
-    return isinstance(x, ClassificationOutput)
-
-
-def _is_per_tower(x: Any) -> bool:
-    return isinstance(x, PerTower)
