@@ -341,7 +341,7 @@ RETURNS = {
     ),
     "a mode by name": (
         lambda mode, v, x: tj.estimator.ModelSpec("train"),
-        "mode='train' is not",
+        "mode='train' must be one of",
     ),
     "no loss": (
         lambda mode, v, x: tj.estimator.ModelSpec(mode, train_op=v),
