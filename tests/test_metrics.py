@@ -162,6 +162,19 @@ def test_any_split_gives_the_value_of_one_pass(seed, num_parts, size, kind, zero
 
 
 @pytest.mark.slow
+def test_dtypes_are_promoted_where_the_users_own_are_not():
+    def values(rows):
+        found = states(rows, rows["weight"])
+        found["mask"] = tj.Weighted.mean(rows["class"], rows["yes"])
+        found["loss"] = tj.estimator.compute_weighted_loss(rows["class"], rows["yes"])
+        return {k: tj.metrics.merge(x, x).compute() for k, x in found.items()}
+
+    rows = random_rows(0, 8)
+    expected = jax.eval_shape(lambda rows: values(rows), rows)
+    with jax.numpy_dtype_promotion("strict"):
+        assert jax.eval_shape(lambda rows: values(rows), rows) == expected
+
+
 def test_a_score_at_a_threshold_is_not_above_it():
     yes, score = np.array([True, False, True]), np.float32([0.5, 0.5, 0.25])
 

@@ -641,7 +641,7 @@ MODELS = (
         "M04",
         "SUM_BY_NONZERO_WEIGHTS counts rows of weight 0",
         "estimator.losses:compute_weighted_loss",
-        "rows = rows * (_spread(weights, losses) != 0)",
+        "rows = jnp.where(_spread(weights, losses) != 0, rows, 0)",
         "rows = rows * 1",
         "test_replicate.py::test_towers_equal_numpy"
         "[shard_map-8-4-SUM_BY_NONZERO_WEIGHTS-None-clip each tower-ops6]",

@@ -15,6 +15,7 @@ from towerjax.collectives.packing import Packing, Sums
 from towerjax.collectives.reduce import add_pairwise
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
+from towerjax.types.leaves import widened
 from towerjax.types.options import check_choice, check_flag, check_whole
 
 
@@ -280,7 +281,7 @@ class Compressed:
 
 def _wide(x: Any) -> jax.ShapeDtypeStruct:
     """The array in the dtype in which gradients are added."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, np.float32))
+    return jax.ShapeDtypeStruct(x.shape, widened(x.dtype))
 
 
 def _largest(squares: jax.Array, of_sums: jax.Array) -> jax.Array:

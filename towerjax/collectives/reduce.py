@@ -9,7 +9,7 @@ from jax import lax
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key, key_data, like_key
+from towerjax.types.leaves import is_key, key_data, like_key, widened
 from towerjax.types.options import is_whole
 
 
@@ -138,7 +138,7 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
 def addable(dtype: Any) -> Any:
     """The dtype to add in: 16-bit floats in float32, booleans as integers."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.promote_types(dtype, jnp.float32)
+        return widened(dtype)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 

@@ -14,6 +14,7 @@ from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction
+from towerjax.types.leaves import widened
 
 
 class LossReduction(enum.Enum):
@@ -101,7 +102,7 @@ def compute_weighted_loss(
     """
     check_loss_reduction(reduction)
     losses = jnp.asarray(losses)
-    losses = losses.astype(jnp.promote_types(losses.dtype, jnp.float32))
+    losses = losses.astype(widened(losses.dtype))
     rows = _spread(valid, losses)
     weighted = Weighted.mean(losses, _spread(weights, losses) * rows)
     if reduction is LossReduction.SUM:
@@ -109,7 +110,7 @@ def compute_weighted_loss(
     if reduction is LossReduction.MEAN:
         return weighted.value
     if reduction is LossReduction.SUM_BY_NONZERO_WEIGHTS:
-        rows = rows * (_spread(weights, losses) != 0)
+        rows = jnp.where(_spread(weights, losses) != 0, rows, 0)
     return Weighted(weighted.sum, rows.sum())
 
 

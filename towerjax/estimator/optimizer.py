@@ -22,9 +22,9 @@ from towerjax.step.gradient import refuse_moving_weights
 from towerjax.step.optimizers import given_loss
 from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
-from towerjax.towers.outputs import as_tower_output, widened
+from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction
-from towerjax.types.leaves import has_tracers, map_parts
+from towerjax.types.leaves import has_tracers, map_parts, widened
 
 
 @jax.tree_util.register_dataclass

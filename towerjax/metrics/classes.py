@@ -197,7 +197,7 @@ class Confusion(Additive):
         library = library_of(matrix)
         both = library.diagonal(matrix)
         either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
-        return ratio(ratio(both, either).sum(), (either != 0).sum())
+        return ratio(ratio(both, either).sum(), (either != 0).sum(dtype=both.dtype))
 
 
 class ClassHits(Additive):
@@ -212,7 +212,7 @@ class ClassHits(Additive):
         shares = ratio(self.hits, self.totals)
         if self.absent == "zero":
             return shares.mean()
-        return ratio(shares.sum(), (self.totals != 0).sum())
+        return ratio(shares.sum(), (self.totals != 0).sum(dtype=shares.dtype))
 
 
 def _ids_and_weights(

@@ -7,6 +7,7 @@ from towerjax.metrics.rows import as_array, element_weights, library_of, paired,
 from towerjax.metrics.state import Additive, wide
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import widened
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -98,8 +99,7 @@ def percentage_below(
 
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
     labels, predictions = map(jnp.asarray, paired(name, labels, predictions))
-    dtype = jnp.promote_types(labels.dtype, predictions.dtype)
-    dtype = jnp.promote_types(dtype, jnp.float32)
+    dtype = jnp.promote_types(widened(labels.dtype), widened(predictions.dtype))
     return predictions.astype(dtype) - labels.astype(dtype)
 
 

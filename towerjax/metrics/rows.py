@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import widened
 from towerjax.types.options import check_whole
 
 
@@ -79,7 +80,7 @@ def element_weights(
             f" Weights must have the leading dims of the {what}, here {shape[:1]} for"
             " one weight per example."
         )
-    weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    weight = weight.astype(widened(weight.dtype))
     return jnp.broadcast_to(weight, shape)
 
 
@@ -114,6 +115,8 @@ def truths(
             " and 1. For several classes use mean_iou or mean_per_class_accuracy."
         )
     x = jnp.asarray(x)
+    if x.dtype == jnp.bool_:
+        return x, jnp.ones_like(x)
     return x != 0, (x == 0) | (x == 1)
 
 
@@ -131,7 +134,7 @@ def positives(
     if threshold is None:
         return truths(name, "predictions", predictions, weight)
     x = jnp.asarray(predictions)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(widened(x.dtype))
     return x > threshold, ~jnp.isnan(x)
 
 

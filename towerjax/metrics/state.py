@@ -21,6 +21,7 @@ from towerjax.metrics.foreign import (
 )
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import PyTree, Sum
+from towerjax.types.leaves import widened
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
@@ -126,9 +127,7 @@ def check(name: str, x: Any) -> Any:
         raise ValueError(f"{name} is {described(x)}. {_STATES}")
     if isinstance(x, Weighted):
         total, weight = jax.tree.map(strong, x.sum), strong(x.weight)
-        total = jax.tree.map(
-            lambda s: s.astype(jnp.promote_types(s.dtype, jnp.float32)), total
-        )
+        total = jax.tree.map(lambda s: s.astype(widened(s.dtype)), total)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
         dtype = functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
         dtype = jnp.promote_types(dtype, weight.dtype)

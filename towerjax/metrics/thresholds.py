@@ -19,6 +19,7 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import widened
 from towerjax.types.options import check_choice, check_whole
 
 Curve: TypeAlias = Literal["ROC", "PR"]
@@ -116,7 +117,7 @@ def _histograms(
     check_scores(name, scores, weight)
     true, right = truths(name, "labels", labels, weight)
     scores = jnp.asarray(scores)
-    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    scores = scores.astype(widened(scores.dtype))
     valid = right & (scores >= 0) & (scores <= 1)
     elements = spoiled(elements, valid).reshape(-1)
     scores, true = scores.reshape(-1), true.reshape(-1)

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from towerjax.metrics.rows import element_weights, ratio
 from towerjax.proof.scale import SHARED_FACTOR
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import widened
 
 
 def _refuse_negative(weight: Any) -> None:
@@ -107,7 +108,7 @@ class Weighted(_Term):
           2.0
         """
         values = jnp.asarray(values)
-        values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        values = values.astype(widened(values.dtype))
         if weight is None:
             return cls(values.sum(), jnp.asarray(values.size, values.dtype))
         weight = element_weights("Weighted.mean", values.shape, weight, "values")

@@ -10,9 +10,10 @@ from jax import lax
 
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.towers.outputs import as_tower_output, widened
+from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum, TowerOutput
+from towerjax.types.leaves import widened
 
 
 def value_and_grad(

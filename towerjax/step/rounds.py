@@ -27,10 +27,10 @@ from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
 from towerjax.step.update import apply_update
 from towerjax.towers.one_axis import as_one_of_several
-from towerjax.towers.outputs import widened
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, Sum
+from towerjax.types.leaves import widened
 
 
 @jax.tree_util.register_dataclass

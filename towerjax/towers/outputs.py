@@ -13,7 +13,7 @@ from towerjax.metrics.state import compute, described, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import changes, listed
+from towerjax.types.leaves import changes, listed, widened
 
 
 def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
@@ -76,13 +76,8 @@ def _checked_loss(loss: Weighted) -> Weighted:
             f"The loss has dtype {total.dtype}, which has no gradient; it must be"
             " floating. Convert the losses before they are added."
         )
-    wide = jnp.promote_types(total.dtype, jnp.float32)
+    wide = widened(total.dtype)
     return Weighted(total.astype(wide), weight.astype(wide))
-
-
-def widened(dtype: Any) -> Any:
-    """The dtype in which values of ``dtype`` are added: float32 or wider."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _is_array(x: Any) -> bool:

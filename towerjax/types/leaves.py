@@ -166,6 +166,12 @@ def is_traced(tree: PyTree) -> bool:
     return has_tracers((tree, jnp.arange(1)))
 
 
+def widened(dtype: Any) -> Any:
+    """The dtype in which values of ``dtype`` are added: float32 or wider."""
+    with jax.numpy_dtype_promotion("standard"):  # a user's may be strict
+        return jnp.promote_types(dtype, jnp.float32)
+
+
 def is_key(x: Any) -> bool:
     """Is it a typed random key, or an array of them?"""
     dtype = getattr(x, "dtype", None)

@@ -13,6 +13,7 @@ import optax
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.layers.sparse.row_wise import RowWise
 from towerjax.types import PyTree, leaf_name
+from towerjax.types.leaves import widened
 
 _ROWS = 6
 # Which rows each step looks up: a row twice, so that one fills up; 4 and 5 never.
@@ -123,7 +124,7 @@ def _stand_in(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.ones(shape, dtype)
     # In float32, so that a small change cannot be lost in rounding.
-    return jnp.asarray(rng.normal(size=shape), jnp.promote_types(dtype, jnp.float32))
+    return jnp.asarray(rng.normal(size=shape), widened(dtype))
 
 
 def _gradient(rng: np.random.Generator, x: jax.Array, scale: float = 1.0) -> np.ndarray:
