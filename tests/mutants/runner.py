@@ -18,7 +18,8 @@ from .mutant import Mutant, MutantError, apply
 
 ROOT = pathlib.Path(__file__).parents[2]
 # What tests import and what starts no JAX backend.
-PRELOAD = "pytest hypothesis numpy jax optax flax.linen flax.nnx towerjax".split()
+PRELOAD = "pytest hypothesis grain numpy jax optax flax.linen flax.nnx".split()
+PRELOAD += ["orbax.checkpoint", "towerjax"]
 TIMEOUT_S = 300.0
 
 
