@@ -939,17 +939,17 @@ INPUT = (
     _m(
         "I01",
         "a step's counts are those of the first batch",
-        "data.placer:Placer._placed_counts",
-        "key = counts.tobytes()",
-        'key = b""',
+        "data.placer:Placer._kept",
+        "key = layout, counts.tobytes()",
+        "key = layout",
         f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
     ),
     _m(
         "I02",
         "the last call of several steps repeats its last batch",
         "data.placer:Placer._several",
-        "self._number(len(counts))",
-        "self._number(steps)",
+        "np.array(len(counts), np.int32)",
+        "np.array(steps, np.int32)",
         "test_run.py::test_any_steps_per_call_equals_gradient_descent[0-4]",
     ),
     _m(

@@ -155,8 +155,7 @@ class Placer:
         # Of all batches so far, also of one that the step refused afterwards.
         self.full_sizes: set[int] = set()
         self._rooms: list[Room] = []
-        self._counts: dict[bytes, jax.Array] = {}
-        self._numbers: dict[int, jax.Array] = {}
+        self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
         self._alike: dict[Any, PlacedBatch] = {}
 
@@ -229,7 +228,7 @@ class Placer:
     ) -> PlacedBatch:
         """A batch that lies on the devices already."""
         rows, shared = _rows_of_tower(arrays, self.placement.num_towers), [*shared]
-        args = (arrays, self._placed_counts(counts), shared)
+        args = (arrays, self._kept(counts, Layout.PER_TOWER), shared)
         return self._made(args, counts, rows, batch)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
@@ -278,7 +277,8 @@ class Placer:
         rows = _rows_of_tower(arrays, self.placement.num_towers, dim=1)
         shared = shared + [shared[-1]] * (steps - len(shared))
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
-        args = (arrays, num_valid, held, self._number(len(counts)))
+        number = self._kept(np.array(len(counts), np.int32), Layout.MIRRORED)
+        args = (arrays, num_valid, held, number)
         return self._made(args, counts, rows, batch)
 
     def _made(
@@ -335,21 +335,14 @@ class Placer:
 
         return jax.tree.map(one, held)
 
-    def _placed_counts(self, counts: np.ndarray) -> jax.Array:
-        """The counts on the towers' devices; the few that occur are placed once."""
-        key = counts.tobytes()
+    def _kept(self, counts: np.ndarray, layout: Layout) -> jax.Array:
+        """Counts on the towers' devices; the few that occur are placed once."""
+        key = layout, counts.tobytes()
         if key not in self._counts:
             if len(self._counts) > 64:
                 self._counts.clear()
-            self._counts[key] = place_rows(counts, self.placement, Layout.PER_TOWER)
+            self._counts[key] = place_rows(counts, self.placement, layout)
         return self._counts[key]
-
-    def _number(self, number: int) -> jax.Array:
-        if number not in self._numbers:
-            self._numbers[number] = place_own(
-                np.int32(number), self.placement, Layout.MIRRORED
-            )
-        return self._numbers[number]
 
 
 def _kind_of(batch: PyTree) -> Any:

@@ -177,19 +177,17 @@ def is_additive(state: Any) -> bool:
     Known of ``Weighted`` and `Additive`; of other classes read off the traced merge,
     so that their sums may travel with all others.
     """
-    if isinstance(state, Weighted) or _is_ours(state):
-        return True
     return _adds(state, merge_parts)
 
 
 def adds_batches(state: Any) -> bool:
     """The same of ``merge``, by which batches are merged."""
-    if isinstance(state, Weighted) or _is_ours(state):
-        return True
     return _adds(state, lambda first, second: first.merge(second))
 
 
 def _adds(state: Any, merge: Any) -> bool:
+    if isinstance(state, Weighted) or _is_ours(state):
+        return True
     leaves, treedef = jax.tree.flatten(state)
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
@@ -304,12 +302,10 @@ def on_host(state: Any) -> Any:
 
 def _in_64_bits(x: Any) -> np.ndarray:
     x = np.asarray(x)
-    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64, "f": np.float64}
-    return x.astype(kinds.get(x.dtype.kind, np.float64 if _is_float(x) else x.dtype))
-
-
-def _is_float(x: np.ndarray) -> bool:
-    return jnp.issubdtype(x.dtype, np.floating)  # bfloat16 is of kind "V"
+    if jnp.issubdtype(x.dtype, np.floating):  # bfloat16 is of kind "V"
+        return x.astype(np.float64)
+    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64}
+    return x.astype(kinds.get(x.dtype.kind, x.dtype))
 
 
 def add_batch(total: Any, state: Any) -> Any:
