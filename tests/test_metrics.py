@@ -616,6 +616,13 @@ def test_what_is_added_to_a_mean_says_what_it_is(add):
         add(tj.Weighted.mean(N))
 
 
+def test_a_mean_times_a_mean_says_what_is_multiplied():
+    a = tj.Weighted.mean(N)
+    for first, second in ((a, a), (a, a + a), (a + a, a)):
+        with pytest.raises(ValueError, match=r"Multiply the rows.*or .* earlier pass"):
+            first * second
+
+
 @pytest.mark.slow
 def test_what_has_weight_0_may_be_anything_known_too():
     w, ids, scores = [1, 0, 1], [0, 7, 1], np.float32([0.25, np.nan, 0.75])

@@ -130,7 +130,11 @@ class Weighted(_Term):
     def __mul__(self, factor: ArrayLike) -> "Weighted":
         """The mean times a number that all towers share."""
         if isinstance(factor, Weighted | Means):
-            return NotImplemented
+            raise ValueError(
+                "A mean times a mean is no mean. Multiply the rows,"
+                " tj.Weighted.mean(first * second, weight); or take one mean in an"
+                " earlier pass of tj.build_step, whose .value is a number."
+            )
         if isinstance(factor, Tracer):
             factor = checkpoint_name(factor, SHARED_FACTOR)
         return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
