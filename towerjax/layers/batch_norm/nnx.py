@@ -39,6 +39,7 @@ class TowerBatchNorm(nnx.BatchNorm):
       ValueError: An argument cannot be honoured.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> norm = TowerBatchNorm(1, rngs=nnx.Rngs(0))
       >>> norm(jnp.array([[1.0], [3.0]]), None).round(3).ravel().tolist()
       [-1.0, 1.0]
