@@ -61,9 +61,8 @@ def train_and_evaluate(
       config: What else it asks for.
       **options: As in `run`: ``eval_every``, ``eval_params``, ``early_stopping``,
         ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``, ``checkpointer``,
-        ``progress``, ``writers``. Of a model that evaluates variables ``eval_params``
-        returns those; ``best`` with ``restore=True`` returns the best; for a
-        ``checkpointer`` the place in the data is counted off, so that a function that
+        ``progress``, ``writers``. ``best`` with ``restore=True`` returns the best; for
+        a ``checkpointer`` the place in the data is counted off, so that a function that
         gives it must give the same batches in another process.
 
     Returns:

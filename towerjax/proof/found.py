@@ -74,7 +74,8 @@ _REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN,
 or keep it per tower in TowerOutput(local=...)."""
 _FACTORS = "A mean is multiplied with what differs from tower to tower:"
 _ROWS = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
-same on all towers, tower.reduce(tj.Reduction.MEAN, factor)."""
+same on all towers, tower.reduce(tj.Reduction.MEAN, factor). Where each tower's own is
+meant, as where it clips its gradient, say tj.Weighted(total * factor, weight)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
 _ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
 tower.num_towers. Where T times the value is meant, write value * tower.num_towers in
