@@ -194,7 +194,8 @@ def _require_same_length(
     if placement.num_processes == 1:
         return
     length = operator.length_hint(batches, -1)
-    text = f"steps={options.steps}, {length} batches (-1: unknown), from step {start}"
+    known = length if length >= 0 else "no known number of"
+    text = f"steps={options.steps}, {known} batches, from step {start}"
     for name in ("every", "early_stopping", "best"):
         if getattr(evaluation, name) is not None:
             text += f", {name}={getattr(evaluation, name)}"

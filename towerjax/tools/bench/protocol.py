@@ -65,6 +65,19 @@ class TimingProtocol:
                 raise ValueError(f"{name}={value!r} must be in [{low}, {high}).")
         _ranks(self.rounds, self.confidence)
 
+    def describe(self) -> str:
+        """The protocol in words, for a report."""
+        return (
+            f"{self.warmup_calls} warm-up calls of each contender, then {self.rounds}"
+            " rounds in which each has its turn, in reversed order every second round;"
+            f" a turn is about {self.seconds_per_round} s of awaited calls, of which"
+            f" the fastest and the slowest {self.trim:.0%} are dropped and the others'"
+            " mean taken. Figures are medians over all rounds; in brackets, the"
+            f" {self.confidence:.0%} interval of the median by order statistics."
+            " Ratios are of the same round. Workers keep the memory that they freed."
+            f" Seeds: parameters {self.seed}, batch {self.seed + 1}."
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
