@@ -162,7 +162,7 @@ def told(together):
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
         ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
         ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
-        ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches .* from"),
+        ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
