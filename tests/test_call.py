@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -458,6 +459,15 @@ def test_what_is_equal_by_chance_is_a_value_a_tower():
     assert float(strategy.reduce(R.SUM, out[0])) == 6
 
 
+@dataclasses.dataclass
+class Record:
+    name: str = "w"
+
+
+class Table(dict):
+    pass
+
+
 class Model:
     def __init__(self, w):
         self.w = w
@@ -485,19 +495,26 @@ def test_an_object_that_changes_is_seen_as_it_is(D):
     def nested(tower, factor, x):
         return factor.n.w * x
 
+    def drawn(tower, rng, x):
+        return rng.random() * x
+
     def call(fn, how):
         return float(strategy.call_for_each_tower(fn, how, np.float32(2)))
 
-    model = Model(3)
+    model, record, table, rng = Model(3), Record(), Table(), random.Random(0)
+    record.w = table.w = 3  # beside a field, and beside an item
     ways = [
+        lambda: call(by_field, record),
+        lambda: call(by_field, table),
         lambda: call(by_field, model),
         lambda: call(by_call, model.scaled),
         lambda: call(by_call, functools.partial(Model.scaled, model)),
         lambda: call(nested, Factor(model)),
     ]
-    assert [way() for way in ways] == [6.0] * 4
-    model.w = 10
-    assert [way() for way in ways] == [20.0] * 4
+    assert [way() for way in ways] == [6.0] * 6
+    model.w = record.w = table.w = 10
+    assert [way() for way in ways] == [20.0] * 6
+    assert call(drawn, rng) != call(drawn, rng)
 
 
 @pytest.mark.slow

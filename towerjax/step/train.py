@@ -189,11 +189,21 @@ class TrainStep(Step):
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> TrainState:
-        """The state before the first step, as of any `Step`, for the optimizer.
+        """The state before the first step, placed where the steps want it.
 
-        Its ``init`` makes ``opt_state``, of the leaves of ``params`` that are trained,
-        which are floating. Towers see ``extra`` as ``tower.extra``, and return the next
-        as ``TowerOutput(extra=...)``.
+        Args:
+          params: Arrays; copied, so that yours stay usable.
+          local: Tower-local variables: a pytree of ``TowerLocal``.
+          extra: Mirrored values that do not train; towers see ``tower.extra``, and
+            return the next as ``TowerOutput(extra=...)``.
+          rng: One key; None is ``jax.random.key(0)``.
+
+        Returns:
+          A ``TrainState``, whose ``opt_state`` the optimizer's ``init`` made.
+
+        Raises:
+          ValueError: A leaf of ``params`` that is trained is not floating, ``local``
+            says no reduction, or a device is not on this machine.
         """
         part = self._trained(checked_params(params))
         needs = jax.eval_shape(self.optimizer.init, part)

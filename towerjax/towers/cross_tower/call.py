@@ -67,37 +67,43 @@ def key_of(name: str, value: Any) -> tuple[Any, ...]:
     1, 1.0 and True are equal and yet other values. Raises TypeError where nothing tells
     what the value is.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, jax.Array | np.ndarray):
         raise TypeError(f"{name} is an array")
     if isinstance(value, bool | int | float | complex | np.number):
         return kind, repr(value)  # 0.0 == -0.0, and NaN is not NaN
-    if isinstance(value, Mapping):
-        parts = [(k, key_of(f"{name}[{k!r}]", v)) for k, v in value.items()]
-        return kind, tuple(parts)
-    if isinstance(value, list | tuple):
-        return kind, *(key_of(f"{name}[{i}]", x) for i, x in enumerate(value))
-    if isinstance(value, set | frozenset):
-        return kind, frozenset(key_of(name, x) for x in value)
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        more = getattr(value, "__dict__", None)  # what a class of one's own holds
+        more = key_of(name, more) if more else None
+        return kind, _inside(name, value), more
     if isinstance(value, types.MethodType):
         return kind, value.__func__, key_of(name, value.__self__)
     if isinstance(value, functools.partial):
         return kind, *(
             key_of(name, x) for x in (value.func, value.args, value.keywords)
         )
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_record and kind.__dataclass_params__.frozen:
         # Not by its own ==, for which some fields may not count.
         fields = [field.name for field in dataclasses.fields(value)]
         return kind, *(key_of(f"{name}.{x}", getattr(value, x)) for x in fields)
-    if kind.__hash__ is object.__hash__ and not _is_lasting(value):
-        held = object.__getstate__(value)  # it may change and still hash the same
-        if held is not None:
+    if is_record or (kind.__hash__ is object.__hash__ and not _is_lasting(value)):
+        held = kind.__getstate__(value)  # it may change and still hash the same
+        if is_record or held is not None:
             return kind, key_of(name, held)
     try:
         hash(value)
     except TypeError as error:
         raise TypeError(f"{name} is a {kind.__name__} without a hash") from error
     return kind, value
+
+
+def _inside(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((k, key_of(f"{name}[{k!r}]", v)) for k, v in value.items())
+    if isinstance(value, set | frozenset):
+        return frozenset(key_of(name, x) for x in value)
+    return tuple(key_of(f"{name}[{i}]", x) for i, x in enumerate(value))
 
 
 def _is_lasting(value: Any) -> bool:
