@@ -217,7 +217,8 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
             return tj.Weighted.mean(2 * pairs(mine, others, weight), tower.weight)
 
         loss, grads = tj.value_and_grad(loss)(state.params, batch, tower)
-        return {"loss": loss, "grads": grads, **merged}
+        handed_on = jax.tree.map(lambda x: x, merged)  # in new containers
+        return {"loss": loss, "grads": grads, **handed_on}
 
     def update_fn(state, merged):
         after, metrics = sgd(0.1)(state, merged)

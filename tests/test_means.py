@@ -109,6 +109,40 @@ def test_a_step_of_ones_own_takes_several_sums():
     np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
 
 
+def test_weights_may_be_of_local_variables_and_of_another_loss():
+    """Of all micro-batches, each of which goes on from the one before."""
+
+    def of_all_rows(params, batch, tower):
+        return tj.Weighted.mean(losses(params, batch)[0], tower.weight)
+
+    def tower_fn(state, batch, tower):
+        _, first = tj.value_and_grad(of_all_rows)(state.params, batch, tower)
+        size = jnp.abs(first.sum["w"]).sum() / first.weight
+        seen = tower.local + 1
+        batch = {**batch, "weight": batch["weight"] * (seen + size)}
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        local = dataclasses.replace(state.local, value=seen)
+        return {"loss": loss, "grads": grads, "local": local}
+
+    def update_fn(state, merged):
+        w = state.params["w"] - RATE * merged["grads"].value["w"]
+        after = dataclasses.replace(state, params={"w": w}, local=merged["local"])
+        return after, {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2), micro_batches=11)
+    local = tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
+    state, metrics = step(step.init(params(), local=local), data())
+    w, batch = params()["w"].astype(float), data()
+    for row in range(SIZE):
+        x, y = batch["x"][row].astype(float), batch["y"][row]
+        error = np.tanh(x @ w) - y
+        slope = 2 * error * (1 - np.tanh(x @ w) ** 2) * x
+        batch["weight"][row] *= row % 11 + 1 + np.abs(slope).sum()
+    terms, grad = oracle(w, batch)
+    np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
+    np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
+
+
 def test_several_means_cost_one_small_reduction_more():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
     text = step.program(step.init(params()), data()).call.as_text()

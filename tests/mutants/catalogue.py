@@ -1095,8 +1095,8 @@ VALUES = (
         "V11",
         "each micro-batch divides by its own weights",
         "step.engine:_come_to",
-        "weights = run(one.for_weights, *args)[0]",
-        "weights = jax.tree.map(lambda w: w / 3, run(one.for_weights, *args)[0])",
+        "weights, _ = run(one.for_weights, *args)[0]",
+        "weights, _ = jax.tree.map(lambda w: w / 3, run(one.for_weights, *args)[0])",
         f"{_MEANS}[4-2-scan-3]",
     ),
     _m(

@@ -160,7 +160,7 @@ def _come_to(run: Run, one: Pass, *args: Any) -> Any:
     try:
         return run(one, *args)
     except UnknownWeights:
-        weights = run(one.for_weights, *args)[0]
+        weights, _ = run(one.for_weights, *args)[0]
         return run(one.with_weights, *args[:-1], (*args[-1], weights))
 
 

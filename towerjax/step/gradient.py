@@ -63,8 +63,8 @@ def value_and_grad(
             out = as_tower_output(returned, loss_reduction)
             if isinstance(out.loss, Means) and len(out.loss.terms) > 1:
                 tower.note_weights([term.weight for term in out.loss.terms])
-            given = out if isinstance(returned, TowerOutput) else out.loss
-            return given, Sum(jax.tree.map(jnp.zeros_like, params))
+                given = out if isinstance(returned, TowerOutput) else out.loss
+                return given, Sum(jax.tree.map(_unknown, params))
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             returned = loss_fn(params, *args, **named)
@@ -79,6 +79,11 @@ def value_and_grad(
         return given, Sum(grads) if weight is None else Weighted(grads, weight)
 
     return run
+
+
+def _unknown(x: Any) -> jax.Array:
+    """A gradient that nobody knows yet; weights that are made of it are not finite."""
+    return jnp.full(jnp.shape(x), jnp.nan, widened(jnp.result_type(x)))
 
 
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:

@@ -283,7 +283,11 @@ class Pass:
             tower = dataclasses.replace(tower, _note=note)
         with tower_explained():
             out = self.tower_fn(state, rows, tower, *merged)
-        return noted if self.weights == "summed" else out
+        if self.weights != "summed":
+            return out
+        # Of micro-batches the next goes on from these, and so may its weights.
+        own = jax.tree.leaves(out, is_leaf=is_typed)
+        return noted, [x for x in own if isinstance(x, TowerLocal)]
 
 
 def _refuse_inside(trace: Any) -> None:

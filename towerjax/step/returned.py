@@ -48,9 +48,10 @@ def split(
 ) -> tuple[PyTree, dict[str, list[Any]]]:
     """What a tower returned, as a tree with holes and what was in them, by kind.
 
-    A leaf of ``merged`` that it hands on has been merged: it stays, and is mirrored.
+    What it hands on of the leaves of ``merged`` has been merged: it stays, mirrored.
     """
-    before = jax.tree.leaves(merged, is_leaf=is_typed)
+    before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
+    before = {id(v) for v in jax.tree.leaves(list(before))}
     kinds = ("added", "shown", "folded", "joined", "own")
     pools: dict[str, list[Any]] = {kind: [] for kind in kinds}
 
@@ -58,7 +59,7 @@ def split(
         name = name_by_key(path)
         if not is_typed(x):
             return _array(name, x)
-        if any(x is known for known in before):
+        if before.issuperset(map(id, jax.tree.leaves(x))):  # of other containers too
             return x
         x = _checked(name, x, rows)
         kind = "joined" if is_rows(x) else "own"
