@@ -477,6 +477,13 @@ def test_what_differs_from_tower_to_tower_is_refused_bare():
     )
 
 
+def test_what_differs_from_micro_batch_to_micro_batch_is_refused_bare():
+    def tower_fn(state, batch, tower):
+        return {"step": state.step, "y": tower.reduce(R.MEAN, batch["y"].sum())}
+
+    refused(tower_fn, r"result\['y'\]", tj.ReplicationError, micro_batches=2)
+
+
 def test_what_a_tower_may_not_return_is_refused_by_name():
     refused(lambda s, b, t: {"a": {"b": "text"}}, r"a\['b'\] is 'text'")
     refused(lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, r"\ba\b.* row")

@@ -95,6 +95,42 @@ def test_micro_batches_meet_once_a_step(count, devices, local, micro_batches):
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == (devices > 1)
 
 
+@pytest.mark.parametrize("kind", ["jit", "not wrapped"])
+def test_an_update_of_some_rows_alone_is_refused(kind):
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            return tj.Weighted.mean((features["x"] @ p["w"] - labels) ** 2)
+
+        if kind == "jit":
+            minimize = jax.jit(lambda state: SGD.minimize(loss_fn, state))
+            loss, after = minimize(variables)
+        else:
+            loss = loss_fn(variables.params)
+            grads = jax.grad(lambda p: loss_fn(p).value)(variables.params)
+            params = jax.tree.map(lambda x, g: x - g, variables.params, grads)
+            after = dataclasses.replace(variables, params=params)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = replicated(1, 1, fn=fn)
+    with pytest.raises(ValueError, match=r"inside a jit|depend on their rows: .*\['w"):
+        model.train_step(micro_batches=2).check(model.init(start()), batch(8))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
+    def fn(variables, features, labels, mode, tower):
+        loss, after = SGD.minimize(lambda p: (p["w"].sum() * features).sum(), variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    reduction, strategy = tj.estimator.LossReduction.SUM, towers(count, 1)
+    model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
+    step, x = model.train_step(micro_batches=2), rows(8)
+    after, metrics = step(model.init(start()), {"features": x})
+    w, total = rows(8, seed=3).astype(float), x.astype(float).sum()
+    np.testing.assert_allclose(metrics["loss"], w.sum() * total, rtol=1e-5)
+    np.testing.assert_allclose(after.params["w"], w - RATE * total, rtol=1e-5)
+
+
 def steep(variables, features, labels, mode, tower):
     """A loss whose gradient is infinite at 0, where it is not."""
 

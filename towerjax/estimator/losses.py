@@ -12,7 +12,7 @@ from towerjax.estimator.meeting import meet
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Tower
+from towerjax.towers.tower import Tower, told
 from towerjax.types import PyTree, Reduction
 from towerjax.types.leaves import widened
 
@@ -137,8 +137,13 @@ class TowersOfStep:
 
     @property
     def is_alone(self) -> bool:
-        """Is it the only tower? Then nothing is shared, and every loss says enough."""
-        return self.tower.num_towers == 1
+        """Are all rows one tower's, at once? Then every loss says enough."""
+        return self.tower.num_towers == 1 and not self.is_in_parts
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Does the tower work off its rows in micro-batches?"""
+        return told(self.tower)[1]["micro_batch"] is not None
 
     @property
     def takes_scalars(self) -> bool:
@@ -172,15 +177,16 @@ class TowersOfStep:
         """The one loss, and all towers' gradients added up; the same on each tower."""
         addend = Weighted(jnp.float32(0), jnp.float32(1))
         addend = addend if loss is None else self.addend(loss)
-        num_towers = self.tower.num_towers
+        is_split = not self.is_alone
         if get_opaque_trace_state() != self.trace:
-            if self.tower.strategy.placement.axes.in_turn and not self.is_alone:
+            in_turn = self.tower.strategy.placement.axes.in_turn or self.is_in_parts
+            if in_turn and is_split:
                 raise ValueError(_INSIDE)
             with jax.named_scope(SUMMED_BY_STEP):
                 total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))
-            return one_loss(self.reduction, num_towers, total), grads
-        total, grads = meet(addend, grads, num_towers)
-        total = one_loss(self.reduction, num_towers, total)
+            return one_loss(self.reduction, total, is_split=is_split), grads
+        total, grads = meet(addend, grads, self.tower.num_towers)
+        total = one_loss(self.reduction, total, is_split=is_split)
         if loss is not None:
             self.reduced.append((loss, total))
         return total, grads
@@ -191,9 +197,9 @@ class TowersOfStep:
         return found[0] if found else None
 
 
-def one_loss(reduction: LossReduction, num_towers: int, total: Weighted) -> Weighted:
+def one_loss(reduction: LossReduction, total: Weighted, *, is_split: bool) -> Weighted:
     """The one loss of all towers' losses, added up."""
-    if reduction is LossReduction.SUM and num_towers > 1:
+    if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))
     return total
 
@@ -206,8 +212,8 @@ def _are_one(seen: Any, loss: Any) -> bool:
 
 _INSIDE = (
     "TowerOptimizer.update stands inside a jit, scan, cond or other transformation,"
-    " where towers that run one after another (local='scan') cannot meet. Call it"
-    " outside of it, or use local='vmap'."
+    " where towers that run one after another (local='scan'), and micro-batches, cannot"
+    " meet. Call it outside of it, or use local='vmap' and one micro-batch."
 )
 _BARE = (
     "model_fn returned a bare scalar as its loss, which does not say how towers of"

@@ -248,8 +248,9 @@ class ModelEngine:
         if "total" in parts:
             parts["loss"] = Weighted(*parts.pop("total"))
         if "loss" in parts:
-            num_towers = self.strategy.num_towers
-            loss = one_loss(self.how.loss_reduction, num_towers, parts["loss"])
+            is_split = self.strategy.num_towers * self.options.micro_batches > 1
+            reduction = self.how.loss_reduction
+            loss = one_loss(reduction, parts["loss"], is_split=is_split)
             parts["loss"] = loss if traced.is_weighted else loss.value
         if "train_op" in parts:
             clock = {"step": state.step, "rng": state.rng}

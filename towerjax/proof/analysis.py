@@ -95,6 +95,13 @@ def analyse(
     return _analysed(body, ins, context._replace(moving=moving))
 
 
+def depends(
+    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
+) -> list[Dependence | None]:
+    """On which named input each output depends; no reduction over towers ends that."""
+    return list(analyse(jaxpr, inputs, ("",)).outputs)
+
+
 def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
     found: list[Any] = []
     outs, _ = _walk(body, ins, context._replace(found=found))

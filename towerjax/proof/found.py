@@ -148,6 +148,19 @@ def refuse_meetings(analysis: Analysis) -> None:
         )
 
 
+def refuse_of_parts(found: Sequence[Dependence | None], names: Sequence[str]) -> None:
+    """Raise where a bare value is another one in each micro-batch of a tower."""
+    pairs = zip(found, names, strict=False)
+    bare = [f"{name}, made at {x.line}" for x, name in pairs if x is not None]
+    if bare:
+        raise ReplicationError(
+            "Micro-batches are worked off one after another, and a bare value is the"
+            f" same in each, but these depend on their rows: {listed(bare)}. Return"
+            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; wrap an"
+            " optimizer in tj.estimator.TowerOptimizer; or say micro_batches=1."
+        )
+
+
 def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
     line = repeat.line or "a line of a library"
     if not repeat.outputs:

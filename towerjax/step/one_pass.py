@@ -23,6 +23,8 @@ from towerjax.metrics.state import (
     is_metric,
     merged_rows,
 )
+from towerjax.proof.analysis import depends
+from towerjax.proof.found import refuse_of_parts
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.step.amiss import flags, side_by_side
 from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
@@ -44,7 +46,7 @@ from towerjax.towers.tower_local import (
     with_local_values,
 )
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, named_leaves
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -314,6 +316,10 @@ def _in_turn(
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
     _check_joins(own, locals_, local)
+    moving = len(jax.tree.leaves(args if locals_ else args[:2]))
+    others = len(closed.jaxpr.invars) - moving
+    found = depends(closed, ["its rows"] * moving + [None] * others)
+    refuse_of_parts(found, [name for name, _ in named_leaves("result", shapes[0])])
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
-from towerjax.proof.analysis import analyse
+from towerjax.proof.analysis import analyse, depends
 from towerjax.proof.found import (
     Analysis,
     prove_mirrored,
@@ -161,19 +161,14 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     layouts = tuple(one.in_layouts.values())
     jaxpr, out = trace_one_tower(one.counted(axes), axes, layouts, args)
     body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
-    by_rows = _depends(body, [n if n.startswith("batch") else None for n in names])
-    by_count = _depends(body, [n if n == "num_valid" else None for n in names])
+    by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
+    by_count = depends(body, [n if n == "num_valid" else None for n in names])
     sums = _names_by_key(out)
     return [
         name
         for name, rows, count in zip(sums, by_rows, by_count, strict=True)
         if rows and not count
     ]
-
-
-def _depends(body: Any, inputs: list[str | None]) -> list[bool]:
-    """Which outputs depend on the named inputs; no axis, as no reduction ends that."""
-    return [found is not None for found in analyse(body, inputs, ("",)).outputs]
 
 
 def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
