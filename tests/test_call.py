@@ -468,6 +468,29 @@ class Table(dict):
     pass
 
 
+class Wide(float):
+    pass
+
+
+class Slim:
+    def __getstate__(self):  # without what it can make anew
+        return {}
+
+
+class Wrapper:
+    def __init__(self, fn):
+        functools.update_wrapper(self, fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    name: str
+    number: dataclasses.InitVar[int]
+
+    def __post_init__(self, number):
+        object.__setattr__(self, "w", number)
+
+
 class Model:
     def __init__(self, w):
         self.w = w
@@ -501,20 +524,24 @@ def test_an_object_that_changes_is_seen_as_it_is(D):
     def call(fn, how):
         return float(strategy.call_for_each_tower(fn, how, np.float32(2)))
 
-    model, record, table, rng = Model(3), Record(), Table(), random.Random(0)
-    record.w = table.w = 3  # beside a field, and beside an item
+    # Beside a field, an item, a number, what is pickled and what is wrapped.
+    beside = [Record(), Table(), Wide(2), Slim(), Wrapper(by_field)]
+    model = Model(3)
+    for x in beside:
+        x.w = 3
     ways = [
-        lambda: call(by_field, record),
-        lambda: call(by_field, table),
-        lambda: call(by_field, model),
+        *[functools.partial(call, by_field, x) for x in (*beside, model)],
+        lambda: call(by_field, Made("w", model.w)),
         lambda: call(by_call, model.scaled),
         lambda: call(by_call, functools.partial(Model.scaled, model)),
         lambda: call(nested, Factor(model)),
     ]
-    assert [way() for way in ways] == [6.0] * 6
-    model.w = record.w = table.w = 10
-    assert [way() for way in ways] == [20.0] * 6
-    assert call(drawn, rng) != call(drawn, rng)
+    assert [way() for way in ways] == [6.0] * len(ways)
+    for x in (*beside, model):
+        x.w = 10
+    assert [way() for way in ways] == [20.0] * len(ways)
+    for rng in (random.Random(0), np.random.default_rng(0)):
+        assert call(drawn, rng) != call(drawn, rng)
 
 
 @pytest.mark.slow

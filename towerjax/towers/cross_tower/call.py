@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from towerjax.mesh.placement import (
@@ -21,6 +19,7 @@ from towerjax.mesh.placement import (
 )
 from towerjax.proof.analysis import analyse
 from towerjax.proof.found import prove_mirrored, refuse_draws
+from towerjax.towers.cross_tower.constant import Constant
 from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
     is_inside_tower,
@@ -35,80 +34,6 @@ from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, name
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers
 from towerjax.types.options import check_takes
-
-# Nobody changes what is of these types, or only as what a traced function closes over.
-_LASTING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_LASTING += (np.ufunc,)
-
-
-class Constant:
-    """An argument that is no array, as a part of the jit cache's key.
-
-    What has no key is new at each call.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        try:
-            self._key: Any = key_of("", value)
-        except (TypeError, RecursionError):
-            self._key = object()
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Constant) and self._key == other._key
-
-
-def key_of(name: str, value: Any) -> tuple[Any, ...]:
-    """What is equal for values that make the same program: what they hold now.
-
-    1, 1.0 and True are equal and yet other values. Raises TypeError where nothing tells
-    what the value is.
-    """
-    kind: Any = type(value)
-    if isinstance(value, jax.Array | np.ndarray):
-        raise TypeError(f"{name} is an array")
-    if isinstance(value, bool | int | float | complex | np.number):
-        return kind, repr(value)  # 0.0 == -0.0, and NaN is not NaN
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        more = getattr(value, "__dict__", None)  # what a class of one's own holds
-        more = key_of(name, more) if more else None
-        return kind, _inside(name, value), more
-    if isinstance(value, types.MethodType):
-        return kind, value.__func__, key_of(name, value.__self__)
-    if isinstance(value, functools.partial):
-        return kind, *(
-            key_of(name, x) for x in (value.func, value.args, value.keywords)
-        )
-    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if is_record and kind.__dataclass_params__.frozen:
-        # Not by its own ==, for which some fields may not count.
-        fields = [field.name for field in dataclasses.fields(value)]
-        return kind, *(key_of(f"{name}.{x}", getattr(value, x)) for x in fields)
-    if is_record or (kind.__hash__ is object.__hash__ and not _is_lasting(value)):
-        held = kind.__getstate__(value)  # it may change and still hash the same
-        if is_record or held is not None:
-            return kind, key_of(name, held)
-    try:
-        hash(value)
-    except TypeError as error:
-        raise TypeError(f"{name} is a {kind.__name__} without a hash") from error
-    return kind, value
-
-
-def _inside(name: str, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple((k, key_of(f"{name}[{k!r}]", v)) for k, v in value.items())
-    if isinstance(value, set | frozenset):
-        return frozenset(key_of(name, x) for x in value)
-    return tuple(key_of(f"{name}[{i}]", x) for i, x in enumerate(value))
-
-
-def _is_lasting(value: Any) -> bool:
-    return isinstance(value, _LASTING) or hasattr(value, "__wrapped__")
-
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 # An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
