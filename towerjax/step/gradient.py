@@ -58,13 +58,6 @@ def value_and_grad(
     def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
         given_to = (*args, *named.values())
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
-        if tower is not None and tower.note_weights:
-            returned = loss_fn(params, *args, **named)
-            out = as_tower_output(returned, loss_reduction)
-            if isinstance(out.loss, Means) and len(out.loss.terms) > 1:
-                tower.note_weights([term.weight for term in out.loss.terms])
-                given = out if isinstance(returned, TowerOutput) else out.loss
-                return given, Sum(jax.tree.map(_unknown, params))
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             returned = loss_fn(params, *args, **named)
@@ -75,6 +68,9 @@ def value_and_grad(
             return total, (given, weight)
 
         grads, (given, weight) = jax.grad(of_sums, has_aux=True)(params)
+        if tower is not None and tower.note_weights and isinstance(weight, list):
+            tower.note_weights(weight)
+            return given, Sum(jax.tree.map(_unknown, params))
         grads = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
         return given, Sum(grads) if weight is None else Weighted(grads, weight)
 
@@ -113,6 +109,8 @@ def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
         (term,) = loss.terms
         return term.sum + term.weight * loss.shared, term.weight
     weights, parts = [lax.stop_gradient(term.weight) for term in loss.terms], 1
+    if tower is not None and tower.note_weights:
+        return jnp.zeros(()), weights  # to be added up first
     if tower is not None:
         weights, parts = tower.weights_of_all()
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
