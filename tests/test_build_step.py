@@ -515,12 +515,17 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
         return {"loss": loss, "grads": grads, "other": tj.Sum(batch["y"].sum())}
 
+    def update_fn(state, merged):
+        after, metrics = sgd(0.5)(state, merged)
+        return dataclasses.replace(after, rng=jax.random.key(1)), metrics
+
     step = tj.build_step(
-        tower_fn, sgd(0.5), mirrored(4, 2), guard=guard, on_nonfinite="skip"
+        tower_fn, update_fn, mirrored(4, 2), guard=guard, on_nonfinite="skip"
     )
     batch = data(8)
     batch["y"][5], batch["weight"][5] = np.inf, 0.0  # the loss leaves it out
     state, _ = step(step.init(params()), batch)
     changed = bool((np.asarray(state.params["w"]) != params()["w"]).any())
     assert changed == (guard == "loss" and np.isfinite(state.params["w"]).all())
+    assert (state.rng == jax.random.key(1)) == (guard == "loss")
     assert int(state.step) == 1

@@ -191,15 +191,21 @@ def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
         out = averaging(params, batch, tower)
         return tj.TowerOutput(out.loss, extra={"mean": out.extra["mean"]})
 
+    def cut_off(params, batch, tower):
+        out = averaging(params, batch, tower)
+        mean = tj.Weighted.mean(batch["x"][:, 0])
+        return tj.TowerOutput(out.loss, extra={**out.extra, "rows": mean})
+
     build = tj.build_train_step
     with pytest.raises(tj.ReplicationError, match="extra.*last"):
         build(own, optax.sgd(RATE), mirrored(2, 2)).check(
             start(), rows(), extra=first_extra()
         )
-    with pytest.raises(ValueError, match=r"state.extra.*is absent"):
-        build(wrong, optax.sgd(RATE), mirrored(2, 2)).check(
-            start(), rows(), extra=first_extra()
-        )
+    for loss, text in ((wrong, "is absent"), (cut_off, "was int32.* and is float32")):
+        with pytest.raises(ValueError, match=rf"state.extra.*{text}"):
+            build(loss, optax.sgd(RATE), mirrored(2, 2)).check(
+                start(), rows(), extra=first_extra()
+            )
 
 
 def test_an_evaluation_sees_the_extra_state_and_a_refused_step_keeps_it():

@@ -88,7 +88,12 @@ class Engine:
                 accepted, whole = accepted & finite, whole & finite
             by_loss = finite is None and "loss" in values
             carry, now = split_state(after)
-            now = {name: x for name, x in now.items() if x is not clock[name]}
+            accepts = accepted | (self.on_nonfinite == "ignore")
+            now = {
+                name: jnp.where(accepts, x, clock[name])
+                for name, x in now.items()
+                if x is not clock[name]
+            }
             values = self._by_layout(metrics, values)
             return accepted, carry, (now, values, None if by_loss else whole)
 

@@ -134,14 +134,22 @@ def _with(metrics: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _next_extra(before: PyTree, merged: PyTree) -> PyTree:
-    """What towers returned for ``state.extra``, merged, in the dtypes that it has."""
+    """What towers returned for ``state.extra``, merged, in the dtypes that it has.
+
+    But for what is floating and would be cut off: that is refused.
+    """
+
+    def cast(x: Any, old: Any) -> Any:
+        kinds = [jnp.issubdtype(v.dtype, jnp.inexact) for v in (x, old)]
+        return x if kinds == [True, False] else x.astype(old.dtype)
+
     values = jax.tree.map(
         lambda x: x.value if isinstance(x, Weighted | Sum) else x,
         merged,
         is_leaf=is_typed,
     )
     if jax.tree.structure(values) == jax.tree.structure(before):
-        values = jax.tree.map(lambda x, old: x.astype(old.dtype), values, before)
+        values = jax.tree.map(cast, values, before)
     return checked_like(before, values, "state.extra", "TowerOutput(extra=...)")
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from towerjax.types.leaves import held_dtype
 from towerjax.types.options import is_whole
 
 Config: TypeAlias = dict[str, Any]
@@ -52,8 +53,11 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def traced_names(configs: Sequence[Config], static: Iterable[str]) -> list[str]:
-    """The names whose values are numbers in every configuration, but for ``static``."""
+def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
+    """Names whose values are numbers in all configurations, but for ``static``.
+
+    Each with the one dtype of all its values, whichever of them are left to train.
+    """
     if isinstance(static, str):
         raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
     for name in (static := list(static)):
@@ -61,9 +65,23 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> list[str]:
             raise ValueError(
                 f"static names {name!r}, and the grid has {', '.join(configs[0])}."
             )
-    return [
-        name
-        for name in configs[0]
+    columns = {name: [c[name] for c in configs] for name in configs[0]}
+    return {
+        name: _dtype_of(name, values)
+        for name, values in columns.items()
         if name not in static
-        and all(isinstance(c[name], float) or is_whole(c[name]) for c in configs)
-    ]
+        and all(isinstance(x, float) or is_whole(x) for x in values)
+    }
+
+
+def _dtype_of(name: str, values: list[Any]) -> Any:
+    """In which devices hold numbers that are traced."""
+    dtype = held_dtype(float if any(isinstance(x, float) for x in values) else int)
+    try:
+        np.array(values, dtype)
+    except OverflowError as error:
+        raise ValueError(
+            f"grid: {name} has numbers that {dtype} does not hold: {error}. Write"
+            f" smaller ones, or static=[{name!r}]."
+        ) from error
+    return dtype

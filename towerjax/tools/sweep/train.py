@@ -23,7 +23,6 @@ from towerjax.tools.sweep.grid import Config, configs_of, traced_names
 from towerjax.tools.sweep.record_file import News, Record, RecordFile
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
-from towerjax.types.leaves import held_dtype
 from towerjax.types.options import check_choice, check_function
 
 Order = Literal["fastest", "together", "in_turn"]
@@ -135,7 +134,7 @@ def sweep(
 
 
 @contextlib.contextmanager
-def _explained(traced: Sequence[str]) -> Iterator[None]:
+def _explained(traced: Iterable[str]) -> Iterator[None]:
     """Around what traces ``build``: says that numbers are arrays there."""
     try:
         yield
@@ -158,7 +157,7 @@ class _Program:
 
     build: Build
     fixed: Config
-    traced: Sequence[str]
+    traced: Mapping[str, Any]  # name -> dtype
     source: Any
     steps: int | None
     steps_per_call: int
@@ -166,11 +165,9 @@ class _Program:
 
     def trained(self, members: Sequence[Config], order: str) -> Iterator[Record]:
         """A record of each member, once it is trained."""
-        values = {name: [config[name] for config in members] for name in self.traced}
         numbers = {
-            # Of Python's numbers, NumPy says where a dtype cannot hold them.
-            name: np.array(x, held_dtype(np.array(x).dtype))
-            for name, x in values.items()
+            name: np.array([config[name] for config in members], dtype)
+            for name, dtype in self.traced.items()
         }
         each = [
             {name: x[i] for name, x in numbers.items()} for i in range(len(members))
