@@ -1,5 +1,6 @@
 """What a model function has of the engine: its steps' options, its proof, its state."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -114,6 +115,27 @@ def test_an_update_of_some_rows_alone_is_refused(kind):
     model = replicated(1, 1, fn=fn)
     with pytest.raises(ValueError, match=r"inside a jit|depend on their rows: .*\['w"):
         model.train_step(micro_batches=2).check(model.init(start()), batch(8))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
+    def fn(variables, features, labels, mode, tower):
+        before = variables.local.value
+        after = dataclasses.replace(variables.local, value=before + features.sum())
+        state = dataclasses.replace(variables, local=after)
+        for _ in range(2):
+            loss, state = SGD.minimize(
+                lambda p: tj.Weighted.mean(features * before * p["w"].sum()), state
+            )
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=state)
+
+    local = tj.TowerLocal(np.float32(1), tj.Reduction.SUM)
+    state = tj.TrainState.create({"w": rows(8)}, SGD, local=local)
+    model = replicated(2, 1, fn=fn)
+    step = model.train_step(micro_batches=micro_batches)
+    refused = pytest.raises(ValueError, match="Read them before the first update alone")
+    with refused if micro_batches > 1 else contextlib.nullcontext():
+        step.check(model.init(state), {"features": rows(8)})
 
 
 @pytest.mark.parametrize("count", [1, 2])

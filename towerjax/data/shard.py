@@ -288,9 +288,10 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
     for signature in signatures[1:]:
         if signature != signatures[0]:
             raise ValueError(
-                "steps_per_call stacks batches of one kind, but one changed:\n"
+                "A call of several steps takes batches of one kind, but one changed:\n"
                 + explain_change(signatures[0], signature)
-                + "\nMake all batches alike, or use steps_per_call=1."
+                + "\nMake all batches alike, or do one step a call (steps_per_call=1;"
+                " iterations=1 of run_steps_on_dataset)."
             )
 
 

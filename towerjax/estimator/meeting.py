@@ -20,6 +20,7 @@ from towerjax.proof.equation import named_axes
 from towerjax.step.returned import Hole, is_typed
 from towerjax.step.state import TrainState
 from towerjax.step.update import Walk, needed
+from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
 
 _meet = Primitive("towers_meet")
@@ -60,6 +61,7 @@ class _Result:
     treedef: Any  # of its arrays
     arrays: list[Any]  # which values of the program they are
     number: int | None  # which pass returns it; None where it is no tower's own
+    is_local: bool  # is it of a tower-local variable?
 
 
 class Cut:
@@ -99,10 +101,8 @@ class Cut:
 
     def towers(self, number: int, args: PyTree, merged: list[Any]) -> dict[str, Any]:
         """What one tower returns in a pass, after what the passes before came to."""
-        here = [x for x in self._results if x.number == number]
-        wanted = [var for x in here for var in x.arrays]
-        wanted += [var for eqn in self._meetings[number] for var in eqn.invars]
         walk = self._walk(jax.tree.leaves(args), merged)
+        wanted = self._wanted(number)
         self._evaluate(walk, wanted, lambda eqn: self._number(eqn.invars) == number)
         brought = [
             jax.tree.unflatten(eqn.params["treedef"], map(walk.read, eqn.invars))
@@ -143,11 +143,33 @@ class Cut:
         ]
         return jax.tree.unflatten(self._treedef, results)
 
+    def refuse_moved(self, num_state: int) -> None:
+        """Raise where a pass reads tower-local variables that another one changes.
+
+        Of several micro-batches each goes on from the one before it, in the pass that
+        changes the variables alone. ``num_state``: how many inputs are the state's.
+        """
+        local = self._own.intersection(self._closed.jaxpr.invars[:num_state])
+        moved = {x.number for x in self._results if x.is_local and {*x.arrays} - local}
+        for number in range(self.num_passes):
+            wanted = self._wanted(number)
+            eqns = needed(self._work, wanted, lambda eqn: False)
+            read = {var for var in wanted if not isinstance(var, Literal)}
+            read |= {x for e in eqns for x in e.invars if not isinstance(x, Literal)}
+            if moved - {number} and read & local:
+                raise ValueError(_MOVED)
+
+    def _wanted(self, number: int) -> list[Any]:
+        """What the towers return in a pass, and bring to its meetings."""
+        wanted = [var for x in self._results if x.number == number for var in x.arrays]
+        return wanted + [var for eqn in self._meetings[number] for var in eqn.invars]
+
     def _result(self, leaf: Any, left: Any) -> _Result:
         shapes, treedef = jax.tree.flatten(leaf)
         arrays = [next(left) for _ in shapes]
         is_towers = is_typed(leaf) or self._is_own(arrays)
-        return _Result(treedef, arrays, self._number(arrays) if is_towers else None)
+        number = self._number(arrays) if is_towers else None
+        return _Result(treedef, arrays, number, isinstance(leaf, TowerLocal))
 
     def _number(self, arrays: Iterable[Any]) -> int:
         known = [self._met.get(x, 0) for x in arrays if not isinstance(x, Literal)]
@@ -175,6 +197,11 @@ class Cut:
 
 
 _BROUGHT = ("minimized", "grads")
+_MOVED = (
+    "model_fn changes tower-local variables, and reads them both before and after an"
+    " optimizer's update, where several micro-batches would not see the same change."
+    " Read them before the first update alone, or say micro_batches=1."
+)
 
 
 def _names_an_axis(eqn: Any) -> bool:

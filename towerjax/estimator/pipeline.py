@@ -126,6 +126,8 @@ class ModelEngine:
             several = self.options.micro_batches > 1
             own |= {"micro_batch": number if several else None}
             cut, traced = self._cut(axes, size, state, rows, own)
+            if several:
+                cut.refuse_moved(len(jax.tree.leaves(state)))
             self.hooks[:] = traced.hooks
             self._made[key] = (self._passes(cut, traced), cut, traced)
         return self._made[key]
