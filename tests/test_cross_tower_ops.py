@@ -108,6 +108,23 @@ def test_every_op_is_the_sum_in_float64(towers, devices, executor):
             assert all(first.tobytes() == o.tobytes() for o in others), one
 
 
+def test_every_ops_derivative_is_the_sums():
+    """Also where a sum travels as bits or codes, whose own derivative is 0."""
+    values, factors = np.float32([[1, 2], [3, 5], [7, 4], [6, 8]]), np.float32([2, 3])
+    coding = tj.collectives.Compressed(error_feedback=False, above_bytes=0)
+    ops = [*ops_for(2), tj.PinnedTree()]
+
+    def device_fn(rows, axes):
+        coded, *_ = coding.sum_with_state([rows.sum(0)], [True], [], axes)
+        return *[sum_rows_over_towers(one, rows, axes) for one in ops], *coded.tree()
+
+    def totals(values):
+        return [factors @ x for x in on_devices(device_fn, values, 4, 2)]
+
+    for one, slope in zip([*ops, coding], jax.jacrev(totals)(values), strict=True):
+        assert (np.asarray(slope) == factors).all(), one
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [2, 3, 5, 8])
 def test_special_values_arrive_bit_for_bit(devices):

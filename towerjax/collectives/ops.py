@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Sums, sum_packed
-from towerjax.collectives.reduce import as_bits, from_bits
+from towerjax.collectives.reduce import from_first
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
@@ -298,10 +298,9 @@ class ReduceToOneDevice:
             root = axes.devices.index(self.device) if self.device else 0
 
         def travel(buffers: list[jax.Array]) -> list[jax.Array]:
-            return [
-                _broadcast_from(root, _added_at(root, buffer, axes.num_devices))
-                for buffer in buffers
-            ]
+            number = lax.axis_index(DEVICE_AXIS) - root
+            added = [_added_at(root, buffer, axes.num_devices) for buffer in buffers]
+            return [from_first(x, number, (DEVICE_AXIS,)) for x in added]
 
         return sum_packed(tree, axes, travel)
 
@@ -322,11 +321,3 @@ def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:
         value = jnp.where(receives, value + received, value)
         reach *= 2
     return value
-
-
-def _broadcast_from(root: int, value: jax.Array) -> jax.Array:
-    """Device ``root``'s value on each device, bit for bit."""
-    bits = as_bits(value)
-    here = lax.axis_index(DEVICE_AXIS) == root
-    bits = lax.psum(jnp.where(here, bits, jnp.zeros_like(bits)), DEVICE_AXIS)
-    return from_bits(bits, value.dtype)

@@ -67,7 +67,7 @@ def reduce_over_towers(
         x = strong(x)
         dtype = reduced_dtype(reduction, x.dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
-            return _first_towers(x, tower_id, axes.names) if axes.names else x
+            return from_first(x, tower_id, axes.names) if axes.names else x
         # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
         x = x.astype(addable(dtype))
         total = lax.psum(x, axes.names) if axes.names else x
@@ -79,21 +79,20 @@ def reduce_over_towers(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _first_towers(
-    x: jax.Array, tower_id: jax.Array, names: tuple[str, ...]
-) -> jax.Array:
+def from_first(x: jax.Array, number: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The value of the tower or device whose number is 0 on each, bit for bit."""
     bits = as_bits(x)
-    bits = jnp.where(tower_id == 0, bits, jnp.zeros_like(bits))
+    bits = jnp.where(number == 0, bits, jnp.zeros_like(bits))
     return from_bits(lax.psum(bits, names), x.dtype)
 
 
-@_first_towers.defjvp
-def _first_towers_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
-    x, tower_id = primals
+@from_first.defjvp
+def _from_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+    x, number = primals
     if tangents[0].dtype == jax.dtypes.float0:
-        return _first_towers(x, tower_id, names), tangents[0]
-    tangent = jnp.where(tower_id == 0, tangents[0], jnp.zeros_like(tangents[0]))
-    return _first_towers(x, tower_id, names), lax.psum(tangent, names)
+        return from_first(x, number, names), tangents[0]
+    tangent = jnp.where(number == 0, tangents[0], jnp.zeros_like(tangents[0]))
+    return from_first(x, number, names), lax.psum(tangent, names)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
