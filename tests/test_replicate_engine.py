@@ -153,6 +153,37 @@ def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
     np.testing.assert_allclose(after.params["w"], w - RATE * total, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["model", "step"])
+def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
+    def loss_of(w, batch, tower):
+        return tj.Weighted.mean(w * batch["features"], tower.weight).value
+
+    def fn(variables, features, labels, mode, tower):
+        loss, after = plain.minimize(
+            lambda w: loss_of(w, {"features": features}, tower), variables
+        )
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    plain, strategy = tj.estimator.TowerOptimizer(optax.sgd(RATE)), towers(4, 2)
+    if kind == "model":
+        reduction = tj.estimator.LossReduction.MEAN
+        model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
+        step = model.train_step()
+        state = model.init(tj.TrainState.create(np.float32(1), plain))
+    else:
+        options = {"loss_reduction": tj.Reduction.MEAN, "remainder": "pad"}
+        step = tj.build_train_step(loss_of, optax.sgd(RATE), strategy, **options)
+        state = step.init(np.float32(1))
+    # Four rows are filled up to eight: two towers have none.
+    x, w = rows(8).astype(float), 1.0
+    for size in (8, 4, 6, 1):
+        state, metrics = step(state, {"features": rows(8)[:size]})
+        mean = x[:size].mean()
+        np.testing.assert_allclose(metrics["loss"], w * mean, rtol=1e-5)
+        w -= RATE * mean
+        np.testing.assert_allclose(state.params, w, rtol=1e-5)
+
+
 def steep(variables, features, labels, mode, tower):
     """A loss whose gradient is infinite at 0, where it is not."""
 

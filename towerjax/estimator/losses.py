@@ -20,12 +20,12 @@ from towerjax.types.leaves import widened
 class LossReduction(enum.Enum):
     """What the one loss of several towers' losses is.
 
-    ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the towers'
-    scalars. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``: the sum over the
-    global batch divided once, by the number of elements whose weight is not 0 or by the
-    number of elements; the tower's loss is a ``Weighted``, as `compute_weighted_loss`
-    and ``Weighted.mean`` make it, and says what it is divided by. ``NONE``: no one
-    loss, which `replicate_model_fn` refuses.
+    ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the scalars of the
+    towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``:
+    the sum over the global batch divided once, by the number of elements whose weight
+    is not 0 or by the number of elements; the tower's loss is a ``Weighted``, as
+    `compute_weighted_loss` and ``Weighted.mean`` make it, and says what it is divided
+    by. ``NONE``: no one loss, which `replicate_model_fn` refuses.
 
     Source:
       ``tf.losses.Reduction`` of TensorFlow 1.
@@ -156,11 +156,11 @@ class TowersOfStep:
         scalar = _OF_SCALARS.get(self.reduction)
         if self.is_alone:
             alone = None if isinstance(loss, Weighted) else Reduction.MEAN
-            return as_tower_output(loss, alone).loss
+            return as_tower_output(loss, alone, self.tower).loss
         if self.compat == "tf1":
             value = loss.value if isinstance(loss, Weighted) else loss
             scalar = scalar or Reduction.MEAN
-            loss = as_tower_output(value, scalar).loss
+            loss = as_tower_output(value, scalar, self.tower).loss
         elif isinstance(loss, Weighted) and scalar is not None:
             raise ValueError(
                 f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
@@ -170,7 +170,7 @@ class TowersOfStep:
         elif not isinstance(loss, Weighted) and scalar is None:
             raise ValueError(_BARE.format(reduction=self.reduction))
         else:
-            loss = as_tower_output(loss, scalar).loss
+            loss = as_tower_output(loss, scalar, self.tower).loss
         return loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:

@@ -61,7 +61,7 @@ def value_and_grad(
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             returned = loss_fn(params, *args, **named)
-            out = as_tower_output(returned, loss_reduction)
+            out = as_tower_output(returned, loss_reduction, tower)
             given = out if isinstance(returned, TowerOutput) else out.loss
             refuse_moving_weights(out.loss, params)
             total, weight = _total(out.loss, tower)

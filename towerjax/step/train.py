@@ -289,8 +289,9 @@ def build_train_step(
       optimizer: Any optax transformation; it sees the whole reduced gradient.
       strategy: Which towers, where, and how they reduce.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers,
-        MEAN the mean of the towers' values. None refuses bare scalars. A total is
-        a bare scalar with SUM; ``Weighted(total, 1)`` would divide by ``T``.
+        MEAN the mean of the values of the towers that have examples. None refuses
+        bare scalars. A total is a bare scalar with SUM; ``Weighted(total, 1)`` would
+        divide by ``T``.
       trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
         trains the floating ones. The others, of any dtype, are seen by the loss, get no

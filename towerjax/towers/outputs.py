@@ -12,12 +12,18 @@ from towerjax.data.shard import refuse_other_than_rows
 from towerjax.metrics.state import compute, described, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER
+from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
 from towerjax.types.leaves import changes, listed, widened
 
 
-def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
-    """What a loss function returned, with its loss as a ``Weighted`` of two scalars."""
+def as_tower_output(
+    out: Any, loss_reduction: Reduction | None, tower: Tower | None = None
+) -> TowerOutput:
+    """What a loss function returned, with its loss as a ``Weighted`` of two scalars.
+
+    A bare one of a tower without examples counts in no mean of towers' values.
+    """
     out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
     loss = out.loss
     if isinstance(loss, Weighted | Means):
@@ -42,7 +48,8 @@ def as_tower_output(out: Any, loss_reduction: Reduction | None) -> TowerOutput:
     else:
         if loss_reduction is Reduction.SUM:
             loss = checkpoint_name(jnp.asarray(loss), COUNTS_EACH_TOWER)
-        loss = Weighted(loss, 1.0)
+        rows = tower.weight if tower is not None and is_in_step(tower) else jnp.ones(1)
+        loss = Weighted(loss, rows.max())
     if isinstance(loss, Means):
         return dataclasses.replace(out, loss=_checked_means(loss))
     return dataclasses.replace(out, loss=_checked_loss(loss))
