@@ -47,17 +47,19 @@ def step(model, batch, *, num_towers, shares, kind, learning_rate, decay):
     """One SGD step of T towers, as sums over examples; returns model and metrics.
 
     kind: "weighted" (sum of w_i l_i / sum of w_i), "sum" (sum over towers of the
-    towers' weighted sums) or "mean" (mean over towers of the towers' weighted sums).
+    towers' weighted sums) or "mean" (mean of these over the towers that have rows).
     """
     x, y, weight = batch["x"], batch["y"], batch["weight"]
     losses, grad_w, grad_b = losses_and_gradients(model.w, model.b, x, y)
     total = (weight * losses).sum()
     total_w = (weight[:, None, None] * grad_w).sum(0)
     total_b = (weight[:, None] * grad_b).sum(0)
-    divisor = {"weighted": weight.sum(), "sum": 1.0, "mean": float(num_towers)}[kind]
+    rows_of_towers = tower_rows(len(x), num_towers, shares)
+    with_rows = float(sum(map(bool, map(len, rows_of_towers))))
+    divisor = {"weighted": weight.sum(), "sum": 1.0, "mean": with_rows}[kind]
     grads = {"w": total_w / divisor, "b": total_b / divisor}
     mean = model.mean.copy()
-    for tower, rows in enumerate(tower_rows(len(x), num_towers, shares)):
+    for tower, rows in enumerate(rows_of_towers):
         if len(rows) and weight[rows].sum() > 0:
             inputs = (weight[rows, None] * x[rows]).sum(0) / weight[rows].sum()
             mean[tower] = decay * mean[tower] + (1 - decay) * inputs

@@ -29,7 +29,8 @@ def quotient(total, by):
 def sum_of_towers(reduction, compat, weights):
     """Each tower's factor in ``one value = sum_t factor_t * sum_t``."""
     if reduction in ("SUM", "MEAN") or compat == "tf1":
-        each = 1.0 if reduction == "SUM" else 1.0 / len(weights)
+        towers = sum(w.size > 0 for w in weights)  # those that have examples
+        each = 1.0 if reduction == "SUM" else 1.0 / towers
         return [quotient(each, divisor(reduction, w)) for w in weights]
     whole = divisor(reduction, np.concatenate(weights))
     return [quotient(1.0, whole)] * len(weights)
@@ -130,12 +131,12 @@ def train(model, batch, optimizer, decay, **how):
     if how["reduction"] == "MEAN":
         # Such a tower's loss is a scalar, its mean: its gradient is that mean's. Other
         # losses know what they are divided by, and gradients are those of their sums.
-        towers = how["num_towers"]
+        towers = sum(r.size > 0 for r in rows)
         own = [
             {name: g * f * towers for name, g in one.items()}
             for one, f in zip(own, factors, strict=True)
         ]
-        factors = [1.0 / towers] * towers
+        factors = [1.0 / towers] * len(rows)
     own = [clipped(one, optimizer.clip_tower) if norm(one) else one for one in own]
     grads = {
         name: sum(f * one[name] for f, one in zip(factors, own, strict=True))
