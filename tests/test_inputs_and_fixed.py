@@ -135,6 +135,13 @@ def test_evaluation_prediction_and_model_functions_take_shared_leaves():
     assert all(b["scale"] == tj.Shared({"by": 2.0}) for b in cut)
 
 
+def test_rows_may_be_keys_of_several_steps_too():
+    keys = jax.random.split(jax.random.key(0), 8)
+    step = tj.build_train_step(averaging, optax.sgd(RATE), mirrored(2, 2))
+    placed = step.place_batches([{"key": keys[:4]}, {"key": keys[4:]}], 3)
+    assert (placed.arrays["key"][:2].ravel() == keys).all()
+
+
 # state.extra: one value for all towers, which does not train.
 
 

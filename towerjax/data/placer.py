@@ -28,7 +28,7 @@ from towerjax.data.shard import (
 from towerjax.data.sparse_rows import Room, SparseRows, room_for
 from towerjax.mesh.placement import Placement, are_placed, place_own, place_rows
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import refuse_traced, refuse_unheld
+from towerjax.types.leaves import is_key, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 BATCH_LAYOUT = {
@@ -248,7 +248,9 @@ class Placer:
         pairs = zip(rows, shared, strict=True)
         refuse_unlike([batch_signature(*pair) for pair in pairs])
         filled = rows + [rows[-1]] * (steps - len(rows))
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *filled)
+        stacked = jax.tree.map(
+            lambda *x: (jnp if is_key(x[0]) else np).stack(x), *filled
+        )
         arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
         return self._several(arrays, counts, shared, steps, stacked)
 

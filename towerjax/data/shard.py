@@ -15,6 +15,7 @@ from towerjax.types import PyTree, Shared, named_leaves
 from towerjax.types.leaves import (
     changes,
     held_dtype,
+    key_data,
     listed,
     map_parts,
     problem_of,
@@ -70,7 +71,7 @@ def fingerprint_of(batch: PyTree) -> str:
     leaves, treedef = jax.tree.flatten(batch)
     digest = hashlib.sha256()
     for leaf in leaves:
-        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
+        digest.update(np.asarray(key_data(leaf)).tobytes())
     kinds = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     return f"{treedef} of {kinds}, contents {digest.hexdigest()[:12]}"
 
