@@ -153,6 +153,25 @@ def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
     np.testing.assert_allclose(after.params["w"], w - RATE * total, rtol=1e-5)
 
 
+def test_rows_of_a_table_meet_of_all_micro_batches():
+    sgd = tj.estimator.TowerOptimizer(optax.sgd(RATE))
+
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(p):
+            return tj.Weighted.mean(p["words"][features] ** 2, tower.weight)
+
+        loss, after = sgd.minimize(loss_fn, variables, sparse=["words"])
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    words, ids = rows(5), np.array([3, 0, 3, 3, 1, 0], np.int32)
+    model = tj.estimator.replicate_model_fn(fn, devices=towers(2, 1))
+    state = model.init(tj.TrainState.create({"words": words}, sgd))
+    after, metrics = model.train_step(micro_batches=2)(state, {"features": ids})
+    expected = words - RATE * 2 * words * np.bincount(ids, minlength=5) / 6
+    np.testing.assert_allclose(after.params["words"], expected, rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], (words[ids] ** 2).mean(), rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["model", "step"])
 def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
     def loss_of(w, batch, tower):

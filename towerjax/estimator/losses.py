@@ -12,7 +12,7 @@ from towerjax.estimator.meeting import meet
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Tower, told
+from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction
 from towerjax.types.leaves import widened
 
@@ -132,18 +132,14 @@ class TowersOfStep:
     reduction: LossReduction
     compat: str | None  # "tf1" divides by the number of towers, whatever weights are
     trace: Any  # the model function's, outside of its jit, scan ...
+    micro_batches: int = 1  # in how many parts each works off its rows
     # Losses that optimizers have reduced with gradients, and what they came to.
     reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property
     def is_alone(self) -> bool:
         """Are all rows one tower's, at once? Then every loss says enough."""
-        return self.tower.num_towers == 1 and not self.is_in_parts
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Does the tower work off its rows in micro-batches?"""
-        return told(self.tower)[1]["micro_batch"] is not None
+        return self.tower.num_towers * self.micro_batches == 1
 
     @property
     def takes_scalars(self) -> bool:
@@ -179,13 +175,14 @@ class TowersOfStep:
         addend = addend if loss is None else self.addend(loss)
         is_split = not self.is_alone
         if get_opaque_trace_state() != self.trace:
-            in_turn = self.tower.strategy.placement.axes.in_turn or self.is_in_parts
-            if in_turn and is_split:
+            in_turn = self.tower.strategy.placement.axes.in_turn
+            if is_split and (in_turn or self.micro_batches > 1):
                 raise ValueError(_INSIDE)
             with jax.named_scope(SUMMED_BY_STEP):
                 total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))
             return one_loss(self.reduction, total, is_split=is_split), grads
-        total, grads = meet(addend, grads, self.tower.num_towers)
+        count = self.tower.num_towers * self.micro_batches
+        total, grads = meet(addend, grads, count)
         total = one_loss(self.reduction, total, is_split=is_split)
         if loss is not None:
             self.reduced.append((loss, total))

@@ -38,14 +38,15 @@ def _shapes_of_outcomes(
     ]
 
 
-def meet(loss: Weighted, grads: PyTree, num_towers: int) -> tuple[Weighted, PyTree]:
+def meet(loss: Weighted, grads: PyTree, count: int) -> tuple[Weighted, PyTree]:
     """All towers' losses and gradients: added up, but rows of tables side by side.
 
-    It has no value where it stands: a `Cut` gives it one.
+    It has no value where it stands: a `Cut` gives it one. ``count``: how many towers
+    meet, each of them with every micro-batch.
     """
     leaves, treedef = jax.tree.flatten((loss, grads))
     copies = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: num_towers if is_rows(x) else 0, x),
+        lambda x: jax.tree.map(lambda _: count if is_rows(x) else 0, x),
         (loss, grads),
         is_leaf=is_rows,
     )

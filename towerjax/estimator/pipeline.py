@@ -212,7 +212,8 @@ class ModelEngine:
             own |= {"state": state, "local": local_values(state.local)}
         tower = tower_of(self.strategy, axes, **own)
         trace = get_opaque_trace_state()
-        towers = TowersOfStep(tower, self.how.loss_reduction, self.how.compat, trace)
+        how, parts = self.how, self.options.micro_batches
+        towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         seen = in_towers(as_variables(state, of_state=self.of_state), towers)
         spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
         told[:] = [Traced(spec.hooks, isinstance(spec.loss, Weighted))]
