@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted
@@ -108,7 +107,7 @@ def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
     if len(loss.terms) == 1:
         (term,) = loss.terms
         return term.sum + term.weight * loss.shared, term.weight
-    weights, parts = [lax.stop_gradient(term.weight) for term in loss.terms], 1
+    weights, parts = [term.weight for term in loss.terms], 1
     if tower is not None and tower.note_weights:
         return jnp.zeros(()), weights  # to be added up first
     if tower is not None:
