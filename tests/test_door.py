@@ -97,6 +97,15 @@ def test_values_are_looked_at_each_time():
         step.place_batch(gone)
 
 
+def test_a_state_that_would_wrap_round_is_refused_by_name():
+    wide = np.array([3, 2**40])
+    with pytest.raises(ValueError, match=r"extra\['key'\] is .* 1099511627776.* wrap"):
+        build().init(np.float32(3.0), extra={"key": wide})
+    for initial in (wide, 2**40):
+        with pytest.raises(ValueError, match="'v' is .* would wrap round"):
+            tj.OneDevice().create_var("v", initial)
+
+
 def test_what_is_padded_is_padded_each_time():
     step = build(remainder="pad")
     for size in (8, 7, 5, 8, 7):

@@ -21,6 +21,7 @@ from towerjax.types.leaves import (
     problem_of,
     refuse_unheld,
     shown,
+    wrapping,
 )
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
@@ -158,23 +159,16 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
 
 
 def refuse_wrapping(batch: PyTree) -> None:
-    """Raise where integers would wrap round on their way to the devices.
-
-    Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
-    """
+    """Raise where integers would wrap round on their way to the devices."""
     leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
     if not any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves):
         return  # names are made where they may be needed
-    bad = []
-    for name, leaf in named_leaves("batch", batch):
-        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu":
-            continue
-        held = held_dtype(leaf.dtype)
-        if held.itemsize == leaf.dtype.itemsize or not leaf.size:
-            continue
-        limits, ends = np.iinfo(held), (leaf.min(), leaf.max())
-        wrong = [x for x in ends if not limits.min <= x <= limits.max]
-        bad += [f"{name} holds {x} of {leaf.dtype}" for x in wrong[:1]]
+    found = [
+        (name, leaf, wrapping(leaf)) for name, leaf in named_leaves("batch", batch)
+    ]
+    bad = [
+        f"{name} holds {x} of {leaf.dtype}" for name, leaf, x in found if x is not None
+    ]
     if bad:
         raise ValueError(
             f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"

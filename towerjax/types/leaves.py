@@ -28,6 +28,7 @@ _NO_ARRAY = (
     " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine; of Flax:"
     " model.init(key, x)['params'], or nnx.split(model))"
 )
+_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
 _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
 
@@ -92,12 +93,32 @@ def _advice(dtype: Any) -> str | None:
     return f"cast it, x.astype({wide})"
 
 
+def wrapping(leaf: Any) -> Any:
+    """A number that wraps round on the devices, which hold it in fewer bits; or None.
+
+    Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
+    """
+    if not isinstance(leaf, np.ndarray | np.generic | int):
+        return None
+    leaf = np.asarray(leaf)
+    if leaf.dtype.kind not in "iu":
+        return None
+    held = held_dtype(leaf.dtype)
+    if held.itemsize == leaf.dtype.itemsize or not leaf.size:
+        return None
+    limits, ends = np.iinfo(held), (leaf.min(), leaf.max())
+    wrong = [x for x in ends if not limits.min <= x <= limits.max]
+    return wrong[0] if wrong else None
+
+
 def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
     """Raise unless devices can hold each leaf of a tree."""
     bad = []
     for name, leaf in named_leaves(root, tree):
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
         problem = _IS_SHAPE if is_shape else problem_of(leaf)
+        if problem is None and (x := wrapping(leaf)) is not None:
+            problem = f"an array that holds {x}, which would wrap round: {_WIDE}"
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
