@@ -144,19 +144,18 @@ def test_weights_may_be_of_local_variables_and_of_another_loss():
 
 
 def test_weights_may_learn_around_the_step():
-    def weighted(by):
-        batch = data()
+    def weighted(by, batch):
         return {**batch, "weight": batch["weight"] + by * batch["labelled"]}
 
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2), micro_batches=11)
     state = step.init(params())
 
     def after(by):
-        return (step.fn(state, weighted(by))[0].params["w"] ** 2).sum()
+        return (step.fn(state, weighted(by, data()))[0].params["w"] ** 2).sum()
 
     def in_float64(by):
-        w = params()["w"].astype(float)
-        return ((w - RATE * oracle(w, weighted(by))[1]) ** 2).sum()
+        w, batch = jax.tree.map(lambda x: x.astype(float), (params()["w"], data()))
+        return ((w - RATE * oracle(w, weighted(by, batch))[1]) ** 2).sum()
 
     slope = jax.jit(jax.grad(after))(jnp.float32(0.5))
     expected = (in_float64(0.5 + 1e-4) - in_float64(0.5 - 1e-4)) / 2e-4
