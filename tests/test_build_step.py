@@ -529,3 +529,23 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert changed == (guard == "loss" and np.isfinite(state.params["w"]).all())
     assert (state.rng == jax.random.key(1)) == (guard == "loss")
     assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("check", [None, tj.Check(every=1)])
+def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added(check):
+    def tower_fn(state, batch, tower):
+        return tj.PerTower(batch["y"].sum())
+
+    def update_fn(state, merged):
+        after = jax.tree.map(jnp.zeros_like, state.params)
+        return dataclasses.replace(state, params=after), {"loss": merged.values}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), check=check)
+    batch = data(8)
+    state, metrics = step(step.init(params()), batch)
+    close(metrics["loss"], batch["y"].astype(float).reshape(4, 2).sum(1))
+    assert not np.asarray(state.params["w"]).any()
+    batch["y"][5] = np.inf
+    with pytest.raises(tj.NonFiniteError, match="step 0 was not finite") as caught:
+        tj.run(step, step.init(params()), [batch], progress=False)
+    np.testing.assert_array_equal(caught.value.state.params["w"], params()["w"])

@@ -254,7 +254,7 @@ def flags(parts: Sequence[Part], *, due: jax.Array) -> Flags:
     ]
     table = lax.cond(
         due,
-        lambda leaves: jnp.stack([flag(x) for x in leaves]),
+        lambda leaves: jnp.array([flag(x) for x in leaves], jnp.uint8),
         lambda leaves: jnp.zeros(len(leaves), jnp.uint8),
         [leaf for _, _, leaf in named],
     )

@@ -86,7 +86,7 @@ class Engine:
             accepted, values, whole = _values(metrics)
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
-            by_loss = finite is None and "loss" in values
+            by_loss = finite is None and jnp.shape(values.get("loss", [0])) == ()
             carry, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
             now = {
