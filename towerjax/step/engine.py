@@ -86,7 +86,7 @@ class Engine:
             accepted, values, whole = _values(metrics)
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
-            by_loss = finite is None and jnp.shape(values.get("loss", [0])) == ()
+            by_loss = finite is None and "loss" in values and not values["loss"].ndim
             carry, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
             now = {
