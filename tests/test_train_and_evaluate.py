@@ -497,6 +497,18 @@ def test_predictions_one_example_at_a_time(model):
     np.testing.assert_array_equal([row["double"] for row in rows], double)
 
 
+def test_several_rows_of_an_example_are_not_handed_to_others():
+    def model_fn(variables, features, labels, mode):
+        outputs = {"one": features, "two": jnp.repeat(features, 2)}
+        return tj.estimator.ModelSpec(mode, predictions=outputs)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=tj.OneDevice())
+    start = tj.TrainState.create(np.float32(0), optax.sgd(0.1))
+    rows = tj.estimator.predict(model, start, [np.ones(3)], per_example=True)
+    with pytest.raises(ValueError, match=r"predictions\['two'\]\": 6"):
+        next(rows)
+
+
 @pytest.mark.parametrize("per_example", [False, True])
 def test_endless_data_gives_endless_predictions(model, per_example):
     taken, closed = [], []

@@ -19,7 +19,7 @@ from towerjax.loop.run import run
 from towerjax.step.engine import OnNonfinite
 from towerjax.step.given_state import check_is_state
 from towerjax.step.state import TrainState
-from towerjax.types import PyTree
+from towerjax.types import PyTree, named_leaves
 from towerjax.types.options import check_does, check_flag, check_whole
 
 
@@ -259,5 +259,12 @@ def predict(
 def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]:
     with contextlib.closing(outputs):
         for output in outputs:
-            for row in range(len(jax.tree.leaves(output)[0])):
+            sizes = {name: len(x) for name, x in named_leaves("predictions", output)}
+            if len({*sizes.values()}) > 1:
+                raise ValueError(
+                    f"per_example=True yields a row of each prediction, but rows are"
+                    f" {sizes}. Give what an example has several of a dim of its own,"
+                    " [b, n, ...]."
+                )
+            for row in range(next(iter(sizes.values()))):
                 yield jax.tree.map(lambda x, row=row: x[row], output)
