@@ -321,6 +321,14 @@ def test_where_weights_cannot_be_known_it_is_said():
     step = tj.build_step(tower_fn, lambda s, m: (s, {}), mirrored(2, 2))
     with pytest.raises(ValueError, match="stands inside a jit"):
         step(step.init(params()), data())
+
+    def closes_over(state, batch, tower):
+        grad = tj.value_and_grad(lambda p: loss_fn(p, batch, tower))
+        return grad(state.params)[1]
+
+    step = tj.build_step(closes_over, lambda s, m: (s, {}), mirrored(2, 2))
+    with pytest.raises(ValueError, match="by the tower. Pass it"):
+        step.check(params(), data())
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
     mean = tj.Weighted.mean(np.ones(3, np.float32))
     with pytest.raises(ValueError, match="several denominators"):

@@ -107,10 +107,14 @@ def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
     if len(loss.terms) == 1:
         (term,) = loss.terms
         return term.sum + term.weight * loss.shared, term.weight
-    weights, parts = [term.weight for term in loss.terms], 1
-    if tower is not None and tower.note_weights:
-        return jnp.zeros(()), weights  # to be added up first
-    if tower is not None:
-        weights, parts = tower.weights_of_all()
+    if tower is None:
+        raise ValueError(
+            "tj.value_and_grad of a sum of several means learns of all towers' weights"
+            " by the tower. Pass it with the other arguments, and do not close over it:"
+            " tj.value_and_grad(loss_fn)(params, batch, tower)."
+        )
+    if tower.note_weights:
+        return jnp.zeros(()), [term.weight for term in loss.terms]  # to be added up
+    weights, parts = tower.weights_of_all()
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
     return sum(means, jnp.asarray(loss.shared / parts)), None
