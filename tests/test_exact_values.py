@@ -157,6 +157,24 @@ def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
         assert strategy.read_var(own).dtype == jnp.mean(jnp.asarray(rows)).dtype
 
 
+def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():
+    def loss_fn(w, batch, tower):
+        loss = tj.Weighted.mean((w - batch) ** 2, tower.weight)
+        return tj.TowerOutput(loss, {"rows": tj.Sum(jnp.int32(len(batch)))})
+
+    with jax.enable_x64(True):
+        batch, found = np.ones(8, np.float32), []
+        for devices in (1, 2, 4):
+            strategy = mirrored(4, devices)
+            step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+            state = step.init(np.float32(0))
+            found.append(jax.eval_shape(step.fn, state, batch)[1]["rows"].dtype)
+        assert found == [jnp.int32] * 3
+        sync, args = tj.sync.LocalSGD(every=2), (optax.sgd(0.1), mirrored(4))
+        step = tj.build_train_step(lambda *a: loss_fn(*a).loss, *args, sync=sync)
+        jax.eval_shape(step.fn, step.init(np.float32(0)), batch)
+
+
 def test_gathered_and_reduced_python_numbers_are_strong():
     def tower_fn(tower):
         first = tower.reduce(R.ONLY_FIRST_TOWER, 2.5)

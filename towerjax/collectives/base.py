@@ -94,5 +94,5 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
     """The sum over all towers of values that lie as one row a local tower."""
     if not ops.needs_every_tower:
-        rows = jax.tree.map(lambda x: x.sum(axis=0), rows)
+        rows = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
     return sum_over_towers(ops, rows, axes).tree()

@@ -269,7 +269,7 @@ def compute(state: Any) -> Any:
 def merged_rows(rows: Any) -> Any:
     """The states that lie side by side, merged in their order."""
     if is_additive(_of_one(rows)):
-        return jax.tree.map(lambda x: x.sum(axis=0), rows)
+        return jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
