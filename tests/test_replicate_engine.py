@@ -172,6 +172,15 @@ def test_rows_of_a_table_meet_of_all_micro_batches():
     np.testing.assert_allclose(metrics["loss"], (words[ids] ** 2).mean(), rtol=1e-5)
 
 
+def test_an_argument_that_cannot_be_copied_is_refused():
+    def fn(variables, features, labels, mode, params):
+        return tj.estimator.ModelSpec(mode, predictions={"x": features})
+
+    model, predicts = replicated(1, 1, fn=fn), tj.estimator.Mode.PREDICT
+    with pytest.raises(ValueError, match="copy is made of params.* plain values"):
+        model(np.zeros(1), rows(2), None, predicts, params={"module": np})
+
+
 @pytest.mark.parametrize("kind", ["model", "step"])
 def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
     def loss_of(w, batch, tower):

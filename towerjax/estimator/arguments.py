@@ -124,7 +124,7 @@ class ModelFn:
         given: Mapping[str, Any],
     ) -> ModelSpec:
         """What it returns for one tower."""
-        values = {**copy.deepcopy(dict(given)), "tower": tower}
+        values = {**copied(given), "tower": tower}
         asked = {
             name: values[name]
             for name in self.asks_for
@@ -175,8 +175,21 @@ def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
     try:
         return tuple(key_of(name, value) for name, value in given.items())
     except (TypeError, RecursionError) as error:
+        raise ValueError(f"{error}. {_PLAIN}") from error
+
+
+def copied(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the arguments, so that what one call changes no other one sees."""
+    try:
+        return copy.deepcopy(dict(given))
+    except TypeError as error:
         raise ValueError(
-            f"{error}. params and config are plain values, fixed when the step is"
-            " compiled: numbers, strings, mappings, sequences or dataclasses; put"
-            " arrays into variables, or write float(...)."
+            f"A copy is made of {', '.join(given)}: {error}. {_PLAIN}"
         ) from error
+
+
+_PLAIN = (
+    "params and config are plain values, fixed when the step is compiled: numbers,"
+    " strings, mappings, sequences or dataclasses; put arrays into variables, or write"
+    " float(...)."
+)

@@ -1,6 +1,5 @@
 """How does a model function run on all devices? replicate_model_fn makes it so."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,13 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder
-from towerjax.estimator.arguments import Compat, ModelFn, ModelOptions, static_keys
+from towerjax.estimator.arguments import (
+    Compat,
+    ModelFn,
+    ModelOptions,
+    copied,
+    static_keys,
+)
 from towerjax.estimator.data import as_batch
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.pipeline import (
@@ -269,7 +274,7 @@ class ReplicatedModel:
         given: Mapping[str, Any],
         options: StepOptions,
     ) -> ModelEngine:
-        given = copy.deepcopy(dict(given))  # which may change before a later trace
+        given = copied(given)  # which may change before a later trace
         how = (self.model_fn, self.strategy, self.options)
         return ModelEngine(*how, mode, tuple(wanted), given, options)
 
