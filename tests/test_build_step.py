@@ -114,6 +114,25 @@ def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
     assert int(state.step) == 3
 
 
+@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
+def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers(reduction):
+    def total(params, batch, tower):
+        return loss_fn(params, batch, tower).sum
+
+    def tower_fn(state, batch, tower):
+        of_loss = tj.value_and_grad(total, loss_reduction=reduction)
+        loss, grads = of_loss(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    step = tj.build_step(tower_fn, sgd(0.1), mirrored(2), micro_batches=3)
+    batch = data(12)
+    state, metrics = step(step.init(params()), batch)
+    mean, grads = value_and_grad(params(), batch)
+    weight = batch["weight"].sum(dtype=float) / (1 if reduction is R.SUM else 6)
+    close(metrics["loss"], mean * weight)
+    close(state.params, moved(params(), grads, 0.1 * weight))
+
+
 @layouts
 def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
     batch, size = data(12 * T), 12 * T

@@ -75,13 +75,13 @@ class TowerStatistics:
           A tree of leaves that the step merges.
 
         Raises:
-          ValueError: The loss is a sum of several means.
+          ValueError: The loss is a sum of several means, or of towers' totals.
         """
         if not isinstance(grads, Weighted):
             raise ValueError(
-                "tj.TowerStatistics got the gradient of a sum of several means, which"
-                " has no one weight. Leave the statistics out, or return one"
-                " tj.Weighted, and the other terms as tj.shared(...)."
+                "tj.TowerStatistics got a gradient that has no one weight, of a sum of"
+                " several means or of loss_reduction=SUM. Leave the statistics out, or"
+                " return one tj.Weighted, and other terms as tj.shared(...)."
             )
         square = _dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)

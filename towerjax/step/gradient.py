@@ -1,5 +1,6 @@
 """What is the gradient of one tower? Of its loss sum, with the weight of its loss."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -33,14 +34,15 @@ def value_and_grad(
     Args:
       loss_fn: ``(params, *args) -> Weighted | Means | TowerOutput``, such as a
         `LossFn`; of several means one of ``args`` is the `Tower`.
-      loss_reduction: What a bare scalar loss means; None refuses it.
+      loss_reduction: What a bare scalar loss means: SUM is the total over towers and
+        micro-batches, MEAN the mean of their values; None refuses it.
 
     Returns:
-      ``(params, *args, **named) -> (loss, grads)``: the loss as it is, or where the
-      function returned one a ``TowerOutput``; ``grads`` a ``Weighted`` whose ``sum`` is
-      like ``params``, at least float32, and whose ``weight`` is the loss's; of several
-      means a ``Sum`` of such. Both have the gradient of the merged loss as their
-      ``value``.
+      ``(params, *args, **named) -> (loss, grads)``: the loss as it is, a scalar as what
+      it means, or where the function returned one a ``TowerOutput``; ``grads`` a
+      ``Weighted`` whose ``sum`` is like ``params``, at least float32, and whose
+      ``weight`` is the loss's; of several means, or with ``loss_reduction=SUM``, a
+      ``Sum`` of such. Both have the gradient of the merged loss as their ``value``.
 
     Raises:
       ValueError: The loss is no floating scalar, does not say how it is reduced, or
@@ -61,9 +63,11 @@ def value_and_grad(
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             returned = loss_fn(params, *args, **named)
             out = as_tower_output(returned, loss_reduction, tower)
-            given = out if isinstance(returned, TowerOutput) else out.loss
             refuse_moving_weights(out.loss, params)
             total, weight = _total(out.loss, tower)
+            if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
+                out, weight = dataclasses.replace(out, loss=Sum(total)), None
+            given = out if isinstance(returned, TowerOutput) else out.loss
             return total, (given, weight)
 
         grads, (given, weight) = jax.grad(of_sums, has_aux=True)(params)

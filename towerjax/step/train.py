@@ -96,11 +96,6 @@ class Training:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state, of what the towers came to."""
         loss, grads = merged["loss"], merged["grads"]
-        if self.loss_reduction is Reduction.SUM:
-            loss, grads = (
-                dataclasses.replace(x, weight=jnp.ones_like(x.weight))
-                for x in (loss, grads)
-            )
         flags = trainable_flags(state.params, self.trainable)
         part = trained_part(state.params, flags)
         part, opt_state = apply_update(
