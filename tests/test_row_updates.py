@@ -77,17 +77,23 @@ def test_a_refusal_keeps_every_bit_and_what_is_accepted_is_the_update(name):
     np.testing.assert_array_equal(run(True, table), expected)
 
 
-def test_tables_that_change_places_keep_theirs():
+def swapped(tables):
+    return {"a": tables["b"].at[IDS].add(1), "b": tables["a"].at[IDS].set(NEW)}
+
+
+def handed_on(tables):
+    rows = tables["b"].at[IDS].add(1)
+    return {"a": rows, "b": rows.at[IDS].set(NEW)}
+
+
+@pytest.mark.parametrize("change", [swapped, handed_on])
+def test_tables_that_change_places_keep_theirs(change):
     """Each becomes rows of the other: a refused scatter leaves the wrong one."""
     tables = {"a": odd_table(0), "b": odd_table(1)}
-
-    def swapped(tables):
-        return {"a": tables["b"].at[IDS].add(1), "b": tables["a"].at[IDS].set(NEW)}
-
-    run = jax.jit(lambda accepted: update_if(accepted, swapped, tables))
+    run = jax.jit(lambda accepted: update_if(accepted, change, tables))
     for name, table in run(False).items():
         np.testing.assert_array_equal(bits(table), bits(tables[name]))
-    expected = swapped(jax.tree.map(jnp.asarray, tables))
+    expected = change(jax.tree.map(jnp.asarray, tables))
     for name, table in run(True).items():
         np.testing.assert_array_equal(table, expected[name])
 

@@ -33,6 +33,10 @@ class RowUpdates:
         kept, stacked = self._kept.get(var, (None, True))
         return kept is leaf and not stacked
 
+    def selected(self, var: Any, leaf: Any) -> None:
+        """Note that a value is a leaf, if nothing is accepted."""
+        self._kept[var] = leaf, False
+
     def guarded(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """The operands with which an equation writes nothing where it must not."""
         first = eqn.invars[0] if eqn.invars else None
@@ -133,6 +137,7 @@ def accept_or_keep(
         for var in walk.evaluate(eqn, guarded):
             if var in olds and not rows.keep(var, olds[var]):
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
+                rows.selected(var, olds[var])
 
     def kept(var: Any, old: Any) -> Any:
         if not isinstance(var, Literal) and olds.get(var) is old:
