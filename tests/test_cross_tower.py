@@ -477,3 +477,27 @@ def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
         total = strategy.reduce(reduction, losses)
         np.testing.assert_allclose(total.value, rows.mean(), rtol=4 * T * EPS)
     assert float(strategy.reduce(R.SUM, losses).weight) == 4 * T
+
+
+@pytest.mark.parametrize("kind", ["masked", "text", "wide", "swapped"])
+def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
+    strategy, v = tj.Mirrored(towers=2), tj.towers.MirroredVar(np.zeros(2, np.float32))
+    x = {
+        "masked": np.ma.array([1.0, 2.0], mask=[0, 1]),
+        "text": np.array(["a", "b"]),
+        "wide": np.array([1, 2**40]),
+        "swapped": np.array([1, 2], ">f4"),
+    }[kind]
+    ways = [
+        lambda: strategy.call_for_each_tower(lambda tower, x: x, x),
+        lambda: strategy.reduce(R.ONLY_FIRST_TOWER, tj.PerTower((x, x))),
+        lambda: strategy.gather(tj.PerTower((x, x[:0])), 0),
+        lambda: strategy.assign(v, x).value,
+        lambda: strategy.create_var("v", x).value,
+    ]
+    for way in ways:
+        if kind == "swapped":
+            assert np.asarray(way()).tolist() == [1, 2]
+        else:
+            with pytest.raises(ValueError, match="Devices hold arrays of numbers, but"):
+                way()

@@ -13,6 +13,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.towers.executors import meeting
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
+from towerjax.types.leaves import native, refuse_unheld
 
 
 def refuse_in_turn(axes: TowerAxes, what: str) -> None:
@@ -28,6 +29,13 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
 def is_mergeable(leaf: Any) -> bool:
     """Is it a value that may differ from tower to tower, an array?"""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def held(root: str, tree: PyTree) -> PyTree:
+    """The tree in native byte order, once devices can hold each array in it."""
+    arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
+    refuse_unheld(root, arrays)
+    return jax.tree.map(native, tree)
 
 
 def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:

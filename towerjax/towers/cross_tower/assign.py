@@ -11,6 +11,7 @@ import numpy as np
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.executors import is_of_one_tower
+from towerjax.towers.merge import held
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
     MirroredVar,
@@ -25,7 +26,7 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_traced, listed, refuse_unheld
+from towerjax.types.leaves import is_traced, listed, native, refuse_unheld
 from towerjax.types.options import check_text
 
 
@@ -87,7 +88,7 @@ class VariableMethods:
             )
         initial = plain(initial)
         refuse_unheld(f"create_var: {name!r}", initial)
-        value = jax.tree.map(jnp.asarray, initial)
+        value = jax.tree.map(lambda x: jnp.asarray(native(x)), initial)
         if not jax.tree.leaves(value):
             raise ValueError(
                 f"create_var: initial of {name!r} holds no arrays: {value!r}."
@@ -162,7 +163,7 @@ class VariableMethods:
         """The variable after an assignment to all towers at once."""
         check_variable(variable, f"strategy.{what}")
         check_mirrored([value], f"strategy.{what} of {named(variable)}")
-        value = plain(value)
+        value = held("value", plain(value))
         if isinstance(variable, MirroredVar):
             new = fitted(variable, value)
             if combine is not None:

@@ -27,7 +27,7 @@ from towerjax.towers.executors import (
     tower_explained,
     trace_one_tower,
 )
-from towerjax.towers.merge import is_mergeable, stacked_rows
+from towerjax.towers.merge import held, is_mergeable, stacked_rows
 from towerjax.towers.one_axis import over_local_towers
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
@@ -224,7 +224,7 @@ def _prepared(
     kwargs: dict[str, PyTree],
 ) -> tuple[_Call, list[Any], list[Any]]:
     """The call, and its arguments: those of each tower and those that all share."""
-    args, kwargs = opened((args, kwargs))
+    args, kwargs = held("fn's arguments", opened((args, kwargs)))
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
     found = _kinds_of((args, kwargs), is_leaf=_is_rows)
     kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)

@@ -30,7 +30,13 @@ from towerjax.mesh.devices import canonical_device_name, find_device
 from towerjax.mesh.placement import Placement, place, place_rows, waited
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.executors import is_of_one_tower, over_devices
-from towerjax.towers.merge import are_apart, check_structures, num_rows, stacked_rows
+from towerjax.towers.merge import (
+    are_apart,
+    check_structures,
+    held,
+    num_rows,
+    stacked_rows,
+)
 from towerjax.towers.tower_local import read_local_over_towers
 from towerjax.towers.variables import (
     MirroredVar,
@@ -188,7 +194,7 @@ def reduce_values(
 ) -> PyTree:
     """One value of all towers' values."""
     check_reduction(reduction)
-    value = opened(value)
+    value = held("value", opened(value))
     if axis is not None:
         check_axis(axis)
     if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
@@ -347,7 +353,7 @@ def send(value: PyTree, destinations: Any) -> PyTree:
 def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
     check_axis(axis)
-    value = _whole(IndexedRows, value, strategy.num_towers)
+    value = _whole(IndexedRows, held("value", value), strategy.num_towers)
     if not is_per_tower(value):
         if any_per_tower(value):
             one = functools.partial(gather_values, strategy, axis=axis)
