@@ -178,6 +178,8 @@ def test_a_number_that_a_state_cannot_hold_is_refused():
     state = step.init({"w": np.float32(0)})
     with pytest.raises(ValueError, match=r"state\.step is 0\.5, but .* takes int"):
         step(dataclasses.replace(state, step=0.5), batch)
+    with pytest.raises(ValueError, match=r"numbers, but state\.step is a str"):
+        step(dataclasses.replace(state, step="7"), batch)
     with pytest.raises(ValueError, match=r"state\.params\['w'\] is on the host"):
         step(dataclasses.replace(state, params={"w": np.zeros(1)}), batch)
     rate = state.opt_state.hyperparams["learning_rate"]

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import changes, listed
+from towerjax.types.leaves import changes, listed, refuse_unheld
 from towerjax.types.tables import layout_of
 
 
@@ -32,6 +32,7 @@ def with_numbers_placed(
     ]
     if not away:
         return state
+    refuse_unheld("state", state)
     numbers = [leaves[i] for i in away]
     if jax.tree.structure(expected) == treedef:
         types = [jnp.result_type(x) for x in jax.tree.leaves(expected)]
