@@ -184,7 +184,8 @@ def test_an_argument_that_cannot_be_copied_is_refused():
 @pytest.mark.parametrize("kind", ["model", "step"])
 def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
     def loss_of(w, batch, tower):
-        return tj.Weighted.mean(w * batch["features"], tower.weight).value
+        mean = tj.Weighted.mean(w * batch["features"], tower.weight).value
+        return mean + 0.1 * w**2
 
     def fn(variables, features, labels, mode, tower):
         loss, after = plain.minimize(
@@ -207,8 +208,8 @@ def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
     for size in (8, 4, 6, 1):
         state, metrics = step(state, {"features": rows(8)[:size]})
         mean = x[:size].mean()
-        np.testing.assert_allclose(metrics["loss"], w * mean, rtol=1e-5)
-        w -= RATE * mean
+        np.testing.assert_allclose(metrics["loss"], w * mean + 0.1 * w**2, rtol=1e-5)
+        w -= RATE * (mean + 0.2 * w)
         np.testing.assert_allclose(state.params, w, rtol=1e-5)
 
 

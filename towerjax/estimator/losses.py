@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.meeting import meet
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
@@ -171,9 +172,11 @@ class TowersOfStep:
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
         """The one loss, and all towers' gradients added up; the same on each tower."""
-        addend = Weighted(jnp.float32(0), jnp.float32(1))
-        addend = addend if loss is None else self.addend(loss)
+        addend = self.addend(jnp.float32(0) if loss is None else loss)
         is_split = not self.is_alone
+        if is_split and self.takes_scalars:  # of towers with examples, as the loss is
+            counts = addend.weight > 0
+            grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
         if get_opaque_trace_state() != self.trace:
             in_turn = self.tower.strategy.placement.axes.in_turn
             if is_split and (in_turn or self.micro_batches > 1):

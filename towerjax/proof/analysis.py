@@ -45,6 +45,7 @@ from towerjax.proof.marks import (
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
+    HAS_EXAMPLES,
     SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
     Scale,
@@ -56,6 +57,7 @@ from towerjax.proof.scale import (
 _Marks = list[Mark]
 # Where what is counted T times meets what differs, no later division can be right.
 _ADDITIONS = frozenset("add add_any sub max min select_n".split())
+_NO_AXIS = frozenset([""])
 _A_MIXTURE = "a value that differs from tower to tower, to which it is added"
 _THE_LOSS = "the loss, of which loss_reduction=SUM adds up the towers' values"
 
@@ -99,7 +101,7 @@ def depends(
     jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
 ) -> list[Dependence | None]:
     """On which named input each output depends; no reduction over towers ends that."""
-    return list(analyse(jaxpr, inputs, ("",)).outputs)
+    return list(analyse(jaxpr, inputs, tuple(_NO_AXIS)).outputs)
 
 
 def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
@@ -220,6 +222,8 @@ def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
         scale = of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
         return [ins[0]._replace(scale=scale)]
+    if eqn.params["name"] == HAS_EXAMPLES and context.towers == _NO_AXIS:
+        return [FIXED]
     [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
     is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
     if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):

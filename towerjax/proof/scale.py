@@ -24,6 +24,9 @@ SUMMED_BY_STEP = "towerjax.sums"
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
 """Name of a value of which a step takes the sum over towers, without a division."""
 
+HAS_EXAMPLES = "towerjax.has_examples"
+"""Name of whether a tower has any; which of its rows are examples, it does not read."""
+
 SHARED_FACTOR = "towerjax.shared_factor"
 """Name of what a mean is multiplied with, which is to be the same on all towers."""
 

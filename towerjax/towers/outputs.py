@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.data.shard import refuse_other_than_rows
 from towerjax.metrics.state import compute, described, is_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.scale import COUNTS_EACH_TOWER
+from towerjax.proof.scale import COUNTS_EACH_TOWER, HAS_EXAMPLES
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
 from towerjax.types.leaves import changes, listed, widened
@@ -46,13 +46,19 @@ def as_tower_output(
             " towers) or tj.Reduction.MEAN (the mean of the towers' values)."
         )
     else:
-        if loss_reduction is Reduction.SUM:
-            loss = checkpoint_name(jnp.asarray(loss), COUNTS_EACH_TOWER)
-        rows = tower.weight if tower is not None and is_in_step(tower) else jnp.ones(1)
-        loss = Weighted(loss, rows.max())
+        loss = _of_scalar(jnp.asarray(loss), loss_reduction, tower)
     if isinstance(loss, Means):
         return dataclasses.replace(out, loss=_checked_means(loss))
     return dataclasses.replace(out, loss=_checked_loss(loss))
+
+
+def _of_scalar(loss: jax.Array, reduction: Reduction, tower: Tower | None) -> Weighted:
+    if reduction is Reduction.SUM:
+        return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER), 1.0)
+    if tower is None or not is_in_step(tower):
+        return Weighted(loss, 1.0)
+    has_examples = checkpoint_name(tower.weight.max(), HAS_EXAMPLES)
+    return Weighted(jnp.where(has_examples > 0, loss, 0), has_examples)
 
 
 def _checked_means(loss: Means) -> Means:
