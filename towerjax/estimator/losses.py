@@ -175,7 +175,7 @@ class TowersOfStep:
         addend = self.addend(jnp.float32(0) if loss is None else loss)
         is_split = not self.is_alone
         if is_split and self.takes_scalars:  # of towers with examples, as the loss is
-            counts = addend.weight > 0
+            counts = jnp.asarray(addend.weight) > 0
             grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
         if get_opaque_trace_state() != self.trace:
             in_turn = self.tower.strategy.placement.axes.in_turn
