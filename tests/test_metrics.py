@@ -589,6 +589,18 @@ def test_weights_in_a_column_count_rows():
     assert float(hits.value) == 0.5
 
 
+def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
+    sums, weight = np.float32([[1, 2], [3, 4]]), np.float32([2, 4])
+    for total in (sums, {"w": sums}):  # as a tj.PerTower of gradients has them
+        both = tj.Weighted(total, weight)
+        with pytest.raises(ValueError, match=r"weight has shape \(2,\).*jax\.vmap"):
+            _ = both.value
+        (found,) = jax.tree.leaves(jax.vmap(lambda x: x.value)(both))
+        np.testing.assert_array_equal(found, [[0.5, 1], [0.75, 1]])
+        (found,) = jax.tree.leaves(tj.Weighted(total, weight[None]).value)
+        np.testing.assert_array_equal(found, [[0.5, 0.5], [1.5, 1]])
+
+
 def test_a_sum_of_means_is_not_their_pool():
     a, b = tj.Weighted.mean(N, np.float32([3, 1])), tj.Weighted.mean(7 + N)
     first, second = np.average(N, weights=[3, 1]), np.mean(7 + N)

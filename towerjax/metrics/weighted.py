@@ -28,6 +28,18 @@ def _refuse_negative(weight: Any) -> None:
             )
 
 
+def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
+    """Raise where a weight that lacks dims could be of the first ones as well."""
+    shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
+    if shapes and max(dims, default=1) > 1:
+        raise ValueError(
+            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: it may be of the"
+            " first dims or of the last. Of several side by side, as tj.PerTower and"
+            " jax.vmap make them, write jax.vmap(lambda x: x.value)(weighted); else"
+            " give the weight as many dims, such as weight[None]."
+        )
+
+
 class _Term:
     """What follows from the ``+`` and ``*`` of a term of a loss."""
 
@@ -155,6 +167,7 @@ class Weighted(_Term):
         The leaves of a tree are multiplied with the inverse, made once.
         """
         weight = jnp.asarray(self.weight)
+        _refuse_unclear(jax.tree.leaves(self.sum), weight.shape)
         if jax.tree_util.all_leaves([self.sum]):
             return ratio(jnp.asarray(self.sum), weight)
         # Once and behind a barrier: XLA turns some divisions by the same scalar into
