@@ -81,6 +81,8 @@ def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
         "first": tj.TowerLocal(np.float32(first[0]), tj.Reduction.ONLY_FIRST_TOWER),
     })  # fmt: skip
     model = replicated(scaled)
+    with pytest.raises(ValueError, match=r"4 towers.*has shape \(3,\).*model.init"):
+        tj.estimator.export_model(model, state, X, tmp_path / "served")
     state = model.init(state)
     local = {
         "scale": dataclasses.replace(state.local["scale"], value=scale),

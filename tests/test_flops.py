@@ -98,6 +98,23 @@ def test_other_arithmetic_one_for_each_element():
     found = traced(f, jnp.ones((3, 4)), jnp.arange(5))
     assert (found.matmul, found.other) == (0, 3 * 12 + 11)
 
+    def special(x):
+        return jax.scipy.special.gammaln(x), jax.scipy.special.i0e(x)
+
+    assert traced(special, jnp.ones(5)).other == 2 * 5
+    lowest = traced(lambda x, i: x.at[i].min(x[i]), jnp.ones((5, 2)), jnp.arange(3))
+    assert lowest.other == 3 * 2
+
+
+@pytest.mark.parametrize("name", ["reduce", "reduce_window_max"])
+def test_what_is_not_counted_is_named(name):
+    def f(x):
+        if name == "reduce":
+            return jax.lax.reduce(x, 1.0, lambda a, b: a * b + a, (0,))
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2,), (1,), "VALID")
+
+    assert traced(f, jnp.ones(8)).notes == (f"{name} is not counted",)
+
 
 def test_what_no_result_needs_is_not_counted():
     def f(x):

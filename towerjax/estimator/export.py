@@ -24,13 +24,14 @@ from towerjax.estimator.spec import (
     PredictOutput,
     RegressionOutput,
 )
+from towerjax.estimator.whereabouts import check_copies
 from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.state import TrainState
 from towerjax.towers.one_axis import on_these_devices
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
-from towerjax.towers.tower_local import local_values, read_local
+from towerjax.towers.tower_local import is_local, local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed, map_parts
@@ -133,7 +134,8 @@ def export_model(
 
     Raises:
       ValueError: The directory exists, the model function returns nothing to export,
-        an argument is not what it must be, or the package flatbuffers, by which JAX
+        an argument is not what it must be, variables are not as ``model.init`` makes
+        them, or the package flatbuffers, by which JAX
         writes programs, is not installed.
 
     Example:
@@ -153,7 +155,7 @@ def export_model(
     _require_flatbuffers()
     given = {"params": params, "config": config}
     model.model_fn.refuse_unasked(given)
-    variables = _as_one_tower(variables)
+    variables = _as_one_tower(variables, model.strategy.num_towers)
     specs = _symbolic(features)
     programs = {}
     with _open_rows_explained():
@@ -268,11 +270,13 @@ def _require_flatbuffers() -> None:
     optional("flatbuffers", "A program that JAX writes or reads", "'towerjax[export]'")
 
 
-def _as_one_tower(variables: PyTree) -> PyTree:
+def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
     """The variables as one tower sees them in PREDICT, on the default device.
 
     JAX arrays: NumPy's own take no traced index, as in ``table[ids]``.
     """
+    nodes = jax.tree.leaves(variables, is_leaf=is_local)
+    check_copies([x for x in nodes if is_local(x)], num_towers)
 
     def one(x: TowerLocal) -> TowerLocal:
         return dataclasses.replace(x, value=read_local(x))

@@ -121,7 +121,7 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
     placement = strategy.placement
     nodes = jax.tree.leaves(variables, is_leaf=is_local)
     local = [x for x in nodes if is_local(x)]
-    _check_copies(local, placement.num_towers)
+    check_copies(local, placement.num_towers)
     leaves = jax.tree.leaves(variables) if local else nodes
     # JAX 0.10 does not raise but abort the process when several CPU devices are given
     # a donated array.
@@ -179,7 +179,8 @@ def _copied_to_all(leaf: jax.Array, placement: Placement) -> jax.Array:
     )
 
 
-def _check_copies(local: list[TowerLocal], num_towers: int) -> None:
+def check_copies(local: list[TowerLocal], num_towers: int) -> None:
+    """Raise unless each tower-local variable has one copy a tower."""
     wrong = [
         f"variables{name} has shape {np.shape(leaf)}"
         for node in local

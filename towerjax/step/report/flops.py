@@ -17,15 +17,24 @@ _ARITHMETIC = frozenset(
     "add add_any sub mul div rem pow integer_pow neg abs sign floor ceil round exp exp2"
     " expm1 log log1p logistic tanh sin cos tan asin acos atan atan2 sinh cosh asinh"
     " acosh atanh sqrt rsqrt cbrt erf erfc erf_inv max min square clamp cumsum cumprod"
-    " cummax cummin cumlogsumexp".split()
+    " cummax cummin cumlogsumexp lgamma digamma polygamma zeta igamma igammac"
+    " igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e log2"
+    " one_minus_square".split()
 )
 _REDUCTIONS = frozenset("reduce_sum reduce_prod reduce_max reduce_min".split())
-_SCATTERS = frozenset("scatter-add scatter_add scatter-mul scatter_mul".split())
+_SCATTERS = frozenset(
+    f"scatter{mark}{what}" for mark in "-_" for what in "add sub mul min max".split()
+)
 _COUNTED = _ARITHMETIC | _REDUCTIONS | _SCATTERS
 _NOT_COUNTED = frozenset(
     "pallas_call ffi_call pure_callback io_callback fft cholesky triangular_solve lu"
-    " qr householder_product eigh eig svd ragged_dot ragged_dot_general reduce_window"
-    " reduce_window_sum select_and_scatter_add tridiagonal_solve schur".split()
+    " qr geqrf ormqr householder_product eigh eig svd symmetric_product schur"
+    " tridiagonal_solve ragged_dot ragged_dot_general scaled_dot scaled_matmul"
+    " scaled_matmul_wrapper dot_product_attention_fwd_wrapper"
+    " dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd_wrapper"
+    " dot_product_attention_fp8_bwd_wrapper polynomial reduce reduce_window"
+    " reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add"
+    " select_and_gather_add random_gamma".split()
 )
 
 
