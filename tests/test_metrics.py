@@ -594,7 +594,7 @@ def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
     for total in (sums, {"w": sums}):  # as a tj.PerTower of gradients has them
         both = tj.Weighted(total, weight)
         with pytest.raises(ValueError, match=r"weight has shape \(2,\).*jax\.vmap"):
-            _ = both.value
+            _ = both.compute()
         (found,) = jax.tree.leaves(jax.vmap(lambda x: x.value)(both))
         np.testing.assert_array_equal(found, [[0.5, 1], [0.75, 1]])
         (found,) = jax.tree.leaves(tj.Weighted(total, weight[None]).value)

@@ -158,6 +158,7 @@ class Weighted(_Term):
         kinds = np.ndarray | np.generic
         if not (isinstance(self.sum, kinds) and isinstance(self.weight, kinds)):
             return self.value
+        _refuse_unclear([self.sum], np.shape(self.weight))
         return ratio(self.sum, self.weight)
 
     @property
