@@ -292,6 +292,15 @@ def test_what_is_right_passes(name):
     assert report.not_compared == left_out.get(name, ())
 
 
+def test_a_batch_that_all_towers_divide_is_split_unevenly():
+    """Of equally many rows a mean of the towers' means is right."""
+    even = {name: np.concatenate([x, x])[:24] for name, x in BATCH.items()}
+    with pytest.raises(SplitError):
+        assert_replicates(mean_as_one, PARAMS, even, (1, 2))
+    with pytest.raises(ValueError, match="was padded"):
+        assert_replicates(forgets_weight, PARAMS, even, (1, 2))
+
+
 @pytest.mark.slow
 def test_an_audit_is_fast():
     begin = time.process_time()

@@ -127,8 +127,9 @@ def assert_replicates(
     """Raise if loss, gradient, metrics or local state depend on the number of towers.
 
     Train steps of ``T`` towers on one device get the batch in order and with its rows
-    permuted, padded where ``T`` does not divide it, and are compared with the step of
-    one tower. What a train step refuses, such as padding that counts, it refuses here.
+    permuted, padded so that towers have unequally many rows, and are compared with the
+    step of one tower. What a train step refuses, such as padding that counts, it
+    refuses here.
 
     Args:
       loss_fn: As for `build_train_step`.
@@ -180,7 +181,7 @@ def assert_replicates(
         raise ValueError(
             f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
         )
-    audited = _Audited(loss_fn, params, local, loss_reduction, padding)
+    audited = _Audited(loss_fn, params, local, loss_reduction, padding, examples)
     key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
     permuted = np.random.default_rng(0).permutation(examples)
     batches = {
@@ -221,10 +222,11 @@ class _Audited:
     local: PyTree
     reduction: Reduction | None
     padding: bool
+    examples: int
 
     def step(self, towers: int) -> TrainStep:
-        """The train step of so many towers."""
-        return build_train_step(
+        """The train step of so many towers, which have unequally many rows."""
+        step = build_train_step(
             self.loss_fn,
             optax.GradientTransformation(lambda params: params, _kept),
             Mirrored(devices=(jax.local_devices()[0],), towers=towers),
@@ -233,6 +235,9 @@ class _Audited:
             on_nonfinite="ignore",
             donate=False,
         )
+        if self.padding and towers > 1:  # of equally many rows a mean of means is right
+            step.expect_batch_rows([towers * (self.examples // towers + 1)])
+        return step
 
     def run(
         self, step: TrainStep, batch: PyTree, key: jax.Array
