@@ -34,9 +34,9 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
             f"Weighted.weight has shape {dims} and a sum {shapes[0]}: it may be of the"
-            " first dims or of the last. Of several side by side, as tj.PerTower and"
-            " jax.vmap make them, write jax.vmap(lambda x: x.value)(weighted); else"
-            " give the weight as many dims, such as weight[None]."
+            " first dims or of the last. Of several side by side, as tj.PerTower makes"
+            " them, map lambda x: x.value with jax.vmap; else give the weight as many"
+            " dims, such as weight[None]."
         )
 
 
