@@ -1,8 +1,10 @@
 """Towers called inside jit, grad, vmap and scan; traced once; nested in a merge."""
 
+import argparse
 import dataclasses
 import functools
 import random
+import types
 
 import jax
 import jax.numpy as jnp
@@ -526,6 +528,7 @@ def test_an_object_that_changes_is_seen_as_it_is(D):
 
     # Beside a field, an item, a number, what is pickled and what is wrapped.
     beside = [Record(), Table(), Wide(2), Slim(), Wrapper(by_field)]
+    beside += [argparse.Namespace(), types.SimpleNamespace()]
     model = Model(3)
     for x in beside:
         x.w = 3
@@ -571,6 +574,7 @@ def test_what_does_not_change_is_traced_once():
     constants += ["word", 2, 2.5, Factor(2), Factor((1, "a")), object(), ...]
     constants += [functools.partial(jnp.sum, axis=0), R.SUM, jnp.dtype("int32")]
     constants += [strategy, jax.devices()[0], frozenset({1, 2}), float("nan")]
+    constants += [argparse.Namespace(rate=0.1), types.SimpleNamespace(n=3), slice(2)]
     for number, constant in enumerate(constants):
         for _ in range(2):
             strategy.call_for_each_tower(tower_fn, constant, np.float32(1))
