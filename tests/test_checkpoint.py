@@ -576,6 +576,23 @@ def test_early_stopping_counts_on(step, tmp_path):
     assert int(again.step) == 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [3, 4])
+def test_an_evaluation_that_was_due_is_made_up_for(step, tmp_path, number):
+    """A run is ended by what sees step 3, after which, or the next, one is due."""
+    early, every = tj.EarlyStopping("loss", 2), {"eval_every": number}
+    values, saving = [1, 2, 3, 4, 5], tj.Checkpointer(tmp_path)
+    options = {"early_stopping": early, **metrics_of(values), **every}
+    with pytest.raises(KeyboardInterrupt):
+        hooks = [stopping_at(3, KeyboardInterrupt)]
+        train(step, saving, 20, hooks=hooks, **options)
+    ended = max(saving.steps)
+    assert saving.record(ended).evaluation_due == (ended == number)
+    state, history = train(step, saving, 20, **options)
+    assert int(state.step) == 3 * number  # two without an improvement after the first
+    assert [at for at, _ in history.evaluations] == [number, 2 * number, 3 * number]
+
+
 # Options
 
 

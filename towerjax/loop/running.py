@@ -66,12 +66,14 @@ class Loop:
         self._compile_s = self._evaluate_s = 0.0
         self._wait_s, self._start_s = 0.0, time.perf_counter()
         self._fault: Exception | None = None
+        self._is_evaluation_due = False
 
     def go_on(self, saving: Saving | None) -> None:
         """Save the run, and count on where the checkpoint it begins with stopped."""
         self.saving = saving
         if saving is not None and saving.resumed is not None:
             self._watch.recall(saving.resumed.stopping)
+            self._is_evaluation_due = saving.resumed.evaluation_due
             number = saving.resumed.step
             self._progress.note(f"goes on after step {number}, from its checkpoint")
 
@@ -87,6 +89,9 @@ class Loop:
 
     def _run(self) -> None:
         with contextlib.closing(self._placed()) as placed_batches:
+            if self._is_evaluation_due:  # the run before this one was ended before it
+                self._evaluate()
+                self._save()
             while self._watch.stopped is None:
                 if (placed := self._next(placed_batches)) is None:
                     break
@@ -96,7 +101,7 @@ class Loop:
                     if _passes(hook.every, before, self._dispatched):
                         self._fetch(0)
                 self._check_asked_to_end()
-                if _passes(self._evaluation.every, before, self._dispatched):
+                if self._is_evaluation_due:
                     self._evaluate()
                 if self.saving is not None and self.saving.is_due(self._dispatched):
                     self._save()
@@ -144,10 +149,13 @@ class Loop:
             self._compile_s += time.perf_counter() - start_s
             self._compiled.add(placed.signature)
         number = len(placed.num_examples)
+        after = self._dispatched + number
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
-            self._dispatched += number
+            if _passes(self._evaluation.every, self._dispatched, after):
+                self._is_evaluation_due = True
+            self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
 
     def _check_asked_to_end(self) -> None:
@@ -161,7 +169,9 @@ class Loop:
             return
         self._fetch(0)  # what is saved has been looked at, and is in the files
         with self.guard:
-            self.saving.save(self.state, self._dispatched, self._watch.memory)
+            due = self._is_evaluation_due
+            saved = self.state, self._dispatched, self._watch.memory
+            self.saving.save(*saved, evaluation_due=due)
             if last:
                 self.saving.wait()
 
@@ -244,8 +254,9 @@ class Loop:
         with self.guard:
             self._log.evaluations.append((number, values))
             self.writers.write([Record("eval", number, time.time(), values)])
+            self._watch.see(number, values, self.state)
+            self._is_evaluation_due = False
         self.writers.check()
-        self._watch.see(number, values, self.state)
         if self.saving is not None:
             self.saving.saw(number, values)
         self._evaluate_s += time.perf_counter() - start_s

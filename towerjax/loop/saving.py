@@ -137,7 +137,14 @@ class Saving:
         sign = sign_of(self._options.mode)
         self._is_best = before is None or sign * numbers[name] < sign * before
 
-    def save(self, state: TrainState, number: int, stopping: Mapping[str, Any]) -> None:
+    def save(
+        self,
+        state: TrainState,
+        number: int,
+        stopping: Mapping[str, Any],
+        *,
+        evaluation_due: bool = False,
+    ) -> None:
         """Begin to save, unless this step was saved.
 
         Once this returns a step may take the state's buffers over.
@@ -158,6 +165,7 @@ class Saving:
             batches={"used": ledger.used, "cursor": cursor},
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=values if at == number else {},
+            evaluation_due=evaluation_due,
             stopping=stopping,
             fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
             versions=library_versions(),

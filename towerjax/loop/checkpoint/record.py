@@ -176,6 +176,7 @@ class CheckpointRecord:
         has one.
       batch_rows: How many rows the batches had once they were padded.
       evaluation: The scalars of the evaluation after this step, if there was one.
+      evaluation_due: Was one due after this step, before which the run was ended?
       stopping: What early stopping has counted.
       fingerprint: Of the examples that were seen; None where they are not counted.
       versions: Library -> version.
@@ -194,6 +195,7 @@ class CheckpointRecord:
     batches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     batch_rows: tuple[int, ...] = ()
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    evaluation_due: bool = False
     stopping: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
