@@ -58,7 +58,9 @@ def _of_scalar(loss: jax.Array, reduction: Reduction, tower: Tower | None) -> We
     if tower is None or not is_in_step(tower):
         return Weighted(loss, 1.0)
     has_examples = checkpoint_name(tower.weight.max(), HAS_EXAMPLES)
-    return Weighted(jnp.where(has_examples > 0, loss, 0), has_examples)
+    return Weighted(
+        jnp.where(has_examples > 0, loss, jnp.zeros_like(loss)), has_examples
+    )
 
 
 def _checked_means(loss: Means) -> Means:

@@ -70,14 +70,14 @@ def key_of(name: str, value: Any) -> tuple[Any, ...]:
         itself = value if hasattr(value, "__wrapped__") else None
         if is_record or any(x is not None for x in held):
             return kind, itself, key_of(name, held)
-    if kind.__hash__ is None:
-        held = kind.__reduce_ex__(value, 2), object.__getstate__(value)
-        return kind, key_of(name, held)
     try:
-        hash(value)
+        if kind.__hash__ is not None:
+            hash(value)
+            return kind, value
+        held = kind.__reduce_ex__(value, 2), object.__getstate__(value)
     except TypeError as error:
         raise TypeError(f"{name} is a {kind.__name__} without a hash") from error
-    return kind, value
+    return kind, key_of(name, held)
 
 
 def _inside(name: str, value: Any) -> Any:
