@@ -135,8 +135,8 @@ def export_model(
     Raises:
       ValueError: The directory exists, the model function returns nothing to export,
         an argument is not what it must be, variables are not as ``model.init`` makes
-        them, or the package flatbuffers, by which JAX
-        writes programs, is not installed.
+        them, or the package flatbuffers, by which JAX writes programs, is not
+        installed.
 
     Example:
       >>> import tempfile, optax, towerjax as tj

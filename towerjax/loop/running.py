@@ -89,10 +89,14 @@ class Loop:
 
     def _run(self) -> None:
         with contextlib.closing(self._placed()) as placed_batches:
-            if self._is_evaluation_due:  # the run before this one was ended before it
-                self._evaluate()
-                self._save()
-            while self._watch.stopped is None:
+            while True:
+                # First of all: the run that this one goes on from may have ended here.
+                if self._is_evaluation_due:
+                    self._evaluate()
+                if self.saving is not None and self.saving.is_due(self._dispatched):
+                    self._save()
+                if self._watch.stopped is not None:
+                    break
                 if (placed := self._next(placed_batches)) is None:
                     break
                 before = self._dispatched
@@ -101,10 +105,6 @@ class Loop:
                     if _passes(hook.every, before, self._dispatched):
                         self._fetch(0)
                 self._check_asked_to_end()
-                if self._is_evaluation_due:
-                    self._evaluate()
-                if self.saving is not None and self.saving.is_due(self._dispatched):
-                    self._save()
         self._fetch(0)
         self._check_enough()
         self._ledger.settle()
