@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 
-import compiler_flags
 import jax
 import pytest
 
@@ -21,7 +20,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
-compiler_flags.use()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -16,7 +16,6 @@ import time
 import types
 
 import checkpoint_model as model
-import compiler_flags
 import forked
 import grain
 import jax
@@ -860,9 +859,6 @@ def test_train_and_evaluate_goes_on(tmp_path):
 
 def environment():
     own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    # Its bits go on in this process.
-    flags = os.environ.get("XLA_FLAGS", ""), compiler_flags.FLAGS
-    own["XLA_FLAGS"] = " ".join(flags).strip()
     return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
 
 

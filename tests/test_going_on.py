@@ -10,7 +10,6 @@ import re
 import sys
 import time
 
-import compiler_flags
 import forked
 import pytest
 
@@ -157,7 +156,6 @@ def test_a_real_training_ends_on_the_bits_of_the_undisturbed(tmp_path, monkeypat
     digest = (tmp_path / "digest").read_text()
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", compiler_flags.FLAGS)
     row = faults.disturbed(faults.Fault("kill", victim=1, after=12), digest)
     assert row.is_good and row.devices == (4, 2, 4), row
 

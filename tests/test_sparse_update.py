@@ -4,7 +4,6 @@ import functools
 import re
 
 import chex
-import compiler_flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -454,7 +453,7 @@ def test_rows_are_put_back_in_place(optimizer, lazy):
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
         params, state, jnp.ones((50, 16)), jnp.arange(50)
     )
-    compiled = lowered.compile(compiler_flags.AS_EVERYWHERE)
+    compiled = lowered.compile()
     memory, table = compiled.memory_analysis(), params["t"].nbytes
     tables = sum(np.shape(x) == (20_000, 16) for x in jax.tree.leaves((params, state)))
     assert memory.alias_size_in_bytes >= tables * table
