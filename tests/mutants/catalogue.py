@@ -44,7 +44,7 @@ REGISTRY = (
         'pools["added"] = [type(x)(x.value, jnp.sign(x.weight))\n'
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B02",
@@ -52,7 +52,7 @@ REGISTRY = (
         "step.train:_mean",
         "dataclasses.replace(grads, sum=[grads.sum]).value[0]",
         "grads.sum",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B03",
@@ -61,7 +61,7 @@ REGISTRY = (
         "return dataclasses.replace(grads, sum=[grads.sum]).value[0]",
         "once = dataclasses.replace(grads, sum=[grads.sum])\n"
         "    return dataclasses.replace(grads, sum=once.value).value[0]",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B04",
@@ -69,7 +69,7 @@ REGISTRY = (
         "step.one_pass:Pass.on_device",
         "added, shown, due = sums.tree()",
         "added, shown, due = sums.tree()\n        added = lax.psum(added, axes.names)",
-        f"{_ONE_TOWER}[3-3-shard_map-sum-divisible]",
+        f"{_ONE_TOWER}[shard_map-8-4-sum]",
     ),
     _m(
         "B05",
@@ -87,7 +87,7 @@ REGISTRY = (
         "norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
         "        grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
         "        return given, Sum(grads) if weight is None",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B07",
@@ -121,7 +121,7 @@ REGISTRY = (
         'pools["added"] = [type(x)(x.sum, jnp.full_like(x.weight, num_rows(own[0])))\n'
         '            for x in pools["added"]]\n'
         f"        {_GIVEN}",
-        f"{_MICRO_BATCHES}[2-2-vmap-weighted-21]",
+        f"{_MICRO_BATCHES}[2-2-vmap-weighted]",
     ),
     _m(
         "B10",
@@ -132,7 +132,7 @@ REGISTRY = (
         "        added = [type(x)(x.value, jnp.sign(x.weight)) for x in added]\n"
         "        added = added, *others\n"
         "        total = jax.tree.map(jnp.add, total, added)",
-        f"{_MICRO_BATCHES}[2-2-vmap-weighted-21]",
+        f"{_MICRO_BATCHES}[2-2-vmap-weighted]",
     ),
     _m(
         "B11",
@@ -157,7 +157,7 @@ REGISTRY = (
         "data.shard:row_weights",
         "(here < num_valid)",
         "(here < num_valid + 1)",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B14",
@@ -182,7 +182,7 @@ REGISTRY = (
         "towers.tower_local:_read",
         "if reduction is Reduction.ONLY_FIRST_TOWER:",
         "if reduction is not Reduction.SUM:",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B17",
@@ -193,7 +193,7 @@ REGISTRY = (
         '            if hasattr(x, "weight") else x\n'
         '            for x in pools["shown"]]\n'
         f"        {_GIVEN}",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B18",
@@ -231,7 +231,7 @@ REGISTRY = (
         "        for i, device in enumerate(placement.jax_devices)]), state.params)\n"
         "    return TrainState(\n"
         "        state.step, params, state.opt_state, state.local, state.rng)",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B22",
@@ -248,7 +248,7 @@ REGISTRY = (
         "step.engine:Engine.step",
         'clock["step"] + 1',
         'clock["step"] + batch[1].shape[0]',
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B24",
@@ -290,7 +290,7 @@ REGISTRY = (
         "    leaves[-1] = np.roll(leaves[-1], 1, axis=0)\n"
         "    rows = treedef.unflatten(leaves)\n"
         "    arrays = place_rows(rows, self.placement, Layout.PER_TOWER)",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B28",
@@ -298,7 +298,7 @@ REGISTRY = (
         "data.shard:counts_of_towers",
         "np.clip(left, 0, rows)",
         "np.clip(left, 0, rows - 1)",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-divisible]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "B29",
@@ -307,7 +307,7 @@ REGISTRY = (
         "own = on_every_process(own, self.strategy.placement)",
         "own = jax.tree.map(lambda x: np.concatenate(\n"
         "        np.split(x, self.strategy.num_towers)[::-1]), own)",
-        f"{_EXACT}[4-4-24]",
+        f"{_EXACT}[4-4-sizes0]",
     ),
     _m(
         "B30",
@@ -942,7 +942,7 @@ INPUT = (
         "data.placer:Placer._kept",
         "key = layout, counts.tobytes()",
         "key = layout",
-        f"{_ONE_TOWER}[3-3-shard_map-weighted-ragged]",
+        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
         "I02",
