@@ -21,7 +21,6 @@ SYNCS = {
     "diloco": tj.sync.DiLoCo(every=2),
     "streaming": tj.sync.DiLoCo(every=4, fragments=2, overlap=3, keep=0.5),
 }
-LAYOUTS = {"4": (4, {}), "2 in turn": (2, {"local": "scan"}), "1 together": (1, {})}
 
 
 def loss_fn(params, batch, tower):
@@ -148,18 +147,10 @@ def streaming():
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("local", "1 together"),
-        ("diloco", "4"),
-        ("streaming", "1 together"),
-        ("streaming", "2 in turn"),
-        ("streaming", "4"),
-    ],
+    ("name", "devices"), [("local", 1), ("diloco", 4), ("streaming", 4)]
 )
-def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, layout):
-    devices, strategy = LAYOUTS[layout]
-    step = build(SYNCS[name], devices=devices, **strategy)
+def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, devices):
+    step = build(SYNCS[name], devices=devices)
     assert_as_expected(*trained(step), SYNCS[name])
 
 
@@ -223,13 +214,11 @@ def test_a_step_that_always_meets_is_seen_to():
 @pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_devices():
     pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
-    ends = [
-        trained(build(SYNCS["streaming"], devices, **pinned)) for devices in (1, 2, 4)
-    ]
+    ends = [trained(build(SYNCS["streaming"], devices, **pinned)) for devices in (1, 2)]
+    assert_as_expected(*ends[0], SYNCS["streaming"])
     leaves = [jax.tree.leaves((state.params, state.own, told)) for state, told in ends]
-    for one, *others in zip(*leaves, strict=True):
-        for other in others:
-            assert np.array_equal(one, other, equal_nan=True)
+    for one, other in zip(*leaves, strict=True):
+        assert np.array_equal(one, other, equal_nan=True)
 
 
 @pytest.mark.slow
@@ -290,7 +279,8 @@ def test_the_outer_parameters_are_evaluated(streaming):
 @pytest.mark.slow
 def test_a_sweep_trains_towers_that_go_alone():
     def member(rate):
-        step = build(SYNCS["local"], 2, optimizer=optax.sgd(rate))
+        inner = optax.sgd(rate, momentum=MOMENTUM)
+        step = build(SYNCS["local"], 2, optimizer=inner)
         return step, step.init(START)
 
     found = tj.sweep(
@@ -301,10 +291,9 @@ def test_a_sweep_trains_towers_that_go_alone():
         evaluate=lambda state, rate: {"b": state.own.value.params["b"][3]},
         progress=False,
     )
-    step = build(SYNCS["local"], 2, optimizer=PLAIN)
-    state, _ = trained(step)
-    own = state.own.value.params["b"][3]
-    assert found.members[1].evaluation["b"] == pytest.approx(float(own), rel=1e-5)
+    oracle, _ = expected(SYNCS["local"])
+    own = oracle.towers[3]["b"]
+    assert found.members[1].evaluation["b"] == pytest.approx(own, rel=2e-5)
 
 
 def spoiled():
@@ -315,11 +304,10 @@ def spoiled():
     return given
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("guard", ["loss", "gradients"])
-def test_a_tower_that_is_not_finite_leaves_its_own_step_out(guard):
+@pytest.mark.slow
+def test_a_tower_that_is_not_finite_leaves_its_own_step_out():
     sync = SYNCS["local"]
-    step = build(sync, 2, on_nonfinite="skip", guard=guard)
+    step = build(sync, 2, on_nonfinite="skip", guard="gradients")
     assert_as_expected(*trained(step, spoiled()), sync, spoiled())
 
 

@@ -1466,7 +1466,7 @@ ROUNDS = (
         "step.rounds:Rounds._sent",
         "weight = own.weight[p]",
         "weight = jnp.sign(own.weight[p])",
-        f"{_ALONE}[local-1 together]",
+        f"{_ALONE}[local-1]",
     ),
     _m(
         "Y02",
@@ -1474,7 +1474,7 @@ ROUNDS = (
         "step.rounds:_counted_anew",
         "own.weight.at[:, p].set(0)",
         "own.weight",
-        f"{_ALONE}[local-1 together]",
+        f"{_ALONE}[local-1]",
     ),
     _m(
         "Y03",
@@ -1482,7 +1482,7 @@ ROUNDS = (
         "step.rounds:Rounds._taken",
         "since - self.sync.overlap",
         "since",
-        f"{_ALONE}[streaming-1 together]",
+        f"{_ALONE}[streaming-4]",
     ),
     _m(
         "Y04",
