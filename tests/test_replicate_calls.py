@@ -11,14 +11,14 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.metrics.state import on_host, value_on_host
 
 SUM, EXACT = (
     tj.estimator.LossReduction.SUM,
     tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
 )
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-TOWERS = [(1, 1), (2, 1), (2, 2), (4, 2)]
-EXECUTORS = ["shard_map", "pmap"]
+TOWERS = [(1, 1), (4, 2)]
 
 
 def towers(count, devices=None, **options):
@@ -63,8 +63,9 @@ def predicting(
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize(("count", "devices"), TOWERS)
+@pytest.mark.parametrize(
+    ("count", "devices", "executor"), [(2, 1, "shard_map"), (4, 2, "pmap")]
+)
 def test_labels_are_none_where_none_are_given(count, devices, executor):
     seen = []
 
@@ -110,12 +111,16 @@ def classes_of(features, ids):
     }
 
 
-@pytest.mark.pairwise
-@pytest.mark.few_fast(3)
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("size", [5, 8])
-@pytest.mark.parametrize("compat", [None, "tf1"])
-@pytest.mark.parametrize(("count", "devices"), TOWERS)
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(
+    ("count", "devices", "compat", "size", "executor"),
+    [
+        (1, 1, "tf1", 5, "shard_map"),
+        (2, 1, None, 5, "shard_map"),
+        (4, 2, "tf1", 5, "shard_map"),
+        (4, 2, None, 8, "pmap"),
+    ],
+)
 def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
     def fn(features, labels, tower):
         ids = jnp.int32(10 * features[:, 0]) + 100 * tower.id
@@ -148,8 +153,7 @@ def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    ("count", "devices", "size"),
-    [(1, 1, 5), (2, 1, 8), (2, 2, 5), (4, 2, 4), (4, 2, 5)],
+    ("count", "devices", "size"), [(1, 1, 5), (2, 1, 8), (4, 2, 5)]
 )
 def test_an_example_may_have_several_rows(count, devices, size):
     def fn(features, labels, tower):
@@ -165,8 +169,15 @@ def test_an_example_may_have_several_rows(count, devices, size):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("mode", [tj.estimator.Mode.TRAIN, tj.estimator.Mode.EVAL])
-@pytest.mark.parametrize(("count", "devices"), TOWERS)
+@pytest.mark.parametrize(
+    ("count", "devices", "mode"),
+    [
+        (1, 1, tj.estimator.Mode.EVAL),
+        (2, 1, tj.estimator.Mode.TRAIN),
+        (4, 2, tj.estimator.Mode.TRAIN),
+        (4, 2, tj.estimator.Mode.EVAL),
+    ],
+)
 def test_train_and_eval_hand_back_predictions_and_exports(count, devices, mode):
     def model_fn(variables, features, labels, mode, tower):
         outputs = {
@@ -232,15 +243,13 @@ def test_a_loss_keeps_its_kind(count, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compat", [None, "tf1"])
-def test_one_tower_alone_is_neither_split_nor_scaled(compat):
+def test_one_tower_alone_is_neither_split_nor_scaled():
     # A Weighted loss says what it is divided by, under any reduction.
     x, y, w = rows(5, 3), rows(5, seed=1), np.asarray(start().params["w"])
     errors = x @ w - y
     expected = w - 0.1 * 2 * (x * errors[:, None]).mean(0)
-    for kind in tj.estimator.LossReduction:
-        if kind is tj.estimator.LossReduction.NONE:
-            continue
+    kinds = [x for x in tj.estimator.LossReduction if x.name != "NONE"]
+    for kind, compat in zip(kinds, ("tf1", None, "tf1", None), strict=True):
         model = tj.estimator.replicate_model_fn(
             model_fn, kind, towers(1), compat=compat
         )
@@ -291,7 +300,7 @@ def test_params_and_config_come_only_where_they_are_named():
         (reordered, {"config": 3}, 3),
     ]:
         seen.clear()
-        model = tj.estimator.replicate_model_fn(fn, devices=towers(2))
+        model = tj.estimator.replicate_model_fn(fn, devices=towers(1))
         model(np.float32(1), rows(4), None, tj.estimator.Mode.PREDICT, **arguments)
         assert seen and all(one == expected for one in seen)
 
@@ -309,9 +318,7 @@ def test_each_trace_has_params_of_its_own():
         rate = 1
 
     params, config = {"list": [1]}, Config()
-    model = tj.estimator.replicate_model_fn(
-        model_fn, devices=towers(2, 1), max_programs=2
-    )
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1), max_programs=2)
     for size in (4, 6, 4):
         model(
             np.float32(1), rows(size), None, tj.estimator.Mode.PREDICT, params, config
@@ -361,7 +368,7 @@ def test_only_other_params_compile_another_program(name, which, compiled):
     def model_fn(variables, features, labels, mode, params, config):
         return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1))
 
     def programs(value):
         compiled.clear()
@@ -381,7 +388,7 @@ def test_params_that_change_after_a_call_change_later_calls_only(compiled):
             mode, predictions={"x": features * params["factor"]}
         )
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2), max_programs=2)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1), max_programs=2)
 
     def run(params, size=4):
         spec = model(np.float32(1), np.ones(size, np.float32), None,
@@ -407,23 +414,24 @@ def test_an_optimizer_among_the_params_is_handed_on():
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
     model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2))
-    x, y = rows(4, 3), rows(4, seed=1)
+    x, y, w = rows(4, 3), rows(4, seed=1), np.asarray(start().params["w"])
     spec = model(start(), x, y, tj.estimator.Mode.TRAIN, {"optimizer": OPTIMIZER})
-    expected = tj.estimator.replicate_model_fn(globals()["model_fn"], devices=towers(2))
-    expected = expected(start(), x, y).train_op.params["w"]
-    np.testing.assert_array_equal(spec.train_op.params["w"], expected)
+    expected = w - 0.1 * 2 * (x * (x @ w - y)[:, None]).mean(0)
+    np.testing.assert_allclose(spec.train_op.params["w"], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_dropout_differs_between_towers_and_steps_and_not_between_devices():
     def model_fn(variables, features, labels, mode, tower):
-        draws = jax.random.normal(tower.rng, features.shape)
+        # Other bits for each key and row, as those of a random number would be.
+        key = jax.random.key_data(tower.rng)[0]
+        draws = key ^ jnp.arange(len(features), dtype=key.dtype)
         loss = tj.Weighted.mean(features, tower.weight)
         outputs = {"predictions": {"draws": draws}}
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=variables, **outputs)
 
     found = []
-    for devices, executor in ((1, "shard_map"), (2, "pmap"), (4, "shard_map")):
+    for devices, executor in ((1, "shard_map"), (2, "pmap")):
         strategy = towers(4, devices, executor=executor)
         model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
         state, draws = start(rng=jax.random.key(3)), []
@@ -436,7 +444,6 @@ def test_dropout_differs_between_towers_and_steps_and_not_between_devices():
     assert not np.isin(spec.predictions["draws"], found[-1]).any()  # another step
     assert len(np.unique(found[0])) == 16
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
 
 
 # Whose buffers.
@@ -446,11 +453,16 @@ def alive(tree):
     return not any(x.is_deleted() for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize(("count", "devices"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("count", "devices", "donate", "executor"),
+    [
+        (1, 1, True, "shard_map"),
+        (4, 2, True, "pmap"),
+        (2, 2, False, "pmap"),
+        (4, 2, True, "shard_map"),
+    ],
+)
 def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executor):
     strategy = towers(count, devices, executor=executor)
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=donate)
@@ -475,8 +487,10 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("kind", ["call", "step"])
-@pytest.mark.parametrize("placement", tj.estimator.VariablePlacement)
+@pytest.mark.parametrize(
+    ("placement", "kind"),
+    [*zip(tj.estimator.VariablePlacement, ["call", "step", "call"], strict=True)],
+)
 def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
     def pair_fn(variables, features, labels, mode, tower):
         def loss_fn(p):
@@ -503,8 +517,7 @@ def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_batch_that_is_refused_leaves_others_as_they_were(count):
+def test_a_batch_that_is_refused_leaves_others_as_they_were():
     def sums(variables, features, labels, mode, tower):
         x = features["rows"].to_dense() if "rows" in features else features["x"]
         return tj.estimator.ModelSpec(
@@ -520,7 +533,7 @@ def test_a_batch_that_is_refused_leaves_others_as_they_were(count):
         return {"rows": tj.sparse.IndexedRows(values, indices, (size, 3))}
 
     for make in (dense, sparse):
-        strategy = towers(count)
+        strategy = towers(4, 2)
         model = tj.estimator.replicate_model_fn(sums, devices=strategy, max_programs=1)
         for size in (8, 16, 8, 5):
             features = make(size)
@@ -535,10 +548,8 @@ def test_a_batch_that_is_refused_leaves_others_as_they_were(count):
             )
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("count", "devices"), TOWERS)
-def test_evaluation_changes_nothing(count, devices):
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(count, devices))
+def test_evaluation_changes_nothing():
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2))
     variables = model.init(start())
     before = numbers_of(variables)
     losses = [
@@ -581,12 +592,12 @@ def test_metrics_are_those_of_the_whole_batch():
     model = tj.estimator.replicate_model_fn(model_fn, devices=towers(8, 8))
     spec = model(np.float32(1), features, labels, tj.estimator.Mode.EVAL)
     states = jax.jit(metrics_of)(scores, labels, weight)
-    got, expected = jax.jit(
-        lambda *found: [{k: tj.metrics.compute(x) for k, x in f.items()} for f in found]
-    )(jax.device_get(spec.eval_metrics), states)
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-5)
+    assert spec.eval_metrics.keys() == states.keys()
+    for name, state in states.items():
+        got, expected = (
+            value_on_host(on_host(x)) for x in (spec.eval_metrics[name], state)
+        )
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def numbers_of(state):
@@ -609,11 +620,10 @@ def test_variables_of_another_kind_are_another_program():
 
 @pytest.mark.slow
 def test_devices_are_named_or_all_or_a_strategy():
-    count, x, y, found = 2, rows(8, 3), rows(8, seed=1), []
+    count = 2
     names = [f"cpu:{i}" for i in range(count)]
     for devices in (names, tuple(jax.devices()[:count]), tj.Mirrored(devices=names)):
         model = tj.estimator.replicate_model_fn(model_fn, devices=devices)
         assert model.strategy.num_towers == count
-        found.append(np.asarray(model(start(), x, y).train_op.params["w"]))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[1], found[2])
+        assert model.strategy.placement.jax_devices == tuple(jax.devices()[:count])
     assert tj.estimator.replicate_model_fn(model_fn).strategy.num_towers == 8

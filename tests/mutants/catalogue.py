@@ -618,7 +618,7 @@ MODELS = (
         "next_params = optax.apply_updates(params, updates)",
         "next_params = optax.apply_updates(params, updates)\n"
         "    next_params = optax.apply_updates(next_params, updates)",
-        "test_replicate.py::test_a_size_of_each_kind_equals_numpy[divisible]",
+        "test_replicate.py::test_a_size_of_each_kind_equals_numpy[padded]",
     ),
     _m(
         "M02",
@@ -747,7 +747,7 @@ MODELS = (
         "estimator.pipeline:ModelEngine._passes",
         "reads_local=self.mode is not Mode.TRAIN",
         "reads_local=True",
-        "test_replicate.py::test_a_size_of_each_kind_equals_numpy[divisible]",
+        "test_replicate.py::test_a_size_of_each_kind_equals_numpy[padded]",
     ),
     _m(
         "M17",
