@@ -12,17 +12,15 @@ import pytest
 import towerjax as tj
 
 T = 4
-LAYOUTS = [
-    # devices, local, micro-batches
-    (4, "vmap", 1),
-    pytest.param(2, "scan", 3, marks=pytest.mark.slow),
-]
-layouts = pytest.mark.parametrize(("D", "local", "A"), LAYOUTS)
 
 
 def mirrored(devices, local="vmap"):
     names = [f"cpu:{i}" for i in range(devices)]
     return tj.Mirrored(names, towers=T, local=local)
+
+
+IN_TURN = mirrored(2, "scan")
+PARTS = {"micro_batches": 3, "remainder": "pad"}
 
 
 def data(size, seed=0):
@@ -68,8 +66,7 @@ def num_all_reduces(text):
 # Privacy
 
 
-@layouts
-def test_dp_sgd_clips_each_example_and_adds_noise_once(D, local, A):
+def test_dp_sgd_clips_each_example_and_adds_noise_once():
     def tower_fn(state, batch, tower):
         def loss_of_one(w, x, y):
             return jnp.tanh(x @ w - y) ** 2
@@ -87,9 +84,7 @@ def test_dp_sgd_clips_each_example_and_adds_noise_once(D, local, A):
         params = state.params - 0.5 * (grads.sum + noise) / grads.weight
         return dataclasses.replace(state, params=params), {}
 
-    step = tj.build_step(
-        tower_fn, update_fn, mirrored(D, local), micro_batches=A, remainder="pad"
-    )
+    step = tj.build_step(tower_fn, update_fn, IN_TURN, **PARTS)
     key = jax.random.key(3)
     state, w, noises = step.init(W, rng=key), W.astype(float), []
     for number in range(3):
@@ -128,8 +123,7 @@ def contrast(rows, weight, scale):
 
 
 @pytest.mark.slow
-@layouts
-def test_grad_cache_is_the_gradient_of_the_whole_batch(D, local, A, size=21):
+def test_grad_cache_is_the_gradient_of_the_whole_batch(size=21):
     def embed(state, batch, tower):
         rows = encoded(state.params["encoders"], batch)
         return tj.Rows({"rows": rows, "weight": tower.weight})
@@ -161,13 +155,7 @@ def test_grad_cache_is_the_gradient_of_the_whole_batch(D, local, A, size=21):
     batch = jax.tree.map(np.float32, batch) | {"row": np.arange(size, dtype=np.int32)}
     encoders = {name: rng.normal(size=(5, 4)) for name in ("image", "text")}
     params = jax.tree.map(np.float32, {"encoders": encoders, "scale": 0.3})
-    step = tj.build_step(
-        (embed, tower_fn),
-        update_fn,
-        mirrored(D, local),
-        micro_batches=A,
-        remainder="pad",
-    )
+    step = tj.build_step((embed, tower_fn), update_fn, IN_TURN, **PARTS)
     state, metrics = step(step.init(params), batch)
 
     def whole(params):
@@ -183,8 +171,8 @@ def test_grad_cache_is_the_gradient_of_the_whole_batch(D, local, A, size=21):
 # A mean teacher
 
 
-@layouts
-def test_a_mean_teacher_teaches_and_is_evaluated(D, local, A):
+@pytest.mark.slow
+def test_a_mean_teacher_teaches_and_is_evaluated():
     """Tarvainen and Valpola, 2017: an error of labelled rows, a distance of all."""
 
     def tower_fn(state, batch, tower):
@@ -210,10 +198,7 @@ def test_a_mean_teacher_teaches_and_is_evaluated(D, local, A):
             "mse": tj.Weighted.mean((batch["x"] @ w - batch["y"]) ** 2, tower.weight)
         }
 
-    strategy = mirrored(D, local)
-    step = tj.build_step(
-        tower_fn, update_fn, strategy, micro_batches=A, remainder="pad"
-    )
+    step = tj.build_step(tower_fn, update_fn, IN_TURN, **PARTS)
     cut = [data(22, seed) for seed in range(5)]
     for batch in cut:
         batch["known"] = (batch.pop("weight") > 0.5).astype(np.float32)
@@ -222,7 +207,7 @@ def test_a_mean_teacher_teaches_and_is_evaluated(D, local, A):
         step,
         step.init(W, extra=W),
         cut,
-        evaluate=tj.build_eval_step(metric_fn, strategy),
+        evaluate=tj.build_eval_step(metric_fn, IN_TURN),
         eval_batches=[held_out],
         eval_params=lambda state: state.extra,
         progress=False,

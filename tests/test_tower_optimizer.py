@@ -86,16 +86,6 @@ def test_outside_of_towers_it_is_the_wrapped_one(name):
     assert state.towers is None
 
 
-@pytest.mark.slow
-def test_outside_of_towers_it_is_adam():
-    ours, theirs = tj.estimator.TowerOptimizer(optax.adam(0.1)), optax.adam(0.1)
-    weights, grads = params(), {"w": rows(3, 2), "b": rows(2)}
-    got, state = ours.update(grads, ours.init(weights), weights)
-    expected, inner_state = theirs.update(grads, theirs.init(weights), weights)
-    same_bits(got, expected)
-    same_bits(state.inner, inner_state)
-
-
 def test_it_is_a_transformation_for_optax():
     ours = tj.estimator.TowerOptimizer(optax.adam(0.1))
     assert isinstance(ours, optax.GradientTransformation)
@@ -188,6 +178,7 @@ def test_it_runs_under_jit_scan_and_grad():
         rows(4, 2, seed=1),
     )
 
+    @jax.jit
     def after_two(rate):
         def step(carry, _):
             grads = jax.grad(mean_of)(carry[0], x, y)
@@ -301,13 +292,10 @@ SGD, ADAM = optax.sgd(0.1), optax.adam(0.05)
 def around(wrap):
     """An optax transformation around a TowerOptimizer, and around the wrapped one."""
     return {
-        "chain before": optax.chain(optax.scale(2.0), wrap(SGD)),
-        "chain after": optax.chain(wrap(SGD), optax.scale(3.0)),
-        "clip after": optax.chain(wrap(optax.identity()), optax.clip(0.05), SGD),
+        "chain": optax.chain(optax.scale(2.0), wrap(SGD), optax.clip(0.05)),
         "multi_transform": optax.multi_transform(
             {"sgd": wrap(SGD), "adam": wrap(ADAM)}, {"w": "sgd", "b": "adam"}
         ),
-        "masked": optax.masked(wrap(SGD), {"w": True, "b": True}),
         "injected": optax.inject_hyperparams(
             lambda rate: optax.chain(wrap(optax.identity()), optax.sgd(rate))
         )(rate=0.1),
@@ -316,12 +304,11 @@ def around(wrap):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", around(lambda x: x))
-@pytest.mark.parametrize(("count", "devices"), [(4, 2)])
-def test_optax_takes_it_anywhere(count, devices, name):
+def test_optax_takes_it_anywhere(name):
     variables = check_same_update(
         around(tj.estimator.TowerOptimizer)[name],
         around(lambda x: x)[name],
-        towers(count, devices),
+        towers(4, 2),
     )
     states = jax.tree.leaves(
         variables.opt_state, is_leaf=lambda x: hasattr(x, "towers")
@@ -348,8 +335,8 @@ def test_a_verdict_on_each_towers_gradient_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(4, 2), (3, 1)])
-def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers(count, devices):
+def test_clipping_inside_bounds_the_one_gradient_and_before_each_towers():
+    count, devices = 4, 2
     largest, x = 0.5, rows(12, 3)
     inside = tj.estimator.TowerOptimizer(
         optax.chain(optax.clip_by_global_norm(largest), optax.sgd(1.0))
@@ -436,8 +423,7 @@ def two_losses(optimizers, calls=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "devices", "local"),
-    [(1, 1, "vmap"), (2, 2, "scan"), (4, 2, "vmap"), (3, 1, "scan")],
+    ("count", "devices", "local"), [(4, 2, "vmap"), (3, 1, "scan")]
 )
 def test_two_optimizers_and_two_losses(count, devices, local):
     optimizers = {
