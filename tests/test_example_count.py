@@ -34,10 +34,14 @@ def make_data(seed=0):
     }
 
 
+def devices(count, towers=8, **options):
+    return tj.Mirrored([f"cpu:{i}" for i in range(count)], towers=towers, **options)
+
+
 def build(strategy=None, **options):
     options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
-    strategy = strategy or tj.Mirrored()
-    step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+    strategy = strategy or devices(1)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     return step, step.init({"w": np.array([0.5, -1.0, 2.0], np.float32)})
 
 
@@ -122,7 +126,7 @@ def test_large_data_is_cut_and_adds_up(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers", [1, 2, 256, 257, 8192, 2**16])
+@pytest.mark.parametrize("towers", [1, 256, 257, 2**16])
 def test_sums_over_towers_are_exact_in_float32(towers):
     full = np.full((3, 32, 9), 0xFFFFFFFF, np.uint32)
     addends = np.asarray(as_addends(jnp.asarray(full), towers))
@@ -137,16 +141,15 @@ def test_sums_over_towers_are_exact_in_float32(towers):
 
 STRATEGIES = {
     "8 devices": tj.Mirrored(cross_tower_ops=tj.collectives.Packed(num_packs=2)),
-    "4 towers on 2": tj.Mirrored(towers=4, devices=["cpu:0", "cpu:1"]),
-    "scan": tj.Mirrored(towers=4, devices=["cpu:0", "cpu:1"], local="scan"),
-    "pmap": tj.Mirrored(devices=["cpu:0", "cpu:1"], executor="pmap"),
+    "4 towers on 2": devices(2, 4),
+    "pmap scan": devices(2, 4, local="scan", executor="pmap"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_example_counts_once(name):
-    micro_batches, per_call = (2, 1) if name == "scan" else (1, 3)
+    micro_batches, per_call = (2, 1) if name == "pmap scan" else (1, 3)
     step, state = build(STRATEGIES[name], micro_batches=micro_batches)
     data, before = make_data(), np.asarray(state.params["w"])
     cut = tj.batches(data, 16, epochs=2, seed=1)  # two of 16 and one of 5, twice
@@ -190,7 +193,7 @@ def test_wide_ids_come_in_halves():
 
 @pytest.mark.slow
 def test_rows_over_are_told_by_their_ids():
-    step, state = build(tj.Mirrored(towers=4), remainder="drop", max_programs=2)
+    step, state = build(devices(1, 4), remainder="drop", max_programs=2)
     state, _ = tj.run(step, state, tj.batches(make_data(), 15), progress=False)
     with pytest.raises(tj.metrics.ExamplesError) as caught:
         tj.metrics.check_examples(state, IDS)
@@ -249,7 +252,7 @@ def collectives(step, state, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=str)
 def test_a_count_needs_no_collective_of_its_own(ops):
-    strategy = tj.Mirrored(cross_tower_ops=ops)
+    strategy = devices(2, 2, cross_tower_ops=ops)
     batch = next(tj.batches(make_data(), 16))
     with_it, without = (
         collectives(*build(strategy, example_ids=ids), batch)
@@ -261,11 +264,8 @@ def test_a_count_needs_no_collective_of_its_own(ops):
 @pytest.mark.slow
 def test_pinned_bits_do_not_depend_on_devices():
     results = []
-    for devices in (1, 8):
-        names = [f"cpu:{i}" for i in range(devices)]
-        strategy = tj.Mirrored(
-            towers=8, devices=names, local="scan", cross_tower_ops=tj.PinnedTree()
-        )
+    for count in (1, 2):
+        strategy = devices(count, 4, local="scan", cross_tower_ops=tj.PinnedTree())
         step, state = build(strategy)
         cut = tj.batches(make_data(), 16, epochs=2, seed=0)
         state, _ = tj.run(step, state, cut, progress=False)

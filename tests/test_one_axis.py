@@ -79,14 +79,11 @@ def every_collective_in_numpy(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "T, D, options",
-    [(1, 1, {}), (6, 1, {}), (6, 2, {}), (6, 3, {"executor": "pmap"})],
-)
-def test_every_collective_is_over_all_towers(T, D, options):
+@pytest.mark.parametrize("T, D", [(1, 1), (6, 1), (6, 2)])
+def test_every_collective_is_over_all_towers(T, D):
     x = np.random.default_rng(0).normal(size=(T, T, 3))
     rows = tj.PerTower(x.astype(np.float32))
-    found = mirrored(T, D, **options).call_for_each_tower(every_collective, rows)
+    found = mirrored(T, D).call_for_each_tower(every_collective, rows)
 
     for got, wanted in zip(found, every_collective_in_numpy(x), strict=True):
         for name in wanted:
@@ -152,8 +149,8 @@ OF_ROWS = {
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "name, T, D",
-    [*((name, 6, 2) for name in OF_ROWS), ("first", 1, 1), ("written out", 6, 6)]
-    + [("by their number", 6, 1), ("such a rule in a scan", 6, 1)],
+    [*((name, 6, 2) for name in OF_ROWS), ("first", 1, 1)]
+    + [("such a rule in a scan", 6, 1)],
 )
 def test_a_step_is_the_same_wherever_towers_lie(name, T, D):
     of_rows, in_numpy = OF_ROWS[name]
@@ -267,11 +264,12 @@ def test_bad_names_are_refused(options, text):
         tj.Mirrored(towers=4, **options)
 
 
-@pytest.mark.pairwise
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (1, 1)])
-@pytest.mark.parametrize("rule", ["jvp", "fwd", "bwd"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "rule, T, D, jit",
+    [("jvp", 4, 2, True), ("fwd", 4, 1, True), ("bwd", 4, 2, False)]
+    + [("bwd", 1, 1, True)],
+)
 def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
     def added_at_next(axis, x):
         pairs = [(t, (t + 1) % T) for t in range(T)]

@@ -590,7 +590,7 @@ PROOF = (
         "towers.one_axis:_Devices._among_all",
         "tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)",
         "pass",
-        "test_one_axis.py::test_every_collective_is_over_all_towers[6-2-options2]",
+        "test_one_axis.py::test_every_collective_is_over_all_towers[6-2]",
     ),
     _m(
         "P24",
