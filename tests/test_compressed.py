@@ -117,10 +117,9 @@ def of_leaf(flat, name):
 @pytest.mark.parametrize(
     ("T", "D", "local", "bits", "A", "feedback"),
     [
-        (4, 4, "vmap", 8, 1, True),
-        (4, 2, "scan", 4, 2, True),
-        (6, 3, "vmap", 4, 1, True),
-        (4, 4, "vmap", 4, 1, False),
+        (4, 4, "vmap", 4, 1, True),
+        (2, 2, "vmap", 8, 1, True),
+        (6, 3, "scan", 4, 2, False),
     ],
 )
 def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedback):
@@ -155,20 +154,20 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_sent_is_what_the_formula_says(bits):
-    step = step_of(4, 4, ops=compressed(bits))
-    text = step.program(step.init(W), data(8)).call.as_text()
+@pytest.mark.parametrize("D, bits", [(4, 4), (2, 8)])
+def test_what_is_sent_is_what_the_formula_says(D, bits):
+    step = step_of(D, D, ops=compressed(bits))
+    text = step.program(step.init(W), data(2 * D)).call.as_text()
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
     found = {
         name: re.findall(r"(\w+)\[([\d,]*)\]", shapes)
         for shapes, name in re.findall(rf"= (\S.*?) ({kinds})(?:-start)?\(", text)
     }
-    share = Oracle(4, bits).lost.shape[1] // 4
+    share = Oracle(D, bits).lost.shape[1] // D
     size = share * bits // 8 + share // BLOCK * 4
     assert found.keys() == {"all-to-all", "all-gather", "all-reduce"}
-    assert found["all-to-all"] == [("u8", f"1,{size}")] * 4
-    assert found["all-gather"][-1] == ("u8", f"4,{size + 2 * 2 * 4}")
+    assert found["all-to-all"] == [("u8", f"1,{size}")] * D
+    assert found["all-gather"][-1] == ("u8", f"{D},{size + 2 * 2 * 4}")
     # Exact: the small leaf, the loss, the metric, and what each is divided by.
     numbers = sum(int(n or 1) for _, n in found["all-reduce"])
     assert {kind for kind, _ in found["all-reduce"]} == {"f32"}
@@ -183,16 +182,17 @@ def opposed(params, batch, tower):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("feedback", [True, False])
-def test_error_feedback_learns_what_rounding_alone_hides(feedback):
-    ops = compressed(4, error_feedback=feedback)
-    strategy = mirrored(4, 4, cross_tower_ops=ops)
+def test_error_feedback_learns_what_rounding_alone_hides():
+    for sign in (1, -1):  # where nothing is learned, these small ones are sent as 0
+        gradient = np.full(BLOCK, -1.0) + 100 * sign * np.eye(1, BLOCK)[0]
+        assert not coded(gradient, 4)[1:].any()
+    strategy = mirrored(4, 4, cross_tower_ops=compressed(4))
     step = tj.build_train_step(opposed, optax.sgd(0.05), strategy)
     batches = [np.ones(4, np.float32)] * 600
     state = step.init(np.zeros(32, np.float32))
     state, _ = tj.run(step, state, batches, steps_per_call=100, progress=False)
     gap = abs(np.asarray(state.params[1:8]) - 1).max()
-    assert gap < 0.5 if feedback else gap == 1
+    assert gap < 0.5
 
 
 @pytest.mark.slow

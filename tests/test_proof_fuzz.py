@@ -260,5 +260,4 @@ def check(counts):
 
 @pytest.mark.slow
 def test_what_is_called_mirrored_has_the_same_bits():
-    counts = fuzz(range(100, 130))
-    print(check(counts + fuzz(range(130, 160))))
+    print(check(fuzz(range(100, 130))))
