@@ -55,7 +55,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
 @pytest.mark.slow
 @pytest.mark.parametrize("executor, micro_batches", [("shard_map", 4), ("pmap", 1)])
 def test_one_all_reduce_for_twenty_gradients(micro_batches, executor):
-    strategy = tj.Mirrored(devices=devices(8), executor=executor)
+    strategy = tj.Mirrored(devices=devices(4), executor=executor)
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), strategy, micro_batches=micro_batches
     )
@@ -84,7 +84,7 @@ def test_large_leaves_travel_alone_in_the_same_all_reduce():
 
 @pytest.mark.slow
 def test_pinned_tree_moves_its_parts_once():
-    strategy = tj.Mirrored(devices=devices(8), cross_tower_ops=tj.PinnedTree())
+    strategy = tj.Mirrored(devices=devices(4), cross_tower_ops=tj.PinnedTree())
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
     text = step.program(step.init(params()), batch()).call.as_text()
     assert len(lines_with(text, "all-to-all")) == 1
@@ -104,11 +104,10 @@ def test_the_proof_lists_the_one_reduction():
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("count", "executor", "local", "towers", "ops"),
-    [(2, "shard_map", "vmap", 8, tj.AllReduce()),
-     (8, "shard_map", "vmap", 8, tj.PinnedTree()),
-     (8, "pmap", "vmap", 8, tj.AllReduce()),
-     (4, "shard_map", "scan", 8, tj.AllReduce()),
-     (1, "shard_map", "scan", 8, tj.AllReduce()),
+    [(2, "shard_map", "vmap", 4, tj.AllReduce()),
+     (4, "shard_map", "vmap", 4, tj.PinnedTree()),
+     (2, "pmap", "vmap", 2, tj.AllReduce()),
+     (2, "shard_map", "scan", 4, tj.AllReduce()),
      (1, "shard_map", "vmap", 4, tj.PinnedTree()),
      (1, "shard_map", "vmap", 1, tj.AllReduce())],
 )  # fmt: skip
@@ -128,8 +127,9 @@ def test_one_trace_one_compile_and_donated_buffers(
         local=local,
         cross_tower_ops=ops,
     )
-    step = tj.build_train_step(counting, optax.adam(1e-3), strategy, remainder="pad")
-    state = step.init(params())
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+    step = tj.build_train_step(counting, optimizer, strategy, remainder="pad")
+    state = step.init(params(1))
     placed = step.place_batch(batch())
     program = step.program(state, placed)
     found = lines_with(program.call.as_text(), *COLLECTIVES)
@@ -162,9 +162,9 @@ def pointers(state):
 @pytest.mark.slow
 def test_without_donation_the_state_stays():
     step = tj.build_train_step(
-        loss_fn, optax.adam(1e-3), tj.Mirrored(devices(2)), donate=False
+        loss_fn, optax.sgd(1e-3), tj.Mirrored(devices(2)), donate=False
     )
-    state = step.init(params())
+    state = step.init(params(1))
     again, _ = step(state, batch())
     twice, _ = step(state, batch())
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
@@ -175,7 +175,7 @@ def test_without_donation_the_state_stays():
 
 @pytest.mark.slow
 def test_init_copies_so_donation_spares_the_callers_arrays():
-    mine = jax.tree.map(jnp.asarray, params())
+    mine = jax.tree.map(jnp.asarray, params(1))
     kept = jax.tree.map(np.array, mine)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0",)))
     state = step.init(mine)
@@ -194,7 +194,7 @@ def test_rng_depends_on_seed_step_tower_and_not_on_devices():
         return tj.TowerOutput(loss=loss, local={"noise": noise})
 
     seen = {}
-    for count, local in ((1, "vmap"), (2, "scan"), (4, "vmap")):
+    for count, local in ((1, "vmap"), (2, "scan")):
         strategy = tj.Mirrored(devices=devices(count), towers=4, local=local)
         step = tj.build_train_step(noisy, optax.sgd(0.1), strategy)
         zeros = tj.TowerLocal(np.zeros(2, np.float32), tj.Reduction.MEAN)
@@ -229,13 +229,11 @@ def test_micro_batches_draw_their_own_noise():
 
 # Each has a leaf of its own.
 OPTIMIZERS = {
-    "adam": optax.adam(1e-2),
     "lamb": optax.lamb(1e-2),
     "muon": optax.contrib.muon(1e-2),
     "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1, momentum=0.9)),
     "plateau": optax.contrib.reduce_on_plateau(),
     "several": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    "optimistic": optax.optimistic_adam_v2(1e-2),
     "dog": optax.contrib.dog(),
     "if finite": optax.apply_if_finite(optax.adam(1e-2), 2),
 }
@@ -291,7 +289,7 @@ def test_a_refused_step_leaves_each_leaf_as_it_was():
     step = tj.build_train_step(
         loss_fn, twins(), tj.Mirrored(devices(2)), on_nonfinite="skip"
     )
-    state = step.init(params())
+    state = step.init(params(1))
     poisoned = batch()
     poisoned["x"][0, 0] = np.nan
     state, _ = step(state, poisoned)
@@ -311,7 +309,7 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
         return inner(self, *args, **options)
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(devices(2)))
-    state, data = step.init(params()), batch()
+    state, data = step.init(params(1)), batch()
     compiled.clear()
     monkeypatch.setattr(jax.stages.Lowered, "compile", interrupted)
     with pytest.raises(KeyboardInterrupt):
