@@ -18,11 +18,10 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (2, 2), (3, 1), (4, 2)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2)])
 EXECUTORS = pytest.mark.parametrize(
     "T, D, executor",
-    [(*layout, "shard_map") for layout in [(1, 1), (2, 2), (3, 1), (4, 2)]]
-    + [(2, 2, "pmap"), (4, 2, "pmap")],
+    [(1, 1, "shard_map"), (4, 2, "shard_map"), (2, 2, "pmap")],
 )
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 EXACT = ROWS.astype(np.float64)
@@ -66,17 +65,30 @@ def test_called_inside_transformations(T, D, executor):
     value, of_x, of_w = oracle(T, 0.7)
     close = functools.partial(np.testing.assert_allclose, rtol=32 * EPS)
     close(f(x, w), value)
-    close(jax.jit(f)(x, w), value)
-    for grad in (jax.grad(f, argnums=(0, 1)), jax.jit(jax.grad(f, argnums=(0, 1)))):
-        gradients = grad(x, w)
-        close(gradients[0], of_x, atol=32 * EPS * np.abs(of_x).max())
-        close(gradients[1], of_w)
     ws = np.float32([0.7, -0.4, 1.2])
+    many = np.stack([x, x, x])  # a batch that the devices do not divide
+
+    @jax.jit
+    def in_one(x, w, ws, many):
+        def body(total, w):
+            found = f(x, w)
+            return total + found, found
+
+        return (
+            jax.value_and_grad(f, argnums=(0, 1))(x, w),
+            jax.vmap(f, in_axes=(None, 0))(x, ws),
+            jax.vmap(f, in_axes=(0, None))(many, w),
+            lax.scan(body, jnp.float32(0), ws),
+        )
+
+    (again, gradients), of_ws, of_many, scanned = in_one(x, w, ws, many)
+    close(again, value)
+    for found in (gradients, jax.grad(f, argnums=(0, 1))(x, w)):
+        close(found[0], of_x, atol=32 * EPS * np.abs(of_x).max())
+        close(found[1], of_w)
     values = [oracle(T, float(w))[0] for w in ws]
-    close(jax.vmap(f, in_axes=(None, 0))(x, ws), values, atol=1e-6)
-    many = jnp.stack([x, x, x])  # a batch that the devices do not divide
-    close(jax.vmap(f, in_axes=(0, None))(many, w), [value] * 3, atol=1e-6)
-    scanned = lax.scan(lambda total, w: (total + f(x, w), f(x, w)), jnp.float32(0), ws)
+    close(of_ws, values, atol=1e-6)
+    close(of_many, [value] * 3, atol=1e-6)
     close(scanned[0], sum(values), atol=1e-5)
     close(scanned[1], values, atol=1e-6)
 
@@ -100,8 +112,8 @@ def test_gradients_of_towers_in_turn(T, D, local):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T, D", [(3, 1), (4, 2)])
-def test_values_of_the_jit_around_it_may_be_closed_over(T, D):
+def test_values_of_the_jit_around_it_may_be_closed_over():
+    T, D = 4, 2
     strategy, x = mirrored(T, D), tj.PerTower(ROWS[:T])
 
     def loss(w):
@@ -507,9 +519,8 @@ class Factor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("D", [1, 2])
-def test_an_object_that_changes_is_seen_as_it_is(D):
-    strategy = tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=2)
+def test_an_object_that_changes_is_seen_as_it_is():
+    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
 
     def by_field(tower, model, x):
         return model.w * x

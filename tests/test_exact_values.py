@@ -11,7 +11,7 @@ import towerjax as tj
 from towerjax.collectives.reduce import reduced_dtype
 
 R = tj.Reduction
-LAYOUTS = pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(4, 1), (4, 2)])
 
 
 def bits(x):
@@ -44,8 +44,8 @@ def test_the_first_towers_value_comes_bit_for_bit(T, D):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T, D", [(4, 1), (4, 2)])
-def test_the_first_towers_value_is_differentiable(T, D):
+def test_the_first_towers_value_is_differentiable():
+    T, D = 4, 2
     strategy = mirrored(T, D)
 
     def total(rows):
@@ -55,14 +55,14 @@ def test_the_first_towers_value_is_differentiable(T, D):
         return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
 
     rows = jnp.arange(T) + 3.0
-    expected = jnp.zeros(T).at[0].set(2 * 3.0 * T * (T + 1) / 2)
+    expected = [2 * 3.0 * T * (T + 1) / 2, 0, 0, 0]
     np.testing.assert_allclose(jax.grad(total)(rows), expected)
     np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T, D", [(4, 1), (4, 2)])
-def test_the_first_towers_integers_have_no_derivative(T, D):
+def test_the_first_towers_integers_have_no_derivative():
+    T, D = 4, 2
     strategy = mirrored(T, D)
 
     def total(rows):
@@ -91,7 +91,6 @@ def test_the_first_towers_integers_have_no_derivative(T, D):
     [
         (4, 1, {}),
         (4, 1, {"local": "scan"}),
-        (4, 4, {}),
         (8, 4, {"executor": "pmap"}),
         (8, 4, {"cross_tower_ops": tj.PinnedTree()}),
         (4, 4, {"cross_tower_ops": tj.collectives.Packed(num_packs=3)}),
@@ -126,35 +125,31 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
     }
 
 
-@pytest.mark.parametrize(
-    "T, D, dtype",
-    [(4, 1, "int64"), (4, 2, "int32"), (4, 4, "bool"), (4, 4, "float32")]
-    + [(4, 2, "uint8")],
-)
 @pytest.mark.slow
-def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D, dtype):
+@LAYOUTS
+def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D):
+    dtypes = ("int64", "int32", "bool", "float32", "uint8")
     with jax.enable_x64(True):
         strategy = mirrored(T, D)
-        rows = np.array([1, 0, 1, 1]).astype(dtype)
-        own = strategy.create_var("v", rows[0], reduction=R.MEAN, tower_local=True)
-        for reduction in (R.MEAN, R.SUM):
+        rows = {dtype: np.array([1, 0, 1, 1]).astype(dtype) for dtype in dtypes}
+        first, rows = {k: x[0] for k, x in rows.items()}, tj.PerTower(rows)
+        own = strategy.create_var("v", first, reduction=R.MEAN, tower_local=True)
+        for reduction, numpys in ((R.MEAN, jnp.mean), (R.SUM, jnp.sum)):
             outs = [
-                strategy.reduce(reduction, tj.PerTower(rows)),
-                jax.jit(lambda x, r=reduction: strategy.reduce(r, tj.PerTower(x)))(
-                    rows
-                ),
+                strategy.reduce(reduction, rows),
+                jax.jit(lambda x, r=reduction: strategy.reduce(r, x))(rows),
                 strategy.call_for_each_tower(
-                    lambda tower, x, r=reduction: tower.reduce(r, x),
-                    tj.PerTower(rows),
+                    lambda tower, x, r=reduction: tower.reduce(r, x), rows
                 ),
             ]
-            numpys = jnp.mean if reduction is R.MEAN else jnp.sum
-            expected = numpys(jnp.asarray(rows))
-            assert [(x.dtype, float(x)) for x in outs] == [
-                (expected.dtype, float(expected))
-            ] * len(outs)
-            assert reduced_dtype(reduction, jnp.dtype(dtype)) == expected.dtype
-        assert strategy.read_var(own).dtype == jnp.mean(jnp.asarray(rows)).dtype
+            for name, x in rows.values.items():
+                expected = jax.eval_shape(numpys, x).dtype
+                assert [out[name].dtype for out in outs] == [expected] * len(outs)
+                value = 0.75 if reduction is R.MEAN else 3
+                assert [float(out[name]) for out in outs] == [value] * len(outs)
+                assert reduced_dtype(reduction, x.dtype) == expected
+                if reduction is R.MEAN:
+                    assert strategy.read_var(own)[name].dtype == expected
 
 
 def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():
@@ -187,8 +182,7 @@ def test_gathered_and_reduced_python_numbers_are_strong():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, T, value",
-    [("int8", 128, 7), ("int8", 200, -7), ("int8", 200, 2500)]
-    + [("uint8", 300, 200), ("int32", 3, -7)],
+    [("int8", 200, -7), ("int8", 200, 2500), ("uint8", 300, 200), ("int32", 3, -7)],
 )
 def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
     strategy = mirrored(T)
@@ -215,12 +209,13 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "uint32"])
-def test_what_a_sum_reads_as_may_be_assigned(dtype):
-    strategy = mirrored(4)
-    v = strategy.create_var("v", np.array(60, dtype), reduction=R.SUM, tower_local=True)
-    out = strategy.assign(v, strategy.read_var(v) + 3)
-    assert out.value.dtype == dtype and out.value.tolist() == [61, 61, 61, 60]
+def test_what_a_sum_reads_as_may_be_assigned():
+    strategy, dtypes = mirrored(4), ("uint8", "int8", "int16", "int32", "uint32")
+    start = [np.array(60, dtype) for dtype in dtypes]
+    v = strategy.create_var("v", start, reduction=R.SUM, tower_local=True)
+    out = strategy.assign(v, [x + 3 for x in strategy.read_var(v)])
+    for x, dtype in zip(out.value, dtypes, strict=True):
+        assert x.dtype == dtype and x.tolist() == [61, 61, 61, 60]
 
 
 @pytest.mark.slow
