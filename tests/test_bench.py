@@ -331,9 +331,10 @@ def expected_losses(seed, batch_size, steps):
 
 
 TRIALS = [
-    Trial("test_bench:small", 12, towers=2, devices=2, micro_batches=3),
+    Trial(
+        "test_bench:small", 12, towers=2, devices=2, micro_batches=3, steps_per_call=2
+    ),
     Trial("test_bench:small", 12, towers=4, devices=2, strategy="mirrored_scan"),
-    Trial("test_bench:small", 12, towers=2, devices=2, steps_per_call=2),
     Trial("test_bench:small", 12, by="pmap", towers=2, devices=2),
     Trial("test_bench:small", 12, strategy="mirrored_pmap", towers=4, devices=2),
     Trial("test_bench:small", 12, by="jit", towers=3, devices=3),

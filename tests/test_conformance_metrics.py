@@ -24,15 +24,21 @@ def towers_of(case):
 
 
 def check_all(case, strategy, batch, metric):
-    """On 1 and 4 towers, on one device 2 and 4, each with a batch per update, k in all.
+    """On 1 and 4 towers, on one device 4, each with a batch per update, k in all.
 
     ``batch``: the size of one, and a function from elements' numbers to their values.
+    ``metric``: gives a state, or several that are to have the same value.
     """
     size, elements = batch
-    for towers in (1, 4) if len(strategy.worker_devices) > 1 else (2, 4):
+
+    def metric_fn(rows, w):
+        found = metric(rows, w)
+        return found if isinstance(found, dict) else {"value": found}
+
+    for towers in (1, 4) if len(strategy.worker_devices) > 1 else (4,):
         devices = strategy.worker_devices[:towers]
         evaluate = tj.build_eval_step(
-            lambda params, rows, tower: {"value": metric(rows, tower.weight)},
+            lambda params, rows, tower: metric_fn(rows, tower.weight),
             tj.Mirrored(devices=devices, towers=towers),
         )
         for k, expected in zip(case["input"]["k"], case["expected"], strict=True):
@@ -40,7 +46,8 @@ def check_all(case, strategy, batch, metric):
                 data = elements(np.arange(size * k))
                 batches = tj.batches(data, size * towers)
                 found = tj.evaluate(evaluate, np.float32(0), lambda x=batches: x)
-                assert_equal(found["value"], case, expected)
+                for value in found.values():
+                    assert_equal(value, case, expected)
 
 
 def cycle(*columns):
@@ -49,7 +56,7 @@ def cycle(*columns):
     return 3, lambda i: tuple(x[i % len(x)] for x in arrays)
 
 
-DECIDED = cycle(LABELS, PREDICTIONS)
+DECIDED_AND_SCORED = cycle(LABELS, PREDICTIONS, np.float32(SCORES))
 SCORED = cycle(LABELS, np.float32(SCORES))
 
 
@@ -73,8 +80,13 @@ def check_errors(case, strategy):
 @TABLE.checks("metric.recall", "metric.false_negatives", "metric.false_positives")
 def check_outcomes(case, strategy):
     builder = getattr(tj.metrics, case["id"].removeprefix("metric."))
-    check_all(case, strategy, DECIDED, lambda rows, w: builder(*rows, w))
-    check_all(case, strategy, SCORED, lambda rows, w: builder(*rows, w, threshold=0.5))
+
+    def metrics(rows, w):
+        labels, decided, scores = rows
+        scored = builder(labels, scores, w, threshold=0.5)
+        return {"decided": builder(labels, decided, w), "scored": scored}
+
+    check_all(case, strategy, DECIDED_AND_SCORED, metrics)
 
 
 @TABLE.checks("metric.auc_pr")

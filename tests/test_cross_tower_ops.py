@@ -95,6 +95,7 @@ def assert_is_the_sum(actual, values):
 )
 def test_every_op_is_the_sum_in_float64(towers, devices, executor):
     values, ops = tree(towers), ops_for(devices)
+    ops = ops if executor == "shard_map" else ops[::3]  # of each kind
 
     def device_fn(rows, axes):
         return [sum_rows_over_towers(one, rows, axes) for one in ops]
@@ -125,9 +126,9 @@ def test_every_ops_derivative_is_the_sums():
         assert (np.asarray(slope) == factors).all(), one
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("devices", [5, 8])
-def test_special_values_arrive_bit_for_bit(devices):
+@pytest.mark.slow
+def test_special_values_arrive_bit_for_bit():
+    devices = 5
     values = np.ones((devices, 5), np.float32)
     values[:, 0], values[:, 1] = -0.0, np.inf
     values[0, 2], values[-1, 3] = np.nan, -np.inf

@@ -100,8 +100,8 @@ LEAVES = {
     "Weighted": lambda: tj.Weighted(1.0, 1.0),
     "TowerLocal": lambda: tj.TowerLocal(np.ones(4), tj.Reduction.SUM),
     "rows without a row": lambda: tj.sparse.IndexedRows(np.ones((1, 3)), [9], (4, 3)),
-    "BCOO": lambda: sparse.BCOO.fromdense(jnp.ones((5, 3))),
-    "BCSR": lambda: sparse.BCSR.fromdense(jnp.eye(4)),
+    "BCOO": lambda: sparse.BCOO((np.ones(2), np.eye(2, dtype=int)), shape=(5, 3)),
+    "BCSR": lambda: sparse.BCSR((np.ones(4), np.arange(4), np.arange(5)), shape=(4, 4)),
 }
 ODD_ROWS = {"x": np.ones((5, 3), np.float32), "y": np.ones(5, np.float32)}
 TREES = {

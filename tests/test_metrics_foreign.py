@@ -1,6 +1,7 @@
 """Metrics of clu and metrax: merged over towers, and over batches, as their own are."""
 
 import dataclasses
+import functools
 import warnings
 
 import jax
@@ -36,21 +37,30 @@ def foreign(batch, w):
     }
 
 
-def expected(rows, w):
-    value = np.float64(rows["value"])
-    # metrax has its own thresholds, from 0 to 1, and a score at one says yes.
-    one_pass = jax.jit(foreign)(rows, np.float32(w))
+ROWS = random_rows(2, 21)
+WEIGHT = np.float64(ROWS["weight"])
+
+
+@functools.cache
+def expected():
+    value = np.float64(ROWS["value"])
+
+    @jax.jit
+    def areas():
+        """metrax has thresholds of its own, from 0 to 1; a score at one says yes."""
+        found = foreign(ROWS, np.float32(WEIGHT))
+        return {name: found[name].compute() for name in ("metrax/roc", "metrax/pr")}
+
     return {
-        "clu/average": value[w > 0].mean(),
-        "metrax/average": oracle.weighted_mean(value, w),
-        "metrax/roc": one_pass["metrax/roc"].compute(),
-        "metrax/pr": one_pass["metrax/pr"].compute(),
-        "metrax/rmse": oracle.VALUES["rmse"](rows, w),
+        "clu/average": value[WEIGHT > 0].mean(),
+        "metrax/average": oracle.weighted_mean(value, WEIGHT),
+        "metrax/rmse": oracle.VALUES["rmse"](ROWS, WEIGHT),
+        **jax.device_get(areas()),
     }
 
 
-def check(found, rows, w):
-    for name, value in expected(rows, w).items():
+def check(found):
+    for name, value in expected().items():
         np.testing.assert_allclose(found[name], value, rtol=2e-5, err_msg=name)
 
 
@@ -61,9 +71,7 @@ def test_towers_and_batches_give_the_value_of_one_pass():
 
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS["pinned"])
     evaluate = tj.build_eval_step(metric_fn, strategy)
-    rows = random_rows(2, 21)
-    found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 8))
-    check(found, rows, np.float64(rows["weight"]))
+    check(tj.evaluate(evaluate, np.float32(0), batches_of(ROWS, 8)))
 
 
 @pytest.mark.slow
@@ -82,14 +90,13 @@ def test_train_metrics_are_values_of_the_global_batch():
         remainder="pad",
         micro_batches=2,
     )
-    rows = random_rows(4, 15)
-    _, metrics = step(step.init(np.float32(1)), rows)
-    check(metrics, rows, np.float64(rows["weight"]))
+    _, metrics = step(step.init(np.float32(1)), ROWS)
+    check(metrics)
 
 
 @pytest.mark.slow
 def test_sums_of_other_classes_are_seen_in_their_merge():
-    value = jnp.arange(3.0)
+    value = np.arange(3, dtype=np.float32)
     average = clu_metrics.Average.from_model_output(value)
     last = clu_metrics.LastValue.from_model_output(value)
     area = tj.metrics.from_clu(metrax.AUCROC.from_model_output(value / 3, value > 1))
@@ -263,13 +270,13 @@ def test_nothing_of_nothing_is_what_the_library_says():
 
 @pytest.mark.slow
 def test_an_adapted_metric_gives_back_its_own_class():
-    metric = jax.jit(metrax.AUCPR.from_model_output)(
-        jnp.array([0.2, 0.7]), jnp.array([0, 1])
-    )
+    scores, labels = np.float32([0.2, 0.7]), np.array([0, 1])
+    metric = jax.jit(metrax.AUCPR.from_model_output)(scores, labels)
     state = tj.metrics.from_clu(metric)
     assert tj.metrics.from_clu(state) is state
     assert isinstance(state.metric, metrax.AUCPR) and state.metric.num_thresholds == 200
-    assert float(merge_parts(state, state).compute()) == float(metric.compute())
-    assert float(tj.metrics.merge(state, state).compute()) == float(metric.compute())
+    value = float(metric.compute())
+    assert float(merge_parts(state, state).compute()) == value
+    assert float(tj.metrics.merge(state, state).compute()) == value
     with pytest.raises(ValueError, match="no pytree with merge and compute"):
         tj.metrics.from_clu(metrax.AUCPR)

@@ -11,7 +11,7 @@ from layouts import mirrored
 import towerjax as tj
 
 R = tj.Reduction
-LAYOUTS = pytest.mark.parametrize("T, D", [(2, 1), (4, 1), (4, 2), (4, 4)])
+LAYOUTS = pytest.mark.parametrize("T, D", [(2, 1), (4, 2)])
 
 
 def tree_of(t):
@@ -41,16 +41,18 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced(T, D):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T, D", [(2, 1), (4, 2)])
-def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced(T, D):
-    strategy = mirrored(T, D)
+def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced():
+    T, strategy = 4, mirrored(4, 2)
     value = tj.PerTower(tuple(rows_of(t) for t in range(T)))
-    dense = sum(np.asarray(rows_of(t).to_dense()) for t in range(T))
+    each = [np.zeros((4, 1)) for _ in range(T)]
+    for t, x in enumerate(each):
+        np.add.at(x, rows_of(t).indices, rows_of(t).values)
+    dense = sum(each)
     own, total = strategy.call_for_each_tower(
         lambda tower, rows: (rows.to_dense(), tower.reduce(R.SUM, rows)),
         value,
     )
-    assert own.values.tolist() == [rows_of(t).to_dense().tolist() for t in range(T)]
+    np.testing.assert_array_equal(own.values, each)
     np.testing.assert_allclose(total.to_dense(), dense)
     np.testing.assert_allclose(strategy.reduce(R.SUM, value).to_dense(), dense)
 
@@ -122,25 +124,28 @@ def test_rows_that_the_array_cannot_hold_are_refused(values, array, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_many_rows_of_16_bits_are_rounded_once(dtype):
-    ones = np.ones(5000, jnp.dtype(dtype))
-    rows = tj.sparse.IndexedRows(ones, np.zeros(5000, np.int32), (2,))
-    for out in map(
-        np.asarray, (rows.to_dense(), jax.jit(lambda r: r.to_dense())(rows))
-    ):
-        assert out.dtype == dtype and out[0] == np.asarray(5000, out.dtype)
+def test_many_rows_of_16_bits_are_rounded_once():
+    all_rows = [
+        tj.sparse.IndexedRows(np.ones(5000, dtype), np.zeros(5000, np.int32), (2,))
+        for dtype in (jnp.bfloat16, np.float16)
+    ]
+    in_jit = jax.jit(lambda all_rows: [rows.to_dense() for rows in all_rows])(all_rows)
+    for rows, *outs in zip(all_rows, in_jit, strict=True):
+        for out in map(np.asarray, (*outs, rows.to_dense())):
+            dtype = rows.values.dtype
+            assert out.dtype == dtype and out[0] == np.asarray(5000, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
-def test_indices_of_small_integers_reach_their_rows(dtype):
+def test_indices_of_small_integers_reach_their_rows():
+    dtypes = ("int8", "uint8", "int16", "uint16", "uint32")
     all_rows = [
         tj.sparse.IndexedRows(np.ones(2), np.array([1, 99], dtype), (N,))
         for N in (100, 200, 70000)
+        for dtype in dtypes
     ]
     outs = jax.jit(lambda all_rows: [rows.to_dense() for rows in all_rows])(all_rows)
-    for out in map(np.asarray, (*outs, all_rows[1].to_dense())):
+    for out in map(np.asarray, (*outs, all_rows[len(dtypes)].to_dense())):
         assert out.sum() == 2.0 and out[99] == 1.0
 
 

@@ -494,19 +494,14 @@ def test_the_proof_calls_no_callback():
     assert not called
 
 
-def step_of(name, towers, devices=None):
-    params, loss_fn = PROGRAMS[name]()
-    strategy = tj.Mirrored(devices, towers=towers)
-    return params, tj.build_train_step(loss_fn, optax.adamw(0.01), strategy)
-
-
 FAST = """attention lstm_by_scan custom_vjp remat_with_policy linear_solve ctc
 interpreted_kernel weighted_totals shared_total_in_the_loss linen_mlp nnx_block
 balanced_experts merged synchronised_statistics""".split()
 
 
 def assert_passes(name):
-    params, step = step_of(name, 4)
+    params, loss_fn = PROGRAMS[name]()
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=4))
     found = step.check(params, BATCH).analysis
     assert set(found.outputs) == {None}
     assert found.hangs == () and found.repeats == () and found.collectives
@@ -529,21 +524,30 @@ def test_every_real_program_passes(name):
 
 
 # On one tower there is nothing to prove: four must give its numbers.
-RUN = ["attention", "linen_lstm", "ctc", "linear_solve", "decay_beside_the_mean"]
+RUN = ["ctc", "linear_solve"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUN)
-def test_what_passes_trains_as_one_tower(name):
+def test_what_passes_trains_as_one_tower():
+    made = {name: PROGRAMS[name]() for name in RUN}
+    params = {name: own for name, (own, _) in made.items()}
+
+    def loss_fn(params, batch, tower):
+        losses = [fn(params[name], batch, tower) for name, (_, fn) in made.items()]
+        return sum(losses[1:], losses[0])
+
     trained = []
     for towers in (1, 4):
-        params, step = step_of(name, towers, [f"cpu:{i}" for i in range(towers)])
+        strategy = tj.Mirrored([f"cpu:{i}" for i in range(towers)])
+        step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
         state = step.init(params)
         for _ in range(2):
             state, metrics = step(state, BATCH)
         trained.append(jax.device_get((state.params, metrics["loss"])))
-        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained[-1][0], params)
-        assert max(jax.tree.leaves(moved)) > 1e-3
+    after, _ = trained[0]
+    for name, own in params.items():
+        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), after[name], own)
+        assert max(jax.tree.leaves(moved)) > 1e-3, name
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), *trained
     )

@@ -13,7 +13,7 @@ from towerjax.collectives.sparse_rows import rows_of
 
 R = tj.Reduction
 SHAPE = (6, 2)
-GRIDS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
+GRIDS = pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
 
 
 def of_tower(t, rows=3):
@@ -45,7 +45,8 @@ def assert_joined(out, towers, reduction):
     np.testing.assert_allclose(dense(jax.device_get(out)), total, rtol=1e-6, atol=1e-6)
 
 
-REDUCTIONS = pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
+ALL = [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER]
+REDUCTIONS = pytest.mark.parametrize("reduction", ALL)
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_a_dense_tower_among_sparse_ones_has_all_rows(reduction):
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "T, D, executor",
-    [(1, 1, "shard_map"), (3, 1, "shard_map"), (3, 3, "shard_map"), (4, 2, "pmap")],
+    [(1, 1, "shard_map"), (3, 3, "shard_map"), (4, 2, "pmap")],
 )
 def test_inside_a_tower_rows_join_too(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
@@ -291,18 +292,20 @@ def test_an_index_that_names_no_row_is_refused_where_it_is_known(bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [-1, 6, 100])
-def test_a_traced_index_that_names_no_row_spoils_all_of_the_result(bad):
-    for dtype, filled in ((np.float32, np.nan), (np.int32, -(2**31)), (np.uint8, 255)):
-        apply = jax.jit(
-            lambda i, d=dtype: tj.sparse.IndexedRows(
-                jnp.ones((2, 2), d), i, SHAPE
-            ).to_dense()
-        )
-        np.testing.assert_array_equal(
-            apply(np.array([1, bad])), np.full(SHAPE, filled, dtype)
-        )
-        assert apply(np.array([1, 5])).sum() == 4
+def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
+    filled = {np.float32: np.nan, np.int32: -(2**31), np.uint8: 255}
+
+    @jax.jit
+    def apply(i):
+        rows = [tj.sparse.IndexedRows(jnp.ones((2, 2), d), i, SHAPE) for d in filled]
+        return [x.to_dense() for x in rows]
+
+    for bad in (-1, 6, 100):
+        for out, (dtype, value) in zip(
+            apply(np.array([1, bad])), filled.items(), strict=True
+        ):
+            np.testing.assert_array_equal(out, np.full(SHAPE, value, dtype))
+    assert [float(np.sum(out)) for out in apply(np.array([1, 5]))] == [4, 4, 4]
 
 
 # The constructor, and trees.

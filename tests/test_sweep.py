@@ -35,7 +35,7 @@ def build(rate, seed, width=2):
         return tj.TowerOutput(loss, {"mean": mean}, local=seen, extra=mean)
 
     step = tj.build_train_step(
-        loss_fn, optax.adam(rate), tj.Mirrored(towers=4), remainder="pad"
+        loss_fn, optax.sgd(rate, momentum=0.9), tj.Mirrored(towers=4), remainder="pad"
     )
     key = jax.random.key(seed)
     drawn = np.random.default_rng(1).normal(size=(3, width)).astype(np.float32)

@@ -131,7 +131,7 @@ def collectives(text):
 def test_two_numbers_more_travel_and_no_collective(ops):
     found, bits = [], []
     for statistics in (None, STATISTICS):
-        step = step_of(8, 4, "scan", 1, statistics, cross_tower_ops=ops)
+        step = step_of(4, 2, "scan", 1, statistics, cross_tower_ops=ops)
         state, batch = step.init(W), data(24)
         text = step.program(state, batch).call.as_text()
         found.append(collectives(text))
@@ -145,7 +145,7 @@ def test_several_steps_in_one_program_tell_of_each():
     step = step_of(4, 2)
     batches = [data(20, seed) for seed in range(3)]
     state, history = tj.run(
-        step, step.init(W), batches, steps_per_call=2, progress=False
+        step, step.init(W), batches, steps_per_call=3, progress=False
     )
     assert history.metrics["towers/cosine"].shape == (3, 4)
     close({k: x[0] for k, x in history.metrics.items()}, expected(batches[0], 4, 1))

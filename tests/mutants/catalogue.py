@@ -793,7 +793,7 @@ STATE = (
         "jnp.where(self._accepted, operands[1], -1)",
         "operands[1]",
         "test_row_updates.py::"
-        "test_a_refused_step_among_others_leaves_table_and_momentum[1-1]",
+        "test_a_refused_step_among_others_leaves_table_and_momentum",
     ),
     _m(
         "S14",
@@ -809,7 +809,7 @@ STATE = (
         "step.update:accept_or_keep",
         "if var in olds and not rows.keep(var, olds[var]):",
         "if var in olds:",
-        "test_row_updates.py::test_no_table_is_copied[2-1-options1]",
+        "test_row_updates.py::test_no_table_is_copied[2-1-options0]",
     ),
     _m(
         "S03",
@@ -1446,7 +1446,7 @@ BESIDES = (
         "collectives.compressed:Compressed._coded_sum",
         "start, size) + lost_share",
         "start, size)",
-        f"{_CODES}[4-4-vmap-8-1-True]",
+        f"{_CODES}[4-4-vmap-4-1-True]",
     ),
     _m(
         "A03",
@@ -1454,7 +1454,7 @@ BESIDES = (
         "collectives.compressed:_largest",
         " + jnp.sqrt(squares[:, 1].sum(axis=0))",
         "",
-        f"{_CODES}[4-4-vmap-4-1-False]",
+        f"{_CODES}[6-3-scan-4-2-False]",
     ),
 )
 
