@@ -372,6 +372,28 @@ def test_evaluations_come_when_asked_and_at_the_end(
         np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
 
 
+def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
+    cut, data = list(batches(make_data(48), 16)), eval_data(16)
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:5",), towers=3))
+    state, history = run(
+        train_step,
+        init(train_step),
+        cut,
+        evaluate=evaluate,
+        eval_batches=lambda: batches(data, 16),
+        progress=False,
+    )
+    mse, _ = exact_metrics(data, oracle(cut)[1])
+    for given in (state, jax.device_get(state), state.params):
+        values = evaluate(given, data)
+        np.testing.assert_allclose(values["mse"].value, mse, rtol=7 * 16 * EPS)
+    np.testing.assert_allclose(history.final["mse"], mse, rtol=7 * 16 * EPS)
+    local = {"n": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
+    state = train_step.init(state.params, local=local)
+    with pytest.raises(ValueError, match="another number of towers than 3"):
+        evaluate(state, data)
+
+
 @pytest.mark.slow
 def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(train_step, eval_step):
     # From step 3 with calls of 2: 5 reaches the 4, 7 passes none, 9 the 8.

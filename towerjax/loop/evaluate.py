@@ -10,6 +10,7 @@ import jax
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import add_batch, is_metric, on_host, value_on_host
+from towerjax.step.inference import InferenceStep
 from towerjax.types import PyTree
 from towerjax.types.options import check_does, check_whole
 
@@ -117,6 +118,8 @@ def outputs_on_host(
         source, is_ours = batches, False
     else:
         source, is_ours = batches(), True
+    if isinstance(step, InferenceStep):
+        state = step.place(state)  # once, and not with each batch
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch

@@ -119,18 +119,7 @@ def check_state(
     """
     check_is_state(state)
     _check_counts(state, counts)
-    wrong_towers = [
-        f"{name} has {np.shape(x)[:1]} copies"
-        for root in ("local", "own")
-        for name, x in named_leaves(f"state.{root}", getattr(state, root))
-        if np.shape(x)[:1] != (placement.num_towers,)
-    ]
-    if wrong_towers:
-        raise ValueError(
-            f"The state was made for another number of towers than"
-            f" {placement.num_towers}: {listed(wrong_towers)}. Read them with"
-            " tj.towers.read_local, and start anew, step.init(state.params, local=...)."
-        )
+    check_towers(state, placement.num_towers)
     check_not_donated(state)
     shardings = jax.tree.leaves(placement.shardings(layout, state))
     pairs = zip(named_leaves("state", state), shardings, strict=True)
@@ -144,6 +133,22 @@ def check_state(
             f"The state lies elsewhere than the strategy says, whose devices are"
             f" {list(placement.devices)}: {listed(elsewhere)}. Move it with"
             " step.place(state)."
+        )
+
+
+def check_towers(state: TrainState, num_towers: int) -> None:
+    """Raise unless each tower has its copy of what is its own."""
+    wrong_towers = [
+        f"{name} has {np.shape(x)[:1]} copies"
+        for root in ("local", "own")
+        for name, x in named_leaves(f"state.{root}", getattr(state, root))
+        if np.shape(x)[:1] != (num_towers,)
+    ]
+    if wrong_towers:
+        raise ValueError(
+            f"The state was made for another number of towers than"
+            f" {num_towers}: {listed(wrong_towers)}. Read them with"
+            " tj.towers.read_local, and start anew, step.init(state.params, local=...)."
         )
 
 

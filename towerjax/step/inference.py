@@ -12,7 +12,7 @@ import numpy as np
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
-from towerjax.step.given_state import check_not_donated, check_state
+from towerjax.step.given_state import check_not_donated, check_towers
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proving, Recipe, Run
@@ -88,6 +88,19 @@ class InferenceStep:
         placed.refuse_several()
         return placed
 
+    def place(self, state: Any) -> TrainState:
+        """What is read of a state, or of parameters alone, on this step's devices."""
+        model = self._model_of(state)
+        refuse_traced(model)
+        check_towers(model, self.strategy.num_towers)
+        if self._lies_here(model):
+            return model
+        check_not_donated(model)
+        return place(model, self.strategy.placement, state_layout(self.strategy))
+
+    def _lies_here(self, model: TrainState) -> bool:
+        return are_placed(model, self.strategy.placement, state_layout(self.strategy))
+
     def _model_of(self, state: Any) -> TrainState:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
@@ -126,7 +139,7 @@ class InferenceStep:
         if self.strategy.placement.absent is not None:
             args = (_model_shapes(state), *self._placer.shapes(batch))
             return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
-        model = self._model_of(state)
+        model = self.place(state)
         return self._runner.program((model,), self.place_batch(batch))
 
     def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
@@ -136,7 +149,7 @@ class InferenceStep:
             batch = self.place_batch(batch)
         program, timing = self.program(state, batch), None
         if timed_calls:
-            model = self._model_of(state)
+            model = self.place(state)
 
             def call(model: Any) -> Any:
                 return model, program.call(model, *batch.args)
@@ -154,11 +167,11 @@ class InferenceStep:
             if isinstance(state, TrainState):
                 check_not_donated(state)
             raise
-        except (TypeError, ValueError) as error:
-            # JAX refuses a wrong state before it runs; say it in our words.
-            refuse_traced(state)
-            if isinstance(state, TrainState):
-                check_state(state, self.strategy.placement, state_layout(self.strategy))
+        except (TypeError, ValueError, IndexError) as error:
+            # JAX refuses a state of other devices or towers before it runs.
+            placed = self.place(model)
+            if not self._lies_here(model):
+                return self(placed, batch)
             error.add_note(
                 "This step compiles for one kind of state: give it a TrainState each"
                 " time or parameters alone each time, of the same tree and shapes."
