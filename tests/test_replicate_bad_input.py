@@ -701,8 +701,9 @@ def test_padding_that_nothing_masks_is_refused(name, compiled):
     local = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN)}
     variables = model.init(start(local=local))
     refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
-    model(variables, rows(8, 3), rows(8), mode)  # nothing to mask
-    refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
+    if name == "loss":
+        model(variables, rows(8, 3), rows(8), mode)  # nothing to mask
+        refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
 
 
 # Metrics that are no states, and towers that run one after another.
@@ -772,6 +773,8 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
 
     text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
     refused(compiled, text, in_turn(fn, devices), start(), X, Y)
+    if devices == 1:
+        return
     together = replicated(fn, devices=devices)(start(), X, Y).train_op
     expected = replicated(devices=devices)(start(), X, Y).train_op
     np.testing.assert_allclose(
