@@ -87,6 +87,67 @@ def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
     np.testing.assert_allclose(state.params["w"], w, atol=400 * EPS)
 
 
+def model_fn_of(optimizer, **how):
+    """The same loss in a model function."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_of(params):
+            return loss_fn(params, features, tower)
+
+        if mode is tj.estimator.Mode.EVAL:
+            return tj.estimator.ModelSpec(mode, loss=loss_of(variables.params))
+        loss, train_op = optimizer.minimize(loss_of, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    return tj.estimator.replicate_model_fn(model_fn, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T, D, local, A", [(4, 2, "scan", 1), (3, 1, "vmap", 2)])
+def test_a_model_function_minimizes_a_sum_of_means(T, D, local, A):
+    """And its evaluation of two batches is that of their rows."""
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
+    strategy = mirrored(T, D, local)
+    model = model_fn_of(optimizer, devices=strategy, remainder="pad")
+    step, batch = model.train_step(micro_batches=A), data()
+    state = step.start(model.init(tj.TrainState.create(params(), optimizer)))
+    w = params()["w"].astype(float)
+    terms, grad = oracle(w, batch)
+    halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
+    evaluated = tj.estimator.evaluate(model, state, [(half, None) for half in halves])
+    state, metrics = step(state, {"features": batch, "labels": None})
+    for found in (metrics, evaluated):
+        got = [found[name] for name in (*NAMES, "loss")]
+        np.testing.assert_allclose(got, [*terms, sum(terms)], rtol=200 * EPS)
+    np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
+
+
+def test_outside_of_towers_a_sum_of_means_is_one_towers():
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5))
+    state = tj.TrainState.create(np.float32(1), optimizer)
+    means = [
+        lambda w: tj.Weighted(6 * w, 3.0) + tj.shared(w),
+        lambda w: tj.Weighted(6 * w, 3.0) + tj.Weighted(w**2, 2.0) + tj.shared(w),
+    ]
+    after = [float(optimizer.minimize(mean, state)[1].params) for mean in means]
+    assert after == [1 - 0.5 * (2 + 1), 1 - 0.5 * (2 + 1 + 1)]
+    with pytest.raises(ValueError, match="by TowerOptimizer.minimize in a model"):
+        optimizer.compute_gradients(means[1], np.float32(1))
+
+
+def test_a_metric_may_be_a_sum_of_means():
+    """Of two batches of unequal weights it is that of all their rows."""
+
+    def metric_fn(params, batch, tower):
+        return {"loss": loss_fn(params, batch, tower)}
+
+    evaluate, batch = tj.build_eval_step(metric_fn, mirrored(4, 2, "vmap")), data()
+    halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
+    terms, _ = oracle(params()["w"].astype(float), batch)
+    found = tj.evaluate(evaluate, params(), halves)["loss"]
+    np.testing.assert_allclose(found, sum(terms), rtol=200 * EPS)
+
+
 def test_a_step_of_ones_own_takes_several_sums():
     """Two gradients of sums of means in one tower function, one after another."""
 

@@ -1057,8 +1057,8 @@ OTHER = (
         "O05",
         "batches of an evaluation are averaged",
         "loop.evaluate:_with_metrics",
-        "metric = add_batch(totals.get(name), on_host(metric))",
-        "metric = on_host(metric)",
+        "add_batch(totals.get(name), metric)",
+        "add_batch(None, metric)",
         "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]",
     ),
     _m(
@@ -1110,10 +1110,26 @@ VALUES = (
     _m(
         "V13",
         "what all towers share is counted by each row",
-        "step.gradient:_total",
+        "metrics.weighted:one_mean",
         "term.sum + term.weight * loss.shared",
         "term.sum + loss.shared",
         "test_means.py::test_one_mean_and_what_is_shared_need_one_pass",
+    ),
+    _m(
+        "V18",
+        "a model function's means are divided by each tower's own weights",
+        "estimator.optimizer:_of_several",
+        "if towers is None or towers.takes_scalars:",
+        "if True:",
+        "test_means.py::test_a_model_function_minimizes_a_sum_of_means[4-2-scan-1]",
+    ),
+    _m(
+        "V19",
+        "what all towers share is counted by each micro-batch of a model function",
+        "estimator.losses:TowersOfStep.weights_of_all",
+        "return weights, self.num_parts",
+        "return weights, self.tower.num_towers",
+        "test_means.py::test_a_model_function_minimizes_a_sum_of_means[3-1-vmap-2]",
     ),
     _m(
         "V14",

@@ -10,11 +10,11 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.meeting import meet
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
-from towerjax.types import PyTree, Reduction
+from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import widened
 
 
@@ -140,7 +140,7 @@ class TowersOfStep:
     @property
     def is_alone(self) -> bool:
         """Are all rows one tower's, at once? Then every loss says enough."""
-        return self.tower.num_towers * self.micro_batches == 1
+        return self.num_parts == 1
 
     @property
     def takes_scalars(self) -> bool:
@@ -148,48 +148,68 @@ class TowersOfStep:
         is_scalar = self.compat == "tf1" or self.reduction in _OF_SCALARS
         return is_scalar or self.is_alone
 
-    def addend(self, loss: Any) -> Weighted:
+    def addend(self, loss: Any) -> Weighted | Means:
         """A tower's loss as what towers add up."""
-        scalar = _OF_SCALARS.get(self.reduction)
+        scalar, is_weighted = _OF_SCALARS.get(self.reduction), is_of_means(loss)
         if self.is_alone:
-            alone = None if isinstance(loss, Weighted) else Reduction.MEAN
+            alone = None if is_weighted else Reduction.MEAN
             return as_tower_output(loss, alone, self.tower).loss
         if self.compat == "tf1":
-            value = loss.value if isinstance(loss, Weighted) else loss
+            value = loss.value if is_weighted else loss
             scalar = scalar or Reduction.MEAN
             loss = as_tower_output(value, scalar, self.tower).loss
-        elif isinstance(loss, Weighted) and scalar is not None:
+        elif is_weighted and scalar is not None:
             raise ValueError(
                 f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
-                " returned a tj.Weighted, which says what it is divided by. Return a"
-                " scalar, or use tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
+                f" returned a tj.{type(loss).__name__}, which says what it is divided"
+                " by. Return a scalar, or use"
+                " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
             )
-        elif not isinstance(loss, Weighted) and scalar is None:
+        elif not is_weighted and scalar is None:
             raise ValueError(_BARE.format(reduction=self.reduction))
         else:
             loss = as_tower_output(loss, scalar, self.tower).loss
         return loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
-        """The one loss, and all towers' gradients added up; the same on each tower."""
-        addend = self.addend(jnp.float32(0) if loss is None else loss)
-        is_split = not self.is_alone
+        """The one loss, and all towers' gradients added up; the same on each tower.
+
+        A loss that is a ``Sum`` is a part of the one loss, divided already.
+        """
+        reduction, is_split = self.reduction, not self.is_alone
+        if isinstance(loss, Sum):
+            reduction = LossReduction.SUM
+            addend: Any = Weighted(loss.value, jnp.zeros_like(loss.value))
+        else:
+            addend = self.addend(jnp.float32(0) if loss is None else loss)
         if is_split and self.takes_scalars:  # of towers with examples, as the loss is
             counts = jnp.asarray(addend.weight) > 0
             grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
-        if get_opaque_trace_state() != self.trace:
-            in_turn = self.tower.strategy.placement.axes.in_turn
-            if is_split and (in_turn or self.micro_batches > 1):
-                raise ValueError(_INSIDE)
-            with jax.named_scope(SUMMED_BY_STEP):
-                total, grads = self.tower.reduce(Reduction.SUM, (addend, grads))
-            return one_loss(self.reduction, total, is_split=is_split), grads
-        count = self.tower.num_towers * self.micro_batches
-        total, grads = meet(addend, grads, count)
-        total = one_loss(self.reduction, total, is_split=is_split)
-        if loss is not None:
+        total, grads = self._added(addend, grads)
+        total = one_loss(reduction, total, is_split=is_split)
+        if loss is not None and get_opaque_trace_state() == self.trace:
             self.reduced.append((loss, total))
         return total, grads
+
+    def weights_of_all(self, weights: list[Any]) -> tuple[list[Any], int]:
+        """The weights of all towers added up, and of how many parts these are."""
+        _, weights = self._added(None, weights)
+        return weights, self.num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """In how many parts the rows of a step are worked off."""
+        return self.tower.num_towers * self.micro_batches
+
+    def _added(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
+        """All towers' added up, where they can meet."""
+        if get_opaque_trace_state() == self.trace:
+            return meet(loss, grads, self.num_parts)
+        in_turn = self.tower.strategy.placement.axes.in_turn
+        if not self.is_alone and (in_turn or self.micro_batches > 1):
+            raise ValueError(_INSIDE)
+        with jax.named_scope(SUMMED_BY_STEP):
+            return self.tower.reduce(Reduction.SUM, (loss, grads))
 
     def total_of(self, loss: Any) -> Weighted | None:
         """The one loss of a loss that an optimizer has reduced already."""
@@ -197,7 +217,12 @@ class TowersOfStep:
         return found[0] if found else None
 
 
-def one_loss(reduction: LossReduction, total: Weighted, *, is_split: bool) -> Weighted:
+def is_of_means(loss: Any) -> bool:
+    """Does the loss say what it is divided by?"""
+    return isinstance(loss, Weighted | Means)
+
+
+def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
     """The one loss of all towers' losses, added up."""
     if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))

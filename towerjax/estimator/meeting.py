@@ -38,7 +38,7 @@ def _shapes_of_outcomes(
     ]
 
 
-def meet(loss: Weighted, grads: PyTree, count: int) -> tuple[Weighted, PyTree]:
+def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
     """All towers' losses and gradients: added up, but rows of tables side by side.
 
     It has no value where it stands: a `Cut` gives it one. ``count``: how many towers

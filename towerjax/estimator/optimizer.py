@@ -17,13 +17,13 @@ from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import TowersOfStep
 from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
-from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
-from towerjax.step.gradient import refuse_moving_weights
+from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
+from towerjax.step.gradient import part_of, refuse_moving_weights
 from towerjax.step.optimizers import given_loss
 from towerjax.step.state import TrainState
 from towerjax.step.update import checked_like
 from towerjax.towers.outputs import as_tower_output
-from towerjax.types import PyTree, Reduction
+from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import has_tracers, map_parts, widened
 
 
@@ -144,8 +144,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """A tower's loss and the gradient of its *sum*, not yet reduced.
 
         Args:
-          loss_fn: ``params -> loss``, a scalar or ``Weighted``; with ``has_aux``
-            ``params -> (loss, aux)``.
+          loss_fn: ``params -> loss``, a scalar or ``Weighted``, or one with
+            ``tj.shared`` terms; with ``has_aux`` ``params -> (loss, aux)``.
           params: Floating arrays.
           has_aux: Does ``loss_fn`` return something besides?
           sparse: The leaves whose gradient shall be ``IndexedRows`` of the rows that
@@ -156,7 +156,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           `apply_gradients`: a ``Weighted`` says what the gradient is divided by.
 
         Raises:
-          ValueError: The loss is no scalar and no ``Weighted`` of scalars.
+          ValueError: The loss is no scalar and no ``Weighted`` of scalars, or a sum of
+            several means, whose gradient `minimize` makes.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -171,22 +172,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 " differentiate: optimizer.minimize(loss_fn, variables)."
             )
 
-        def sum_of_losses(params: PyTree) -> tuple[jax.Array, Any]:
-            out = loss_fn(params)
-            if isinstance(out, tuple) != has_aux:
-                raise ValueError(
-                    f"loss_fn returned a {type(out).__name__}. Return (loss, aux) and"
-                    " say has_aux=True, or the loss alone and has_aux=False."
-                )
-            loss = out[0] if has_aux else out
-            refuse_moving_weights(loss, params)
-            return _sum_of(loss), out
-
-        if sparse:
-            gradient = sparse_value_and_grad(sum_of_losses, sparse, has_aux=True)
-        else:
-            gradient = jax.value_and_grad(sum_of_losses, has_aux=True)
-        (_, out), grads = gradient(params)
+        (_, out), grads = _gradient(loss_fn, params, _sum_of, has_aux, sparse)
         return out, grads
 
     def apply_gradients(
@@ -238,7 +224,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """The loss, and the state after one step on it.
 
         Args:
-          loss_fn: As for `compute_gradients`.
+          loss_fn: As for `compute_gradients`; the loss may be a sum of several means,
+            for whose weights it is called once more.
           state: A `TrainState` of this optimizer.
           has_aux: As for `compute_gradients`.
           sparse: As for `compute_gradients`.
@@ -262,23 +249,84 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 " it takes minimize(loss_fn, variables) with a tj.TrainState. Of other"
                 " trees: optimizer.compute_gradients and optimizer.apply_gradients."
             )
-        out, grads = self.compute_gradients(
-            loss_fn, state.params, has_aux=has_aux, sparse=sparse
-        )
+        try:
+            out, grads = self.compute_gradients(
+                loss_fn, state.params, has_aux=has_aux, sparse=sparse
+            )
+            loss = out[0] if has_aux else out
+        except UnknownWeights:
+            out, grads, loss = _of_several(loss_fn, state, has_aux, sparse)
         params, opt_state = self.apply_gradients(
-            grads, state.opt_state, state.params, loss=out[0] if has_aux else out
+            grads, state.opt_state, state.params, loss=loss
         )
         return out, dataclasses.replace(
             state, step=state.step + 1, params=params, opt_state=opt_state
         )
 
 
+def _gradient(
+    loss_fn: Callable[..., Any],
+    params: PyTree,
+    differentiated: Callable[[Any], jax.Array],
+    has_aux: bool,
+    sparse: Selection,
+) -> tuple[tuple[jax.Array, Any], PyTree]:
+    """The gradient of what is made of the loss, with its value and what it returned."""
+
+    def of_loss(params: PyTree) -> tuple[jax.Array, Any]:
+        out = loss_fn(params)
+        if isinstance(out, tuple) != has_aux:
+            raise ValueError(
+                f"loss_fn returned a {type(out).__name__}. Return (loss, aux) and"
+                " say has_aux=True, or the loss alone and has_aux=False."
+            )
+        loss = out[0] if has_aux else out
+        refuse_moving_weights(loss, params)
+        return differentiated(loss), out
+
+    if sparse:
+        return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
+    return jax.value_and_grad(of_loss, has_aux=True)(params)
+
+
 def _sum_of(loss: Any) -> jax.Array:
     """What is differentiated: the sum of a ``Weighted``, or the scalar."""
-    if isinstance(loss, Means):
-        raise UnknownWeights
+    loss = _one(loss)
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
+
+
+def _one(loss: Any) -> Any:
+    """A loss that is no sum of several means."""
+    if not isinstance(loss, Means):
+        return loss
+    one = one_mean(as_tower_output(loss, None).loss)
+    if one is None:
+        raise UnknownWeights
+    return one
+
+
+def _of_several(
+    loss_fn: Callable[..., Any], state: TrainState, has_aux: bool, sparse: Selection
+) -> tuple[Any, PyTree, Any]:
+    """What a loss function of several means returns, its gradient; and that loss."""
+    towers = state.opt_state.towers
+    if towers is None or towers.takes_scalars:  # of its own rows' weights
+        (value, out), grads = _gradient(
+            loss_fn, state.params, lambda loss: loss.value, has_aux, sparse
+        )
+        return out, grads, value
+    first = loss_fn(state.params)
+    terms = (first[0] if has_aux else first).terms
+    weights, parts = towers.weights_of_all([term.weight for term in terms])
+    (value, out), grads = _gradient(
+        loss_fn,
+        state.params,
+        lambda loss: part_of(loss, weights, parts),
+        has_aux,
+        sparse,
+    )
+    return out, grads, Sum(value)
 
 
 def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
@@ -307,6 +355,7 @@ def _reduced(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
     """The gradient of the one loss, of the towers' gradients; and that loss."""
+    loss = _one(loss)
     if towers is None:
         if not isinstance(loss, Weighted):
             return grads, loss

@@ -13,7 +13,7 @@ from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import rows_of_towers, with_shared
 from towerjax.estimator.arguments import ModelFn, ModelOptions
-from towerjax.estimator.losses import TowersOfStep, one_loss
+from towerjax.estimator.losses import TowersOfStep, is_of_means, one_loss
 from towerjax.estimator.meeting import Cut
 from towerjax.estimator.optimizer import in_towers
 from towerjax.estimator.spec import Mode, ModelSpec, typed_rows
@@ -26,7 +26,7 @@ from towerjax.estimator.whereabouts import (
 )
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine
 from towerjax.step.given_state import check_is_state
@@ -66,7 +66,7 @@ class Traced:
     """What a trace of a model function told besides arrays: a node without leaves."""
 
     hooks: tuple[Callable[..., Any], ...]
-    is_weighted: bool  # is its loss a Weighted?
+    is_weighted: bool  # does its loss say what it is divided by?
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,7 +152,7 @@ class ModelEngine:
             state: TrainState, merged: list[Any]
         ) -> tuple[TrainState, dict[str, Any]]:
             after, parts = self._updated(cut, traced, state, merged)
-            return after, {"loss": parts["loss"], **parts.get("eval_metrics", {})}
+            return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
 
         return Engine(
             passes, update, options.on_nonfinite, options.guard, keeps_all=True
@@ -216,7 +216,7 @@ class ModelEngine:
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         seen = in_towers(as_variables(state, of_state=self.of_state), towers)
         spec = self.model_fn.call(seen, rows, self.mode, tower, self.given)
-        told[:] = [Traced(spec.hooks, isinstance(spec.loss, Weighted))]
+        told[:] = [Traced(spec.hooks, is_of_means(spec.loss))]
         return self._parts(spec, seen, towers, size)
 
     def _parts(
@@ -283,6 +283,12 @@ def _next(train_op: PyTree, seen: PyTree) -> PyTree:
         train_op = dataclasses.replace(train_op, step=seen.step + 1)
     train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
     return in_towers(train_op, None)
+
+
+def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
+    """The metrics of a step, the terms of its loss among them."""
+    terms = loss.told() if isinstance(loss, Means) else {}
+    return {"loss": loss, **terms, **(metrics or {})}
 
 
 def _of_one_tower(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -355,6 +361,6 @@ class ModelStep:
         if self.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
-        if not isinstance(loss, Weighted):  # the mean over batches, as the original
+        if not is_of_means(loss):  # the mean over batches, as the original
             loss = Weighted(loss, jnp.float32(1))
-        return {"loss": loss, **(spec.eval_metrics or {})}
+        return _with_loss(loss, spec.eval_metrics)

@@ -9,7 +9,7 @@ import jax
 
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
-from towerjax.metrics.state import add_batch, is_metric, on_host, value_on_host
+from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.inference import InferenceStep
 from towerjax.types import PyTree
 from towerjax.types.options import check_does, check_whole
@@ -153,7 +153,5 @@ def _with_metrics(totals: dict[str, Any], metrics: Any) -> dict[str, Any]:
             " Pass a step of tj.build_eval_step."
         )
     for name, metric in metrics.items():
-        if is_metric(metric):
-            metric = add_batch(totals.get(name), on_host(metric))
-        totals[name] = metric
+        totals[name] = add_batch(totals.get(name), metric)
     return totals

@@ -19,7 +19,7 @@ from towerjax.metrics.foreign import (
     looks_like_state,
     merge_parts,
 )
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.types import PyTree, Sum
 from towerjax.types.leaves import widened
 
@@ -123,6 +123,9 @@ def check(name: str, x: Any) -> Any:
 
     To be called inside the tower function, before leaves are stacked.
     """
+    if isinstance(x, Means):
+        terms = (check(f"{name}.terms[{i}]", term) for i, term in enumerate(x.terms))
+        return Means(tuple(terms), strong(x.shared))
     if not is_metric(x):
         raise ValueError(f"{name} is {described(x)}. {_STATES}")
     if isinstance(x, Weighted):
@@ -146,6 +149,10 @@ def check(name: str, x: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return jax.tree.map(wide, x) if is_additive(x) else x
+
+
+def _has_value(x: Any) -> bool:
+    return isinstance(x, Means) or is_metric(x)
 
 
 def described(x: Any) -> str:
@@ -245,8 +252,8 @@ def compute(state: Any) -> Any:
     """The value of a state, as often as you like.
 
     Args:
-      state: A ``Weighted``, or any metric state. Of NumPy arrays the value is made
-        in NumPy, in their precision; those of other libraries are given
+      state: A ``Weighted``, a sum of such, or any metric state. Of NumPy arrays the
+        value is made in NumPy, in their precision; those of other libraries are given
         ``jax.Array``.
 
     Returns:
@@ -259,9 +266,9 @@ def compute(state: Any) -> Any:
       >>> float(compute(Weighted(6.0, 3.0)))
       2.0
     """
-    if not is_metric(state):
+    if not _has_value(state):
         raise ValueError(f"compute got {described(state)}. {_STATES}")
-    if isinstance(state, Weighted | Sum | Additive | Adapted):
+    if isinstance(state, Weighted | Means | Sum | Additive | Adapted):
         return state.compute()
     return jax.tree.map(jnp.asarray, state).compute()
 
@@ -308,8 +315,14 @@ def _in_64_bits(x: Any) -> np.ndarray:
     return x.astype(kinds.get(x.dtype.kind, x.dtype))
 
 
-def add_batch(total: Any, state: Any) -> Any:
-    """The state of the batches so far and one more."""
+def add_batch(total: Any, metric: Any) -> Any:
+    """A metric of the batches so far and one more, on the host; of arrays the last."""
+    if isinstance(metric, Means):
+        before = [None] * len(metric.terms) if total is None else total.terms
+        return Means(tuple(map(add_batch, before, metric.terms)), metric.shared)
+    if not is_metric(metric):
+        return metric
+    state = on_host(metric)
     return state if total is None else merge(total, state)
 
 
@@ -320,4 +333,4 @@ def value_on_host(total: Any) -> Any:
         x = np.asarray(x)
         return x.item() if x.ndim == 0 else x
 
-    return jax.tree.map(plain, compute(total) if is_metric(total) else total)
+    return jax.tree.map(plain, compute(total) if _has_value(total) else total)

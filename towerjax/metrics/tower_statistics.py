@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics.rows import ratio
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Weighted, one_mean
 from towerjax.types import ArrayLike, PerTower, PyTree, Sum, short_repr
 from towerjax.types.options import check_flag
 
@@ -86,7 +86,11 @@ class TowerStatistics:
         square = _dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)
         sums = {"squares": ratio(square, grads.weight), "parts": counts}
-        own = PerTower({"loss": _one(loss), "grads": grads}) if self.per_tower else None
+        own = (
+            PerTower({"loss": one_mean(loss), "grads": grads})
+            if self.per_tower
+            else None
+        )
         return {"sums": Sum(sums), "own": own}
 
     def metrics(self, merged: dict[str, Any], grads: Weighted) -> dict[str, Any]:
@@ -158,14 +162,6 @@ class TowerStatistics:
             with np.errstate(divide="ignore", invalid="ignore"):
                 scales.append(total[0] / total[1])
         return np.array(scales)
-
-
-def _one(loss: Weighted | Means) -> Weighted:
-    """A tower's loss as one ``Weighted``."""
-    if isinstance(loss, Weighted):
-        return loss
-    (term,) = loss.terms
-    return Weighted(term.sum + term.weight * loss.shared, term.weight)
 
 
 def _dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:

@@ -203,6 +203,15 @@ class Means(_Term):
         """Each term's value and what is shared, added."""
         return sum((term.value for term in self.terms), self.shared)
 
+    def compute(self) -> Any:
+        """``value``; in NumPy, in their precision, where the terms are of NumPy."""
+        return sum((term.compute() for term in self.terms), self.shared)
+
+    def told(self) -> dict[str, Any]:
+        """The terms and what is shared, by the names that metrics have for them."""
+        terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
+        return terms | {"loss/shared": self.shared}
+
     def __add__(self, other: Any) -> "Means":
         """With further terms."""
         if isinstance(other, int | float) and other == 0:  # where sum() starts
@@ -245,6 +254,16 @@ def shared(value: ArrayLike) -> Means:
     return Means((), value)
 
 
+def one_mean(loss: Weighted | Means) -> Weighted | None:
+    """The one mean that a loss is, what is shared included; None of several means."""
+    if isinstance(loss, Weighted):
+        return loss
+    term, *others = loss.terms
+    if others:
+        return None
+    return Weighted(term.sum + term.weight * loss.shared, term.weight)
+
+
 class UnknownWeights(ValueError):
     """A loss of several means was differentiated where their weights are not known."""
 
@@ -253,6 +272,6 @@ class UnknownWeights(ValueError):
         super().__init__(
             "A sum of several means has several denominators, of which towers learn in"
             " a step: differentiate it with tj.value_and_grad in a tower function of"
-            " tj.build_step, or pass it to tj.build_train_step. Elsewhere return each"
-            " mean by itself."
+            " tj.build_step, by TowerOptimizer.minimize in a model function, or pass it"
+            " to tj.build_train_step. Elsewhere return each mean by itself."
         )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.mesh.private_jax import carries_gradient
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum, TowerOutput
@@ -104,13 +104,10 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
         )
 
 
-def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
+def _total(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
     """What of one tower is differentiated, and what the sum of it is divided by."""
-    if isinstance(loss, Weighted):
-        return loss.sum, loss.weight
-    if len(loss.terms) == 1:
-        (term,) = loss.terms
-        return term.sum + term.weight * loss.shared, term.weight
+    if (one := one_mean(loss)) is not None:
+        return one.sum, one.weight
     if tower is None:
         raise ValueError(
             "tj.value_and_grad of a sum of several means learns of all towers' weights"
@@ -119,6 +116,10 @@ def _total(loss: Weighted | Means, tower: Tower | None) -> tuple[Any, Any]:
         )
     if tower.note_weights:
         return jnp.zeros(()), [term.weight for term in loss.terms]  # to be added up
-    weights, parts = tower.weights_of_all()
+    return part_of(loss, *tower.weights_of_all()), None
+
+
+def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:
+    """What one of so many parts adds to a loss, of terms with these denominators."""
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
-    return sum(means, jnp.asarray(loss.shared / parts)), None
+    return sum(means, jnp.asarray(loss.shared / parts))

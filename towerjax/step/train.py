@@ -111,8 +111,7 @@ class Training:
             changed["seen"] = before + ExampleCount(cells)
         metrics = {"loss": loss, **merged["metrics"]}
         if isinstance(loss, Means):
-            metrics |= {f"loss/{i}": term for i, term in enumerate(loss.terms)}
-            metrics["loss/shared"] = loss.shared
+            metrics |= loss.told()
         if self.statistics is not None:
             told = self.statistics.metrics(merged["statistics"], merged["grads"])
             metrics = _with(metrics, told)

@@ -113,7 +113,8 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
 
     def fits(metric: Any) -> bool:
         is_own = trains and isinstance(metric, PerTower)
-        return is_own or _is_array(metric) or is_metric(metric)
+        states = isinstance(metric, Means) or is_metric(metric)
+        return is_own or states or _is_array(metric)
 
     bad = [
         f"metrics[{name!r}] is {described(metric)}"
