@@ -21,7 +21,7 @@ def moments(h, weight):
 
 
 def loss_and_gradients(params, batch, weight):
-    """The loss, the moments, and the gradients by the params and by x."""
+    """The loss, the moments, and the gradients by the params."""
     x, c = batch["x"], batch["c"]
     h = x @ params["w"]
     mean, var = moments(h, weight)
@@ -42,7 +42,7 @@ def loss_and_gradients(params, batch, weight):
         "scale": (d_y * normed).sum(0),
         "bias": d_y.sum(0),
     }
-    return loss, (mean, var), grads, d_h @ params["w"].T
+    return loss, (mean, var), grads
 
 
 def train(params, batches, learning_rate):
@@ -52,7 +52,7 @@ def train(params, batches, learning_rate):
     for batch in batches:
         batch = {name: np.asarray(rows, np.float64) for name, rows in batch.items()}
         weight = batch["weight"]
-        loss, stats, grads, _ = loss_and_gradients(params, batch, weight)
+        loss, stats, grads = loss_and_gradients(params, batch, weight)
         params = {k: params[k] - learning_rate * grads[k] for k in params}
         running = tuple(
             MOMENTUM * old + (1 - MOMENTUM) * new

@@ -132,9 +132,9 @@ def test_padding_that_only_a_metric_masks_is_refused(compiled):
         metrics = {"masked": tj.Weighted.mean(losses, tower.weight)}
         return tj.TowerOutput(tj.Weighted.mean(losses), metrics)
 
-    for towers in (1, 2, 4):
-        step = build(careless, tj.Mirrored(TWO[: min(towers, 2)], towers=towers))
-        step = build(careless, step.strategy, remainder="pad")
+    for towers in (1, 4):
+        strategy = tj.Mirrored(TWO[: min(towers, 2)], towers=towers)
+        step = build(careless, strategy, remainder="pad")
         state, _ = step(step.init(start()), good(8))
         refused(step, state, good(5), r"loss\.sum, grads.* does not depend", compiled)
     evaluate = tj.build_eval_step(

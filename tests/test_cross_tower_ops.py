@@ -578,10 +578,10 @@ def test_many_reductions_in_a_row_do_not_hang():
     strategy = mirrored(8, 8, tj.AllReduce())
     split = strategy.placement.sharding(Layout.PER_TOWER)
     value = tj.PerTower(jax.device_put(np.ones((8, 100_000), np.float32), split))
-    results = [strategy.reduce(R.SUM, value) for _ in range(100)]
+    results = [strategy.reduce(R.SUM, value) for _ in range(50)]
     # More than 32 under way deadlock before JAX 0.12: none is when reduce returns.
     assert strategy.reduce(R.MEAN, value).is_ready()
-    assert {float(x[-1]) for x in results} == {8}
+    assert {float(np.asarray(x)[-1]) for x in results} == {8}
 
 
 @pytest.mark.slow

@@ -89,13 +89,10 @@ def test_the_first_towers_integers_have_no_derivative():
 @pytest.mark.parametrize(
     "T, D, options",
     [
-        (4, 1, {}),
         (4, 1, {"local": "scan"}),
         (8, 4, {"executor": "pmap"}),
         (8, 4, {"cross_tower_ops": tj.PinnedTree()}),
-        (4, 4, {"cross_tower_ops": tj.collectives.Packed(num_packs=3)}),
         (8, 4, {"cross_tower_ops": tj.collectives.ReduceToOneDevice()}),
-        (8, 4, {"cross_tower_ops": tj.collectives.Hierarchical(group_size=2)}),
     ],
 )
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Updating rows is updating the table, or is refused; and nothing dense is made."""
 
 import functools
+import operator
 import re
 
 import chex
@@ -208,7 +209,6 @@ def decay(rate, learning_rate):
 late = optax.linear_schedule(0.0, 0.1, 1000, 5000)  # 0 up to step 5,000
 zeros = {"learning_rate": 0.0, "rate": 0.0}
 REFUSED = {
-    "adam, slow": optax.adam(1e-6, b1=0.0, b2=0.999999),
     "slight decay": decay(1e-7, learning_rate=1e-7),
     "decay, schedule": decay(1e-4, learning_rate=late),
     "decay, injected": optax.inject_hyperparams(decay)(**zeros),
@@ -255,8 +255,10 @@ def test_a_table_that_is_treated_by_its_size_is_refused():
 
 @pytest.mark.slow
 def test_only_the_table_at_fault_is_named():
+    """By its state: rows that are not looked up are updated by nothing that is seen."""
+    slow = optax.adam(1e-6, b1=0.0, b2=0.999999)
     optimizer = optax.partition(
-        {"tables": optax.sgd(0.1), "rest": optax.sgd(0.1), "frozen": optax.adam(0.1)},
+        {"tables": optax.sgd(0.1), "rest": optax.sgd(0.1), "frozen": slow},
         {"a": "tables", "b": "rest", "c": "frozen"},
     )
     params = arrays(0, np.float32, "abc")
@@ -334,7 +336,7 @@ def test_a_traced_index_that_names_no_row_cannot_go_unseen():
     def step(indices):
         rows = tj.sparse.IndexedRows(jnp.ones((2, D)), indices, (N, D))
         updates, _ = tj.sparse.update_with_rows(
-            optimizer, gradients(0) | {"a": rows}, state, params
+            optimizer, gradients(0) | {"a": rows}, state, params, lazy=True
         )
         return optax.apply_updates(params, updates)["a"]
 
@@ -383,15 +385,13 @@ def test_rows_by_index():
 # array + rows
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("jit", [False, True])
-def test_an_array_plus_rows_is_an_array(jit):
+@pytest.mark.slow
+def test_an_array_plus_rows_is_an_array():
     rows = gradients(0)["a"]
     expected = np.float64(arrays(0)["a"])
     np.add.at(expected, np.asarray(rows.indices), np.float64(rows.values))
-    add = jax.jit if jit else lambda f: f
-    for array in (arrays(0)["a"], np.asarray(arrays(0)["a"])):
-        out = add(lambda a, r: a + r)(array, rows)
+    for add in (operator.add, jax.jit(operator.add)):
+        out = add(arrays(0)["a"], rows)
         assert isinstance(out, jax.Array)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
     out = optax.apply_updates({"a": arrays(0)["a"]}, {"a": rows})["a"]

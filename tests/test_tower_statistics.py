@@ -98,7 +98,7 @@ def close(metrics, of):
     [
         (4, 2, "scan", 2, 17),  # of 6, 6, 5 and none
         (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
-        (1, 1, "vmap", 3, 20),
+        (1, 1, "vmap", 2, 20),
     ],
 )
 def test_statistics_are_those_of_numpy(T, D, local, A, size):
