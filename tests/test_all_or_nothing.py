@@ -361,7 +361,7 @@ def interrupted(step, undisturbed, event_number, **options):
 def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed, options):
     last = interrupted(step, undisturbed, 10**9, **options)
     assert last > 300
-    for event_number in range(1, last, last // 15):
+    for event_number in range(1, last, last // 10):
         interrupted(step, undisturbed, event_number, **options)
 
 

@@ -253,7 +253,7 @@ def test_a_check_changes_no_bit_of_the_training():
     results = []
     for count, check in [(1, None), (2, tj.Check(2))]:
         strategy = tj.Mirrored(
-            devices(count), towers=8, local="scan", cross_tower_ops=tj.PinnedTree()
+            devices(count), towers=4, local="scan", cross_tower_ops=tj.PinnedTree()
         )
         step = build(strategy, check)
         state = step.init(params())

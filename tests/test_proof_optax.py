@@ -257,7 +257,7 @@ TAKEN = [name for name in FACTORIES if name not in REFUSED]
 
 
 def operations(name):
-    """Each with its dtype and shape that its update has, and those of its state."""
+    """Each that its update has, with the dtype it gives; and its state's dtypes."""
     optimizer, extra = made(name), {} if name == "sam" else {"value": jnp.float32(1)}
     optimizer, params = optax.with_extra_args_support(optimizer), params_of(name)
 
@@ -270,7 +270,7 @@ def operations(name):
     state = jax.eval_shape(begun, params)
     text = str(jax.make_jaxpr(update)(*state))
     held = {("held", str(x.dtype)) for x in jax.tree.leaves(state)}
-    return held | set(re.findall(r":(\S+) = (\w+)", text))
+    return held | set(re.findall(r":(\w+)\[\S*\] = (\w+)", text))
 
 
 def few_with_all_operations():
@@ -288,7 +288,7 @@ def test_transformations_of_optax_train_as_with_plain_optax():
     """In one program: each has parameters of its own, and all are updated at once."""
     with jax.numpy_rank_promotion("allow"):
         names = [*few_with_all_operations()]
-    assert len(names) > 15
+    assert len(names) > 10
     params = {name: params_of(name) for name in names}
 
     def losses(params, batch, tower):

@@ -283,7 +283,6 @@ def check_same_update(wrapped, plain, strategy, **how):
         (3, 1, "clip"),
         (2, 2, "plateau"),
         (3, 1, "accumulated"),
-        (2, 2, "masked"),
         (2, 2, "if finite"),
     ],
 )
