@@ -314,8 +314,12 @@ def test_tower_local_variables_need_one_copy_a_tower(mode, compiled):
     text = r"each of the 2 towers, leaves \[T, \.\.\.\], but .* shape \(4, 3\)"
     refused(compiled, text, model, four, X, Y, mode)
     two = model.init(start(local=LOCAL))
-    text = r"each of the 4 towers.* shape \(2, 3\)"
-    refused(compiled, text, replicated(towers=4), two, X, Y, mode)
+    text = r"each of the 4 towers.* shape \(2, 3\).*tj.towers.restored_values\(model"
+    other = replicated(towers=4)
+    refused(compiled, text, other, two, X, Y, mode)
+    saved = tj.towers.saved_values(two)
+    moved = tj.towers.restored_values(other.strategy, two, saved)
+    assert moved.local["n"].value.shape == (4, 3)
 
 
 # What a model function returns.

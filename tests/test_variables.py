@@ -237,7 +237,8 @@ def test_assigning_keeps_the_dtype():
             1.0,
             5.0,
             "A constant value 5.0 cannot be reduced with the given aggregation"
-            " Reduction.SUM of variable 'v': it is the same on all 2 towers",
+            " Reduction.SUM of variable 'v': it is the same on all 2 towers. Create the"
+            " variable with MEAN or ONLY_FIRST_TOWER, and assign the value itself, or",
         ),
         (
             dict(reduction=R.SUM),

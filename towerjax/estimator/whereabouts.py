@@ -191,7 +191,9 @@ def check_copies(local: list[TowerLocal], num_towers: int) -> None:
         raise ValueError(
             f"A tower-local variable has one copy for each of the {num_towers} towers,"
             f" leaves [T, ...], but {listed(wrong)}. Make the variables with"
-            " model.init(variables)."
+            " model.init(variables), and move those of another number of towers with"
+            " tj.towers.restored_values(model.strategy, variables,"
+            " tj.towers.saved_values(variables))."
         )
 
 

@@ -146,9 +146,11 @@ def check_towers(state: TrainState, num_towers: int) -> None:
     ]
     if wrong_towers:
         raise ValueError(
-            f"The state was made for another number of towers than"
-            f" {num_towers}: {listed(wrong_towers)}. Read them with"
-            " tj.towers.read_local, and start anew, step.init(state.params, local=...)."
+            f"The state was made for another number of towers than {num_towers}:"
+            f" {listed(wrong_towers)}. Move tower-local variables with"
+            " tj.towers.restored_values(strategy, state,"
+            " tj.towers.saved_values(state)), or start anew, step.init(state.params,"
+            " local=...)."
         )
 
 

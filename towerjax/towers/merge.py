@@ -22,7 +22,8 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
         raise ValueError(
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
             " device one after another. Use local='vmap', or return the value as"
-            " tj.Weighted in TowerOutput(metrics=...) and let the step reduce it."
+            " tj.Weighted in TowerOutput(metrics=...) and let the step reduce it; what"
+            " strategy.call_for_each_tower returns, strategy.reduce reduces."
         )
 
 

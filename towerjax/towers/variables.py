@@ -246,6 +246,6 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
             raise ValueError(
                 f"A constant value {shown} cannot be reduced with the given aggregation"
                 f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
-                " towers. Create the variable with MEAN or ONLY_FIRST_TOWER for the"
-                f" value itself; for {n} times it assign value * tower.num_towers."
+                " towers. Create the variable with MEAN or ONLY_FIRST_TOWER, and assign"
+                f" the value itself, or for {n} times it value * tower.num_towers."
             )
