@@ -131,22 +131,25 @@ def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D):
         rows = {dtype: np.array([1, 0, 1, 1]).astype(dtype) for dtype in dtypes}
         first, rows = {k: x[0] for k, x in rows.items()}, tj.PerTower(rows)
         own = strategy.create_var("v", first, reduction=R.MEAN, tower_local=True)
-        for reduction, numpys in ((R.MEAN, jnp.mean), (R.SUM, jnp.sum)):
-            outs = [
-                strategy.reduce(reduction, rows),
-                jax.jit(lambda x, r=reduction: strategy.reduce(r, x))(rows),
-                strategy.call_for_each_tower(
-                    lambda tower, x, r=reduction: tower.reduce(r, x), rows
-                ),
-            ]
+        read = strategy.read_var(own)
+        both = ((R.MEAN, jnp.mean, 0.75), (R.SUM, jnp.sum, 3))
+
+        def all_of(owner, x):
+            return [owner.reduce(reduction, x) for reduction, *_ in both]
+
+        ways = [
+            all_of(strategy, rows),
+            jax.jit(lambda x: all_of(strategy, x))(rows),
+            strategy.call_for_each_tower(all_of, rows),
+        ]
+        for (reduction, numpys, value), *outs in zip(both, *ways, strict=True):
             for name, x in rows.values.items():
                 expected = jax.eval_shape(numpys, x).dtype
                 assert [out[name].dtype for out in outs] == [expected] * len(outs)
-                value = 0.75 if reduction is R.MEAN else 3
                 assert [float(out[name]) for out in outs] == [value] * len(outs)
                 assert reduced_dtype(reduction, x.dtype) == expected
                 if reduction is R.MEAN:
-                    assert strategy.read_var(own)[name].dtype == expected
+                    assert read[name].dtype == expected
 
 
 def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():

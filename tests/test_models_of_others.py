@@ -243,14 +243,12 @@ def of_lineax(operator, w):
     return lineax.linear_solve(matrix, w, lineax.CG(rtol=1e-6, atol=1e-6)).value
 
 
-def of_jax(kind):
-    solver = getattr(jax.scipy.sparse.linalg, kind)
-    return lambda operator, w: solver(operator, w, tol=1e-7)[0]
+def of_jax(operator, w):
+    return jax.scipy.sparse.linalg.bicgstab(operator, w, tol=1e-7)[0]
 
 
 SOLVE = {
-    "jax gmres": of_jax("gmres"),
-    "jax bicgstab": of_jax("bicgstab"),
+    "jax bicgstab": of_jax,
     "lineax CG": of_lineax,
 }
 
@@ -258,12 +256,7 @@ SOLVE = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "solver, name",
-    [
-        ("jax gmres", None),  # is proved, and not run
-        ("jax bicgstab", "two devices"),
-        ("lineax CG", "four towers"),
-    ],
+    "solver, name", [("jax bicgstab", "two devices"), ("lineax CG", "four towers")]
 )
 def test_solvers_of_an_operator_of_all_towers(solver, name):
     params, batch = data()
@@ -278,13 +271,6 @@ def test_solvers_of_an_operator_of_all_towers(solver, name):
 
         z = mean(SOLVE[solver](operator, params["w"]))
         return tj.Weighted.mean((batch["x"] @ z - 1) ** 2, weights)
-
-    if name is None:
-        strategy = tj.Mirrored(["cpu:0"], towers=4)
-        step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy)
-        with jax.numpy_rank_promotion("allow"):
-            assert step.check(params, batch).analysis.collectives
-        return
 
     @jax.jit
     @jax.value_and_grad

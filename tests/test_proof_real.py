@@ -175,6 +175,12 @@ def conjugate_gradients(p, x):
 
 
 @of_rows
+def minimal_residuals(p, x):
+    a = p["w"] @ p["w"].T + jnp.eye(D)
+    return jax.scipy.sparse.linalg.gmres(lambda v: v @ a, x, restart=2, maxiter=2)[0]
+
+
+@of_rows
 def cholesky(p, x):
     return x @ jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(D))
 
