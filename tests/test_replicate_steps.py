@@ -122,7 +122,7 @@ def called(count, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "placement", "steps_per_call"),
-    [(4, 2, PLACEMENTS[0], 2), (4, 2, PLACEMENTS[1], 2), (3, 1, PLACEMENTS[2], 1)],
+    [(4, 2, PLACEMENTS[0], 2), (4, 2, PLACEMENTS[1], 2), (4, 2, PLACEMENTS[2], 1)],
 )
 def test_a_run_gives_the_numbers_of_calls(count, devices, placement, steps_per_call):
     model = shared(count, devices, placement)
@@ -416,8 +416,8 @@ def test_one_tower_sends_and_splits_nothing(mode):
     found, text = collectives(replicated(1, 1), mode)
     assert found == []
     assert "f32[8," not in text and "f32[16,7]" in text  # whole rows
-    plain = collectives(replicated(4, 1), mode)
-    assert plain[0] == []  # several towers of one device share its memory
+    if mode is tj.estimator.Mode.TRAIN:  # several towers of a device share its memory
+        assert collectives(replicated(4, 1), mode)[0] == []
 
 
 @pytest.mark.slow
