@@ -425,6 +425,8 @@ def test_map_deals_elements_out_in_turn(T):
     assert int(strategy.reduce(R.SUM, out, axis=0)["product"]) == 90
     mean = strategy.reduce(R.MEAN, out, axis=0)["product"]
     assert float(mean) == 9  # of 10 elements; the mean of 3 towers' means is 9.33
+    named = strategy.map(lambda x, *, y: x * y, np.arange(10), y=2)
+    assert int(strategy.reduce(R.SUM, named, axis=0)) == 90
 
 
 def test_map_of_fewer_elements_than_towers():

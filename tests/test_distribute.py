@@ -295,6 +295,12 @@ def test_what_cannot_be_fed_is_refused_at_once(source, text):
         mirrored(2).distribute_dataset(source)
 
 
+@pytest.mark.parametrize("source", [range(4), [(1, 2)], [np.float32(3)], [[1.0, 2.0]]])
+def test_elements_without_rows_are_told_of_the_other_split(source):
+    with pytest.raises(ValueError, match="split='elements'.* where each tower takes"):
+        next(iter(mirrored(2).distribute_dataset(source)))
+
+
 def test_a_function_that_returns_no_data_is_refused():
     dataset = mirrored(2).distribute_dataset(lambda: 7)
     with pytest.raises(ValueError, match="returned 7, which cannot be gone through"):

@@ -160,6 +160,12 @@ def test_what_is_no_iterator_of_placed_batches(iterator, text):
         mirrored(2).run_steps_on_dataset(descend, iterator, 1, 0.0)
 
 
+def test_a_step_of_other_arguments_is_told_how_it_is_called():
+    batches = iter(mirrored(2).distribute_dataset([X]))
+    with pytest.raises(ValueError, match=r"Write def fn\(ctx, carry, \*inputs\)"):
+        mirrored(2).run_steps_on_dataset(lambda ctx, x: x, batches, 1, 0.0)
+
+
 @pytest.mark.parametrize("iterations", [0, 1.5])
 def test_iterations_are_a_number(iterations):
     strategy = mirrored(2)

@@ -86,6 +86,13 @@ class _WholeBatches:
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         shares = self.towers * self.options.micro_batches
         for whole in elements:
+            if not any(map(np.ndim, jax.tree.leaves(whole))):
+                raise ValueError(
+                    "An element is a global batch, arrays with a row for each example,"
+                    f" but is {whole!r}. Write distribute_dataset(source,"
+                    " split='elements') where each tower takes an element, or wrap"
+                    " lists in np.asarray."
+                )
             if self.may_be_empty:  # no process knows how much room others need
                 refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)

@@ -22,7 +22,7 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import changes, listed
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_takes, check_whole
 
 
 @jax.tree_util.register_static
@@ -147,6 +147,7 @@ def _run(
         batch = jax.tree.map(of_towers, batches)
         batch = with_shared(batch, jax.tree.map(lambda x: x[i], shared))
         inputs = batch if isinstance(batch, tuple) else (batch,)
+        check_takes("fn(ctx, carry, *inputs)", steps.fn, ctx, carry, *inputs)
         carry = _like(carry, steps.fn(ctx, carry, *inputs))
         kept.values.update(ctx.non_tensor_outputs)
         return carry, ctx.last_step_outputs

@@ -183,7 +183,11 @@ class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMet
         return values.gather_values(self, value, axis)
 
     def map(
-        self, fn: Callable[..., PyTree], elements: Sequence[Any], *args: PyTree
+        self,
+        fn: Callable[..., PyTree],
+        elements: Sequence[Any],
+        *args: PyTree,
+        **kwargs: PyTree,
     ) -> PerTower:
         """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
 
@@ -191,11 +195,12 @@ class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMet
           fn: A function of one element.
           elements: The elements, of one shape.
           *args: The same for all elements.
+          **kwargs: As ``args``.
 
         Returns:
           ``PerTower`` of a tuple: each tower's results, stacked.
         """
-        if any_per_tower(args):
+        if any_per_tower((args, kwargs)):
             raise ValueError(
                 "map: args are the same for all elements, but one of them is PerTower."
                 " Use call_for_each_tower for values that differ from tower to tower."
@@ -219,7 +224,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMet
         if not len(elements):
             raise ValueError("map: there are no elements.")
         num_towers = self.num_towers
-        results = [fn(x, *args) for x in elements]
+        results = [fn(x, *args, **kwargs) for x in elements]
         by_tower = [results[t::num_towers] for t in range(num_towers)]
 
         return PerTower(
