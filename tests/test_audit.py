@@ -228,7 +228,7 @@ def contrastive_over_all(params, batch, tower):
     # back through all_gather.
     logits = a @ others.T + params["b"]
     logits = jnp.where(valid[None, :] > 0, logits, -1e9)
-    own = (a * a).sum(1) + params["b"]
+    own = (a * a).sum(1)
     loss = tj.Weighted.mean(jax.nn.logsumexp(logits, axis=1) - own, tower.weight)
 
     def total(strategy, a, weight):
