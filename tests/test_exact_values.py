@@ -123,8 +123,8 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
 
 
 @pytest.mark.slow
-@LAYOUTS
-def test_means_and_sums_have_one_dtype_on_all_paths_in_x64(T, D):
+def test_means_and_sums_have_one_dtype_on_all_paths_in_x64():
+    T, D = 4, 2
     dtypes = ("int64", "int32", "bool", "float32", "uint8")
     with jax.enable_x64(True):
         strategy = mirrored(T, D)

@@ -100,8 +100,11 @@ def sharded_by_itself(params, x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [compares_types, sharded_by_itself])
-@pytest.mark.parametrize("name", ONE_DEVICE)
+@pytest.mark.parametrize(
+    "name, model",
+    [(name, compares_types) for name in ONE_DEVICE]
+    + [("four towers", sharded_by_itself)],
+)
 def test_one_device_takes_what_jit_takes(name, model):
     check_step(model, ONE_DEVICE[name](), *data(), expected_of_data(model))
 

@@ -88,7 +88,6 @@ def doubled(updates, state, params=None, *, value, **extra_args):
 
 
 KINDS = {
-    "sign": optax.sign_sgd(0.1),
     "centred rows": optax.chain(optax.centralize(), optax.sgd(0.1)),
     "clip, adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
     "inject": optax.inject_hyperparams(optax.sgd)(
