@@ -17,18 +17,17 @@ ROWS = 61  # ragged: 8 towers have 8 rows each, the last one 5
 
 
 class Network(nn.Module):
-    """A convolution, dropout and a dense layer."""
+    """A convolution and a dense layer."""
 
     @nn.compact
-    def __call__(self, x, dropout_rng):
+    def __call__(self, x):
         x = nn.relu(nn.Conv(4, (3, 3))(x))
         x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(x.shape[0], -1)
-        x = nn.Dropout(0.2, deterministic=False)(x, rng=dropout_rng)
         return nn.Dense(10)(x)
 
 
 def loss_fn(params, batch, tower):
-    logits = Network().apply({"params": params}, batch["x"], tower.rng)
+    logits = Network().apply({"params": params}, batch["x"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     hits = logits.argmax(-1) == batch["y"]
     return tj.TowerOutput(
@@ -50,7 +49,7 @@ def batches(steps):
 def start():
     # Eight rows a tower, as many as towers: in a loop both were one array once.
     key, rng = jax.random.key(0), np.random.default_rng(3)
-    shapes = jax.eval_shape(Network().init, key, next(batches(1))["x"], key)["params"]
+    shapes = jax.eval_shape(Network().init, key, next(batches(1))["x"])["params"]
     return jax.tree.map(
         lambda x: (0.2 * rng.normal(size=x.shape)).astype(x.dtype), shapes
     )
@@ -62,7 +61,7 @@ def train(devices, *, steps):
     strategy = tj.Mirrored(names, towers=8, local="scan", cross_tower_ops=pinned)
     step = tj.build_train_step(loss_fn, optax.adam(1e-2), strategy, remainder="pad")
     params = start()
-    state, metrics = step.init(params, rng=jax.random.key(3)), []
+    state, metrics = step.init(params), []
     for batch in batches(steps):
         state, one = step(state, batch)
         metrics.append(one)
