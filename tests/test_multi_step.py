@@ -108,8 +108,9 @@ def test_elements_arrive_as_they_are_and_tuples_part_by_part():
     assert (int(ctx.final), ctx.iterations) == (15 + 55, 3)
 
 
-def test_outputs_that_are_no_arrays():
-    strategy = mirrored(2)
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+def test_outputs_that_are_no_arrays(local):
+    strategy = mirrored(2, local=local)
 
     def step(ctx, carry, x):
         def tower_fn(tower):

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.collectives.reduce import check_reduction
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder, row_weights, rows_of_towers, with_shared
@@ -64,12 +63,16 @@ class MultiStepContext:
         def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._tower, self._of_towers = tower, {}
             try:
-                return fn(tower, *args, **kwargs), self._of_towers
+                out = fn(tower, *args, **kwargs)
+                return out, {name: x for name, (_, x) in self._of_towers.items()}
             finally:
                 self._tower = None
 
-        out, of_towers = self.strategy.call_for_each_tower(tower_fn, *args, **kwargs)
-        self.last_step_outputs |= of_towers
+        out, own = self.strategy.call_for_each_tower(tower_fn, *args, **kwargs)
+        reductions = {name: x for name, (x, _) in self._of_towers.items()}
+        self._of_towers = {}
+        for name, reduction in reductions.items():
+            self.set_last_step_output(name, own[name], reduction)
         return out
 
     def set_last_step_output(
@@ -104,8 +107,7 @@ class MultiStepContext:
                 " that makes one value of the towers'. Give SUM, MEAN or"
                 " ONLY_FIRST_TOWER, or return the value and set it in the step."
             )
-        check_reduction(reduction)
-        self._of_towers[name] = self._tower.reduce(reduction, output)
+        self._of_towers[name] = reduction, output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Hand out something that is no array; noted while the steps are traced.
