@@ -799,6 +799,19 @@ def test_one_batch_is_no_iterable_of_batches():
         tj.run(step, step.init(start()), good(), progress=False)
 
 
+def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
+    def metric_fn(params, batch, tower):
+        return {
+            "step": tj.Weighted.mean(tower.step + 0 * batch["x"][:, 0], tower.weight)
+        }
+
+    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
+    params, batch = start(), evaluate.place_batch(good())
+    with pytest.raises(ValueError, match="A step is called from Python"):
+        jax.jit(lambda params: evaluate(params, batch))(params)
+    assert float(evaluate(params, batch)["step"].value) == 0
+
+
 def test_evaluating_a_donated_state_is_refused_wherever_it_was():
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}

@@ -131,8 +131,9 @@ class InferenceStep:
     @functools.cached_property
     def _clock(self) -> PyTree:
         """The number and the key of a step, for parameters that have none."""
-        clock = (np.int32(0), jax.random.key(0))
-        return place(clock, self.strategy.placement, Layout.MIRRORED)
+        with jax.ensure_compile_time_eval():  # kept: no tracer of the first call
+            clock = (np.int32(0), jax.random.key(0))
+            return place(clock, self.strategy.placement, Layout.MIRRORED)
 
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be."""
