@@ -86,7 +86,8 @@ class _WholeBatches:
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         shares = self.towers * self.options.micro_batches
         for whole in elements:
-            if not any(map(np.ndim, jax.tree.leaves(whole))):
+            leaves = jax.tree.leaves(whole)
+            if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
                     "An element is a global batch, arrays with a row for each example,"
                     f" but is {whole!r}. Write distribute_dataset(source,"
