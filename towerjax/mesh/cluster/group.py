@@ -48,6 +48,7 @@ class LineForwarder:
         self._target = target
         self._prefix = prefix.encode()
         self._rest = b""
+        self._ends_to_come = 0  # of lines of the transport that stood on one
         os.set_blocking(source.fileno(), False)
 
     def forward(self) -> bool:
@@ -62,9 +63,18 @@ class LineForwarder:
         if not chunk:
             lines = [self._rest + b"\n"] if self._rest else []
             self.close()
-        shown = [line for line in lines if not _TRANSPORT.fullmatch(line)]
+        shown = [line for line in lines if not self._is_of_transport(line)]
         write(self._target, b"".join(self._prefix + line for line in shown))
         return True
+
+    def _is_of_transport(self, line: bytes) -> bool:
+        """Is it no output? Nor is an empty line whose text stood on one with others."""
+        of_transport = _TRANSPORT.fullmatch(line) is not None
+        if of_transport or (self._ends_to_come and not line.strip()):
+            more = line.count(b"[Gloo]") - 1
+            self._ends_to_come = max(0, self._ends_to_come + more)
+            return True
+        return False
 
     def close(self) -> None:
         """Read no more. May be called twice."""
