@@ -656,6 +656,9 @@ class Loss:
         self.waits += not self.has_arrived
         return np.asarray(self.value, dtype)
 
+    def item(self):
+        return np.asarray(self).item()
+
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(processes):

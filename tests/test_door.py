@@ -84,6 +84,19 @@ def test_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
         step.place_batch(batch)
 
 
+def test_where_rows_lie_is_looked_at_each_time():
+    """Rows on the step's devices are handed on; those of one device are not."""
+    step = build()
+    right = step.place_batch(rows()).arrays["x"].sharding
+    state, w = step.init(np.float32(3.0)), 3.0
+    for seed in range(3):
+        for where in (right, *jax.devices()[::5]):
+            x = rows(seed=seed)["x"]
+            state, metrics = step(state, {"x": jax.device_put(x, where)})
+            assert float(metrics["loss"]) == pytest.approx(np.mean((w - x) ** 2))
+            w = float(state.params)
+
+
 def test_values_are_looked_at_each_time():
     step, good = build(), rows(dtype=np.int64)
     step.place_batch(good)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,13 +20,20 @@ from towerjax.data.shard import (
     fingerprint_of,
     fit_batch,
     fit_shapes,
+    may_wrap,
     refuse_unlike,
     refuse_wrapping,
     rows_of_towers,
     without_shared,
 )
 from towerjax.data.sparse_rows import Room, SparseRows, room_for
-from towerjax.mesh.placement import Placement, are_placed, place_own, place_rows
+from towerjax.mesh.placement import (
+    Placement,
+    are_placed,
+    place_own,
+    place_rows,
+    way_by_call,
+)
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import is_key, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
@@ -143,6 +150,15 @@ def _put_together(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
 jax.tree_util.register_pytree_node(PlacedBatch, _taken_apart, _put_together)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Alike:
+    """What batches of one kind have in common: how they are placed, and are counted."""
+
+    batch: PlacedBatch  # without its arrays, which it would keep alive
+    may_wrap: bool
+    ways: list[Callable[[Any], Any]]  # how each leaf is handed to a call
+
+
 class Placer:
     """Checks, fits and places the batches of one step."""
 
@@ -157,7 +173,7 @@ class Placer:
         self._rooms: list[Room] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
-        self._alike: dict[Any, PlacedBatch] = {}
+        self._alike: dict[Any, _Alike] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of these sizes had been placed before."""
@@ -172,19 +188,24 @@ class Placer:
         """
         if isinstance(batch, PlacedBatch):
             return self._given(batch)
-        kind = _kind_of(batch)
+        leaves, treedef, kind = _kind_of(batch)
         if (known := self._alike.get(kind)) is not None:
-            refuse_wrapping(batch)
-            layout = Layout.PER_TOWER
-            return known.of(place_rows(batch, self.placement, layout, by_call=by_call))
+            if known.may_wrap:
+                refuse_wrapping(batch)
+            if by_call and self.placement.num_processes == 1:
+                handed = [way(x) for way, x in zip(known.ways, leaves, strict=True)]
+                return known.batch.of(treedef.unflatten(handed))
+            return known.batch.of(place_rows(batch, self.placement, Layout.PER_TOWER))
         refuse_traced(batch)
         rows, shared = without_shared(batch)
         [rows], [counts] = self._fitted([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.placed(arrays, counts, self._placed_shared(shared), rows)
-        if kind is not None and _kind_of(rows) == kind:  # it is placed as it came
+        if kind is not None and _kind_of(rows)[2] == kind:  # it is placed as it came
             alike = dataclasses.replace(placed, fingerprint=None)
-            self._alike[kind] = alike.of(None)  # without keeping its arrays alive
+            sharding = self.placement.sharding(Layout.PER_TOWER)
+            ways = [way_by_call(x, sharding) for x in leaves]
+            self._alike[kind] = _Alike(alike.of(None), may_wrap(batch), ways)
         return placed
 
     def _given(self, batch: PlacedBatch) -> PlacedBatch:
@@ -347,20 +368,22 @@ class Placer:
         return self._counts[key]
 
 
-def _kind_of(batch: PyTree) -> Any:
-    """What a batch of live arrays is to a placer; None of anything else.
+def _kind_of(batch: PyTree) -> tuple[list[Any], Any, Any]:
+    """Its leaves, its tree, and what it is to a placer; None of other than live arrays.
 
     To a placer that has seen one, the next of the same kind is like it in all but its
     values.
     """
     leaves, treedef = jax.tree.flatten(batch)
+    kinds: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:
-        if type(x) is not np.ndarray and (
-            not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.is_deleted()
-        ):
-            return None
-    wide = jax.config.read("jax_enable_x64")
-    return treedef, wide, tuple([(x.shape, x.dtype) for x in leaves])
+        if type(x) is np.ndarray:
+            kinds.append((x.shape, x.dtype))
+        elif isinstance(x, jax.Array) and not (isinstance(x, Tracer) or x.is_deleted()):
+            kinds.append((x.shape, x.dtype, x.sharding))
+        else:
+            return leaves, treedef, None
+    return leaves, treedef, tuple(kinds)
 
 
 def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:

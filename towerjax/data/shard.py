@@ -158,10 +158,15 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         )
 
 
+def may_wrap(batch: PyTree) -> bool:
+    """Has it integers on the host that are wider than those on the devices?"""
+    leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
+    return any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves)
+
+
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise where integers would wrap round on their way to the devices."""
-    leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
-    if not any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves):
+    if not may_wrap(batch):
         return  # names are made where they may be needed
     found = [
         (name, leaf, wrapping(leaf)) for name, leaf in named_leaves("batch", batch)

@@ -6,6 +6,7 @@ device: tower ``t`` is local tower ``t % k`` of device ``t // k``.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -292,16 +293,12 @@ def _lies(x: Any, sharding: NamedSharding) -> bool:
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-def place_rows(
-    tree: PyTree, placement: Placement, layout: Layout, *, by_call: bool = False
-) -> PyTree:
+def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """Rows on the devices of their towers; host arrays are copied first.
 
-    What lies there already is handed on as it is. With ``by_call`` the copies are too:
-    a program that is called with them places them in a tenth of the time.
-
-    On the CPU, placing an aligned NumPy array shares its memory, so a loader
-    that reuses its buffer would rewrite a batch in flight.
+    What lies there already is handed on as it is. On the CPU, placing an aligned NumPy
+    array shares its memory, so a loader that reuses its buffer would rewrite a batch
+    in flight.
     """
     placement.require_present()
     if placement.num_processes > 1:
@@ -310,10 +307,22 @@ def place_rows(
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array):
-            return _own_copy(x) if by_call else put(_own_copy(x), sharding)
+            return put(_own_copy(x), sharding)
         return x if _lies(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
+
+
+def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
+    """How arrays like this one are handed to a program that is called with them.
+
+    It places copies of host arrays in a tenth of the time that it takes before a call.
+    """
+    if not isinstance(x, jax.Array):
+        return functools.partial(np.array, dtype=held_dtype(x.dtype))
+    if _lies(x, sharding):
+        return lambda x: x
+    return functools.partial(jax.device_put, device=sharding)
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:

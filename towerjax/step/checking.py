@@ -171,8 +171,8 @@ def _gathered_rows(own: PyTree, axes: TowerAxes) -> PyTree:
     return jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), own)
 
 
-def is_refused(guarded: np.ndarray | np.generic) -> bool:
-    """Was a step refused?"""
+def is_refused(guarded: Any) -> bool:
+    """Was a step refused? Of its verdict, an array of a single element."""
     # As a number of Python's: asked at every call, where NumPy takes ten times as long.
     found = guarded.item()
     return found is False or not math.isfinite(found)
@@ -235,7 +235,7 @@ class Verdicts:
             value, amiss = brief
             if not value.is_ready():
                 break
-            if amiss is None and not is_refused(np.asarray(value)):
+            if amiss is None and not is_refused(value):
                 pending.popleft()
             else:
                 self._look()

@@ -308,7 +308,8 @@ class CompiledStep:
         metrics = {**metrics["one"], **own}
         guarded = metrics["loss"] if finite is None else finite
         guarded = Checked(guarded, found[0]) if found else guarded
-        return dataclasses.replace(state, **carry, **now), metrics, guarded
+        # All its fields: dataclasses.replace takes twice as long to find them.
+        return TrainState(**carry, **{"rng": state.rng, **now}), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
