@@ -225,9 +225,9 @@ def test_a_pinned_tree_sends_the_bytes_that_it_promises():
 @needs_compiler
 def test_several_steps_are_one_loop_with_one_reduction_in_it():
     step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
-    carry, clock = split_state(step.shapes(params))
+    donated, kept = split_state(step.shapes(params))
     x = shapes(5, *batch["x"].shape)
-    args = (carry, clock, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
+    args = (donated, kept, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
     args = (*args, shapes(dtype=jnp.int32))
     recipe = repeated_recipe(step._runner.recipe)
     program = prepare(recipe, step.strategy.placement, args)[1]()

@@ -11,7 +11,7 @@ import pytest
 from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
-from towerjax.estimator.whereabouts import variable_devices
+from towerjax.estimator.variables import variable_devices
 
 WITHOUT_MEANING = {
     "optimizer.error.cross_tower_apply": "there is no second way to apply: outside of"

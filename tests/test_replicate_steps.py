@@ -372,7 +372,7 @@ def test_what_is_not_kept_is_freed(placement):
 
 
 def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
-    from towerjax.estimator.whereabouts import variable_devices
+    from towerjax.estimator.variables import variable_devices
 
     @dataclasses.dataclass(frozen=True)
     class Device:

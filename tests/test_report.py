@@ -323,7 +323,7 @@ SCHEDULE = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (
 }
 
 ENTRY %main (w: f32[10], x: f32[30]) -> (f32[10], f32[]) {
-  %w = f32[10]{0} parameter(0), metadata={op_name="carry['params']['w']"}
+  %w = f32[10]{0} parameter(0), metadata={op_name="donated['params']['w']"}
   %x = f32[30]{0} parameter(1), metadata={op_name="batch['x']"}
   %a = (f32[50]{0}, f32[5]{0}) fusion(%w, %x), kind=kLoop, calls=%f
   %a0 = f32[50]{0} get-tuple-element(%a), index=0

@@ -246,8 +246,8 @@ REGISTRY = (
         "B23",
         "every tower counts the step",
         "step.engine:Engine.step",
-        'clock["step"] + 1',
-        'clock["step"] + batch[1].shape[0]',
+        'kept["step"] + 1',
+        'kept["step"] + batch[1].shape[0]',
         f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
@@ -369,7 +369,7 @@ REGISTRY = (
     _m(
         "B37",
         "a state that goes on has another key",
-        "towers.cross_tower.whereabouts:_restored_leaf",
+        "towers.cross_tower.placement:_restored_leaf",
         "return cast_exactly(rows, dtype)",
         "if jnp.issubdtype(dtype, jax.dtypes.prng_key):\n"
         "        return jax.random.split(rows, 1)[0]\n"
@@ -398,7 +398,7 @@ REGISTRY = (
     _m(
         "B40",
         "a SUM over towers is restored to each tower undivided",
-        "towers.cross_tower.whereabouts:_restored_leaf",
+        "towers.cross_tower.placement:_restored_leaf",
         "shares(like, new, num_towers) if local",
         "jnp.stack([new] * num_towers) if local",
         "test_variables.py::test_saved_on_four_towers_and_restored_on_others[4-2]",
@@ -1305,7 +1305,7 @@ CHECKPOINTS = (
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "towers.cross_tower.whereabouts:_restored_leaf",
+        "towers.cross_tower.placement:_restored_leaf",
         "shares(like, new, num_towers)",
         "jnp.broadcast_to(new, (num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there",
@@ -1408,9 +1408,9 @@ BESIDES = (
     _m(
         "N05",
         "nothing of a sharded state is sharded",
-        "step.state:carry_layout",
-        "CARRY_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)",
-        "dict(CARRY_LAYOUT)",
+        "step.state:donated_layout",
+        "DONATED_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)",
+        "dict(DONATED_LAYOUT)",
         "test_sharded_state.py::test_a_device_holds_its_part_alone",
     ),
     _m(

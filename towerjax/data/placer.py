@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_sparse, num_rows
 from towerjax.data.shard import (
@@ -20,6 +19,7 @@ from towerjax.data.shard import (
     fingerprint_of,
     fit_batch,
     fit_shapes,
+    kind_of,
     may_wrap,
     refuse_unlike,
     refuse_wrapping,
@@ -188,7 +188,7 @@ class Placer:
         """
         if isinstance(batch, PlacedBatch):
             return self._given(batch)
-        leaves, treedef, kind = _kind_of(batch)
+        leaves, treedef, kind = kind_of(batch)
         if (known := self._alike.get(kind)) is not None:
             if known.may_wrap:
                 refuse_wrapping(batch)
@@ -201,7 +201,7 @@ class Placer:
         [rows], [counts] = self._fitted([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.placed(arrays, counts, self._placed_shared(shared), rows)
-        if kind is not None and _kind_of(rows)[2] == kind:  # it is placed as it came
+        if kind is not None and kind_of(rows)[2] == kind:  # it is placed as it came
             alike = dataclasses.replace(placed, fingerprint=None)
             sharding = self.placement.sharding(Layout.PER_TOWER)
             ways = [way_by_call(x, sharding) for x in leaves]
@@ -366,24 +366,6 @@ class Placer:
                 self._counts.clear()
             self._counts[key] = place_rows(counts, self.placement, layout)
         return self._counts[key]
-
-
-def _kind_of(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """Its leaves, its tree, and what it is to a placer; None of other than live arrays.
-
-    To a placer that has seen one, the next of the same kind is like it in all but its
-    values.
-    """
-    leaves, treedef = jax.tree.flatten(batch)
-    kinds: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
-    for x in leaves:
-        if type(x) is np.ndarray:
-            kinds.append((x.shape, x.dtype))
-        elif isinstance(x, jax.Array) and not (isinstance(x, Tracer) or x.is_deleted()):
-            kinds.append((x.shape, x.dtype, x.sharding))
-        else:
-            return leaves, treedef, None
-    return leaves, treedef, tuple(kinds)
 
 
 def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.types import PyTree, Shared, named_leaves
@@ -306,3 +307,21 @@ def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
     here = first_row + jnp.arange(rows)
     here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
     return (here < num_valid).astype(jnp.float32)
+
+
+def kind_of(batch: PyTree) -> tuple[list[Any], Any, Any]:
+    """Its leaves, its tree, and what it is to a placer; None of other than live arrays.
+
+    To a placer that has seen one, the next of the same kind is like it in all but its
+    values.
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    kinds: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
+    for x in leaves:
+        if type(x) is np.ndarray:
+            kinds.append((x.shape, x.dtype))
+        elif isinstance(x, jax.Array) and not (isinstance(x, Tracer) or x.is_deleted()):
+            kinds.append((x.shape, x.dtype, x.sharding))
+        else:
+            return leaves, treedef, None
+    return leaves, treedef, tuple(kinds)

@@ -16,4 +16,4 @@ from towerjax.estimator.spec import RegressionOutput as RegressionOutput
 from towerjax.estimator.train import evaluate as evaluate
 from towerjax.estimator.train import predict as predict
 from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
-from towerjax.estimator.whereabouts import VariablePlacement as VariablePlacement
+from towerjax.estimator.variables import VariablePlacement as VariablePlacement

@@ -11,7 +11,7 @@ from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
-from towerjax.estimator.whereabouts import VariablePlacement
+from towerjax.estimator.variables import VariablePlacement
 from towerjax.towers.cross_tower.constant import key_of
 from towerjax.towers.executors import tower_explained
 from towerjax.towers.tower import Tower

@@ -24,7 +24,7 @@ from towerjax.estimator.spec import (
     PredictOutput,
     RegressionOutput,
 )
-from towerjax.estimator.whereabouts import check_copies
+from towerjax.estimator.variables import check_copies
 from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.state import TrainState

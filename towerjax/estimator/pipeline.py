@@ -17,7 +17,7 @@ from towerjax.estimator.losses import TowersOfStep, is_of_means, one_loss
 from towerjax.estimator.meeting import Cut
 from towerjax.estimator.optimizer import in_towers
 from towerjax.estimator.spec import Mode, ModelSpec, typed_rows
-from towerjax.estimator.whereabouts import (
+from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
@@ -34,9 +34,9 @@ from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.state import (
-    CLOCK_LAYOUT,
+    KEPT_LAYOUT,
     TrainState,
-    carry_layout,
+    donated_layout,
     split_state,
 )
 from towerjax.step.step import Step
@@ -84,24 +84,26 @@ class ModelEngine:
     hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
     _made: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def step(self, run: Run, carry: Any, clock: Any, *batch: PyTree) -> tuple[Any, ...]:
+    def step(
+        self, run: Run, donated: Any, kept: Any, *batch: PyTree
+    ) -> tuple[Any, ...]:
         """The whole step, of global values."""
-        return self._engine(carry, clock, batch)[0].step(run, carry, clock, *batch)
+        return self._engine(donated, kept, batch)[0].step(run, donated, kept, *batch)
 
-    def located(self, run: Run, carry: Any, clock: Any, *args: PyTree) -> tuple[Any]:
+    def located(self, run: Run, donated: Any, kept: Any, *args: PyTree) -> tuple[Any]:
         """The towers alone, of which is told what is not finite."""
         batch, at = args[:3], args[3:]
         for _ in at:
             batch = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), batch)
-        engine, _, _ = self._engine(carry, clock, batch)
-        return engine.located(run, carry, clock, *args)
+        engine, _, _ = self._engine(donated, kept, batch)
+        return engine.located(run, donated, kept, *args)
 
     def run(
-        self, on_devices: Run, carry: Any, clock: Any, *batch: PyTree
+        self, on_devices: Run, donated: Any, kept: Any, *batch: PyTree
     ) -> tuple[Any, ...]:
         """The parts of the one spec, without a verdict on them; and the next state."""
-        engine, cut, traced = self._engine(carry, clock, batch)
-        state = TrainState(**carry, **clock)
+        engine, cut, traced = self._engine(donated, kept, batch)
+        state = TrainState(**donated, **kept)
         merged, *_ = engine.merged(on_devices, engine.passes, state, batch)
         after, parts = self._updated(cut, traced, state, merged)
         names = ("loss", "eval_metrics", "predictions", "export_outputs")
@@ -109,10 +111,10 @@ class ModelEngine:
         return (*split_state(after), *out) if "train_op" in self.wanted else out
 
     def _engine(
-        self, carry: Any, clock: Any, batch: tuple[PyTree, ...]
+        self, donated: Any, kept: Any, batch: tuple[PyTree, ...]
     ) -> tuple[Engine, Cut, Traced]:
         """The engine for a batch of these shapes, made once."""
-        state: TrainState = shapes_of(TrainState(**carry, **clock))
+        state: TrainState = shapes_of(TrainState(**donated, **kept))
         rows, _, shared = shapes_of(batch)
         key = _key("engine", (state, rows, shared))
         if key not in self._made:
@@ -256,17 +258,17 @@ class ModelEngine:
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
             parts["loss"] = loss if traced.is_weighted else loss.value
         if "train_op" in parts:
-            clock = {"step": state.step, "rng": state.rng}
-            after = as_state(parts.pop("train_op"), clock)
+            counters = {"step": state.step, "rng": state.rng}
+            after = as_state(parts.pop("train_op"), counters)
         return after, parts
 
 
 def call_runner(engine: ModelEngine) -> Runner:
     """The programs of one call of a replicated model."""
     trains = "train_op" in engine.wanted
-    carry = carry_layout(engine.strategy)
-    in_layouts = {"state": carry, "clock": CLOCK_LAYOUT, **BATCH_LAYOUT}
-    out_layouts = {"state": carry, "clock": CLOCK_LAYOUT} if trains else {}
+    donated = donated_layout(engine.strategy)
+    in_layouts = {"state": donated, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
+    out_layouts = {"state": donated, "kept": KEPT_LAYOUT} if trains else {}
     out_layouts |= dict.fromkeys(("loss", "eval_metrics"), Layout.MIRRORED)
     out_layouts |= dict.fromkeys(("predictions", "export_outputs"), Layout.PER_TOWER)
     out_layouts["traced"] = Layout.MIRRORED

@@ -25,7 +25,7 @@ from towerjax.estimator.pipeline import (
     call_runner,
 )
 from towerjax.estimator.spec import Mode, ModelSpec, joined_rows
-from towerjax.estimator.whereabouts import (
+from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
@@ -64,7 +64,7 @@ class ReplicatedModel:
         self._runners: dict[Any, list[tuple[list[Any], Runner]]] = {}
         self._placers: dict[Mode, Placer] = {}
         self._steps: dict[Any, ModelTrainStep] = {}
-        self._clock: dict[str, Any] = {}
+        self._counters: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         """What is replicated, over which towers."""
@@ -262,10 +262,10 @@ class ReplicatedModel:
         """The variables on all devices, and as a state."""
         placement, policy = self.strategy.placement, self.options.variable_placement
         variables = spread(variables, self.strategy, policy)
-        if not self._clock:
-            clock = {"step": np.int32(0), "rng": jax.random.key(0)}
-            self._clock = place(clock, placement, Layout.MIRRORED)
-        return variables, as_state(variables, self._clock)
+        if not self._counters:
+            counters = {"step": np.int32(0), "rng": jax.random.key(0)}
+            self._counters = place(counters, placement, Layout.MIRRORED)
+        return variables, as_state(variables, self._counters)
 
     def _engine(
         self,

@@ -23,9 +23,9 @@ from towerjax.step.program import Program, Runner
 from towerjax.step.proving import Recipe
 from towerjax.step.report.step_report import StepReport, program_report, timed
 from towerjax.step.state import (
-    CLOCK_LAYOUT,
+    KEPT_LAYOUT,
     TrainState,
-    carry_layout,
+    donated_layout,
     split_state,
     state_layout,
 )
@@ -92,9 +92,9 @@ class CompiledStep:
     ) -> None:
         self.strategy, self.options = strategy, options
         self.counts_examples = counts_examples
-        state = {"state": layout or carry_layout(strategy)}
-        ins = {**state, "clock": CLOCK_LAYOUT, **BATCH_LAYOUT}
-        out = {**state, "clock": Layout.MIRRORED}
+        state = {"state": layout or donated_layout(strategy)}
+        ins = {**state, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
+        out = {**state, "kept": Layout.MIRRORED}
         out["metrics"] = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER}
         out |= dict.fromkeys(["finite", "found"][: 1 + finds], Layout.MIRRORED)
         self._runner = self._run(Recipe(step, ins, out, donate=options.donate))
@@ -253,13 +253,13 @@ class CompiledStep:
         program, timing = self.program(state, batch), None
         keeps = not self.options.donate
         if timed_calls:
-            carry, clock = split_state(self.place(state))
+            donated, kept = split_state(self.place(state))
 
-            def call(carry: Any) -> Any:
-                out = program.call(carry, clock, *batch.args)
-                return (carry if keeps else out[0]), out[1:]
+            def call(donated: Any) -> Any:
+                out = program.call(donated, kept, *batch.args)
+                return (donated if keeps else out[0]), out[1:]
 
-            timing = timed(call, carry, timed_calls)
+            timing = timed(call, donated, timed_calls)
         placement = self.strategy.placement
         return program_report(program, placement, keeps=keeps, timing=timing)
 
@@ -301,7 +301,7 @@ class CompiledStep:
             if placed is state:
                 raise
             out = runner(split_state(placed), batch)
-        carry, now, metrics, finite, *found = out
+        donated, now, metrics, finite, *found = out
         own = metrics["own"]
         if several and own:
             own = on_every_process(own, self.strategy.placement)
@@ -309,7 +309,7 @@ class CompiledStep:
         guarded = metrics["loss"] if finite is None else finite
         guarded = Checked(guarded, found[0]) if found else guarded
         # All its fields: dataclasses.replace takes twice as long to find them.
-        return TrainState(**carry, **{"rng": state.rng, **now}), metrics, guarded
+        return TrainState(**donated, **{"rng": state.rng, **now}), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -354,5 +354,5 @@ class CompiledStep:
 
 def _taken_by(program: Program) -> TrainState:
     """What a program takes for a state, in shapes."""
-    carry, clock = program.call.args_info[0][:2]
-    return TrainState(**carry, **clock)
+    donated, kept = program.call.args_info[0][:2]
+    return TrainState(**donated, **kept)

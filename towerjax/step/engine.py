@@ -48,60 +48,57 @@ class Engine:
     def step(
         self,
         run: Run,
-        carry: dict[str, Any],
-        clock: dict[str, Any],
+        donated: dict[str, Any],
+        kept: dict[str, Any],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
-        state = TrainState(**carry, **clock)
+        state = TrainState(**donated, **kept)
         merged, finite, found, *summed = self.merged(run, self.passes, state, batch)
-        carry, now, *told = self.updated(carry, clock, merged, finite, *summed)
-        now["step"] = clock["step"] + 1
-        return carry, now, *told, *(() if found is None else (found,))
+        donated, now, *told = self.updated(donated, kept, merged, finite, *summed)
+        now["step"] = kept["step"] + 1
+        return donated, now, *told, *(() if found is None else (found,))
 
     def updated(
         self,
-        carry: dict[str, Any],
-        clock: dict[str, Any],
+        donated: dict[str, Any],
+        kept: dict[str, Any],
         merged: PyTree,
         finite: jax.Array | None,
-        kept: PyTree = None,
+        own: PyTree = None,
         told: dict[str, jax.Array] | None = None,
     ) -> tuple[Any, dict[str, Any], dict[str, Any], jax.Array | None]:
         """The next state where it is accepted, metrics, and what tells if it was.
 
-        That is the loss, where None is returned for it. ``kept`` and ``told`` are what
+        That is the loss, where None is returned for it. ``own`` and ``told`` are what
         the cross-tower op keeps, and tells as metrics.
         """
 
-        def judged(carry: dict[str, Any]) -> tuple[Any, Any, Any]:
-            before = TrainState(**carry, **clock)
+        def judged(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
+            before = TrainState(**donated, **kept)
             with _said_of_update():
                 updated = self.update_fn(before, merged)
             after, metrics = _checked_update(before, updated)
-            after, metrics = (
-                dataclasses.replace(after, own=kept),
-                metrics | (told or {}),
-            )
+            after, metrics = dataclasses.replace(after, own=own), metrics | (told or {})
             accepted, values, whole = _values(metrics)
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
-            carry, now = split_state(after)
+            donated, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
             now = {
-                name: jnp.where(accepts, x, clock[name])
+                name: jnp.where(accepts, x, kept[name])
                 for name, x in now.items()
-                if x is not clock[name]
+                if x is not kept[name]
             }
             values = self._by_layout(metrics, values)
-            return accepted, carry, (now, values, None if by_loss else whole)
+            return accepted, donated, (now, values, None if by_loss else whole)
 
         if self.on_nonfinite == "ignore":
-            _, carry, rest = judged(carry)
+            _, donated, rest = judged(donated)
         else:
-            carry, rest = accept_or_keep(judged, carry)
-        return carry, *rest
+            donated, rest = accept_or_keep(judged, donated)
+        return donated, *rest
 
     def _by_layout(
         self, metrics: dict[str, Any], values: dict[str, Any]
@@ -120,12 +117,12 @@ class Engine:
             parts["own" if is_own else "one"][name] = x
         return parts
 
-    def located(self, run: Run, carry: Any, clock: Any, *args: PyTree) -> tuple[Any]:
+    def located(self, run: Run, donated: Any, kept: Any, *args: PyTree) -> tuple[Any]:
         """The towers alone, of which is told what is not finite."""
         batch, at = args[:3], args[3:]
         for i in at:
             batch = jax.tree.map(lambda x, i=i: x[i], batch)
-        state = TrainState(**carry, **clock)
+        state = TrainState(**donated, **kept)
         values = self.merged(run, self._locating, state, batch)
         return (values[2].flags,)
 
@@ -261,33 +258,33 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
 
     def steps(
         run: Run,
-        carry: Any,
-        clock: Any,
+        donated: Any,
+        kept: Any,
         *args: PyTree,
     ) -> Any:
         *batches, count = args
 
-        def at(carry: Any, now: Any, i: Any) -> Any:
+        def at(donated: Any, now: Any, i: Any) -> Any:
             batch = jax.tree.map(lambda x: x[i], batches)
-            return recipe.fn(run, carry, {**clock, **now}, *batch)
+            return recipe.fn(run, donated, {**kept, **now}, *batch)
 
-        _, now, *shapes = jax.eval_shape(lambda: at(carry, {}, 0))
-        now = {name: clock[name] for name in now}
-        kept = jax.tree.map(
+        _, now, *shapes = jax.eval_shape(lambda: at(donated, {}, 0))
+        now = {name: kept[name] for name in now}
+        rows = jax.tree.map(
             lambda s: jnp.zeros((batches[1].shape[0], *s.shape), s.dtype), tuple(shapes)
         )
 
         def body(i: jax.Array, done: Any) -> Any:
-            carry, now, kept = done
-            carry, now, *results = at(carry, now, i)
-            kept = jax.tree.map(
-                lambda buffer, x: buffer.at[i].set(x), kept, tuple(results)
+            donated, now, rows = done
+            donated, now, *results = at(donated, now, i)
+            rows = jax.tree.map(
+                lambda all_rows, x: all_rows.at[i].set(x), rows, tuple(results)
             )
-            return carry, now, kept
+            return donated, now, rows
 
         # The count is a value, not a shape: a shorter last call is no new program.
-        carry, now, kept = lax.fori_loop(0, count, body, (carry, now, kept))
-        return carry, now, *kept
+        donated, now, rows = lax.fori_loop(0, count, body, (donated, now, rows))
+        return donated, now, *rows
 
     stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
     in_layouts = {**recipe.in_layouts, **stacked, "count": Layout.MIRRORED}

@@ -105,7 +105,7 @@ class InferenceStep:
         """What of a state an evaluation reads; parameters alone will do."""
         if isinstance(state, TrainState):
             return _what_is_read(state)
-        step, rng = self._clock
+        step, rng = self._counters
         return TrainState(step, placed_params(state, self.strategy), (), {}, rng)
 
     @property
@@ -129,11 +129,11 @@ class InferenceStep:
         return fn
 
     @functools.cached_property
-    def _clock(self) -> PyTree:
+    def _counters(self) -> PyTree:
         """The number and the key of a step, for parameters that have none."""
         with jax.ensure_compile_time_eval():  # kept: no tracer of the first call
-            clock = (np.int32(0), jax.random.key(0))
-            return place(clock, self.strategy.placement, Layout.MIRRORED)
+            counters = (np.int32(0), jax.random.key(0))
+            return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be."""

@@ -11,7 +11,7 @@ from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.given_state import check_is_state
 from towerjax.step.program import Runner
-from towerjax.step.state import CLOCK_LAYOUT, TrainState, carry_layout
+from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout
 from towerjax.step.step import Step
 from towerjax.towers.executors import over_members
 from towerjax.types import Layout, PyTree
@@ -46,7 +46,7 @@ class MembersStep(CompiledStep):
         self._begin = jax.jit(over_members(begin) if self._together else begin)
         shapes = jax.eval_shape(self._begin, numbers)
         strategy, options = built[-1].strategy, built[-1].options
-        self._layout = carry_layout(strategy)
+        self._layout = donated_layout(strategy)
         if self._together:
             self._layout["local"] = self._layout["own"] = Layout.PER_TOWER_STEPS
         if options.check is not None:
@@ -67,7 +67,7 @@ class MembersStep(CompiledStep):
         """The state before the first step, of other numbers of the same kind."""
         state = self._begin(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
-        layouts: Any = {**self._layout, **CLOCK_LAYOUT}
+        layouts: Any = {**self._layout, **KEPT_LAYOUT}
         return place(state, self.strategy.placement, TrainState(**layouts))
 
     def of_member(self, values: Any, index: int) -> Any:
@@ -82,23 +82,28 @@ class MembersStep(CompiledStep):
             state = dataclasses.replace(parts, step=state.step)
         return self.place(dataclasses.replace(state, extra=state.extra[1]))
 
-    def _fn(self, run: Any, carry: Any, clock: Any, *batch: PyTree) -> tuple[Any, ...]:
-        def one(carry: Any, rng: Any) -> tuple[Any, ...]:
-            numbers, extra = carry["extra"]
+    def _fn(self, run: Any, donated: Any, kept: Any, *batch: PyTree) -> tuple[Any, ...]:
+        def one(donated: Any, rng: Any) -> tuple[Any, ...]:
+            numbers, extra = donated["extra"]
             engine = self._build(numbers)[0].engine
-            now = {**clock, "rng": rng}
-            carry, now, metrics, whole, *_ = engine.step(
-                run, {**carry, "extra": extra}, now, *batch
+            now = {**kept, "rng": rng}
+            donated, now, metrics, whole, *_ = engine.step(
+                run, {**donated, "extra": extra}, now, *batch
             )
             del now["step"]
             metrics = {**metrics["one"], **metrics["own"]}
             whole = jnp.isfinite(metrics["loss"]) if whole is None else whole
-            return {**carry, "extra": (numbers, carry["extra"])}, now, metrics, whole
+            return (
+                {**donated, "extra": (numbers, donated["extra"])},
+                now,
+                metrics,
+                whole,
+            )
 
         one = over_members(one) if self._together else one
-        carry, now, metrics, whole = one(carry, clock["rng"])
-        now["step"] = clock["step"] + 1
-        return carry, now, {"one": metrics, "own": {}}, whole.all()
+        donated, now, metrics, whole = one(donated, kept["rng"])
+        now["step"] = kept["step"] + 1
+        return donated, now, {"one": metrics, "own": {}}, whole.all()
 
     def _ready(self, state: Any, runner: Runner) -> TrainState:
         """As `begin` or a step made it, so there is nothing to check."""

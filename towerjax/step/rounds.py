@@ -117,10 +117,10 @@ class Rounds:
         return Outer(outer, none), TowerLocal(own, Reduction.NONE)
 
     def step(
-        self, run: Run, carry: dict[str, Any], clock: dict[str, Any], *batch: PyTree
+        self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
     ) -> tuple[Any, ...]:
         """The whole step, of global values."""
-        state = TrainState(**carry, **clock)
+        state = TrainState(**donated, **kept)
         tree, own, *_ = run(self.engine.passes[0], state, *batch, ())
         after = filled(tree, {"own": own})
         state = dataclasses.replace(state, **after, step=state.step + 1)
@@ -133,9 +133,15 @@ class Rounds:
         # Before towers have met nobody knows it.
         told_loss = jnp.where(loss.weight > 0, loss.value, jnp.nan)
         metrics = {"one": {"loss": told_loss}, "own": {}}
-        carry, now = split_state(state)[0], {"step": state.step}
+        donated, now = split_state(state)[0], {"step": state.step}
         fine = (bad == 0).all()
-        return carry, now, metrics, fine, *((Apart(~fine, bad),) if self.finds else ())
+        return (
+            donated,
+            now,
+            metrics,
+            fine,
+            *((Apart(~fine, bad),) if self.finds else ()),
+        )
 
     def located(self, run: Run, *args: Any) -> tuple[Any]:
         """As an engine's: towers with the parameters that they have."""
@@ -175,13 +181,15 @@ class Rounds:
         if self.one.guard == "gradients":
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads.sum)]
             finite = functools.reduce(jnp.logical_and, finite)
-        carry, clock = split_state(self._of_one(state))
+        donated, kept = split_state(self._of_one(state))
 
-        def updated(carry: dict[str, Any]) -> tuple[Any, ...]:
-            carry, _, values, whole = self.one.updated(carry, clock, returned, finite)
-            return carry, values["one"]["loss"], whole
+        def updated(donated: dict[str, Any]) -> tuple[Any, ...]:
+            donated, _, values, whole = self.one.updated(
+                donated, kept, returned, finite
+            )
+            return donated, values["one"]["loss"], whole
 
-        carry, value, whole = as_one_of_several(updated, carry)
+        donated, value, whole = as_one_of_several(updated, donated)
         fine = jnp.isfinite(value) if whole is None else whole
         counts = fine if self.one.on_nonfinite != "ignore" else jnp.bool_(True)
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
@@ -189,9 +197,9 @@ class Rounds:
         merged = own.loss.merge(Weighted(total.astype(own.loss.sum.dtype), weight))
         first = jnp.where(fine | (own.bad > 0), own.bad, state.step + 1)
         flags = trainable_flags(state.params, self.trainable)
-        part = trained_part(carry["params"], flags)
-        own = Own(part, carry["opt_state"], own.weight + weight, merged, first)
-        return {"own": TowerLocal(own, Reduction.NONE), "local": carry["local"]}
+        part = trained_part(donated["params"], flags)
+        own = Own(part, donated["opt_state"], own.weight + weight, merged, first)
+        return {"own": TowerLocal(own, Reduction.NONE), "local": donated["local"]}
 
     def _sent(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
         """What one tower sends of a fragment."""

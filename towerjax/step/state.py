@@ -124,7 +124,7 @@ class _Given:
         return self._text
 
 
-CARRY_LAYOUT = {
+DONATED_LAYOUT = {
     "params": Layout.MIRRORED,
     "opt_state": Layout.MIRRORED,
     "local": Layout.PER_TOWER,
@@ -134,10 +134,10 @@ CARRY_LAYOUT = {
 }
 """What a step takes over and hands on, as a prefix tree of layouts; donated."""
 
-CLOCK_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
+KEPT_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
 """What a step reads besides; kept, so that old step numbers can still be read."""
 
-_LAYOUTS: Any = {**CARRY_LAYOUT, **CLOCK_LAYOUT}
+_LAYOUTS: Any = {**DONATED_LAYOUT, **KEPT_LAYOUT}
 STATE_LAYOUT = TrainState(**_LAYOUTS)
 """The layout of each part of a state: the state's own type."""
 
@@ -149,21 +149,21 @@ _SHARDED = {
 }
 
 
-def carry_layout(strategy: Any) -> dict[str, Layout]:
-    """`CARRY_LAYOUT`, of parts sharded between steps, as the strategy says."""
-    return CARRY_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
+def donated_layout(strategy: Any) -> dict[str, Layout]:
+    """`DONATED_LAYOUT`, of parts sharded between steps, as the strategy says."""
+    return DONATED_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
 
 
 def state_layout(strategy: Any) -> TrainState:
     """`STATE_LAYOUT`, of parts sharded between steps, as the strategy says."""
-    layouts: Any = {**carry_layout(strategy), **CLOCK_LAYOUT}
+    layouts: Any = {**donated_layout(strategy), **KEPT_LAYOUT}
     return TrainState(**layouts)
 
 
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """A state as a program takes it: what is donated, and what is not."""
-    carry = {name: getattr(state, name) for name in CARRY_LAYOUT}
-    return carry, {"step": state.step, "rng": state.rng}
+    donated = {name: getattr(state, name) for name in DONATED_LAYOUT}
+    return donated, {"step": state.step, "rng": state.rng}
 
 
 def init_state(

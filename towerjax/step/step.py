@@ -83,11 +83,13 @@ class Step(CompiledStep):
             check_is_state(state)
             placed = self._placer.traced(batch)
             run = Proving(placement, on_devices=True)
-            carry, now, metrics, *_ = recipe.fn(run, *split_state(state), *placed.args)
+            donated, now, metrics, *_ = recipe.fn(
+                run, *split_state(state), *placed.args
+            )
             if placed.padded:
                 refuse_unread_weight(sum(placed.num_examples), run.proof())
             metrics = {**metrics["one"], **metrics["own"]}
-            return dataclasses.replace(state, **carry, **now), metrics
+            return dataclasses.replace(state, **donated, **now), metrics
 
         return fn
 
@@ -268,8 +270,8 @@ class Step(CompiledStep):
             ins, out = self._runner_for(placed).recipe.in_layouts, Layout.MIRRORED
             recipe = Recipe(self.engine.located, ins, {"flags": out}, donate=False)
             self._locating[steps] = self._run(recipe)
-        carry, clock = split_state(dataclasses.replace(state, step=at))
-        (found,) = self._locating[steps]((carry, clock), placed)
+        donated, kept = split_state(dataclasses.replace(state, step=at))
+        (found,) = self._locating[steps]((donated, kept), placed)
         return tuple(jax.device_get(found).places(number))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from towerjax.loop.checkpoint.folder import CheckpointError, write_whole
 from towerjax.mesh.placement import Placement
-from towerjax.towers.cross_tower.whereabouts import restored_on
+from towerjax.towers.cross_tower.placement import restored_on
 from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, is_variable
 from towerjax.types import Layout, PyTree, Reduction, leaf_name

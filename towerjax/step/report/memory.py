@@ -176,7 +176,7 @@ def _matched(
 def _named(leaf: _Leaf) -> tuple[str, str]:
     """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
     found = _IN_GROUP.match(leaf.path)
-    if leaf.root in ("state", "clock") and found:
+    if leaf.root in ("state", "kept") and found:
         return found[1] + found[2], _GROUPS.get(found[1], "other")
     return leaf.root + leaf.path, _GROUPS.get(leaf.root, "other")
 
@@ -193,7 +193,7 @@ def _reason(shape: Shape, wishes: int, results: int) -> str:
 _VIEWS = frozenset("bitcast get-tuple-element opt-barrier tuple while".split())
 _RUNS = frozenset("while call conditional async-start".split())
 _INDEX = re.compile(r"\bindex=(\d+)")
-_STATE = re.compile(r"^(?:carry|clock)\['(\w+)'\]")
+_STATE = re.compile(r"^(?:donated|kept)\['(\w+)'\]")
 
 Part: TypeAlias = tuple[str, int]
 """An operation, and which of its results."""

@@ -13,15 +13,15 @@ from towerjax.towers.cross_tower import values
 from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.call import CallMethods
 from towerjax.towers.cross_tower.job import JobMethods
+from towerjax.towers.cross_tower.placement import PlacementMethods
 from towerjax.towers.cross_tower.values import send
-from towerjax.towers.cross_tower.whereabouts import WhereaboutsMethods
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
 from towerjax.types.leaves import has_tracers
 from towerjax.types.tables import in_html
 
 
-class CrossTowerMethods(CallMethods, VariableMethods, WhereaboutsMethods, JobMethods):
+class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMethods):
     """What every strategy can do with towers' values; all of it pure."""
 
     cross_tower_ops: Any

@@ -26,7 +26,7 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import key_data, listed
 
 
-class WhereaboutsMethods:
+class PlacementMethods:
     """What every strategy can do with where values lie."""
 
     placement: Placement

@@ -18,8 +18,8 @@ from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import is_key, listed, map_parts, refuse_unheld
 
 
-def as_state(variables: PyTree, clock: dict[str, Any]) -> TrainState:
-    """The variables as a state; of other trees with this clock."""
+def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
+    """The variables as a state; of other trees with this step and key."""
     if isinstance(variables, TrainState):
         return variables
     local: list[TowerLocal] = []
@@ -29,7 +29,7 @@ def as_state(variables: PyTree, clock: dict[str, Any]) -> TrainState:
         return dataclasses.replace(x, value=None)
 
     bare = map_parts(TowerLocal, put_aside, variables)
-    return TrainState(params=bare, opt_state=(), local=local, **clock)
+    return TrainState(params=bare, opt_state=(), local=local, **counters)
 
 
 def as_variables(state: TrainState, *, of_state: bool) -> PyTree:
