@@ -114,23 +114,37 @@ def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
-def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers(reduction):
+def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers():
     def total(params, batch, tower):
         return loss_fn(params, batch, tower).sum
 
     def tower_fn(state, batch, tower):
-        of_loss = tj.value_and_grad(total, loss_reduction=reduction)
-        loss, grads = of_loss(state.params, batch, tower)
-        return {"loss": loss, "grads": grads}
+        return {
+            reduction.name: tj.value_and_grad(total, loss_reduction=reduction)(
+                state.params, batch, tower
+            )
+            for reduction in (R.SUM, R.MEAN)
+        }
 
-    step = tj.build_step(tower_fn, sgd(0.1), mirrored(2), micro_batches=3)
+    def update_fn(state, merged):
+        (total, of_total), (mean, of_mean) = merged["SUM"], merged["MEAN"]
+        return state, {
+            "total": total,
+            "mean": mean,
+            **{f"total {name}": grad for name, grad in of_total.value.items()},
+            **{f"mean {name}": grad for name, grad in of_mean.value.items()},
+        }
+
+    strategy = mirrored(2, local="scan")
+    step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=3)
     batch = data(12)
-    state, metrics = step(step.init(params()), batch)
+    _, metrics = step(step.init(params()), batch)
     mean, grads = value_and_grad(params(), batch)
-    weight = batch["weight"].sum(dtype=float) / (1 if reduction is R.SUM else 6)
-    close(metrics["loss"], mean * weight)
-    close(state.params, moved(params(), grads, 0.1 * weight))
+    for name, share in (("total", 1), ("mean", 6)):
+        weight = batch["weight"].sum(dtype=float) / share
+        close(metrics[name], mean * weight)
+        found = {leaf: metrics[f"{name} {leaf}"] for leaf in grads}
+        close(found, {leaf: weight * grad for leaf, grad in grads.items()})
 
 
 @layouts
@@ -322,18 +336,23 @@ def test_a_step_under_jit_is_the_step(trained):
     )
 
 
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder):
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(("remainder", "rows"), [("pad", 7), ("drop", 4)])
+def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder, rows):
     options = {"remainder": remainder, "micro_batches": 2, "donate": False}
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1), **options)
+    strategy = mirrored(2, 1, "scan")
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     state, batch = step.init(params()), data(7)
-    called, compiled = step(state, batch), jax.jit(step.fn)(state, batch)
-    close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
+    kept = {name: x[:rows] for name, x in batch.items()}
+    after, metrics = jax.jit(step.fn)(state, batch)
+    loss, grads = value_and_grad(params(), kept)
+    close(metrics["loss"], loss)
+    close(after.params, moved(params(), grads, 0.1))
     if remainder == "drop":
         return
     placed = step.place_batch(batch)
-    compiled = jax.jit(step.fn)(state, placed)
-    close((compiled[0].params, compiled[1]), (called[0].params, called[1]), roundings=1)
+    again = jax.jit(step.fn)(state, placed)
+    close((again[0].params, again[1]), (after.params, metrics), roundings=1)
     assert len(jax.jit(lambda batch: batch)(placed).num_examples) == 1
 
 
@@ -459,6 +478,7 @@ def test_what_an_update_may_not_return_is_refused_by_name():
         tj.build_step(tower_fn, None, mirrored(2, 2))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("guard", ["loss", "gradients"])
 def test_a_step_that_is_not_finite_changes_nothing(guard):
     def tower_fn(state, batch, tower):
@@ -481,6 +501,7 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert int(state.step) == 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("check", [None, tj.Check(every=1)])
 def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added(check):
     def tower_fn(state, batch, tower):

@@ -1,5 +1,6 @@
 """Sweeps of training: each member is what it is alone, whatever trains beside it."""
 
+import functools
 import json
 import sys
 import types
@@ -78,21 +79,18 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def swept(compiled):
-    """The sweep by ``vmap``, two steps a call, and one after another; both compiled."""
-    found = {}
-    for order, steps_per_call in (("together", 2), ("in_turn", 1)):
+    """The sweep by ``vmap``, two steps a call, or one after another; each compiled."""
+
+    @functools.cache
+    def swept(order):
         compiled.steps()
-        found[order] = tj.sweep(
-            build,
-            GRID,
-            BATCHES,
-            order=order,
-            evaluate=evaluated,
-            steps_per_call=steps_per_call,
-            progress=False,
-        )
+        options = {"order": order, "evaluate": evaluated, "progress": False}
+        steps_per_call = 2 if order == "together" else 1
+        found = tj.sweep(build, GRID, BATCHES, steps_per_call=steps_per_call, **options)
         assert compiled.steps() == 1, f"{order} compiled more than one program"
-    return found
+        return found
+
+    return swept
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +102,11 @@ def alone():
     return state, history
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 def test_a_member_is_what_it_is_alone(swept, alone, order):
     state, history = alone
-    member = swept[order].members[-1]
+    member = swept(order).members[-1]
     assert member.config == {"rate": 0.2, "seed": 1} and member.order == order
     for name in ("loss", "mean"):
         expected = history.metrics[name]
@@ -117,8 +116,9 @@ def test_a_member_is_what_it_is_alone(swept, alone, order):
     assert found["rows"] == 2 * 22 and found["rate"] == 0.2
 
 
+@pytest.mark.slow
 def test_members_differ_and_both_orders_agree(swept):
-    together, in_turn = swept["together"].members, swept["in_turn"].members
+    together, in_turn = swept("together").members, swept("in_turn").members
     assert len({float(member.metrics["loss"][-1]) for member in together}) == 4
     for one, other in zip(together, in_turn, strict=True):
         assert one.config == other.config
@@ -320,7 +320,7 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 def test_a_sweep_is_a_table(swept, monkeypatch):
-    found = swept["together"]
+    found = swept("together")
     rows = found.rows()
     assert [row["seed"] for row in rows] == [0, 1, 0, 1]
     assert list(rows[0])[:3] == ["rate", "seed", "loss"]
@@ -335,7 +335,7 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
 
 
 def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
-    found = swept["together"]
+    found = swept("together")
     losses = [member.metrics["loss"][-1] for member in found.members]
     assert found.best("loss") is found.members[int(np.argmin(losses))]
     assert found.best("rate", mode="max").config["rate"] == 0.2
@@ -344,7 +344,7 @@ def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
 
 
 def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
-    found = swept["together"]
+    found = swept("together")
     curves = found.curves("loss")
     assert list(curves) == ["rate=0.05", "rate=0.2"]
     first = np.stack([member.metrics["loss"] for member in found.members[:2]])
