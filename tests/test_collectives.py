@@ -62,10 +62,8 @@ def of_each_op(towers, devices, num_leaves):
     return jit_on_devices(fn, placement, layouts, out, donate=False)
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize(
-    ("towers", "devices"), [(1, 1), (3, 3), (6, 2), (5, 5), (8, 4)]
-)
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(("towers", "devices"), [(6, 2), (3, 3), (1, 1)])
 def test_each_op_is_the_plain_sum(towers, devices):
     values = tree(towers)
     # Small whole numbers: every order of adding gives the same bits in every dtype.

@@ -323,7 +323,7 @@ REGISTRY = (
         "collectives.reduce:add_pairwise",
         "rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums",
         "rows = sums",
-        f"{_OPS}[5-5]",
+        f"{_OPS}[3-3]",
     ),
     _m(
         "B32",
