@@ -190,6 +190,7 @@ def test_a_state_of_other_parameters_is_refused_by_name():
         step(half, good())
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("other", [optax.sgd(0.1), optax.adam(0.1)])
 def test_a_state_of_another_optimizer_is_refused_with_what_to_write(other):
     momentum = build(optimizer=optax.sgd(0.1, momentum=0.9))
@@ -494,6 +495,7 @@ def test_options_that_there_are_not_are_refused(name):
         build(**{name: value})
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", ["micro_batches", "max_programs"])
 def test_a_bool_is_no_number_and_one_of_numpy_is(name):
     with pytest.raises(ValueError, match=f"{name}=True must be a whole number >= 1"):
@@ -604,6 +606,7 @@ def test_a_state_that_was_donated_says_so():
         step.program(state, good())
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [TWO[:1], TWO])
 def test_one_array_for_two_leaves_is_refused_by_name(devices):
     step = build(strategy=tj.Mirrored(devices))

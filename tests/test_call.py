@@ -18,7 +18,9 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2)])
+LAYOUTS = pytest.mark.parametrize(
+    "T, D", [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 EXECUTORS = pytest.mark.parametrize(
     "T, D, executor",
     [(1, 1, "shard_map"), (4, 2, "shard_map"), (2, 2, "pmap")],
@@ -276,7 +278,6 @@ def test_results_lie_on_the_strategys_devices():
 # Towers called by towers that have met.
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_towers_are_called_in_a_merge(T, D):
     def inner(tower, x, scale):
@@ -360,7 +361,6 @@ def test_reduce_with_an_axis_is_differentiable(reduction):
         np.testing.assert_allclose(gradient, 2 * total * scale, rtol=8 * EPS)
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_all_gather_of_vectors_is_differentiable(T, D):
     """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""

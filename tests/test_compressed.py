@@ -117,8 +117,8 @@ def of_leaf(flat, name):
 @pytest.mark.parametrize(
     ("T", "D", "local", "bits", "A", "feedback"),
     [
-        (4, 4, "vmap", 4, 1, True),
         (2, 2, "vmap", 8, 1, True),
+        (4, 4, "vmap", 4, 1, True),
         (6, 3, "scan", 4, 2, False),
     ],
 )
@@ -154,7 +154,7 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("D, bits", [(4, 4), (2, 8)])
+@pytest.mark.parametrize("D, bits", [(2, 8), (4, 4)])
 def test_what_is_sent_is_what_the_formula_says(D, bits):
     step = step_of(D, D, ops=compressed(bits))
     text = step.program(step.init(W), data(2 * D)).call.as_text()

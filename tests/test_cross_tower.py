@@ -10,7 +10,9 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
+LAYOUTS = pytest.mark.parametrize(
+    "T, D", [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 ROWS = np.array([1.5, -0.25, 3.0, 0.75])
 
 
@@ -68,7 +70,6 @@ def test_any_keyword_belongs_to_the_tower_function(name):
     assert mirrored(2).call_for_each_tower(tower_fn, **{name: 5}) == {name: 5}
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_what_is_the_same_by_proof_comes_back_bare(T, D):
     def tower_fn(tower, own, shared):
@@ -98,7 +99,6 @@ def test_what_is_the_same_by_proof_comes_back_bare(T, D):
     )
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_arrays_closed_over_are_the_same_on_all_towers(T, D):
     weights, key = jnp.float32([2, 3]), jax.random.key(3)
@@ -186,7 +186,6 @@ def test_worker_device_index_is_the_towers_id(T, D):
 # reduce
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_reduce_of_a_tree(T, D):
     rows = ROWS[:T].astype(np.float32)
@@ -290,6 +289,7 @@ def test_bad_destinations_are_refused(destinations, text):
 # reduce with an axis: over elements, of which towers may have unequally many.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_axis_counts_elements_and_not_towers(axis):
     rng = np.random.default_rng(0)
@@ -416,6 +416,7 @@ def test_gather_of_one_towers_value_is_the_value():
 # map
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T", [1, 3, 4])
 def test_map_deals_elements_out_in_turn(T):
     strategy = mirrored(T)
@@ -466,7 +467,6 @@ def test_read_var_refuses_none():
     assert len(strategy.unwrap(variable)) == 3
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
     strategy = mirrored(T, D)

@@ -57,6 +57,7 @@ def test_a_buffer_that_is_written_again_changes_no_batch():
     assert found == [[number] * 8 for number in range(5)]
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, bool])
 def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):

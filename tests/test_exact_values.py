@@ -28,7 +28,6 @@ SPECIAL = {
 }
 
 
-@pytest.mark.few_fast(2)
 @LAYOUTS
 def test_the_first_towers_value_comes_bit_for_bit(T, D):
     rows = {

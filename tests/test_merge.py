@@ -16,7 +16,12 @@ R = tj.Reduction
 EPS = np.finfo(np.float32).eps
 # (T, D): a lone tower; an odd number on one device and one each; and 2 x 2.
 every_layout = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (3, 3), (4, 2)])
-few_layouts = pytest.mark.parametrize("T, D", [(1, 1), (3, 3), (4, 2)])
+few_layouts = pytest.mark.parametrize(
+    "T, D", [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
+odd_layouts = pytest.mark.parametrize(
+    "T, D", [(3, 3), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 
 
 def mirrored(T, D, **options):
@@ -45,6 +50,7 @@ def sum_of_squares(strategy, v):
 # The original's example, and what goes in and comes out.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.parametrize("D", [1, 2])
 def test_example_of_the_original(D, executor):
@@ -100,7 +106,6 @@ def test_pytrees_strings_and_none_go_through(T, D):
     assert set(map(str, seen)) == {str(("word", None, 7, ["word"]))}
 
 
-@pytest.mark.few_fast(1)
 @few_layouts
 def test_per_tower_results_are_handed_out_row_by_row(T, D):
     def merge_fn(strategy, v):
@@ -314,7 +319,6 @@ MEETINGS = {
 }
 
 
-@pytest.mark.few_fast(1)
 @few_layouts
 @pytest.mark.parametrize("what", MEETINGS)
 def test_meeting_is_refused_for_towers_in_turn(what, T, D):
@@ -384,8 +388,7 @@ def reduced(T, D):
     return jax.device_get(out)
 
 
-@pytest.mark.few_fast(1)
-@few_layouts
+@odd_layouts
 @pytest.mark.parametrize("dtype", ROWS)
 def test_mean_and_first(dtype, T, D):
     rows = ROWS[dtype][:T]
@@ -410,8 +413,7 @@ def test_mean_and_first(dtype, T, D):
         )
 
 
-@pytest.mark.few_fast(2)
-@few_layouts
+@odd_layouts
 @pytest.mark.parametrize("dtype", ROWS)
 def test_sum_is_that_of_the_towers_side_by_side(dtype, T, D):
     rows = ROWS[dtype][:T]
@@ -426,7 +428,6 @@ def test_sum_is_that_of_the_towers_side_by_side(dtype, T, D):
         )
 
 
-@pytest.mark.few_fast(1)
 @few_layouts
 def test_other_towers_nan_does_not_leak_into_the_first(T, D):
     def tower_fn(tower, x):
@@ -481,7 +482,6 @@ def test_all_gather_is_in_tower_order(T, D):
     assert out["even"].tolist() == [t % 2 == 0 for t in range(T)]
 
 
-@pytest.mark.few_fast(1)
 @few_layouts
 def test_typed_keys_meet(T, D):
     def tower_fn(tower):

@@ -108,6 +108,7 @@ def test_elements_arrive_as_they_are_and_tuples_part_by_part():
     assert (int(ctx.final), ctx.iterations) == (15 + 55, 3)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 def test_outputs_that_are_no_arrays(local):
     strategy = mirrored(2, local=local)

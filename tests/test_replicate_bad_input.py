@@ -540,6 +540,7 @@ TRAIN_OPS = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", TRAIN_OPS)
 def test_a_train_op_of_another_type_is_refused_by_name(name, towers, compiled):
@@ -584,6 +585,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_state_of_another_optimizer_is_refused(name, towers, compiled):

@@ -134,7 +134,8 @@ def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
         step.check(model.init(state), {"features": rows(8)})
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("count", [2, 1])
 def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
     def fn(variables, features, labels, mode, tower):
         loss, after = SGD.minimize(lambda p: (p["w"].sum() * features).sum(), variables)
@@ -177,6 +178,7 @@ def test_an_argument_that_cannot_be_copied_is_refused():
         model(np.zeros(1), rows(2), None, predicts, params={"module": np})
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", ["model", "step"])
 def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
     def loss_of(w, batch, tower):

@@ -290,6 +290,7 @@ def test_idle_devices_are_warned_of(towers, used):
 # Where towers lie.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 @pytest.mark.parametrize("towers", [3, 6])
 def test_tower_i_lies_on_device_i(towers, executor):

@@ -62,6 +62,7 @@ same_bits = functools.partial(chex.assert_trees_all_equal, strict=True)
 # Outside of towers.
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", INNER)
 def test_outside_of_towers_it_is_the_wrapped_one(name):
     """The same program, but for the wrapper around its state."""

@@ -284,6 +284,7 @@ def test_a_run_goes_on(model, tmp_path):
 # Nothing is lost, nothing left open
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", ["loader", "hook", "writer", "ctrl-c"])
 def test_after_an_error_it_goes_on(model, kind, prefetch):

@@ -15,7 +15,9 @@ from towerjax.types import Layout
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize("T, D", [(1, 1), (3, 1), (4, 2)])
+LAYOUTS = pytest.mark.parametrize(
+    "T, D", [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
+)
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 
 
@@ -158,7 +160,6 @@ def test_a_variable_says_how_it_is_reduced(kind):
 # Assigned in a tower.
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_towers_assign_to_a_mirrored_variable(T, D):
     strategy = mirrored(T, D)
@@ -183,7 +184,6 @@ def test_towers_assign_to_a_mirrored_variable(T, D):
             np.testing.assert_allclose(new.value["x"], expected, atol=8 * EPS)
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_towers_assign_to_their_own_copies(T, D):
     strategy = mirrored(T, D)
@@ -341,7 +341,6 @@ def test_towers_make_variables(T, D):
     assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 def test_variables_meet_in_a_merge_as_such(T, D):
     strategy = mirrored(T, D)
@@ -408,7 +407,6 @@ def test_a_mirrored_variable_is_assigned_to_everywhere(T, D):
         assert new.value["x"].sharding == v.value["x"].sharding
 
 
-@pytest.mark.few_fast(1)
 @LAYOUTS
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(T, D, reduction):
