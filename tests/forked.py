@@ -16,7 +16,8 @@ import warnings
 import jax
 
 PRELOAD = """
-    numpy jax optax flax.linen flax.nnx towerjax matplotlib.figure rich sklearn.datasets
+    numpy jax optax flax.linen flax.nnx towerjax matplotlib.pyplot rich sklearn.datasets
+    nbformat ipykernel.inprocess.manager matplotlib_inline.backend_inline
 """.split()
 
 
