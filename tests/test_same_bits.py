@@ -1,11 +1,16 @@
 """Training runs have the same bits on any number of devices; a control does not."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
 
 import forked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import towerjax as tj
@@ -101,3 +106,56 @@ def test_bytes_sent_are_those_of_a_ring():
     %c = s32[10]{0} all-reduce(%b), to_apply=%add
     """
     assert bytes_sent(text, 2) == (2 * 12 * 4 + 24 * 4 + 2 * 10 * 4) // 2
+
+
+def of_two_passes(devices):
+    """What a second pass makes of merged values alone, and a gradient through it."""
+
+    def first(state, batch, tower):
+        rows = (batch[:, 0] @ state.params, batch[:, 1] @ state.params)
+        return tj.Sum([{"sum": x.sum(axis=0), "product": x.T @ x} for x in rows])
+
+    def penalty(merged):
+        def of_one(sums):
+            mean = sums["sum"] / merged["count"]
+            scatter = sums["product"] - merged["count"] * jnp.outer(mean, mean)
+            covariance = scatter / (merged["count"] - 1)
+            return (covariance**2).sum() + jnp.sqrt(jnp.diag(covariance) + 1e-4).sum()
+
+        return sum(map(of_one, merged["sums"]))
+
+    def both(state, batch, tower):
+        count = tj.Sum(jnp.sum(tower.weight))
+        return {"count": count, "sums": first(state, batch, tower)}
+
+    def second(state, batch, tower, merged):
+        count = merged["count"].value
+        of_sums = jax.grad(lambda sums: penalty({"count": count, "sums": sums}))
+        told = of_sums(merged["sums"].value)
+
+        def own(params):
+            mine = first(dataclasses.replace(state, params=params), batch, tower)
+            return optax.tree.vdot(told, mine.value)
+
+        return {"told": told, "grads": tj.Sum(jax.grad(own)(state.params))}
+
+    def update_fn(state, merged):
+        leaves = jax.tree.leaves(merged["told"])
+        told = {f"{number}": x for number, x in enumerate(leaves)}
+        return state, {**told, "grads": merged["grads"]}
+
+    strategy = tj.Mirrored(
+        tuple(f"cpu:{i}" for i in range(devices)),
+        towers=4,
+        local="scan",
+        cross_tower_ops=tj.PinnedTree(),
+    )
+    step = tj.build_step((both, second), update_fn, strategy, micro_batches=3)
+    rng = np.random.default_rng(0)
+    state = step.init(rng.normal(size=(5, 4)).astype(np.float32))
+    _, metrics = step(state, rng.normal(size=(12, 2, 5)).astype(np.float32))
+    return {name: np.asarray(x).tobytes() for name, x in metrics.items()}
+
+
+def test_what_all_towers_compute_alike_has_the_same_bits():
+    assert forked.called(of_two_passes, 1) == forked.called(of_two_passes, 2)

@@ -286,6 +286,9 @@ def over_local_towers(
     def of_tower(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
         return on_devices(tower_id, own, *common)
 
+    def alone(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+        return _alone(on_devices, tower_id, own, *common)
+
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
@@ -305,8 +308,8 @@ def over_local_towers(
     if stack_sums:
         if axes.num_local == 1 and axes.platform == "cpu":
             number = ids[0] if number is None else number
-            return _map_of_one(of_tower, ids, per_tower, number)
-        return lax.map(lambda row: _alone(of_tower, *row), (ids, per_tower))
+            return _map_of_one(alone, ids, per_tower, number)
+        return lax.map(lambda row: alone(*row), (ids, per_tower))
     return _running_sum(of_tower, ids, per_tower)
 
 
@@ -319,10 +322,13 @@ def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], out)
 
 
-def _alone(tower_fn: Callable[..., PyTree], tower_id: jax.Array, row: PyTree) -> PyTree:
-    """One tower's program, fused with nothing that depends on how many are here."""
-    tower_id, row = lax.optimization_barrier((tower_id, row))
-    return lax.optimization_barrier(tower_fn(tower_id, row))
+def _alone(tower_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """One tower's program, fused with nothing that depends on how many are here.
+
+    What all towers compute alike stays in it, too: XLA would move parts of it out of
+    the loop over towers, other ones on one device than on several.
+    """
+    return lax.optimization_barrier(tower_fn(*lax.optimization_barrier(args)))
 
 
 def _map_of_one(
@@ -344,7 +350,7 @@ def _map_of_one(
     rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), (ids, per_tower))
 
     def body(i: jax.Array, done: PyTree) -> PyTree:
-        out = _alone(tower_fn, *jax.tree.map(lambda x: x[i], rows))
+        out = tower_fn(*jax.tree.map(lambda x: x[i], rows))
         return jax.tree.map(lambda all_of_them, x: all_of_them.at[i].set(x), done, out)
 
     return lax.fori_loop(0, count, body, zeros)

@@ -68,7 +68,8 @@ def _checked_means(loss: Means) -> Means:
         raise ValueError(
             "The loss function returned tj.shared(...) alone, which no row has a part"
             " in. Add it to a mean of the rows: tj.Weighted.mean(losses, tower.weight)"
-            " + tj.shared(penalty)."
+            " + tj.shared(penalty). A loss that is made of tower.reduce alone is the"
+            " bare scalar, with loss_reduction=tj.Reduction.MEAN."
         )
     shared = jnp.asarray(loss.shared)
     if shared.shape:
