@@ -577,9 +577,10 @@ def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
         both = tj.Weighted(total, weight)
         with pytest.raises(ValueError, match=r"weight has shape \(2,\).*jax\.vmap"):
             _ = both.compute()
-        (found,) = jax.tree.leaves(jax.vmap(lambda x: x.value)(both))
+        (found,) = jax.tree.leaves(jax.jit(jax.vmap(lambda x: x.value))(both))
         np.testing.assert_array_equal(found, [[0.5, 1], [0.75, 1]])
-        (found,) = jax.tree.leaves(tj.Weighted(total, weight[None]).value)
+        rows = tj.Weighted(total, weight[None])
+        (found,) = jax.tree.leaves(jax.jit(lambda x: x.value)(rows))
         np.testing.assert_array_equal(found, [[0.5, 0.5], [1.5, 1]])
 
 

@@ -207,7 +207,7 @@ def test_a_donated_state_says_that_its_arrays_were_given_to_a_step():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
 
-    step = tj.build_train_step(loss_fn, optax.adam(0.1), tj.Mirrored(towers=2))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
     state = step.init({"w": np.ones((2, 3), np.float32)[0, 0]})
     assert "given" not in repr(state) and "w': Array(1., dtype=float32" in repr(state)
     step(state, {"x": np.ones(4, np.float32)})

@@ -32,7 +32,8 @@ def metric_fn(params, batch, tower):
 def build(executor="shard_map", devices=8, **options):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(names, executor=executor)
-    step = tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = tj.build_train_step(loss_fn, optimizer, strategy, **options)
     return step, tj.build_eval_step(metric_fn, strategy)
 
 

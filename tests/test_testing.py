@@ -34,12 +34,12 @@ def local():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_the_oracle_sees_the_same_examples(remainder):
+@pytest.mark.parametrize(("remainder", "first"), [("pad", 16), ("drop", 8)])
+def test_the_oracle_sees_the_same_examples(remainder, first):
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
     step = tj.build_train_step(
         loss_fn,
-        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
         strategy,
         micro_batches=2,
         remainder=remainder,
@@ -50,7 +50,7 @@ def test_the_oracle_sees_the_same_examples(remainder):
     assert oracle.options.micro_batches == 1 and not oracle.options.donate
     state, alone = (s.init(PARAMS, local=local()) for s in (step, oracle))
     seen = 0
-    for rows in (16, 13):
+    for rows in (first, 13):
         batch = batch_of(rows)
         state, metrics = step(state, batch)
         before = alone
