@@ -115,8 +115,6 @@ def check(executor, towers, devices, kind, wrapped=lambda fn: fn):
         close(state.local["mean"].value, model.mean, "tower-local means")
         for name, value in expected.items():
             close(metrics[name], value, name)
-    read = tj.towers.read_local(state.local)["mean"]
-    close(read, model.mean.mean(0), "aggregate of the means")
     assert int(state.step) == 3
 
 
@@ -132,8 +130,6 @@ LAYOUTS = [
     ("shard_map scan", 1, 1, "sum"),
     ("shard_map scan", 2, 2, "mean"),
     ("pmap scan", 4, 2, "weighted"),
-    ("pmap scan", 2, 1, "sum"),
-    ("pmap scan", 8, 8, "mean"),
 ]
 
 

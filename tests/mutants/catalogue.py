@@ -182,7 +182,7 @@ REGISTRY = (
         "towers.tower_local:_read",
         "if reduction is Reduction.ONLY_FIRST_TOWER:",
         "if reduction is not Reduction.SUM:",
-        f"{_ONE_TOWER}[shard_map-3-3-weighted]",
+        "test_one_tower.py::test_evaluation_reads_tower_local_values_by_their_reduction",
     ),
     _m(
         "B17",
