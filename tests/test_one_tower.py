@@ -269,8 +269,12 @@ def test_evaluation_reads_tower_local_values_by_their_reduction():
 
     metrics = tj.build_eval_step(metric_fn, strategy)(state, data(2 * towers - 1))
     own = 2.0 + np.arange(towers)
+    read = tj.towers.read_local(
+        {name: state.local[name] for name in kinds if name != "none"}
+    )
     for name, expected in {"sum": own.sum(), "mean": own.mean(), "first": 2}.items():
         close(metrics[name].value, np.float64(expected), name)
+        close(read[name], np.float64(expected), f"{name}, outside of towers")
     with pytest.raises(ValueError, match="Reduction.NONE"):
         tj.towers.read_local(state.local)
     predict = tj.build_predict_step(
