@@ -347,13 +347,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-def test_by_pmap_it_is_the_value_of_one_pass():
-    check_sizes(
-        tj.Mirrored([f"cpu:{i}" for i in range(3)], **WAYS["pmap"]), [13, 3], SOME
-    )
-
-
 class Peak:
     """A user's own state whose merge adds nothing: the greatest value and its place."""
 

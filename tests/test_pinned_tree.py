@@ -65,7 +65,8 @@ def train(devices, *, steps):
     for batch in batches(steps):
         state, one = step(state, batch)
         metrics.append(one)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, state.params)
+    after = jax.device_get(state.params)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, after)
     assert min(jax.tree.leaves(moved)) > 1e-4, "a parameter did not train"
     return jax.device_get((state.params, state.opt_state, metrics))
 
