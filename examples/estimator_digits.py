@@ -148,7 +148,8 @@ def choose_strategy(towers: int, num_devices: int | None) -> tj.Mirrored:
 def init_variables(image: np.ndarray) -> tj.TrainState:
     network = Network(HYPERPARAMETERS["dropout"])
     init = jax.jit(network.init, static_argnames="train")  # one program, not fifty
-    weights = init(jax.random.key(0), image[:1], train=False)["params"]
+    key = jax.random.key(0, impl="rbg")  # whose draws compile fast
+    weights = init(key, image[:1], train=False)["params"]
     optimizer = optimizer_of(HYPERPARAMETERS)
     return tj.TrainState.create(weights, optimizer, rng=jax.random.key(1))
 

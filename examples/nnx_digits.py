@@ -51,7 +51,8 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def main() -> None:
-    model = Network(nnx.Rngs(params=0, dropout=1))
+    key = jax.random.key(0, impl="rbg")  # whose draws compile fast
+    model = Network(nnx.Rngs(params=key, dropout=1))
     graph, params, batch_stats, streams = nnx.split(
         model, nnx.Param, nnx.BatchStat, nnx.RngState
     )
