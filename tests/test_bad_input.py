@@ -36,6 +36,12 @@ def build(fn=loss_fn, strategy=None, optimizer=SGD, **options):
     return tj.build_train_step(fn, optimizer, strategy, **options)
 
 
+@pytest.fixture(scope="module")
+def trains():
+    """The step that refuses nothing of `good`, whose program tests share."""
+    return build()
+
+
 def refused(step, state, batch, text, names, error=ValueError):
     names.clear()
     with pytest.raises(error, match=text):
@@ -178,8 +184,8 @@ def test_a_state_from_elsewhere_is_refused(compiled):
             here(wrong, good())
 
 
-def test_a_state_of_other_parameters_is_refused_by_name():
-    step = build()
+def test_a_state_of_other_parameters_is_refused_by_name(trains):
+    step = trains
     step(step.init(start()), good())
     other = step.init({"w": np.ones(3, np.float32), "b": np.ones(1, np.float32)})
     with pytest.raises(ValueError, match=r"params\['b'\] was absent and is float32"):
@@ -596,8 +602,8 @@ def test_predictions_without_a_row_each_are_refused():
         predict(start(), good())
 
 
-def test_a_state_that_was_donated_says_so():
-    step = build()
+def test_a_state_that_was_donated_says_so(trains):
+    step = trains
     state = step.init(start())
     step(state, good())
     with pytest.raises(ValueError, match="donated to an earlier step"):
@@ -618,10 +624,10 @@ def test_one_array_for_two_leaves_is_refused_by_name(devices):
     step(state, good())  # nothing is lost
 
 
-def test_a_short_loop_is_settled():
+def test_a_short_loop_is_settled(trains):
     poisoned = good(4)
     poisoned["x"][3, 0] = np.nan
-    step = build()
+    step = trains
     state = step.init(start())
     state, metrics = step(state, poisoned)
     with pytest.raises(tj.NonFiniteError, match="of step 0 "):
@@ -630,10 +636,10 @@ def test_a_short_loop_is_settled():
     np.testing.assert_array_equal(state.params["w"], start()["w"])
 
 
-def test_a_refused_step_that_has_run_is_told_by_the_next_call():
+def test_a_refused_step_that_has_run_is_told_by_the_next_call(trains):
     poisoned = good(4)
     poisoned["x"][3, 0] = np.nan
-    step = build()
+    step = trains
     state = step.init(start())
     for batch in (good(), good(), poisoned):
         state, metrics = step(state, batch)
@@ -818,7 +824,7 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     assert float(evaluate(params, batch)["step"].value) == 0
 
 
-def test_evaluating_a_donated_state_is_refused_wherever_it_was():
+def test_evaluating_a_donated_state_is_refused_wherever_it_was(trains):
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
 
@@ -828,7 +834,7 @@ def test_evaluating_a_donated_state_is_refused_wherever_it_was():
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
     with pytest.raises(ValueError, match="was donated to an earlier step"):
         evaluate(state, good())
-    step = build()
+    step = trains
     state = step.init(start())
     step(state, good())
     with pytest.raises(ValueError, match="donated to an earlier step"):

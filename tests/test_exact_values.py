@@ -11,7 +11,9 @@ import towerjax as tj
 from towerjax.collectives.reduce import reduced_dtype
 
 R = tj.Reduction
-LAYOUTS = pytest.mark.parametrize("T, D", [(4, 1), (4, 2)])
+LAYOUTS = pytest.mark.parametrize(
+    "T, D", [(4, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
+)
 
 
 def bits(x):

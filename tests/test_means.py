@@ -180,6 +180,7 @@ def test_a_step_of_ones_own_takes_several_sums():
     np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
 
 
+@pytest.mark.slow
 def test_weights_may_be_of_local_variables_and_of_another_loss():
     """Of all micro-batches, each of which goes on from the one before."""
 
@@ -214,6 +215,7 @@ def test_weights_may_be_of_local_variables_and_of_another_loss():
     np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
 
 
+@pytest.mark.slow
 def test_weights_may_learn_around_the_step():
     def weighted(by, batch):
         return {**batch, "weight": batch["weight"] + by * batch["labelled"]}

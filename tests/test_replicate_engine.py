@@ -221,6 +221,7 @@ def steep(variables, features, labels, mode, tower):
     return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_refused_and_named():
     model = replicated(4, 2, "scan", fn=steep)
     step = model.train_step(guard="gradients", check=tj.Check(every=1))
@@ -240,10 +241,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named():
     assert dataclasses.replace(located, step=1) == place
 
 
-@pytest.mark.parametrize(
-    ("count", "state"),
-    [(4, "sharded"), pytest.param(8, "sharded_optimizer", marks=SLOW)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "state"), [(4, "sharded"), (8, "sharded_optimizer")])
 def test_a_sharded_state_has_the_numbers_of_a_mirrored_one(count, state):
     model, batches = replicated(count, 4, state=state), [batch(16), batch(13, 1)]
     step, found = model.train_step(), model.init(start())

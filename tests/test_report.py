@@ -362,6 +362,7 @@ def test_what_is_alive_when_most_is(big, expected):
     assert [value.bytes for value in found] == sorted(expected.values(), reverse=True)
 
 
+@pytest.mark.slow
 def test_the_largest_at_the_peak_are_in_the_report(of_one):
     found = of_one
     sizes = [value.bytes for value in found.at_peak]

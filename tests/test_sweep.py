@@ -232,6 +232,7 @@ def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
     np.testing.assert_array_equal(again.metrics["loss"], bad.metrics["loss"])
 
 
+@pytest.mark.slow
 def test_what_is_no_number_is_a_program_of_its_own(compiled):
     sizes = []
 

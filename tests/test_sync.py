@@ -152,7 +152,7 @@ def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, devices):
     assert_as_expected(*trained(step), SYNCS[name])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [1.0, None])
 def test_rounds_of_one_step_are_the_synchronous_step(weight):
     given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]

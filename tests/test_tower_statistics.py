@@ -157,6 +157,7 @@ def test_several_steps_in_one_program_tell_of_each():
             np.testing.assert_allclose(metrics[name], seen, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_is_the_same_mechanism():
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
