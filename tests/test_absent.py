@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(
     reason="towerjax[gpu-compiler] is not installed",
 )
 H200S, ONE = tj.Absent("h200", 8), tj.Absent("h200", 1)
-WIDTH, ROWS = 64, 16
+LAYERS, WIDTH, ROWS = 1, 64, 16
 
 
 def loss_fn(params, batch, tower):
@@ -48,10 +48,10 @@ def shapes(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def make_step(strategy, rows=ROWS, **options):
+def make_step(strategy, rows=ROWS, layers=LAYERS, **options):
     step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy, **options)
     batch = {"x": shapes(rows * strategy.num_towers, WIDTH)}
-    return step, [shapes(WIDTH, WIDTH)] * 3, batch
+    return step, [shapes(WIDTH, WIDTH)] * layers, batch
 
 
 def test_absent_devices_are_plain_values():
@@ -92,7 +92,7 @@ def test_one_device_is_one_absent_one():
     step, params, batch = make_step(tj.OneDevice(ONE))
     assert step.check(params, batch) and step.strategy.placement.num_devices == 1
     with pytest.raises(ValueError, match="is not here"):
-        step.init([np.zeros((WIDTH, WIDTH), np.float32)] * 3)
+        step.init([np.zeros((WIDTH, WIDTH), np.float32)] * LAYERS)
 
 
 def test_a_step_is_proved_and_does_not_run():
@@ -213,7 +213,7 @@ def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     )
     step, params, batch = make_step(strategy)
     found = step.report(params, batch)
-    share = -(-(3 * WIDTH * WIDTH + 2) // 8)
+    share = -(-(LAYERS * WIDTH * WIDTH + 2) // 8)
     to_all, gather = found.collectives
     assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
     assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
@@ -234,7 +234,8 @@ def test_several_steps_are_one_loop_with_one_reduction_in_it():
     module = parse(program.call.as_text())
     (found,) = collectives_of(module)
     assert found.opcode == "all-reduce" and not found.trips_known  # in the loop
-    assert found.bytes == 4 * (3 * WIDTH * WIDTH + 3)  # and the loss, with both weights
+    # And the loss, with both weights.
+    assert found.bytes == 4 * (LAYERS * WIDTH * WIDTH + 3)
     entry = module.computations[module.entry].values()
     assert [op.opcode for op in entry].count("while") == 1
 
@@ -245,7 +246,7 @@ def test_each_state_is_held_as_the_strategy_says():
     planned = tj.tools.plan(make_step, towers=[8], flop_rate=1e12, bandwidth=1e9)
     rows = {(row.towers, row.state): row for row in planned.rows}
     assert len(rows) == len(planned.rows) == 3
-    params = 4 * 3 * WIDTH * WIDTH
+    params = 4 * LAYERS * WIDTH * WIDTH
     for (towers, state), row in rows.items():
         held = row.report.memory.by_kind
         of_params = params // (towers if state == "sharded" else 1)
@@ -255,7 +256,7 @@ def test_each_state_is_held_as_the_strategy_says():
         assert row.examples == ROWS * towers and row.largest_batch is None
         assert (row.report.bytes_sent > 0) == (towers > 1)
         flops, sent = row.report.flops.matmul, row.report.bytes_sent
-        assert flops == 2 * ROWS * WIDTH * WIDTH * (3 * 3 - 1)
+        assert flops == 2 * ROWS * WIDTH * WIDTH * (3 * LAYERS - 1)
         assert row.bound_s == max(flops / 1e12, sent / 1e9)
     text = str(planned)
     assert "NVIDIA H200, one tower a device" in text and "at least" in text
@@ -267,7 +268,8 @@ def test_each_state_is_held_as_the_strategy_says():
 def test_the_largest_batch_fits():
     capacity, towers, start = 1 << 18, 2, 48
     small = H200S.text.replace(str(H200S.memory_bytes), str(capacity))
-    make = functools.partial(make_step, rows=start, micro_batches=3, remainder="pad")
+    options = {"layers": 3, "micro_batches": 3, "remainder": "pad"}
+    make = functools.partial(make_step, rows=start, **options)
     (row,) = tj.tools.plan(
         make, on=small, towers=[towers], states=["mirrored"], largest_batch=True
     ).rows
@@ -403,9 +405,9 @@ def test_a_model_function_for_devices_that_are_not_here():
     proof = modelled.check(state, rows)
     assert [each.primitive for each in proof.analysis.collectives] == ["psum"]
     found = modelled.report(state, rows)
-    assert found.memory.by_kind["parameters"] == 3 * 4 * WIDTH * WIDTH
+    assert found.memory.by_kind["parameters"] == LAYERS * 4 * WIDTH * WIDTH
     [sent] = found.collectives  # the gradient, the loss and the one denominator
-    assert sent.bytes == 3 * 4 * WIDTH * WIDTH + 8
+    assert sent.bytes == LAYERS * 4 * WIDTH * WIDTH + 8
 
 
 @needs_compiler
@@ -418,7 +420,7 @@ def test_an_evaluation_for_devices_that_are_not_here():
     batch = {"x": shapes(ROWS * 8 - 3, WIDTH)}  # to be padded
     for state in (params, step.shapes(params)):
         found = evaluate.report(state, batch)
-        assert found.flops.matmul == 2 * ROWS * 3 * WIDTH * WIDTH
+        assert found.flops.matmul == 2 * ROWS * LAYERS * WIDTH * WIDTH
         assert [(each.opcode, each.bytes) for each in found.collectives] == [
             ("all-reduce", 8)
         ]
