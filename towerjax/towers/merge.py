@@ -53,7 +53,7 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
                 f" {num_towers} towers. Stack one value for each tower. A tuple of them"
                 " will do; a list is a tree of such arrays."
             )
-    return jax.tree.map(jnp.asarray, rows)
+    return rows
 
 
 def are_apart(values: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
+import numpy as np
 
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
@@ -32,7 +32,7 @@ from towerjax.towers.one_axis import over_local_towers
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, is_traced
 from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -209,7 +209,7 @@ class CallMethods:
             _refuse_nested_pmap(placement)
             placement = dataclasses.replace(placement, devices=placement.devices[:1])
         call, rows, arrays = _prepared(self, placement, fn, args, kwargs)
-        traced = isinstance(rows[0], Tracer)
+        traced = is_traced(())
         rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
         arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
         out, outputs = _run(call, rows, arrays)
@@ -242,7 +242,7 @@ def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
     rows = [x if _is_rows(x) else PerTower(x) for x in values]
     # pmap wants at least one argument of the towers' own, and jit one that lies on
     # the strategy's device: the first, not used.
-    first = jnp.arange(num_towers)
+    first = np.arange(num_towers, dtype=np.int32)
     return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
 
 
