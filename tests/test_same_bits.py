@@ -108,6 +108,19 @@ def test_bytes_sent_are_those_of_a_ring():
     assert bytes_sent(text, 2) == (2 * 12 * 4 + 24 * 4 + 2 * 10 * 4) // 2
 
 
+def in_turn(towers, devices):
+    names = tuple(f"cpu:{number}" for number in range(devices))
+    ops = tj.PinnedTree()
+    return tj.Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
+
+
+def bits(step, rows):
+    rng = np.random.default_rng(0)
+    state = step.init(rng.normal(size=(5, 4)).astype(np.float32))
+    _, metrics = step(state, rng.normal(size=(rows, 2, 5)).astype(np.float32))
+    return {name: np.asarray(x).tobytes() for name, x in metrics.items()}
+
+
 def of_two_passes(devices):
     """What a second pass makes of merged values alone, and a gradient through it."""
 
@@ -144,18 +157,39 @@ def of_two_passes(devices):
         told = {f"{number}": x for number, x in enumerate(leaves)}
         return state, {**told, "grads": merged["grads"]}
 
-    strategy = tj.Mirrored(
-        tuple(f"cpu:{i}" for i in range(devices)),
-        towers=4,
-        local="scan",
-        cross_tower_ops=tj.PinnedTree(),
+    step = tj.build_step(
+        (both, second), update_fn, in_turn(4, devices), micro_batches=3
     )
-    step = tj.build_step((both, second), update_fn, strategy, micro_batches=3)
-    rng = np.random.default_rng(0)
-    state = step.init(rng.normal(size=(5, 4)).astype(np.float32))
-    _, metrics = step(state, rng.normal(size=(12, 2, 5)).astype(np.float32))
-    return {name: np.asarray(x).tobytes() for name, x in metrics.items()}
+    return bits(step, 12)
 
 
-def test_what_all_towers_compute_alike_has_the_same_bits():
-    assert forked.called(of_two_passes, 1) == forked.called(of_two_passes, 2)
+def of_an_update(devices):
+    """What an update makes of rows, of a sum, and of a count that divides twice."""
+
+    def tower_fn(state, batch, tower):
+        rows = jnp.tanh(batch[:, 0] @ state.params)
+        sums = tj.Sum((tower.weight[:, None] * rows).T @ batch[:, 1])
+        return {
+            "rows": tj.Rows(rows),
+            "sums": sums,
+            "count": tj.Sum(tower.weight.sum()),
+        }
+
+    def update_fn(state, merged):
+        rows, sums, count = (merged[name].value for name in ("rows", "sums", "count"))
+        return state, {
+            "of rows": rows.sum(axis=0),
+            "deviation": sums.std(),
+            "scaled": sums / sums.std(),
+            "first": jnp.tanh(sums) / count,
+            "second": jnp.cumsum(sums, axis=1) / count,
+        }
+
+    step = tj.build_step(tower_fn, update_fn, in_turn(6, devices), remainder="pad")
+    return bits(step, 61)
+
+
+@pytest.mark.parametrize("run, devices", [(of_two_passes, 2), (of_an_update, 3)])
+def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
+    found = [forked.called(run, number) for number in (1, devices)]
+    assert [name for name, x in found[0].items() if x != found[1][name]] == []

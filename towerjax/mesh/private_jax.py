@@ -130,7 +130,7 @@ def _may_merge(op: Any) -> bool:
         return not (
             "has_side_effect" in attributes and attributes["has_side_effect"].value
         )
-    is_plain = op.name.startswith("stablehlo.") and len(op.results) > 0
+    is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
     return is_plain and op.name not in _NEVER_MERGED
 
 

@@ -25,7 +25,8 @@ from towerjax.step.state import (
 from towerjax.step.update import accept_or_keep, checked_like
 from towerjax.towers.executors import over_members
 from towerjax.towers.outputs import metric_values
-from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types import Layout, PerTower, PyTree, Rows
+from towerjax.types.leaves import map_parts
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
@@ -149,7 +150,7 @@ class Engine:
         for one in passes:
             out = _come_to(run, one, state, *batch, merged)
             tree, own, finite, found, kept, told = out
-            tree = filled(tree, {"own": own})
+            tree = _for_what_follows(one, filled(tree, {"own": own}))
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
             whole += [] if finite is None else [finite]
@@ -164,6 +165,20 @@ def _come_to(run: Run, one: Pass, *args: Any) -> Any:
     except UnknownWeights:
         weights, _ = run(one.for_weights, *args)[0]
         return run(one.with_weights, *args[:-1], (*args[-1], weights))
+
+
+def _for_what_follows(one: Pass, tree: PyTree) -> PyTree:
+    """What a pass came to; of a `PinnedTree`, what is made of it has the same bits.
+
+    Rows that lie over devices XLA would add up in an order that depends on these, and
+    beyond a barrier one program is compiled, whatever a value came from.
+    """
+    placement = one.strategy.placement
+    if not (placement.axes.in_turn and one.strategy.cross_tower_ops.needs_every_tower):
+        return tree
+    mirrored = placement.sharding(Layout.MIRRORED)
+    on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
+    return lax.optimization_barrier(map_parts(Rows, on_all, tree))
 
 
 def _checked_update(
