@@ -24,7 +24,6 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -62,10 +61,13 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return train_split, {name: x[tested] for name, x in data.items()}
 
 
-def init_params() -> dict[str, jax.Array]:
-    table = 0.1 * jax.random.normal(jax.random.key(0), TABLE_SHAPE)
-    width, classes = TABLE_SHAPE[1], len(PACKAGES)
-    return {"table": table, "w": jnp.zeros((width, classes)), "b": jnp.zeros(classes)}
+def init_params() -> dict[str, np.ndarray]:
+    numbers, width, classes = np.random.default_rng(0), TABLE_SHAPE[1], len(PACKAGES)
+    return {
+        "table": 0.1 * numbers.standard_normal(TABLE_SHAPE, np.float32),
+        "w": np.zeros((width, classes), np.float32),
+        "b": np.zeros(classes, np.float32),
+    }
 
 
 def build_model(
