@@ -300,7 +300,7 @@ def bad_batch(zero=(), infinite=(), rows=16):
 
 @pytest.mark.slow
 def test_the_tower_and_the_leaf_are_named():
-    strategy = tj.Mirrored(devices(2), towers=8)
+    strategy = tj.Mirrored(devices(2), towers=8, local="scan")
     step = build(strategy, tj.Check(2), fn=bad_gradient, micro_batches=2)
     state = step.init(BAD_PARAMS)
     state, _ = step(state, bad_batch(infinite=[3]))

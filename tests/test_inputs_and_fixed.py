@@ -245,7 +245,7 @@ def test_all_towers_share_a_key_that_is_no_towers_own():
         return tj.TowerOutput(tj.Weighted.mean(batch["x"] @ params["w"]), metrics)
 
     key = jax.random.key(7)
-    strategy = mirrored(4, 2)
+    strategy = mirrored(4, 2, "scan")
     step = tj.build_train_step(loss_fn, optax.sgd(0.0), strategy, micro_batches=3)
     state = step.init(start(), rng=key)
     seen = []

@@ -166,7 +166,7 @@ def test_a_step_of_ones_own_takes_several_sums():
         after = jax.tree.map(lambda p, g: p - RATE * g, state.params, grads)
         return dataclasses.replace(state, params=after), {"loss": merged["loss"]}
 
-    strategy = mirrored(4, 2)
+    strategy = mirrored(4, 2, "scan")
     step = tj.build_step(
         tower_fn, update_fn, strategy, micro_batches=2, remainder="pad"
     )
@@ -343,7 +343,11 @@ def test_weights_learn_in_a_second_pass():
         return dataclasses.replace(state, params={"w": w}), {"loss": merged["loss"]}
 
     step = tj.build_step(
-        (first, second), update_fn, mirrored(4, 2), micro_batches=2, remainder="pad"
+        (first, second),
+        update_fn,
+        mirrored(4, 2, "scan"),
+        micro_batches=2,
+        remainder="pad",
     )
     state, metrics = step(step.init(params()), data())
     x, w = data()["x"].astype(float), params()["w"].astype(float)

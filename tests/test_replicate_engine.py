@@ -140,7 +140,7 @@ def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
         loss, after = SGD.minimize(lambda p: (p["w"].sum() * features).sum(), variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    reduction, strategy = tj.estimator.LossReduction.SUM, towers(count, 1)
+    reduction, strategy = tj.estimator.LossReduction.SUM, towers(count, 1, "scan")
     model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
     step, x = model.train_step(micro_batches=2), rows(8)
     after, metrics = step(model.init(start()), {"features": x})
@@ -160,7 +160,7 @@ def test_rows_of_a_table_meet_of_all_micro_batches():
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     words, ids = rows(5), np.array([3, 0, 3, 3, 1, 0], np.int32)
-    model = tj.estimator.replicate_model_fn(fn, devices=towers(2, 1))
+    model = tj.estimator.replicate_model_fn(fn, devices=towers(2, 1, "scan"))
     state = model.init(tj.TrainState.create({"words": words}, sgd))
     after, metrics = model.train_step(micro_batches=2)(state, {"features": ids})
     expected = words - RATE * 2 * words * np.bincount(ids, minlength=5) / 6

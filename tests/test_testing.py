@@ -36,7 +36,7 @@ def local():
 @pytest.mark.slow
 @pytest.mark.parametrize(("remainder", "first"), [("pad", 16), ("drop", 8)])
 def test_the_oracle_sees_the_same_examples(remainder, first):
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4, local="scan")
     step = tj.build_train_step(
         loss_fn,
         optax.sgd(0.1, momentum=0.9),

@@ -173,7 +173,7 @@ def test_a_step_of_ones_own_is_the_same_mechanism():
         return dataclasses.replace(state), metrics
 
     step = tj.build_step(
-        tower_fn, update_fn, mirrored(4, 2), micro_batches=2, remainder="pad"
+        tower_fn, update_fn, mirrored(4, 2, "scan"), micro_batches=2, remainder="pad"
     )
     _, metrics = step(step.init(W), data(17))
     of = expected(data(17), 4, 2)
