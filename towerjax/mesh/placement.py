@@ -164,8 +164,9 @@ class Placement:
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not here, so that nothing can be placed or run on"
-                " it. Ask step.check(...) or step.report(...) with shapes, or name"
-                " devices that this machine has."
+                " it. Give step.check and step.report the parameters, or"
+                " step.shapes(params), in place of step.init(params), or name devices"
+                " that this machine has."
             )
         names = jax.sharding.get_abstract_mesh().axis_names
         if names and DEVICE_AXIS not in names:
