@@ -206,6 +206,7 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     strategy = tj.Mirrored(

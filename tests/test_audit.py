@@ -278,6 +278,7 @@ def test_what_is_right_passes(name):
     assert {*report.not_compared} == (left_out if name == "metrics" else set())
 
 
+@pytest.mark.slow
 def test_a_batch_that_all_towers_divide_is_split_unevenly():
     """Of equally many rows a mean of the towers' means is right."""
     even = {name: np.concatenate([x, x])[:24] for name, x in BATCH.items()}

@@ -196,6 +196,7 @@ def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
     close(state.local["seen"].value, 1 + y.reshape(T, -1).sum(1))
 
 
+@pytest.mark.slow
 @layouts
 def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     """The gradient of a loss over all pairs of rows, in micro-batches too.

@@ -109,6 +109,7 @@ def test_every_op_is_the_sum_in_float64(towers, devices, executor):
             assert all(first.tobytes() == o.tobytes() for o in others), one
 
 
+@pytest.mark.slow
 def test_every_ops_derivative_is_the_sums():
     """Also where a sum travels as bits or codes, whose own derivative is 0."""
     values, factors = np.float32([[1, 2], [3, 5], [7, 4], [6, 8]]), np.float32([2, 3])

@@ -149,6 +149,7 @@ def test_a_metric_may_be_a_sum_of_means():
     np.testing.assert_allclose(found, sum(terms), rtol=200 * EPS)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_takes_several_sums():
     """Two gradients of sums of means in one tower function, one after another."""
 
@@ -324,6 +325,7 @@ def test_weights_that_move_with_the_parameters_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_weights_learn_in_a_second_pass():
     def first(state, batch, tower):
         return moving(state.params, batch, tower)

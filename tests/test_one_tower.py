@@ -139,6 +139,7 @@ def test_towers_equal_one_tower(executor, towers, devices, kind):
     check(executor, towers, devices, kind)
 
 
+@pytest.mark.slow
 def test_a_function_under_jit_and_checkpoint_is_a_tower_function():
     wrapped = lambda fn: jax.jit(jax.checkpoint(fn))  # noqa: E731
     check("shard_map", 4, 2, "weighted", wrapped)

@@ -149,6 +149,7 @@ def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
     np.testing.assert_allclose(after.params["w"], w - RATE * total, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_a_table_meet_of_all_micro_batches():
     sgd = tj.estimator.TowerOptimizer(optax.sgd(RATE))
 

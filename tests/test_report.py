@@ -229,6 +229,7 @@ def test_why_a_buffer_could_not_be_donated():
     assert "params['same']" in {b.name for b in memory.buffers if b.aliased}
 
 
+@pytest.mark.slow
 def test_a_reports_json_has_all_of_it(of_eight):
     found = json.loads(of_eight.to_json())
     assert found == json.loads(json.dumps(dataclasses.asdict(of_eight)))

@@ -373,6 +373,7 @@ def test_evaluations_come_when_asked_and_at_the_end(
         np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
     cut, data = list(batches(make_data(48), 16)), eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)

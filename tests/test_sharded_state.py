@@ -177,6 +177,7 @@ def test_checkpoints_go_from_one_layout_and_number_of_devices_to_another(tmp_pat
     assert_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_state_of_another_layout_is_refused_and_placed():
     mirrored_step, step = build(), build("sharded")
     state = mirrored_step.init(start())

@@ -102,7 +102,7 @@ def alone():
     return state, history
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 def test_a_member_is_what_it_is_alone(swept, alone, order):
     state, history = alone

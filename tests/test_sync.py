@@ -146,7 +146,7 @@ def streaming():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("name", "devices"), [("streaming", 4), ("local", 1)])
+@pytest.mark.parametrize(("name", "devices"), [("local", 1), ("streaming", 4)])
 def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, devices):
     step = build(SYNCS[name], devices=devices)
     assert_as_expected(*trained(step), SYNCS[name])
@@ -309,6 +309,7 @@ def test_a_tower_that_is_not_finite_leaves_its_own_step_out():
     assert_as_expected(*trained(step, spoiled()), sync, spoiled())
 
 
+@pytest.mark.slow
 def test_it_is_told_when_towers_meet(streaming):
     state, given = (
         streaming.init(START),

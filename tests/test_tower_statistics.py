@@ -182,6 +182,7 @@ def test_a_step_of_ones_own_is_the_same_mechanism():
     assert metrics["rows"].tolist() == [6, 6, 5, 0]
 
 
+@pytest.mark.slow
 def test_the_noise_scale_of_a_run_is_that_of_all_rows():
     rows = data(4000)
     rows["weight"] = np.ones(4000, np.float32)
