@@ -193,3 +193,15 @@ def of_an_update(devices):
 def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
     found = [forked.called(run, number) for number in (1, devices)]
     assert [name for name, x in found[0].items() if x != found[1][name]] == []
+
+
+def test_complex_numbers_on_one_device():
+    def loss_fn(params, batch, tower):
+        power = jnp.abs(jnp.fft.fft(params[None] * batch, axis=1)) ** 2
+        return tj.Weighted.mean(power.sum(axis=1), tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), in_turn(2, 1))
+    x, w = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]), np.float32([0.5, -1])
+    state, _ = step(step.init(w), x)
+    # Parseval: the power is twice the sum of the squares.
+    np.testing.assert_allclose(w - state.params, 4 * w * (x**2).mean(0), rtol=1e-5)

@@ -156,7 +156,8 @@ def refuse_of_parts(found: Sequence[Dependence | None], names: Sequence[str]) ->
         raise ReplicationError(
             "Micro-batches are worked off one after another, and a bare value is the"
             f" same in each, but these depend on their rows: {listed(bare)}. Return"
-            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; wrap an"
+            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; what moves in"
+            " each, such as batch statistics, in TowerOutput(local=...); wrap an"
             " optimizer in tj.estimator.TowerOptimizer; or say micro_batches=1."
         )
 

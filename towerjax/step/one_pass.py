@@ -46,7 +46,7 @@ from towerjax.towers.tower_local import (
     with_local_values,
 )
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, named_leaves
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, name_by_key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -319,7 +319,8 @@ def _in_turn(
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    refuse_of_parts(found, [name for name, _ in named_leaves("result", shapes[0])])
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
+    refuse_of_parts(found, list(map(name_by_key, paths)))
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
