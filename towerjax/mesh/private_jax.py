@@ -155,7 +155,5 @@ def _key(op: Any, inside: dict[Any, int]) -> Any:
 def _attributes(op: Any) -> tuple[Any, ...]:
     """What an operation says besides its operands, as what can be compared."""
     if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
-        return (
-            str(op.attributes[0]),
-        )  # complex numbers JAX's bindings do not hand out
+        return (str(op.attributes[0]),)  # JAX's bindings do not hand the numbers out
     return tuple((name, op.attributes[name]) for name in op.attributes)
