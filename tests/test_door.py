@@ -162,14 +162,16 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
 
 
 def test_a_mesh_that_the_program_has_set_is_told_of():
-    step = build()
+    step, known = build(), build()
     state = step.init(np.float32(0))
-    fn = build().strategy.call_for_each_tower
+    known(known.init(np.float32(0)), rows())  # the next is of a known kind
+    fn = known.strategy.call_for_each_tower
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         for call in (
             lambda: step.init(np.float32(0)),
             lambda: step(state, rows()),
+            lambda: known(state, rows()),
             lambda: fn(lambda tower: tower.id),
         ):
             with pytest.raises(ValueError, match=r"set a mesh of axes \('x',\), and"):

@@ -193,6 +193,7 @@ class Placer:
             if known.may_wrap:
                 refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
+                self.placement.require_present()
                 handed = [way(x) for way, x in zip(known.ways, leaves, strict=True)]
                 return known.batch.of(treedef.unflatten(handed))
             return known.batch.of(place_rows(batch, self.placement, Layout.PER_TOWER))

@@ -21,8 +21,8 @@ from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
-    kept,
     spread,
+    stored,
 )
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check
@@ -318,7 +318,7 @@ class ModelTrainStep(Step):
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from, where the step wants it."""
         check_is_state(state, MAKE_STATE)
-        return kept(self._spread(state), self.strategy.placement, self._policy)
+        return stored(self._spread(state), self.strategy.placement, self._policy)
 
     @property
     def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
@@ -337,7 +337,7 @@ class ModelTrainStep(Step):
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
         after, metrics, guarded = super().dispatch(self._spread(state), batch)
-        return kept(after, self.strategy.placement, self._policy), metrics, guarded
+        return stored(after, self.strategy.placement, self._policy), metrics, guarded
 
     def _spread(self, state: TrainState) -> TrainState:
         return spread(state, self.strategy, self._policy)

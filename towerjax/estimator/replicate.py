@@ -30,8 +30,8 @@ from towerjax.estimator.variables import (
     as_state,
     as_variables,
     init_variables,
-    kept,
     spread,
+    stored,
 )
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check
@@ -87,7 +87,7 @@ class ReplicatedModel:
         """
         placed = init_variables(variables, self.strategy)
         policy = self.options.variable_placement
-        return kept(placed, self.strategy.placement, policy)
+        return stored(placed, self.strategy.placement, policy)
 
     def __call__(
         self,
@@ -174,7 +174,7 @@ class ReplicatedModel:
         of_state, train_op = isinstance(variables, TrainState), None
         if after:
             state = TrainState(**after[0], **after[1])
-            train_op = kept(as_variables(state, of_state=of_state), placement, policy)
+            train_op = stored(as_variables(state, of_state=of_state), placement, policy)
         return ModelSpec.tree_unflatten(
             (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
         )

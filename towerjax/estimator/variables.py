@@ -96,7 +96,9 @@ def init_variables(variables: PyTree, strategy: Strategy) -> PyTree:
     return place(stacked, placement, layouts_in(stacked, strategy))
 
 
-def kept(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
+def stored(
+    variables: PyTree, placement: Placement, policy: VariablePlacement
+) -> PyTree:
     """The variables where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
@@ -146,7 +148,7 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
         copied: dict[int, jax.Array] = {}  # an array that is there twice stays one
         for i in away:
             leaf = leaves[i]
-            if layouts[i] is Layout.MIRRORED and _is_kept_copy(leaf, placement):
+            if layouts[i] is Layout.MIRRORED and _is_stored_copy(leaf, placement):
                 if id(leaf) not in copied:
                     copied[id(leaf)] = _copied_to_all(leaf, placement)
                 leaves[i] = copied[id(leaf)]
@@ -157,8 +159,8 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
     return jax.tree.unflatten(jax.tree.structure(variables), leaves)
 
 
-def _is_kept_copy(leaf: Any, placement: Placement) -> bool:
-    """Is it as `kept` leaves it: one copy, the same on each of several processes?"""
+def _is_stored_copy(leaf: Any, placement: Placement) -> bool:
+    """Is it as `stored` leaves it: one copy, the same on each of several processes?"""
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
     if is_key(leaf):

@@ -66,13 +66,13 @@ class Engine:
         kept: dict[str, Any],
         merged: PyTree,
         finite: jax.Array | None,
-        own: PyTree = None,
+        op_state: PyTree = None,
         told: dict[str, jax.Array] | None = None,
     ) -> tuple[Any, dict[str, Any], dict[str, Any], jax.Array | None]:
         """The next state where it is accepted, metrics, and what tells if it was.
 
-        That is the loss, where None is returned for it. ``own`` and ``told`` are what
-        the cross-tower op keeps, and tells as metrics.
+        That is the loss, where None is returned for it. ``op_state`` and ``told`` are
+        what the cross-tower op keeps, and tells as metrics.
         """
 
         def judged(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -80,7 +80,8 @@ class Engine:
             with _said_of_update():
                 updated = self.update_fn(before, merged)
             after, metrics = _checked_update(before, updated)
-            after, metrics = dataclasses.replace(after, own=own), metrics | (told or {})
+            after = dataclasses.replace(after, own=op_state)
+            metrics = metrics | (told or {})
             accepted, values, whole = _values(metrics)
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
@@ -146,16 +147,16 @@ class Engine:
         And what its cross-tower op keeps and tells.
         """
         merged: tuple[Any, ...] = ()
-        whole, found, kept, told = [], None, None, {}
+        whole, found, op_state, told = [], None, None, {}
         for one in passes:
             out = _come_to(run, one, state, *batch, merged)
-            tree, own, finite, found, kept, told = out
+            tree, own, finite, found, op_state, told = out
             tree = _for_what_follows(one, filled(tree, {"own": own}))
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
             whole += [] if finite is None else [finite]
         finite = functools.reduce(jnp.logical_and, whole) if whole else None
-        return merged[0], finite, found, kept, told
+        return merged[0], finite, found, op_state, told
 
 
 def _come_to(run: Run, one: Pass, *args: Any) -> Any:

@@ -93,12 +93,8 @@ class MembersStep(CompiledStep):
             del now["step"]
             metrics = {**metrics["one"], **metrics["own"]}
             whole = jnp.isfinite(metrics["loss"]) if whole is None else whole
-            return (
-                {**donated, "extra": (numbers, donated["extra"])},
-                now,
-                metrics,
-                whole,
-            )
+            donated = {**donated, "extra": (numbers, donated["extra"])}
+            return donated, now, metrics, whole
 
         one = over_members(one) if self._together else one
         donated, now, metrics, whole = one(donated, kept["rng"])

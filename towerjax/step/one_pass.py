@@ -84,7 +84,7 @@ class Pass:
         "own": Layout.PER_TOWER,
         "finite": Layout.MIRRORED,
         "found": Layout.MIRRORED,
-        "kept": Layout.PER_TOWER,
+        "op_state": Layout.PER_TOWER,
         "told": Layout.MIRRORED,
     }
 
@@ -121,7 +121,7 @@ class Pass:
                     num_valid = after(copies.prints, num_valid)
             towers = self._towers(axes, state, batch, num_valid, shared, merged)
             sums, (tree, folded, joined, own, flagged) = towers
-            sums, kept, told = self._summed(sums, tree, state, axes)
+            sums, op_state, told = self._summed(sums, tree, state, axes)
             added, shown, due = sums.tree()
             folded = [folded_over_towers(x, axes) for x in folded]
             joined = [_of_all_towers(x, axes) for x in joined]
@@ -138,7 +138,7 @@ class Pass:
                     flagged = side_by_side(common, flagged)
                 found = findings(copies, flagged, due > 0, axes)
             own = [end_to_end(x) if isinstance(x, Rows) else x for x in own]
-            return tree, own, finite, found, kept, told
+            return tree, own, finite, found, op_state, told
 
         return run
 

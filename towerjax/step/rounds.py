@@ -135,13 +135,8 @@ class Rounds:
         metrics = {"one": {"loss": told_loss}, "own": {}}
         donated, now = split_state(state)[0], {"step": state.step}
         fine = (bad == 0).all()
-        return (
-            donated,
-            now,
-            metrics,
-            fine,
-            *((Apart(~fine, bad),) if self.finds else ()),
-        )
+        found = (Apart(~fine, bad),) if self.finds else ()
+        return donated, now, metrics, fine, *found
 
     def located(self, run: Run, *args: Any) -> tuple[Any]:
         """As an engine's: towers with the parameters that they have."""
