@@ -251,6 +251,28 @@ def test_no_gpus_is_the_cpu():
     assert tj.Mirrored(num_gpus=0, towers=5).num_towers == 5
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: tj.Mirrored(num_gpus=0).placement.jax_devices,
+        lambda: tj.Mirrored(devices=["cpu:0"]).placement.jax_devices,
+        lambda: tj.Mirrored().fetch(1.0),
+    ],
+    ids=["num_gpus", "name", "fetch"],
+)
+def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
+    def only_gpus(backend=None, **options):
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return here
+
+    here = jax.devices()
+    monkeypatch.setattr(jax, "devices", only_gpus)
+    monkeypatch.setattr(jax, "local_devices", only_gpus)
+    with pytest.raises(ValueError, match="add cpu to it, as in JAX_PLATFORMS="):
+        use()
+
+
 @pytest.mark.parametrize("name", ["num_gpus", "num_gpus_per_worker"])
 def test_a_count_of_gpus_is_the_first_ones(name):
     strategy = tj.Mirrored(**{name: 3}, towers=6)

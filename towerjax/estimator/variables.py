@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.mesh.devices import Device
+from towerjax.mesh.devices import Device, host_device
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, state_layout
 from towerjax.towers.strategies import Strategy
@@ -70,7 +70,7 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
     gpus = [d for d in devices if d.platform == "gpu"]
-    return gpus if len(gpus) == 1 else jax.local_devices(backend="cpu")[:1]
+    return gpus if len(gpus) == 1 else [host_device()]
 
 
 def layouts_in(variables: PyTree, strategy: Strategy) -> PyTree:

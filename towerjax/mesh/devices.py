@@ -19,6 +19,12 @@ _NAME = re.compile(
 """``"gpu:0"``, and what TensorFlow called it in a job of one process."""
 
 
+_WITHOUT_CPU = (
+    "JAX was told to leave CPUs out, by JAX_PLATFORMS or jax_platforms: add cpu to it,"
+    " as in JAX_PLATFORMS=cuda,cpu, or name another device."
+)
+
+
 def canonical_device_name(device: Any) -> str:
     """``"platform:index"`` of a device or of one of its names.
 
@@ -79,10 +85,20 @@ def platform_devices(platform: str) -> list[Device]:
         return []
 
 
+def host_device() -> Device:
+    """This process's first CPU; JAX has CPUs beside others, unless told not to."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        raise ValueError(f"A CPU is asked for, but {_WITHOUT_CPU}") from error
+
+
 def first_of_each_process(gpus: int) -> tuple[str, ...]:
     """The names of the first so many GPUs of each process, process after process."""
     platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
     devices = platform_devices(platform)
+    if not (gpus or devices):
+        raise ValueError(f"num_gpus=0 chooses the CPU, but {_WITHOUT_CPU}")
     names: list[str] = []
     for process in range(jax.process_count()):
         own = [i for i, d in enumerate(devices) if d.process_index == process]
@@ -108,7 +124,9 @@ def find_device(name: str) -> Device:
         have = f"none of platform {platform!r}; the default one is"
         have += f" {jax.default_backend()!r} with {len(jax.devices())}"
     hint = ""
-    if platform == "cpu":
+    if platform == "cpu" and not found:
+        hint = f" Here {_WITHOUT_CPU}"
+    elif platform == "cpu":
         hint = (
             " For more CPU devices call"
             f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before JAX"

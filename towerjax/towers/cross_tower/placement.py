@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.reduce import check_addable, reduced_dtype
-from towerjax.mesh.devices import canonical_device_name
+from towerjax.mesh.devices import canonical_device_name, host_device
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import (
     cast_exactly,
@@ -59,8 +59,7 @@ class PlacementMethods:
         """
         value = read_variables(value)
         check_mirrored(value, "strategy.fetch")
-        if destination is None:
-            destination = jax.local_devices(backend="cpu")[0]
+        destination = host_device() if destination is None else destination
         return send(value if fn is None else fn(value), destination)
 
     def select_tower(self, value: PyTree, tower: Any) -> PyTree:
