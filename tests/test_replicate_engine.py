@@ -91,6 +91,70 @@ def test_micro_batches_meet_once_a_step(count, devices, local, micro_batches):
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
+def averaging(variables, features, labels, mode, tower):
+    """Moving averages that all towers share: of their rows, of the parameters."""
+    spec = model_fn(variables, features, labels, mode, tower)
+    weight, before = tower.weight * features["weight"], tower.extra
+    mean = 0.9 * before["mean"] * weight.sum() + 0.1 * weight @ features["x"]
+    extra = {
+        "mean": tj.Weighted(mean, weight.sum()),
+        "rows": tj.Sum(tower.weight.sum()),
+        "slow": 0.5 * (before["slow"] + spec.train_op.params["w"]),
+        "steps": before["steps"] + 1,
+    }
+    train_op = dataclasses.replace(spec.train_op, extra=extra)
+    return dataclasses.replace(spec, train_op=train_op)
+
+
+def start_averaging():
+    extra = {"mean": np.zeros(8, np.float32), "slow": rows(8, seed=3)}
+    extra |= {"rows": np.float32(0), "steps": np.int32(0)}
+    return tj.TrainState.create({"w": rows(8, seed=3)}, SGD, extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("count", "devices", "local", "micro_batches"),
+    [(4, 2, "vmap", 1), pytest.param(4, 2, "scan", 2, marks=pytest.mark.slow)],
+)
+def test_extra_variables_are_merged_by_their_types(
+    count, devices, local, micro_batches
+):
+    model = replicated(count, devices, local, fn=averaging)
+    step = model.train_step(micro_batches=micro_batches)
+    state, mean, slow = model.init(start_averaging()), np.zeros(8), rows(8, seed=3)
+    batches = [batch(21), batch(18, 1)]  # padded
+    for i, one in enumerate(batches):
+        state, _ = step(state, one)
+        x, weight = one["features"]["x"].astype(float), one["features"]["weight"]
+        mean = 0.9 * mean + 0.1 * np.average(x, 0, weights=weight)
+        slow = 0.5 * (slow + by_numpy(batches[: i + 1])[0])
+        np.testing.assert_allclose(state.extra["mean"], mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(state.extra["slow"], slow, rtol=1e-4, atol=1e-6)
+        assert state.extra["rows"] == len(x) and state.extra["steps"] == i + 1
+    text = step.program(state, batches[0]).call.as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("steps", lambda x: tj.Weighted.mean(x[:, 0]), r"'steps'.* was int32.*float32"),
+        ("slow", lambda x: x.sum(0), r"extra\['slow'\] depends on batch\['features'\]"),
+        ("slow", lambda x: None, r"extra\['slow'\] was float32\[8\] and is absent"),
+    ],
+)
+def test_extra_variables_of_another_kind_are_refused(name, value, text):
+    def fn(variables, features, labels, mode, tower):
+        spec = averaging(variables, features, labels, mode, tower)
+        extra = {**spec.train_op.extra, name: value(features["x"])}
+        train_op = dataclasses.replace(spec.train_op, extra=extra)
+        return dataclasses.replace(spec, train_op=train_op)
+
+    model = replicated(2, 1, fn=fn)
+    with pytest.raises(ValueError, match=text):
+        model.train_step().check(model.init(start_averaging()), batch(8))
+
+
 @pytest.mark.parametrize("kind", ["jit", "not wrapped"])
 def test_an_update_of_some_rows_alone_is_refused(kind):
     def fn(variables, features, labels, mode, tower):

@@ -557,19 +557,28 @@ def test_variables_are_kept_by_predictions(model):
 
 
 @pytest.mark.parametrize(
-    "variables, data, options, text",
+    "data, options, text",
     [
-        ({"w": 1.0}, [], {}, "The state is a dict, not a tj.TrainState. Make it"),
-        (None, 7, {}, "data=7 must be an iterable"),
-        (None, arrays(8)[0], {}, "data is one batch or whole arrays (dict)"),
-        (None, [], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
-        (None, [], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
+        (7, {}, "data=7 must be an iterable"),
+        (arrays(8)[0], {}, "data is one batch or whole arrays (dict)"),
+        ([], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
+        ([], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
     ],
 )
-def test_bad_predictions_are_refused_at_once(model, variables, data, options, text):
-    variables = model.init() if variables is None else variables
+def test_bad_predictions_are_refused_at_once(model, data, options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.estimator.predict(model, variables, data, **options)
+        tj.estimator.predict(model, model.init(), data, **options)
+
+
+def test_predictions_of_variables_that_are_no_state():
+    def model_fn(variables, features, labels, mode):
+        twice = {"twice": variables["w"] * features}
+        return tj.estimator.ModelSpec(mode, predictions=twice)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"])
+    data = [np.arange(3, dtype=np.float32)]
+    [output] = tj.estimator.predict(model, {"w": np.float32(2)}, data)
+    assert output["twice"].tolist() == [0, 2, 4]
 
 
 def test_what_is_no_model_is_refused(model):

@@ -1426,7 +1426,7 @@ BESIDES = (
     _m(
         "N02",
         "the extra state is the sum and not the mean",
-        "step.train:_next_extra",
+        "step.train:next_extra",
         "x.value if isinstance(x, Weighted | Sum) else x",
         "getattr(x, 'sum', x.value) if isinstance(x, Weighted | Sum) else x",
         "test_inputs_and_fixed.py"

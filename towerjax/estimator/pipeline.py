@@ -40,6 +40,7 @@ from towerjax.step.state import (
     split_state,
 )
 from towerjax.step.step import Step
+from towerjax.step.train import next_extra
 from towerjax.step.update import checked_like
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.one_axis import axes_in_tower
@@ -51,8 +52,9 @@ from towerjax.types import Layout, PyTree
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
 reduces gradients over towers before it updates.
-Other variables that towers change on their own: make them tj.TowerLocal, or reduce them
-with tower.reduce(tj.Reduction.MEAN, value)."""
+Other variables that towers change on their own: make them tj.TowerLocal, reduce them
+with tower.reduce(tj.Reduction.MEAN, value), or return them as tj.Weighted(sum, weight)
+or tj.Sum(x) in train_op.extra."""
 
 MAKE_STATE = (
     "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted; a"
@@ -260,6 +262,8 @@ class ModelEngine:
         if "train_op" in parts:
             counters = {"step": state.step, "rng": state.rng}
             after = as_state(parts.pop("train_op"), counters)
+            extra = next_extra(state.extra, after.extra, "the train_op's extra")
+            after = dataclasses.replace(after, extra=extra)
         return after, parts
 
 
@@ -280,11 +284,15 @@ def call_runner(engine: ModelEngine) -> Runner:
 
 def _next(train_op: PyTree, seen: PyTree) -> PyTree:
     """The next variables, once they are like those that the function was given."""
+    rest = train_op
     if isinstance(seen, TrainState) and isinstance(train_op, TrainState):
-        # One call is one step, whatever the function did to the counter.
-        train_op = dataclasses.replace(train_op, step=seen.step + 1)
-    train_op = checked_like(seen, train_op, "train_op", "model_fn's train_op")
-    return in_towers(train_op, None)
+        # One call is one step, whatever the function did to the counter. Of extra the
+        # leaves' types say what they become, which is looked at then.
+        rest = dataclasses.replace(train_op, step=seen.step + 1, extra=seen.extra)
+    rest = checked_like(seen, rest, "train_op", "model_fn's train_op")
+    if isinstance(rest, TrainState):
+        rest = dataclasses.replace(rest, extra=train_op.extra)
+    return in_towers(rest, None)
 
 
 def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def evaluate(
 
 def predict(
     model: ReplicatedModel,
-    variables: TrainState,
+    variables: PyTree,
     data: Data,
     *,
     per_example: bool = False,
@@ -216,7 +216,7 @@ def predict(
     Args:
       model: As `replicate_model_fn` returns it, or another that has its
         ``predict_step``.
-      variables: Kept.
+      variables: As the model takes them; kept.
       data: Batches of features, or ``(features, labels)``, whose labels are left
         out; a function that returns such an iterable; or a `DistributedDataset`.
       per_example: Yield one example's predictions at a time?
@@ -230,8 +230,8 @@ def predict(
       batch, ``[...]`` of an example. Padding is gone.
 
     Raises:
-      ValueError: At once: an option is wrong, or ``variables`` is no ``TrainState``.
-        Later: a batch is malformed.
+      ValueError: At once: an option is wrong. Later: the variables or a batch are
+        malformed.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -246,7 +246,6 @@ def predict(
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
     check_does("model", model, "predict_step", MAKE_MODEL)
-    check_is_state(variables, MAKE_STATE)
     check_flag("per_example", per_example)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)

@@ -82,6 +82,7 @@ class TrainState:
         optimizer: optax.GradientTransformation,
         *,
         local: PyTree = None,
+        extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> "TrainState":
         """The state before the first step, of one tower, on no particular device.
@@ -90,6 +91,7 @@ class TrainState:
           params: Floating arrays.
           optimizer: Its ``init`` makes the optimizer state.
           local: A pytree of ``TowerLocal``, each of one tower's value, or None.
+          extra: Mirrored values that do not train: any pytree of arrays, or None.
           rng: One key; None is ``jax.random.key(0)``.
 
         Returns:
@@ -107,7 +109,8 @@ class TrainState:
         trainable_flags(params, True)
         local = checked_local(local)
         key = _one_key(rng)
-        return cls(jnp.int32(0), params, optimizer.init(params), local, key)
+        opt_state = optimizer.init(params)
+        return cls(jnp.int32(0), params, opt_state, local, key, extra=extra)
 
 
 def _is_given_away(x: Any) -> bool:

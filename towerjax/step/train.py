@@ -104,7 +104,8 @@ class Training:
         params = with_trained(part, state.params, flags)
         changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
         if "extra" in merged:
-            changed["extra"] = _next_extra(state.extra, merged["extra"])
+            culprit = "TowerOutput(extra=...)"
+            changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
         if "seen" in merged:
             cells = from_sums(merged["seen"].value, self.parts)
             before: Any = state.seen  # an ExampleCount, as `check_state` has seen
@@ -127,7 +128,7 @@ def _with(metrics: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
     return metrics | told
 
 
-def _next_extra(before: PyTree, merged: PyTree) -> PyTree:
+def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
     """What towers returned for ``state.extra``, merged, in the dtypes that it has.
 
     But for what is floating and would be cut off: that is refused.
@@ -144,7 +145,7 @@ def _next_extra(before: PyTree, merged: PyTree) -> PyTree:
     )
     if jax.tree.structure(values) == jax.tree.structure(before):
         values = jax.tree.map(cast, values, before)
-    return checked_like(before, values, "state.extra", "TowerOutput(extra=...)")
+    return checked_like(before, values, "state.extra", culprit)
 
 
 def _mean(grads: Weighted | Sum) -> PyTree:
