@@ -48,7 +48,7 @@ for example in digits estimator_digits regression nnx_digits embeddings anywhere
 done
 run sweep "$python" -m towerjax bench docs/benchmarks/grid.toml \
   --out "$logs/sweep.jsonl" --report "$logs/sweep"
-run same_bits "$python" -m benchmarks.same_bits
+run same_bits env XLA_FLAGS=--xla_gpu_deterministic_ops=true "$python" -m benchmarks.same_bits
 # The suite makes CPU devices for itself, and then runs once more with the GPU beside them.
 run suite_cpu env JAX_PLATFORMS=cpu "$python" -m pytest -q -n auto
 run suite_gpu "$python" -m pytest -q -m "not slow"

@@ -212,12 +212,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--towers", type=int, default=8)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument(
+        "--devices", type=int, nargs="+", help="default: those of 1, 2, 4 and 8 here"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ops", default="PinnedTree", help="a cross-tower op's name")
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", max(options.devices))
+    jax.config.update("jax_num_cpu_devices", max(options.devices or [8]))
+    options.devices = options.devices or [
+        number for number in (1, 2, 4, 8) if number <= jax.device_count()
+    ]
     ops, differ = getattr(collectives, options.ops)(), False
     if not options.json:
         print(f"JAX {jax.__version__}, {options.towers} towers, {ops!r}; leaves that")

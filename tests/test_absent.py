@@ -10,6 +10,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ import pytest
 
 import towerjax as tj
 from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
+from benchmarks.catalogue import MODELS
 from towerjax.mesh import absent
 from towerjax.step.engine import repeated_recipe
 from towerjax.step.program import prepare
@@ -220,6 +222,28 @@ def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
     assert found.bytes_sent == 2 * 4 * share * 7
     assert (found.towers, found.devices) == (16, 8)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_attention_in_a_loop_compiles_where_xla_finds_no_tiles():
+    """JAX 0.10's compiler fails unless it may try kernels; 0.12's does not."""
+    model = MODELS["attention"]
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(model.losses(params, batch, tower), tower.weight)
+
+    strategy = tj.Mirrored(devices=ONE, towers=2, local="scan")
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        report = step.report(
+            *jax.eval_shape(lambda: (model.params(), model.batch(16, 0)))
+        )
+    assert report.memory.fits
+    of_old = jax.__version_info__ < (0, 12)
+    texts = [str(one.message) for one in told]
+    assert len(texts) == of_old and all("compiled for cuBLAS" in text for text in texts)
 
 
 @pytest.mark.slow

@@ -20,7 +20,11 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
-from towerjax.towers.executors import lower_on_devices, shapes_of
+from towerjax.towers.executors import (
+    compile_on_devices,
+    lower_on_devices,
+    shapes_of,
+)
 from towerjax.types import PyTree, named_leaves
 
 
@@ -71,7 +75,7 @@ def prepare(
         # An interrupt inside the compiler can end the process (JAX 0.10).
         guard = InterruptGuard()
         with guard.installed(), guard:
-            compiled = lowered.compile()
+            compiled = compile_on_devices(lowered, placement)
         seconds = time.perf_counter() - start
         return Program(compiled, proof, recipe, traced.jaxpr.jaxpr, seconds)
 

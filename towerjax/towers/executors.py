@@ -6,6 +6,7 @@ The only file that names these; `placement` says where the towers are, and
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -279,3 +280,20 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     if placement.local == "scan" and placement.num_devices == 1:
         inline_and_merge(lowered)
     return lowered
+
+
+def compile_on_devices(lowered: Any, placement: Placement) -> Any:
+    """The lowered program compiled; where absent GPUs need it, by kernels of cuBLAS."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if placement.absent is None or "output tile sizes" not in str(error):
+            raise
+    # XLA chooses tiles before it knows whether they fit, and leaves it to trials on the
+    # device to find others: openxla/xla, pull request 36792.
+    warnings.warn(
+        "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
+        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false.",
+        stacklevel=2,
+    )
+    return lowered.compile({"xla_gpu_enable_triton_gemm": False})

@@ -16,7 +16,7 @@ from towerjax.step.report.communication import CompiledCollective, collectives_o
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
-from towerjax.towers.executors import lower_on_devices
+from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
 from towerjax.types.options import check_takes
@@ -194,7 +194,8 @@ def report_of(
     names = [*inspect.signature(fn).parameters]
     names = [names[min(i, len(names) - 1)] for i in range(len(args))]
     traced = fn.trace(*args)
-    compiled = lower_on_devices(traced, placement).compile()
+    lowered = lower_on_devices(traced, placement)
+    compiled = compile_on_devices(lowered, placement)
     seconds = time.perf_counter() - start
     jaxpr = traced.jaxpr.jaxpr
     return _report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
