@@ -29,7 +29,7 @@ from towerjax.estimator.train import train_and_evaluate
 from towerjax.loop.run import run
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.state import TrainState
-from towerjax.step.train import build_train_step
+from towerjax.step.train import TrainStep, build_train_step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput
@@ -96,7 +96,11 @@ def cases() -> dict[str, Case]:
     return {case.name: case for case in (*found, *_OPTIONS)}
 
 
-def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
+LOCAL = {"seen": TowerLocal(np.float32(0), Reduction.SUM)}
+
+
+def train_step(case: Case, strategy: Mirrored) -> TrainStep:
+    """A case's step, of tower-local variables as in `LOCAL`."""
     model = MODELS[case.model]
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> TowerOutput:
@@ -109,9 +113,12 @@ def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
 
     optimizer = OPTIMIZERS[case.optimizer]
     options = {"remainder": "pad", **case.options}
-    step = build_train_step(loss_fn, optimizer, strategy, **options)
-    local = {"seen": TowerLocal(np.float32(0), Reduction.SUM)}
-    state = step.init(case.params(), local=local, rng=jax.random.key(7))
+    return build_train_step(loss_fn, optimizer, strategy, **options)
+
+
+def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
+    step = train_step(case, strategy)
+    state = step.init(case.params(), local=LOCAL, rng=jax.random.key(7))
     batches = case.batches(strategy.num_towers, steps)
     each = case.steps_per_call
     return run(step, state, batches, steps_per_call=each, progress=False)

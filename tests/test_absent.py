@@ -21,6 +21,8 @@ import pytest
 import towerjax as tj
 from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
 from benchmarks.catalogue import MODELS
+from benchmarks.same_bits import cases
+from benchmarks.same_kernels import compare, compiled, kernels_of
 from towerjax.mesh import absent
 from towerjax.step.engine import repeated_recipe
 from towerjax.step.program import prepare
@@ -222,6 +224,20 @@ def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
     assert found.bytes_sent == 2 * 4 * share * 7
     assert (found.towers, found.devices) == (16, 8)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:No GPU is here to try kernels on")
+def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
+    """What PinnedTree's bits need there; and a control that does not have them."""
+    case, other = cases()["attention"], cases()["linear"]
+    found = compare(case, target="h200", towers=8, devices=(4, 8))
+    assert not any(found.values())
+    # A device's towers side by side are one matrix product of another shape.
+    strategies = [tj.Mirrored(tj.Absent("h200", n), towers=8) for n in (4, 8)]
+    several, alone = (kernels_of(compiled(other, strategy)) for strategy in strategies)
+    assert several.total() > 5 and several != alone
 
 
 @pytest.mark.slow

@@ -306,7 +306,7 @@ def over_local_towers(
         sums, kept = jax.vmap(of_leaves, axis_name=LOCAL_AXIS)(ids, leaves)
         return (sums if stack_sums else jax.tree.map(_add_rows, sums)), kept
     if stack_sums:
-        if axes.num_local == 1 and axes.platform == "cpu":
+        if axes.num_local == 1:
             number = ids[0] if number is None else number
             return _map_of_one(alone, ids, per_tower, number)
         return lax.map(lambda row: alone(*row), (ids, per_tower))
@@ -339,9 +339,9 @@ def _map_of_one(
 ) -> PyTree:
     """``lax.map`` over one tower, compiled as it would be over several.
 
-    XLA:CPU drops a loop of one trip, and barriers before it fuses; then a tower's
-    sums are added in another order than in a loop, and bits depend on ``D``. So the
-    number of trips is one that the compiler cannot know, and rows are a part of more.
+    XLA drops a loop of one trip, and XLA:CPU barriers before it fuses; then a tower is
+    fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So the number
+    of trips is one that the compiler cannot know, and rows are a part of more.
     """
     row = jax.tree.map(lambda x: x[0], (ids, per_tower))
     shapes = jax.eval_shape(tower_fn, *row)

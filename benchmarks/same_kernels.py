@@ -1,0 +1,123 @@
+"""Would GPUs that are not here end with the same bits? By their programs' kernels.
+
+Each case of `benchmarks.same_bits` is compiled for several numbers of absent devices,
+and what each kernel computes with floating values is compared with the kernels for the
+first number. That is needed for the same bits and is not enough: of kernels that are
+alike a device still chooses the fastest, unless XLA_FLAGS says
+``--xla_gpu_deterministic_ops=true``.
+
+Run: ``python -m benchmarks.same_kernels [--only attention] [--on h200]``
+"""
+
+import argparse
+import collections
+import re
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks.same_bits import LOCAL, Case, cases, train_step
+from towerjax.collectives import PinnedTree
+from towerjax.mesh.absent import Absent
+from towerjax.step.report.hlo import Module, Operation, parse
+from towerjax.towers.strategies import Mirrored
+
+_NO_ROUNDING = frozenset(
+    """abs after-all and bitcast bitcast-convert broadcast call clamp compare complex
+    concatenate conditional constant copy dynamic-slice dynamic-update-slice floor
+    fusion-done gather get-tuple-element imag iota is-finite maximum minimum negate not
+    opt-barrier or pad parameter partition-id real reshape reverse select sign slice
+    transpose tuple while""".split()
+)
+_FUSED = ("fusion", "fusion-start")  # what is fused may run beside other kernels
+_OF_SUMS = "towerjax.sums"  # the scope in which towers' sums are added up
+
+Kernels = collections.Counter[tuple[str, ...]]
+
+
+def kernels_of(text: str) -> Kernels:
+    """How often a compiled program names each kernel, ``(tiles, operation, ...)``.
+
+    A kernel is what it computes with floating values, and in which tiles. Left out are
+    operations that round nothing, orders of dims, dims of 1, and the tree that adds up
+    the towers' sums, which has other parts where nothing travels.
+    """
+    module = parse(text)
+    within = {
+        called
+        for inside in module.computations.values()
+        for op in inside.values()
+        for kind, called in op.called().items()
+        if kind == "to_apply" or op.opcode in _FUSED
+    }
+    found = Kernels()
+    for name in module.computations.keys() - within:
+        for op in module.computations[name].values():
+            if computed := sorted(_computed(module, op)):
+                tiles = re.search(r'"output_tiles":(\[.*?\]\}\])', op.attributes)
+                found[(tiles[1] if tiles else "", *computed)] += 1
+    return found
+
+
+def _computed(module: Module, operation: Operation) -> list[str]:
+    """What an operation computes with floating values, and what is fused in it does."""
+    if operation.opcode in _FUSED:
+        inside = module.computations[operation.called()["calls"]]
+        return [x for op in inside.values() for x in _computed(module, op)]
+    rounded = [shape for shape in operation.shapes if shape.dtype[0] in "bcf"]
+    is_sum = _OF_SUMS in operation.op_name
+    if not rounded or is_sum or operation.opcode in _NO_ROUNDING:
+        return []
+    dims = sorted(dim for dim in rounded[0].dims if dim > 1)
+    return [f"{operation.opcode} {rounded[0].dtype}{dims}"]
+
+
+def compiled(case: Case, strategy: Mirrored) -> str:
+    """The text of a case's train step for absent devices."""
+    step = train_step(case, strategy)
+    shapes = jax.eval_shape(lambda: case.params())
+    batch = next(case.batches(strategy.num_towers, 1))
+    state = step.shapes(shapes, local=LOCAL)
+    return step.program(state, jax.eval_shape(lambda: batch)).call.as_text()
+
+
+def compare(
+    case: Case, *, target: str, towers: int, devices: Sequence[int]
+) -> dict[int, Kernels]:
+    """``D`` -> the kernels that are not those for the first ``D``, or are missing."""
+    found: dict[int, Kernels] = {}
+    for number in devices:
+        absent = Absent(target, number)
+        ops = PinnedTree()
+        strategy = Mirrored(absent, towers=towers, local="scan", cross_tower_ops=ops)
+        found[number] = kernels_of(compiled(case, strategy))
+    first = found[devices[0]]
+    return {number: (now - first) + (first - now) for number, now in found.items()}
+
+
+def main() -> None:
+    """Print the table; end with status 1 where kernels differ."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--on", default="h200", help="a GPU, as tj.Absent takes it")
+    parser.add_argument("--towers", type=int, default=8)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
+    options = parser.parse_args()
+    heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
+    print(f"kernels that are not as for {options.devices[0]} {options.on}\n")
+    print(f"{'':28}{heads}")
+    differ = False
+    for name, case in cases().items():
+        if options.only not in name or case.by_model_fn or case.steps_per_call > 1:
+            continue
+        given = {"target": options.on, "towers": options.towers}
+        found = compare(case, devices=options.devices, **given)
+        differ = differ or any(found.values())
+        counts = "".join(f"{kernels.total():6}" for kernels in found.values())
+        print(f"{name:28}{counts}", flush=True)
+    sys.exit(int(differ))
+
+
+if __name__ == "__main__":
+    main()
