@@ -424,6 +424,22 @@ def test_a_scan_of_steps_is_a_loop(trained):
     close(metrics["loss"], np.stack(losses), roundings=4)
 
 
+def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
+    def tower_fn(state, batch, tower):
+        ready = state.extra >= 1  # as of a replay buffer that is filled first
+        return tj.Weighted.mean((state.params - batch) ** 2, ready * tower.weight)
+
+    def update_fn(state, loss):
+        return dataclasses.replace(state, extra=state.extra + 1), {"loss": loss}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2, 1))
+    state, losses = step.init(1.0, extra=0), []
+    for _ in range(2):
+        state, metrics = step(state, np.float32([3, 5]))
+        losses.append(float(metrics["loss"]))
+    assert int(state.extra) == 2 and losses == [0, 10]
+
+
 # What is refused
 
 

@@ -45,6 +45,8 @@ class Engine:
     guard: Guard
     # Is what each pass came to handed on, in a list, and not the last one's alone?
     keeps_all: bool = False
+    # Does a step change nothing whose loss counts no example?
+    needs_examples: bool = True
 
     def step(
         self,
@@ -82,7 +84,8 @@ class Engine:
             after, metrics = _checked_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
             metrics = metrics | (told or {})
-            accepted, values, whole = _values(metrics)
+            values, has_examples, whole = _values(metrics)
+            accepted = whole & (has_examples | (not self.needs_examples))
             if finite is not None:
                 accepted, whole = accepted & finite, whole & finite
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
@@ -211,8 +214,8 @@ def _checked_update(
     return after, dict(metrics)
 
 
-def _values(metrics: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], jax.Array]:
-    """Is the step accepted; each metric as one value; are the guarded ones finite?"""
+def _values(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax.Array]:
+    """Each metric as one value; has the loss examples; are the guarded ones finite?"""
     values = {name: _value(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
     has_examples = jnp.bool_(True)
@@ -228,7 +231,7 @@ def _values(metrics: dict[str, Any]) -> tuple[jax.Array, dict[str, Any], jax.Arr
         jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     whole = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
-    return whole & has_examples, values, whole
+    return values, has_examples, whole
 
 
 def _value(name: str, x: Any) -> Any:

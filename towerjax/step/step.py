@@ -380,4 +380,7 @@ def build_step(
         max_programs=max_programs,
         check=check,
     )
-    return Step(engine_of(tower_fns, update_fn, strategy, options), strategy, options)
+    engine = engine_of(tower_fns, update_fn, strategy, options)
+    # What a step without examples comes to is for the update to say.
+    engine = dataclasses.replace(engine, needs_examples=False)
+    return Step(engine, strategy, options)
