@@ -649,6 +649,24 @@ def test_a_hook_sees_the_state_before_the_next_step_takes_it(
     assert not state.params["w"].is_deleted()
 
 
+def test_a_run_goes_on_from_the_state_that_a_hook_returns(train_step):
+    cut = list(batches(make_data(64), 16))
+
+    def halve(number, state, metrics):
+        params = jax.tree.map(lambda x: x / 2, state.params)
+        return dataclasses.replace(state, params=params, step=0)
+
+    hooks = [tj.loop.WithState(halve, every=2)]
+    found, _ = run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+    state = init(train_step)
+    for number, batch in enumerate(cut, start=1):
+        state, _ = train_step(state, batch)
+        if number % 2 == 0:
+            params = jax.tree.map(lambda x: x / 2, state.params)
+            state = dataclasses.replace(state, params=params)
+    tj.testing.assert_same(found, state, bits=True)
+
+
 def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypatch):
     waits, dispatched = [], []
     look, dispatch = Loop._look_at_oldest, type(train_step).dispatch

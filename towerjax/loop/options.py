@@ -27,7 +27,8 @@ class WithState:
     (``jax.tree.map(jnp.copy, state.params)``).
 
     Attributes:
-      function: What it returns is not looked at.
+      function: A ``TrainState`` that it returns is what the run goes on from, but for
+        its number; what else it returns is not looked at.
       every: How many steps lie between two calls.
 
     Example:

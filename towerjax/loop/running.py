@@ -211,7 +211,10 @@ class Loop:
                 if not isinstance(hook, WithState):
                     hook(number, row)
                 elif number == last and _passes(hook.every, before, last):
-                    hook.function(number, self.state, row)
+                    after = hook.function(number, self.state, row)
+                    if isinstance(after, TrainState):
+                        after = dataclasses.replace(after, step=self.state.step)
+                        self.state = self._step.start(after)
         self._progress.step(number, rows[-1], self._rate())
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
