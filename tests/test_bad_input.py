@@ -579,6 +579,12 @@ def test_params_without_gradient_are_refused(name):
         build().init(params)
 
 
+def test_a_state_is_not_taken_for_parameters():
+    step = build()
+    with pytest.raises(ValueError, match=r"step\.init\(state\.params\)"):
+        step.init(step.init(start()))
+
+
 def test_local_and_rng_are_checked_by_init():
     with pytest.raises(ValueError, match=r"local\['n'\].*tj\.TowerLocal\(value"):
         build().init(start(), local={"n": np.zeros(3)})

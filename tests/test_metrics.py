@@ -609,6 +609,11 @@ def test_a_mean_times_a_mean_says_what_is_multiplied():
     for first, second in ((a, a), (a, a + a), (a + a, a)):
         with pytest.raises(ValueError, match=r"Multiply the rows.*or .* earlier pass"):
             first * second
+    for first in (2.0, a, jnp.float32(1)):
+        with pytest.raises(
+            ValueError, match=r"divided by a mean.*A function of a mean"
+        ):
+            first / a
 
 
 @pytest.mark.slow

@@ -165,7 +165,10 @@ def test_numbers_are_written_exactly(value, written):
     json.dumps(plain("x", value), allow_nan=False)
 
 
-@pytest.mark.parametrize("value", [np.complex64(1), np.array("text"), np.array(None)])
+@pytest.mark.parametrize(
+    "value",
+    [np.complex64(1), np.array("text"), np.array(None), tj.Weighted(3.0, 2.0)],
+)
 def test_what_is_no_real_number_is_refused(value):
     with pytest.raises(ValueError, match="the metric 'x' is .*, not real numbers"):
         plain("x", value)

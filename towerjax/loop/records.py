@@ -276,8 +276,9 @@ def plain(name: str, value: Any) -> Any:
         return array.tolist()
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"JsonLines: the metric {name!r} is {array.dtype}{list(array.shape)}, not"
-            " real numbers. Return its real and imaginary parts, or leave it out."
+            f"JSON: the metric {name!r} is {type(value).__name__}, {array.dtype}"
+            f"{list(array.shape)}, not real numbers. Return of a metric state its"
+            " .value, of complex numbers both parts, or leave it out."
         )
     array = array.astype(np.float64)
     numbers = array.tolist()

@@ -61,6 +61,14 @@ class _Term:
         """Divided by a number that all towers share."""
         return self * (1 / factor)
 
+    def __rtruediv__(self, other: Any) -> Any:
+        """Refused: what is divided by a mean is no mean."""
+        raise ValueError(
+            "What is divided by a mean is no mean. Take the mean in an earlier pass of"
+            " tj.build_step, whose .value is a number: see 'A function of a mean' in"
+            " docs/how_to/several_losses.md."
+        )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -297,8 +297,9 @@ def _refuse_inside(trace: Any) -> None:
     if get_opaque_trace_state() != trace:
         raise ValueError(
             "tj.value_and_grad of a sum of several means stands inside a jit, scan,"
-            " cond or vmap, where its weights cannot be seen from outside. Call it"
-            " outside of them."
+            " cond, vmap or jvp, where its weights cannot be seen from outside. Call it"
+            " outside of them; or differentiate each mean there by itself, and add the"
+            " .value of the gradients in the update."
         )
 
 

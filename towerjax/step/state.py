@@ -248,6 +248,11 @@ def abstract_state(
 
 def checked_params(params: PyTree, *, shapes: bool = False) -> PyTree:
     """The parameters as a state holds them: JAX arrays, or their shapes."""
+    if isinstance(params, TrainState):
+        raise ValueError(
+            "params is a TrainState, not parameters. Begin anew with step.init("
+            "state.params), or go on from the state itself, step.place(state)."
+        )
     if not jax.tree.leaves(params):
         raise ValueError(f"params holds no arrays: {params!r}.")
     refuse_unheld("params", params, shapes=shapes)
