@@ -185,6 +185,12 @@ def _for_what_follows(one: Pass, tree: PyTree) -> PyTree:
     return lax.optimization_barrier(map_parts(Rows, on_all, tree))
 
 
+_UPDATE = (
+    "update_fn; a gradient is at least float32, of narrower parameters take"
+    " optax.tree.cast_like(grads, state.params)"
+)
+
+
 def _checked_update(
     before: TrainState, updated: Any
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -209,7 +215,7 @@ def _checked_update(
     for field in dataclasses.fields(TrainState):
         was, now = getattr(before, field.name), getattr(after, field.name)
         if now is not was:
-            now = checked_like(was, now, f"state.{field.name}", "update_fn")
+            now = checked_like(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})
     return after, dict(metrics)
 
