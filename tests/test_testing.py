@@ -1,5 +1,7 @@
 """The one-tower oracle, and comparing two states leaf by leaf."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,29 @@ def test_the_oracle_is_one_tower_of_numpy():
     state, metrics = oracle(oracle.init(np.float32(2)), batch)
     assert float(metrics["loss"]) == np.mean((2 - batch) ** 2)
     assert float(state.params) == 2 - 0.25 * 2 * (2 - batch.mean())
+
+
+@pytest.mark.slow
+def test_a_step_of_ones_own_has_an_oracle():
+    def mean(state, batch, tower):
+        return tj.Weighted.mean(batch, tower.weight)
+
+    def spread(state, batch, tower, mean):
+        return tj.Weighted.mean((batch - mean.value) ** 2, tower.weight)
+
+    def update_fn(state, spread):
+        params = state.params + spread.value
+        return dataclasses.replace(state, params=params), {"loss": spread}
+
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
+    options = {"micro_batches": 2, "remainder": "pad"}
+    step = tj.build_step((mean, spread), update_fn, strategy, **options)
+    oracle, batch = one_tower(step), np.array([1, 5, 6, 7, 11], np.float32)
+    assert oracle.strategy == tj.OneDevice("cpu:0") and not oracle.options.donate
+    state, _ = step(step.init(np.float32(2)), batch)
+    alone, metrics = oracle(oracle.init(np.float32(2)), batch)
+    assert_same(state, alone)
+    assert float(metrics["loss"]) == pytest.approx(batch.var(), rel=1e-6)
 
 
 @pytest.mark.slow

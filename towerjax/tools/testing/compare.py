@@ -11,6 +11,7 @@ from towerjax.collectives import Compressed
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
+from towerjax.step.step import Step, build_step
 from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
@@ -148,18 +149,18 @@ def _ulps(a: Any, b: Any, gap: float) -> str:
     return f" = {gap / spacing:.2g} ulps"
 
 
-StepOrModel = TypeVar("StepOrModel", TrainStep, ReplicatedModel)
+StepOrModel = TypeVar("StepOrModel", TrainStep, Step, ReplicatedModel)
 
 
 def one_tower(step: StepOrModel) -> StepOrModel:
     """The same step, or the same model, on one tower of the first device.
 
-    The loss function, the optimizer and all options are those of the step, but that
+    The functions, the optimizer and all options are those of the step, but that
     micro-batches are folded into one pass and that states are not donated. Batches
     are padded and cut as the step's are, so that both see the same examples.
 
     Args:
-      step: What `build_train_step` or `replicate_model_fn` returned.
+      step: What `build_train_step`, `build_step` or `replicate_model_fn` returned.
 
     Returns:
       A step of its own, with its own ``init``; compare with `assert_same`. Its
@@ -190,10 +191,10 @@ def one_tower(step: StepOrModel) -> StepOrModel:
                 " with remainder='pad', or with 'error' and whole batches."
             )
         return ReplicatedModel(step.model_fn, _one_device(step.strategy), options)
-    if not isinstance(step, TrainStep):
+    if not isinstance(step, Step):
         raise ValueError(
-            f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step or"
-            " tj.estimator.replicate_model_fn returned."
+            f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
+            " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
     if isinstance(ops := step.strategy.cross_tower_ops, Compressed):
         raise ValueError(
@@ -201,26 +202,28 @@ def one_tower(step: StepOrModel) -> StepOrModel:
             " tower only as far as its certificate says. Build the step with"
             " tj.AllReduce() to compare."
         )
-    return _OneTowerStep(step)
+    return _on_one_tower(step)
 
 
-class _OneTowerStep(TrainStep):
-    """A `TrainStep` on one tower, for the batches of a step on several."""
-
-    def __init__(self, step: TrainStep) -> None:
-        if not isinstance(step.sync, EveryStep):
-            raise ValueError(
-                f"one_tower of a step with sync={step.sync!r}: towers that go alone are"
-                " not one tower. Compare a step with tj.sync.EveryStep()."
-            )
-        strategy = _one_device(step.strategy)
-        options = dataclasses.replace(step.options, micro_batches=1, donate=False)
-        super().__init__(step.training, strategy, options)
-        self._placer = Placer(
-            strategy.placement,
-            shares=step.strategy.num_towers * step.options.micro_batches,
-            remainder=options.remainder,
+def _on_one_tower(step: Any) -> Any:
+    """A step on one tower, for the batches of a step on several."""
+    strategy = _one_device(step.strategy)
+    options = dataclasses.replace(step.options, micro_batches=1, donate=False)
+    if not isinstance(step, TrainStep):
+        fns = [one.tower_fn for one in step.engine.passes]
+        found = build_step(fns, step.engine.update_fn, strategy, **vars(options))
+    elif isinstance(step.sync, EveryStep):
+        found = TrainStep(step.training, strategy, options)
+    else:
+        raise ValueError(
+            f"one_tower of a step with sync={step.sync!r}: towers that go alone are"
+            " not one tower. Compare a step with tj.sync.EveryStep()."
         )
+    shares = step.strategy.num_towers * step.options.micro_batches
+    found._placer = Placer(
+        strategy.placement, shares=shares, remainder=options.remainder
+    )
+    return found
 
 
 def _one_device(strategy: Strategy) -> OneDevice:
