@@ -305,6 +305,12 @@ LOSSES = {
         ),
         r"metrics\['group'\] is a dict.*'group/part'",
     ),
+    "rows as a metric": (
+        lambda p, b, t: tj.TowerOutput(
+            tj.Weighted(p["w"].sum(), 1.0), {"r": tj.Rows(b["x"])}
+        ),
+        r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in a step of tj\.build_step",
+    ),
     "metric that is none": (
         lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"m": None}),
         r"metrics\['m'\] is a NoneType",

@@ -126,7 +126,8 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
         raise ValueError(
             "Each metric is one tj.Weighted or tj.Sum, one state of tj.metrics or one"
             f" array, under a name that is a string, but {listed(bad)}. Give nested"
-            " metrics names of their own, such as 'group/part'."
+            " metrics names of their own, such as 'group/part'; what is of each row is"
+            " tj.Rows(x) in a step of tj.build_step, or of tj.build_predict_step."
         )
     return dict(metrics)
 
