@@ -253,6 +253,22 @@ def test_a_state_where_the_batch_goes_is_told_of():
         tj.run(step, state, lambda: [good()])
 
 
+@pytest.mark.slow
+def test_what_jax_cannot_vmap_says_how_towers_run_without():
+    def fn(params, batch, tower):
+        doubled = jax.pure_callback(lambda x: 2 * x, batch["x"], batch["x"])
+        return tj.Weighted.mean(doubled @ params["w"], tower.weight)
+
+    step = build(fn, tj.Mirrored(TWO[:1], towers=2))
+    with pytest.raises(NotImplementedError, match="vmap") as caught:
+        step(step.init(start()), good())
+    assert "local='scan'" in caught.value.__notes__[0]
+    step = build(fn, tj.Mirrored(TWO[:1], towers=2, local="scan"))
+    _, metrics = step(step.init(start()), good())
+    expected = (2 * good()["x"] @ start()["w"]).mean()
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
 def test_a_step_inside_a_trace_names_step_fn():
     step, state = build(), build().init(start())
     evaluate = tj.build_eval_step(

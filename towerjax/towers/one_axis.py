@@ -269,6 +269,25 @@ _UNEVEN = (
 )
 
 
+def _together(of_tower: Callable[..., Any], ids: jax.Array, per_tower: PyTree) -> Any:
+    """The towers of a device in one program, by ``vmap``."""
+    leaves, treedef = jax.tree.flatten(per_tower)
+
+    # Leaves alone: vmap changes the shape that a BCOO says it has.
+    def of_leaves(tower_id: jax.Array, leaves: list[Any]) -> Any:
+        return of_tower(tower_id, jax.tree.unflatten(treedef, leaves))
+
+    try:
+        return jax.vmap(of_leaves, axis_name=LOCAL_AXIS)(ids, leaves)
+    except NotImplementedError as error:
+        error.add_note(
+            "Towers that share a device run together, by jax.vmap, which JAX does not"
+            " have of this. Let them run one after another, local='scan', or have one a"
+            " device."
+        )
+        raise
+
+
 def over_local_towers(
     tower_fn: Callable[..., tuple[PyTree, PyTree]],
     axes: TowerAxes,
@@ -297,13 +316,7 @@ def over_local_towers(
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
     ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
     if not axes.in_turn:
-        leaves, treedef = jax.tree.flatten(per_tower)
-
-        def of_leaves(tower_id: jax.Array, leaves: list[Any]) -> tuple[PyTree, PyTree]:
-            return of_tower(tower_id, jax.tree.unflatten(treedef, leaves))
-
-        # Leaves alone: vmap changes the shape that a BCOO says it has.
-        sums, kept = jax.vmap(of_leaves, axis_name=LOCAL_AXIS)(ids, leaves)
+        sums, kept = _together(of_tower, ids, per_tower)
         return (sums if stack_sums else jax.tree.map(_add_rows, sums)), kept
     if stack_sums:
         if axes.num_local == 1:
