@@ -79,6 +79,17 @@ def test_labels_are_none_where_none_are_given(count, devices, executor):
     np.testing.assert_array_equal(spec.predictions["x"], x)
 
 
+@pytest.mark.parametrize("mode", [tj.estimator.Mode.EVAL, tj.estimator.Mode.PREDICT])
+def test_an_error_of_missing_labels_says_that_there_are_none(mode):
+    def model_fn(variables, features, labels, mode):
+        return tj.estimator.ModelSpec(mode, loss=features - labels)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=tj.OneDevice())
+    with pytest.raises(TypeError) as caught:
+        model({"w": np.float32(1)}, np.ones(2, np.float32), None, mode)
+    assert any(f"labels is None in {mode!r}" in note for note in caught.value.__notes__)
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(("count", "devices"), TOWERS)
 def test_features_and_labels_are_any_trees(count, devices):

@@ -160,7 +160,7 @@ def _missing_labels_explained(
     try:
         yield
     except (TypeError, AttributeError) as error:
-        if "labels" not in batch and mode is not Mode.PREDICT:
+        if "labels" not in batch:
             error.add_note(f"No labels were given: labels is None in {mode!r}.")
         raise
 
