@@ -170,6 +170,21 @@ def test_destinations_inside_are_refused():
         mirrored(2, 2).call_for_each_tower(tower_fn)
 
 
+def test_destinations_inside_may_be_what_is_traced_with_the_value():
+    strategy = mirrored(2, 2)
+
+    def merge_fn(strategy, x, v):
+        [total] = strategy.batch_reduce(R.SUM, [(x, v)])
+        half = strategy.reduce(R.MEAN, x, destinations=x)
+        return total, half, strategy.fetch(v), strategy.broadcast(4.0, v)
+
+    v = strategy.create_var("v", 7.0)
+    out = strategy.call_for_each_tower(
+        lambda tower, v: tower.merge_call(merge_fn, tower.id, v), v
+    )
+    assert [float(x) for x in out] == [1, 0.5, 7, 4]
+
+
 # Inside transformations. f is what a tower computes of its own x with the others'.
 
 

@@ -106,7 +106,8 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
           value: A pytree of ``PerTower`` and of values that all towers share.
           axis: Also reduce over this dim of each tower's value.
           destinations: Where the result shall lie: a device name, a ``jax.Device``,
-            several of these, or a value, for the devices where that lies.
+            several of these, or a value, for the devices where that lies; while JAX
+            traces, a traced value alone, which lies on all.
 
         Returns:
           The tree with one value a leaf.

@@ -23,7 +23,7 @@ from towerjax.towers.merge import are_apart, check_structures, is_mergeable, num
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import key_data, listed
+from towerjax.types.leaves import has_tracers, key_data, listed
 
 
 class PlacementMethods:
@@ -41,7 +41,8 @@ class PlacementMethods:
 
         Args:
           value: What all towers share; variables are read.
-          destination: A device or its name; None is this process's first CPU.
+          destination: A device or its name; None is this process's first CPU, and
+            leaves what JAX is tracing where it is.
           fn: Applied where the value lies, before it is sent: send what is small.
 
         Returns:
@@ -59,8 +60,10 @@ class PlacementMethods:
         """
         value = read_variables(value)
         check_mirrored(value, "strategy.fetch")
-        destination = host_device() if destination is None else destination
-        return send(value if fn is None else fn(value), destination)
+        value = value if fn is None else fn(value)
+        if destination is None:
+            destination = value if has_tracers(value) else host_device()
+        return send(value, destination)
 
     def select_tower(self, value: PyTree, tower: Any) -> PyTree:
         """Tower ``t``'s own tree of a tree that holds all towers' values.

@@ -338,6 +338,8 @@ def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> A
 
 def send(value: PyTree, destinations: Any) -> PyTree:
     """The value on one device, or a copy on each of several."""
+    if has_tracers(destinations):  # which lie on every device, as the value does there
+        return value
     if has_tracers(value):
         raise ValueError(
             f"destinations={destinations!r} inside a tower function or a step: a value"
