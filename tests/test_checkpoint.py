@@ -310,6 +310,7 @@ def told_without_room(path):
     return told
 
 
+@pytest.mark.slow
 def test_a_system_that_refuses_to_write_is_told(tmp_path):
     # Orbax raises one of the errors; those of the other files come when they come.
     first, again = forked.called(told_without_room, tmp_path)
