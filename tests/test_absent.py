@@ -427,6 +427,7 @@ def test_one_device_several_hosts_and_their_groups():
     assert ("all-reduce", 2) in groups and ("all-gather", 8) in groups
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_model_function_for_devices_that_are_not_here():
     optimizer = tj.estimator.TowerOptimizer(optax.adam(1e-3))
@@ -451,6 +452,7 @@ def test_a_model_function_for_devices_that_are_not_here():
     assert sent.bytes == LAYERS * 4 * WIDTH * WIDTH + 8
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_evaluation_for_devices_that_are_not_here():
     def metric_fn(params, batch, tower):
