@@ -20,11 +20,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
-from towerjax.towers.executors import (
-    compile_on_devices,
-    lower_on_devices,
-    shapes_of,
-)
+from towerjax.towers.executors import compile_on_devices, lower_on_devices, shapes_of
 from towerjax.types import PyTree, named_leaves
 
 
