@@ -7,10 +7,12 @@ import optax
 import pytest
 from flax import linen as nn
 from jax import lax
+from jax.extend.core import Literal
 from layouts import mirrored
 
 import towerjax as tj
 from towerjax.proof.found import ReplicationError
+from towerjax.towers.together import together
 
 PLACES = [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)]
 
@@ -302,3 +304,64 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
         "bwd": counts.sum() + 2 * np.roll(counts, 1),
     }
     np.testing.assert_allclose(got, expected[rule], rtol=1e-6)
+
+
+# What towers of a device add up.
+
+
+def test_sums_of_products_are_one_product():
+    k, rng = 3, np.random.default_rng(0)
+    whole = lambda *shape: rng.integers(-5, 5, (k, *shape)).astype(np.float32)  # noqa: E731
+    x, y, same = whole(4, 6), whole(4, 5), whole(4, 7)[0]
+
+    def one(tower_id, own):
+        x, y = own
+        used = y.T @ x
+        twice = jax.grad(lambda w: ((x @ w) * y).sum() + (2 * (x @ w) * y).sum())
+        sums = {
+            "plain": x.T @ y,
+            "turned": -(y.T @ x).T,
+            "added": twice(jnp.zeros((6, 5))),
+            "rows": jnp.einsum("bi,bj->bij", x, y),
+            "in heads": jnp.einsum("bi,bj->ij", x, y).reshape(3, 2, 5),
+            "whole": x.astype(jnp.int32).T @ y.astype(jnp.int32),
+            "used": used,
+            "with what is shared": x.T @ same,
+            "no product": x.sum(0),
+            "constant": jnp.float32(2),
+            "as it came": x,
+        }
+        return sums, {"id": tower_id, "norm": (used**2).sum()}
+
+    def run(ids, *own):
+        return together(one, ids, own, lambda rows: rows.sum(0))
+
+    ids = jnp.arange(k, dtype=jnp.int32)
+    sums, kept = jax.vmap(one)(ids, (x, y))
+    expected = jax.tree.map(lambda rows: np.asarray(rows).sum(0), sums), kept
+    jax.tree.map(np.testing.assert_array_equal, run(ids, x, y), expected)
+    # A tower's own products are made of what it uses, or what all towers share.
+    traced = jax.make_jaxpr(run)(ids, x, y)
+    sizes = {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
+    assert {(6, 5), (5, 6), (4, 6, 5), (k, 5, 6), (k, 6, 7)} <= sizes
+    assert sizes.isdisjoint({(k, 6, 5), (k, 4, 6, 5)})
+
+
+def used_eqns(jaxpr):
+    """Those that something needs, which XLA leaves in."""
+    needed, found = set(jaxpr.outvars), []
+    for eqn in reversed(jaxpr.eqns):
+        if needed & set(eqn.outvars):
+            found.append(eqn)
+            needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return found
+
+
+def test_a_device_of_several_towers_holds_one_gradient():
+    def loss_fn(w, x, tower):
+        return tj.Weighted.mean(jnp.tanh(jnp.tanh(x @ w) @ w).sum(-1), tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(4, 1))
+    state = step.init(np.eye(48, dtype=np.float32))
+    text = step.program(state, np.ones((8, 48), np.float32)).call.as_text()
+    assert "f32[48,48]" in text and "f32[4,48,48]" not in text

@@ -593,6 +593,14 @@ PROOF = (
         "test_one_axis.py::test_every_collective_is_over_all_towers[6-2]",
     ),
     _m(
+        "P26",
+        "of two products that towers of a device add up, the first alone counts",
+        "towers.together:cut_off",
+        "one(given, add) + other(given, add)",
+        "one(given, add)",
+        "test_one_axis.py::test_sums_of_products_are_one_product",
+    ),
+    _m(
         "P24",
         "proof: a number that T happens to divide counts towers",
         "proof.analysis:analyse",

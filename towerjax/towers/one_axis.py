@@ -27,6 +27,7 @@ from towerjax.proof.equation import (
     open_jaxpr,
     opened,
 )
+from towerjax.towers.together import together
 from towerjax.types import PyTree
 
 # JAX itself does these over several axes at once.
@@ -269,36 +270,18 @@ _UNEVEN = (
 )
 
 
-def _together(of_tower: Callable[..., Any], ids: jax.Array, per_tower: PyTree) -> Any:
-    """The towers of a device in one program, by ``vmap``."""
-    leaves, treedef = jax.tree.flatten(per_tower)
-
-    # Leaves alone: vmap changes the shape that a BCOO says it has.
-    def of_leaves(tower_id: jax.Array, leaves: list[Any]) -> Any:
-        return of_tower(tower_id, jax.tree.unflatten(treedef, leaves))
-
-    try:
-        return jax.vmap(of_leaves, axis_name=LOCAL_AXIS)(ids, leaves)
-    except NotImplementedError as error:
-        error.add_note(
-            "Towers that share a device run together, by jax.vmap, which JAX does not"
-            " have of this. Let them run one after another, local='scan', or have one a"
-            " device."
-        )
-        raise
-
-
 def over_local_towers(
     tower_fn: Callable[..., tuple[PyTree, PyTree]],
     axes: TowerAxes,
     per_tower: PyTree,
     *common: PyTree,
-    stack_sums: bool,
+    stack_sums: bool | None,
     number: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common)`` for each tower of this device.
 
-    Where ``axes.traced`` keeps programs, ``tower_fn`` is a function of these alone.
+    ``stack_sums`` is None where it returns no sums. Where ``axes.traced`` keeps
+    programs, ``tower_fn`` is a function of these alone.
     """
     on_devices = on_these_devices(tower_fn, axes)
 
@@ -316,8 +299,8 @@ def over_local_towers(
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
     ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
     if not axes.in_turn:
-        sums, kept = _together(of_tower, ids, per_tower)
-        return (sums if stack_sums else jax.tree.map(_add_rows, sums)), kept
+        add = _add_rows if stack_sums is False else None
+        return together(of_tower, ids, per_tower, add)
     if stack_sums:
         if axes.num_local == 1:
             number = ids[0] if number is None else number
