@@ -327,6 +327,7 @@ def test_sums_of_products_are_one_product():
             "whole": x.astype(jnp.int32).T @ y.astype(jnp.int32),
             "used": used,
             "with what is shared": x.T @ same,
+            "with a number": lax.dot_general(x, 2.0, (((), ()), ((), ()))),
             "no product": x.sum(0),
             "constant": jnp.float32(2),
             "as it came": x,

@@ -76,10 +76,13 @@ class CutOff:
 def cut_off(closed: ClosedJaxpr, num_sums: int) -> CutOff:
     """A program of which the first results are added over towers, cut off there."""
     body, operands = closed.jaxpr, []
-    varying = _of_its_own(body)
+    own = _of_its_own(body)
     uses = Counter(x for eqn in body.eqns for x in eqn.invars if isinstance(x, Var))
     uses += Counter(x for x in body.outvars if isinstance(x, Var))
     made = {x: eqn for eqn in body.eqns for x in eqn.outvars if uses[x] == 1}
+
+    def is_own(value: Any) -> bool:
+        return isinstance(value, Var) and value in own  # a literal has no hash
 
     def taken(value: Any) -> int:
         operands.append(value)
@@ -88,7 +91,7 @@ def cut_off(closed: ClosedJaxpr, num_sums: int) -> CutOff:
     def tail(value: Any) -> Tail:
         eqn = made.get(value) if isinstance(value, Var) else None
         name = eqn.primitive.name if eqn else None
-        if eqn and name == "dot_general" and varying.issuperset(eqn.invars):
+        if eqn and name == "dot_general" and all(map(is_own, eqn.invars)):
             a, b = map(taken, eqn.invars)
             return lambda given, add: _product(eqn, given[a], given[b])
         if eqn and name == "add_any":
