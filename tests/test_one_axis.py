@@ -1,5 +1,7 @@
 """A tower function sees one axis of all towers, wherever they lie."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -366,3 +368,25 @@ def test_a_device_of_several_towers_holds_one_gradient():
     state = step.init(np.eye(48, dtype=np.float32))
     text = step.program(state, np.ones((8, 48), np.float32)).call.as_text()
     assert "f32[48,48]" in text and "f32[4,48,48]" not in text
+
+
+def test_a_whole_step_is_differentiated_where_towers_meet_in_a_rule():
+    def tower_fn(state, batch, tower):
+        def added(x, own):
+            return lax.psum(x, tower.axis_names) + own * x
+
+        call = jax.custom_jvp(lambda x: added(x, 1))
+        call.defjvp(lambda x, dx: (call(*x), added(dx[0], 3)))
+        return {"total": tj.Sum(call(state.params * batch).sum())}
+
+    def total(params):
+        state = dataclasses.replace(before, params=params)
+        return step.fn(state, np.arange(8.0, dtype=np.float32))[1]["loss"]
+
+    def update_fn(state, merged):
+        return state, {"loss": merged["total"].value}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2))
+    before = step.init(np.float32(2))
+    # Of each row 4 towers' sums and 3 times its own: 7 * (0 + 1 + ... + 7).
+    assert jax.grad(total)(before.params) == 196

@@ -45,6 +45,10 @@ def together(
         env = [(LOCAL_AXIS, len(ids))]
         trace = jax.make_jaxpr(of_leaves, axis_env=env, return_shape=True)
         closed, shapes = trace(ids[0], *[x[0] for x in leaves])
+        if LOCAL_AXIS in {getattr(effect, "name", None) for effect in closed.effects}:
+            # Towers meet. Rules of derivatives, traced later, need what binds the axis.
+            sums, kept = over_towers(of_leaves)
+            return jax.tree.map(add, sums), kept
         (_, of_sums), (kept, of_kept) = map(jax.tree.flatten, shapes)
         cut = cut_off(closed, of_sums.num_leaves)
         out = over_towers(jaxpr_as_fun(cut.head))
