@@ -177,6 +177,13 @@ def join_rows(rows: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
+def rows_of_all_devices(rows: PyTree, axes: TowerAxes) -> PyTree:
+    """Leaves ``[k, ...]`` of each device as ``[D * k, ...]``, the same on each."""
+    if not axes.device_axis:
+        return rows
+    return jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
+
+
 def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
     """The towers' values side by side, from inside a tower; the same on each."""
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.reduce import strong
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.collectives.reduce import rows_of_all_devices, strong
+from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.foreign import (
     Adapted,
     adapted,
@@ -294,8 +294,7 @@ def folded_over_towers(rows: PyTree, axes: TowerAxes) -> PyTree:
 
     Every tower's state travels to every device: for small states that do not add up.
     """
-    if axes.device_axis:
-        rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
+    rows = rows_of_all_devices(rows, axes)
     return jax.tree.map(merged_rows, rows, is_leaf=is_metric)
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.collectives.reduce import rows_of_all_devices
+from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.step.amiss import (
     DesyncError,
     Differing,
@@ -159,16 +160,9 @@ def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
     """Each device's rows side by side, when a check is due; else zeros."""
     if not axes.device_axis:
         return own
-    shapes = jax.eval_shape(lambda: _gathered_rows(own, axes))
+    shapes = jax.eval_shape(lambda: rows_of_all_devices(own, axes))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return lax.cond(due, lambda x: _gathered_rows(x, axes), lambda _: zeros, own)
-
-
-def _gathered_rows(own: PyTree, axes: TowerAxes) -> PyTree:
-    """Leaves ``[k, ...]`` of each device as ``[D * k, ...]``, the same on each."""
-    if not axes.device_axis:
-        return own
-    return jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), own)
+    return lax.cond(due, lambda x: rows_of_all_devices(x, axes), lambda _: zeros, own)
 
 
 def is_refused(guarded: Any) -> bool:

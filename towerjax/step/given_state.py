@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement, lies, place
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
@@ -107,26 +107,24 @@ def check_opt_state(given: PyTree, made: PyTree) -> None:
 
 
 def check_state(
-    state: Any,
+    state: TrainState,
     placement: Placement,
     layout: TrainState,
     *,
-    counts: bool | None = None,
+    counts: bool,
 ) -> None:
     """Raise unless the state was made for these towers and devices.
 
     Numbers may lie anywhere: `with_numbers_placed` puts them there.
     """
-    check_is_state(state)
     _check_counts(state, counts)
     check_towers(state, placement.num_towers)
-    check_not_donated(state)
     shardings = jax.tree.leaves(placement.shardings(layout, state))
     pairs = zip(named_leaves("state", state), shardings, strict=True)
     elsewhere = [
         f"{name} is {_where(x)}"
         for (name, x), sharding in pairs
-        if np.shape(x) and not _lies(x, sharding)
+        if np.shape(x) and not lies(x, sharding)
     ]
     if elsewhere:
         raise ValueError(
@@ -154,8 +152,8 @@ def check_towers(state: TrainState, num_towers: int) -> None:
         )
 
 
-def _check_counts(state: TrainState, counts: bool | None) -> None:
-    if counts is not None and counts != (state.seen is not None):
+def _check_counts(state: TrainState, counts: bool) -> None:
+    if counts != (state.seen is not None):
         raise ValueError(
             "The step counts examples, but state.seen is None. Begin a count with"
             " step.place(dataclasses.replace(state,"
@@ -182,10 +180,6 @@ def check_not_donated(state: TrainState) -> None:
             " step returned, after an exception of tj.run with its error.state (in a"
             " notebook sys.last_value.state), or build the step with donate=False."
         )
-
-
-def _lies(x: Any, sharding: Any) -> bool:
-    return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def _where(x: Any) -> str:

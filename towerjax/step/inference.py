@@ -32,13 +32,6 @@ def _what_is_read(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=(), seen=None, own=None)
 
 
-def _model_shapes(state: Any) -> TrainState:
-    """What of a state or of parameters an evaluation reads, in shapes."""
-    if isinstance(state, TrainState):
-        return _what_is_read(state)
-    return abstract_state(state, (), 1, {})
-
-
 def placed_params(params: PyTree, strategy: Strategy) -> PyTree:
     """Parameters where a state has them; those that lie there already as they are."""
     refuse_traced(params)
@@ -138,7 +131,9 @@ class InferenceStep:
     def program(self, state: Any, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be."""
         if self.strategy.placement.absent is not None:
-            args = (_model_shapes(state), *self._placer.shapes(batch))
+            if not isinstance(state, TrainState):
+                state = abstract_state(state, (), 1, {})
+            args = (_what_is_read(state), *self._placer.shapes(batch))
             return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
         model = self.place(state)
         return self._runner.program((model,), self.place_batch(batch))

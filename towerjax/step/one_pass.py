@@ -12,11 +12,12 @@ from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import KeepsState, sum_over_towers
 from towerjax.collectives.packing import Sums
+from towerjax.collectives.reduce import rows_of_all_devices
 from towerjax.collectives.rows_over_towers import reduce_stacked_rows
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import end_to_end, rows_of_towers, with_shared
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import (
     folded_over_towers,
     is_additive,
@@ -46,7 +47,7 @@ from towerjax.towers.tower_local import (
     with_local_values,
 )
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, name_by_key
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -320,8 +321,7 @@ def _in_turn(
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
-    refuse_of_parts(found, list(map(name_by_key, paths)))
+    refuse_of_parts(found, names_by_key(shapes[0]))
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
@@ -385,6 +385,5 @@ def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> N
 
 def _of_all_towers(rows: Any, axes: TowerAxes) -> Any:
     """The rows of a table that all towers' rows are, side by side."""
-    if axes.device_axis:
-        rows = jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
+    rows = rows_of_all_devices(rows, axes)
     return reduce_stacked_rows(Reduction.SUM, rows, axes.num_towers)

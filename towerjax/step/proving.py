@@ -20,7 +20,7 @@ from towerjax.proof.found import (
 )
 from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
-from towerjax.types import Layout, PyTree, leaf_name, name_by_key
+from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 
 Run: TypeAlias = Callable[..., PyTree]
 """``(pass, *args) -> results``: runs a pass on all devices, of global values."""
@@ -163,7 +163,7 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
-    sums = _names_by_key(out)
+    sums = names_by_key(out)
     return [
         name
         for name, rows, count in zip(sums, by_rows, by_count, strict=True)
@@ -174,16 +174,9 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
 def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
     names = []
     for root, value in zip(layouts, values, strict=True):
-        leaves = jax.tree_util.tree_leaves_with_path(value)
-        names += [
-            leaf_name(root, path) if root else name_by_key(path) for path, _ in leaves
-        ]
+        named = [name for name, _ in named_leaves(root, value)]
+        names += named if root else names_by_key(value)
     return names
-
-
-def _names_by_key(tree: PyTree) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [name_by_key(path) for path, _ in leaves]
 
 
 def _names_where(

@@ -28,7 +28,6 @@ class Reduction(enum.Enum):
     NONE = "none"
 
     def __repr__(self) -> str:
-        """Text that can be pasted back."""
         return f"Reduction.{self.name}"
 
 
@@ -209,6 +208,12 @@ def name_by_key(path: tuple[Any, ...]) -> str:
     if name.startswith("['"):
         return name.removeprefix("['").replace("']", "", 1)
     return f"result{name}"
+
+
+def names_by_key(tree: PyTree) -> list[str]:
+    """The names of the leaves of such a tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [name_by_key(path) for path, _ in leaves]
 
 
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
