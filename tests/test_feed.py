@@ -14,6 +14,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.data.feed import batches, in_groups, prefetch
+from towerjax.data.ledger import Ledger
 
 DEPTHS = [0, 1, 3]
 
@@ -138,7 +139,7 @@ def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
             buffer[:] = i
             yield {"x": buffer}
 
-    [group] = in_groups(loader(), 4)
+    [group] = in_groups(Ledger(loader(), copies=True), 4)
     assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
 
 

@@ -80,11 +80,6 @@ class Blocks:
     block: int  # how many numbers a block has
     share: int  # the whole is filled up to a multiple of so many numbers
 
-    @classmethod
-    def of(cls, leaves: Sequence[jax.Array], block: int, num_devices: int) -> "Blocks":
-        """Of so many equal shares, each of whole blocks."""
-        return cls(tuple(x.shape for x in leaves), block, block * num_devices)
-
     @property
     def sizes(self) -> list[int]:
         """How many numbers each leaf takes up."""
@@ -257,7 +252,8 @@ class Compressed:
         self, leaves: list[jax.Array], num_devices: int
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """The leaves' sums over devices, what this one lost of them, and the error."""
-        lay = Blocks.of(leaves, self.block, num_devices)
+        shapes = tuple(x.shape for x in leaves)
+        lay = Blocks(shapes, self.block, self.block * num_devices)
         code, size = Code(self.bits, self.block), lay.total // num_devices
         x = lay.joined(leaves)
         sent = code.coded(x.reshape(num_devices, size))

@@ -14,7 +14,12 @@ from towerjax.collectives.reduce import (
     reduce_over_towers,
     reduced_dtype,
 )
-from towerjax.collectives.sparse_rows import IndexedRows, is_rows, rows_of
+from towerjax.collectives.sparse_rows import (
+    IndexedRows,
+    is_rows,
+    rows_of,
+    wide_indices,
+)
 from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree, Reduction
 
@@ -99,9 +104,7 @@ def _shifted(rows: IndexedRows, first: Any, size: int) -> jax.Array:
 
     What names no row of theirs names none, and not one of the next tower's.
     """
-    indices = jnp.asarray(rows.indices)
-    # A small integer may not hold the number of rows.
-    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    indices = wide_indices(rows.indices)
     exist = (indices >= 0) & (indices < rows.dense_shape[0])
     return jnp.where(exist, indices + jnp.asarray(first, indices.dtype), size)
 

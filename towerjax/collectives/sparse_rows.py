@@ -165,11 +165,7 @@ class IndexedRows:
         _check_fits(self, array)
         values, num_rows = jnp.asarray(self.values), array.shape[0]
         _check_holds(array.dtype, values.dtype)
-        indices = jnp.asarray(self.indices)
-        # A small integer may not hold the number of rows.
-        if indices.dtype.itemsize < 4:
-            indices = indices.astype(jnp.int32)
-        wide = addable(array.dtype)
+        indices, wide = wide_indices(self.indices), addable(array.dtype)
         added = array.astype(wide).at[indices].add(values.astype(wide))
         added = added.astype(array.dtype)
         if not isinstance(indices, Tracer):

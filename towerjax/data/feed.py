@@ -177,9 +177,7 @@ def batches(
     return Batches(data, Cut(num_examples, batch_size, epochs, seed, drop_remainder))
 
 
-def in_groups(
-    iterable: Iterable[PyTree], size: int, *, copies: bool = True
-) -> Iterator[list[PyTree]]:
+def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
     """Lists of ``size`` batches; the last may be shorter."""
     iterator = iter(iterable)
     failure: BaseException | None = None
@@ -187,7 +185,7 @@ def in_groups(
         group: list[PyTree] = []
         try:
             for batch in itertools.islice(iterator, size):
-                group.append(jax.tree.map(own_copy, batch) if copies else batch)
+                group.append(batch)
         except BaseException as error:
             failure = error
         if group:

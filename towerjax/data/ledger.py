@@ -44,12 +44,13 @@ class Ledger(Iterator[PyTree]):
     def __init__(self, source: Iterable[PyTree], *, copies: bool) -> None:
         self._source, self._copies = source, copies
         self._iterator: Any = iter(source)
-        self._has_cursor = all(
+        # Does the source say where it is, and can it be told?
+        self.has_cursor = all(
             hasattr(self._iterator, name) for name in ("get_state", "set_state")
         )
         self._taken: collections.deque[_Taken] = collections.deque()
         self._newest: _Taken | None = None
-        self.cursor = self._iterator.get_state() if self._has_cursor else None
+        self.cursor = self._iterator.get_state() if self.has_cursor else None
         self.used = 0
 
     def __next__(self) -> PyTree:
@@ -63,14 +64,9 @@ class Ledger(Iterator[PyTree]):
         if self._copies:
             taken.batch = jax.tree.map(own_copy, taken.batch)
         batch = taken.batch
-        if self._has_cursor:
+        if self.has_cursor:
             taken.cursor, taken.batch = self._iterator.get_state(), None
         return batch
-
-    @property
-    def has_cursor(self) -> bool:
-        """Does the source say where it is, and can it be told?"""
-        return self._has_cursor
 
     @property
     def can_be_counted(self) -> bool:
@@ -101,7 +97,7 @@ class Ledger(Iterator[PyTree]):
 
         def placed(batch: PyTree) -> Any:
             out = place(batch)
-            if not self._has_cursor:
+            if not self.has_cursor:
                 self._taken[-1].batch = out
             return out
 
@@ -115,7 +111,7 @@ class Ledger(Iterator[PyTree]):
 
     def rest(self) -> Iterator[PyTree]:
         """All batches that were not used, once nothing takes any more."""
-        if self._has_cursor:
+        if self.has_cursor:
             self._iterator.set_state(self.cursor)
             self._taken.clear()
             return self._iterator
@@ -131,6 +127,6 @@ class Ledger(Iterator[PyTree]):
 
         For the end of a run that took more than it used.
         """
-        if self._has_cursor and self._taken:
+        if self.has_cursor and self._taken:
             self.rest()
         self.close()

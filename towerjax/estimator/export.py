@@ -34,7 +34,13 @@ from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_local import is_local, local_values, read_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data, like_key, listed, map_parts
+from towerjax.types.leaves import (
+    held_dtype,
+    key_data,
+    like_key,
+    listed,
+    map_parts,
+)
 from towerjax.types.options import check_does, optional
 from towerjax.types.version import __version__
 
@@ -292,8 +298,7 @@ def _symbolic(features: PyTree) -> PyTree:
     (rows,) = jax.export.symbolic_shape("b")
 
     def of(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), held_dtype(x.dtype))
 
     return jax.tree.map(of, features)
 

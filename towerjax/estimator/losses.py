@@ -10,6 +10,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.meeting import meet
+from towerjax.metrics.rows import element_weights
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
@@ -39,7 +40,6 @@ class LossReduction(enum.Enum):
     NONE = "none"
 
     def __repr__(self) -> str:
-        """Text that can be pasted back."""
         return f"LossReduction.{self.name}"
 
 
@@ -117,12 +117,8 @@ def compute_weighted_loss(
 
 def _spread(weights: Any, losses: jax.Array) -> jax.Array:
     """Weights of the shape of the losses, once they are checked; None is 1."""
-    if weights is None:
-        return jnp.ones_like(losses)
-    Weighted.mean(losses, weights)  # refuses wrong shapes and signs
-    weights = jnp.asarray(weights, losses.dtype)
-    weights = weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim))
-    return jnp.broadcast_to(weights, losses.shape)
+    weights = element_weights("Weighted.mean", losses.shape, weights, "values")
+    return weights.astype(losses.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -25,7 +25,6 @@ class Mode(enum.Enum):
     PREDICT = "predict"
 
     def __repr__(self) -> str:
-        """Text that can be pasted back."""
         return f"Mode.{self.name}"
 
 

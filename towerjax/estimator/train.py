@@ -124,7 +124,7 @@ def train_and_evaluate(
 
 def _train_passes(data: Data, steps: int | None, epochs: int | None) -> Passes:
     passes = 1 if epochs is None else epochs
-    if epochs is None and steps is not None and not _is_iterator(data):
+    if epochs is None and steps is not None and not hasattr(data, "__next__"):
         passes = None
     return Passes("train_data", data, passes, most=steps)
 
@@ -137,10 +137,6 @@ def _eval_passes(data: Data | None, options: dict[str, Any]) -> Passes | None:
         if (value := options.get(name)) is not None:
             raise ValueError(f"{name}={value} needs eval_data, but that is None.")
     return None
-
-
-def _is_iterator(data: Any) -> bool:
-    return hasattr(data, "__next__")
 
 
 def evaluate(

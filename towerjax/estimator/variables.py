@@ -59,7 +59,6 @@ class VariablePlacement(enum.Enum):
     ROUND_ROBIN = "round_robin"
 
     def __repr__(self) -> str:
-        """Text that can be pasted back."""
         return f"VariablePlacement.{self.name}"
 
 

@@ -104,7 +104,9 @@ class Loop:
                 for hook in self._options.with_state:
                     if _passes(hook.every, before, self._dispatched):
                         self._fetch(0)
-                self._check_asked_to_end()
+                if self.saving is not None:
+                    self.guard.check()
+                    self.saving.check_asked_to_end(self._dispatched)
         self._fetch(0)
         self._check_enough()
         self._ledger.settle()
@@ -125,7 +127,7 @@ class Loop:
             place = ledger.placing(self._step.place_batch)
             return feed.prefetch(batches, place, depth=depth)
         return feed.prefetch(
-            feed.in_groups(batches, size, copies=False),
+            feed.in_groups(batches, size),
             lambda group: self._step.place_batches(group, size),
             depth=depth,
         )
@@ -158,11 +160,6 @@ class Loop:
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
 
-    def _check_asked_to_end(self) -> None:
-        if self.saving is not None:
-            self.guard.check()
-            self.saving.check_asked_to_end(self._dispatched)
-
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; of the last one wait for the end."""
         if self.saving is None:
@@ -177,8 +174,9 @@ class Loop:
 
     def _stop(self, error: BaseException) -> Exception | None:
         """Save the state where the run was asked to end; why not, if not."""
-        asked = isinstance(error, Terminated | KeyboardInterrupt)
-        if self.saving is None or not asked or not self.saving.may_stop(error):
+        # Ctrl-C may find several processes after different steps.
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
+        if self.saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return None
         try:
             if self._fault is not None:
@@ -316,7 +314,9 @@ class Loop:
 
     def hand_over(self, error: Any) -> None:
         """Give what there is to an exception: the caller's state was donated."""
-        self._record_all()
+        with contextlib.suppress(Exception):
+            while self._in_flight:
+                self._record_oldest()
         error.state = self.state if _is_whole(self.state) else None
         self.writers.close()
         self.writers.explain(error)
@@ -336,11 +336,6 @@ class Loop:
                 " steps, and a state may need a process that has gone"
             )
         error.add_note(f"{note}. error.history is what the run saw.")
-
-    def _record_all(self) -> None:
-        with contextlib.suppress(Exception):
-            while self._in_flight:
-                self._record_oldest()
 
 
 def _passes(every: int | None, before: int, after: int) -> bool:

@@ -228,10 +228,6 @@ class Saving:
         if self._step.strategy.placement.num_processes > 1 and asked_to_end(number):
             raise Terminated(self._options.exit_code)
 
-    def may_stop(self, error: BaseException) -> bool:
-        """Are all processes after the same step?"""
-        return isinstance(error, Terminated) or jax.process_count() == 1
-
     def describe(self, number: int) -> str:
         """The checkpoint in words."""
         where = str(self._options.path)

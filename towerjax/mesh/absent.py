@@ -53,7 +53,7 @@ device_description_str: "NVIDIA {name}"
 _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Absent:
     """Devices that are not here, for which XLA compiles nevertheless.
 
@@ -80,6 +80,8 @@ class Absent:
     number: int | None = None
     hosts: int | None = None
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         """Check what can be known without a compiler."""
         if self.is_topology(self.target):
@@ -103,10 +105,6 @@ class Absent:
                 f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Say"
                 " hosts=... of which number is a multiple."
             )
-
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
 
     def __len__(self) -> int:
         """How many devices."""

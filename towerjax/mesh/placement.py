@@ -286,10 +286,11 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
 def are_placed(tree: PyTree, placement: Placement, layouts: PyTree) -> bool:
     """Do all leaves lie where their layouts say?"""
     shardings = jax.tree.leaves(placement.shardings(layouts, tree))
-    return all(map(_lies, jax.tree.leaves(tree), shardings))
+    return all(map(lies, jax.tree.leaves(tree), shardings))
 
 
-def _lies(x: Any, sharding: NamedSharding) -> bool:
+def lies(x: Any, sharding: NamedSharding) -> bool:
+    """Is it an array that is split over devices as this says?"""
     is_array = isinstance(x, jax.Array)
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
@@ -309,7 +310,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return put(_own_copy(x), sharding)
-        return x if _lies(x, sharding) else jax.device_put(x, sharding)
+        return x if lies(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
 
@@ -321,7 +322,7 @@ def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
     """
     if not isinstance(x, jax.Array):
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
-    if _lies(x, sharding):
+    if lies(x, sharding):
         return lambda x: x
     return functools.partial(jax.device_put, device=sharding)
 

@@ -15,7 +15,7 @@ from towerjax.types import ArrayLike, PerTower, PyTree, Sum, short_repr
 from towerjax.types.options import check_flag
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class TowerStatistics:
     """What towers' own gradients tell: how large a batch is worth it, and who differs.
 
@@ -56,9 +56,7 @@ class TowerStatistics:
 
     per_tower: bool = True
 
-    def __repr__(self) -> str:
-        """Text that can be pasted back."""
-        return short_repr(self)
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check the option."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax import lax
 
 from towerjax.mesh.placement import (
@@ -25,7 +24,7 @@ from towerjax.mesh.placement import (
 from towerjax.mesh.private_jax import inline_and_merge, with_axis
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, held_dtype
 
 _MEETING = "towerjax_meeting"
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
@@ -230,14 +229,9 @@ def tower_explained() -> Iterator[None]:
 
 def shapes_of(tree: PyTree) -> PyTree:
     """The tree with each array replaced by the shape and dtype it has on a device."""
-
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        dtype = x.dtype
-        if not jnp.issubdtype(dtype, jax.dtypes.extended):
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-
-    return jax.tree.map(shape_of, tree)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), tree
+    )
 
 
 def jit_on_devices(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from towerjax.collectives.reduce import reduced_dtype
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
 from towerjax.types import PerTower, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import listed, map_parts
@@ -211,14 +212,13 @@ def combined(
 
 def _check_reducible(variable: MirroredVar) -> None:
     """Raise where the reduction gives a dtype that the variable cannot hold."""
-    reduce = {Reduction.SUM: jnp.sum, Reduction.MEAN: jnp.mean}.get(variable.reduction)
-    if reduce is None:
+    if variable.reduction is Reduction.NONE:
         return
     for name, x in named_leaves("value", variable.value):
         dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             continue
-        reduced = jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
+        reduced = reduced_dtype(variable.reduction, dtype)
         if not _holds(dtype, jax.ShapeDtypeStruct((), reduced)):
             raise ValueError(
                 f"{named(variable)} is {dtype} ({name}) with {variable.reduction!r},"

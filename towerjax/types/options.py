@@ -29,6 +29,16 @@ def check_whole(
         raise ValueError(f"{name}={number!r} must be a whole number <= {highest}.")
 
 
+def check_wholes(name: str, numbers: Sequence[Any]) -> None:
+    """Raise unless it is a list of whole numbers, at least of one."""
+    if not numbers:
+        raise ValueError(
+            f"{name}={numbers!r} must be whole numbers >= 1, at least one."
+        )
+    for i, number in enumerate(numbers):
+        check_whole(f"{name}[{i}]", number)
+
+
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise unless a value is one of several."""
     if value not in allowed:

@@ -98,10 +98,11 @@ def restored(
     old = {leaf.name: leaf for leaf in saved}
     names = [leaf.name for leaf in described(state)]
     leaves, treedef = jax.tree.flatten(state)
-    others = _of_other_towers(old, names, leaves)
+    pairs = list(zip(names, leaves, strict=True))
+    others = {name for name, x in pairs if old[name].shape != tuple(x.shape)}
     _refuse_no_value(old, others)
     asked = {}
-    for name, x in zip(names, leaves, strict=True):
+    for name, x in pairs:
         numbers = jax.eval_shape(key_data, x)
         sharding = key_data(x).sharding
         if name in others:
@@ -113,22 +114,9 @@ def restored(
             shape, dtype = numbers.shape, numbers.dtype
             asked[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     found = read(asked)
-    new = [
-        like_key(found[name], x) if name in found else x
-        for name, x in zip(names, leaves, strict=True)
-    ]
-    return (
-        _dealt_out(treedef.unflatten(new), state, placement)
-        if others
-        else (treedef.unflatten(new))
-    )
-
-
-def _of_other_towers(
-    old: Mapping[str, Leaf], names: Sequence[str], leaves: Sequence[Any]
-) -> set[str]:
-    pairs = zip(names, leaves, strict=True)
-    return {name for name, x in pairs if old[name].shape != tuple(x.shape)}
+    leaves = [like_key(found[name], x) if name in found else x for name, x in pairs]
+    new = treedef.unflatten(leaves)
+    return _dealt_out(new, state, placement) if others else new
 
 
 def _refuse_no_value(old: Mapping[str, Leaf], others: set[str]) -> None:

@@ -10,7 +10,7 @@ from towerjax.mesh.absent import Absent
 from towerjax.step.report.step_report import StepReport
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
-from towerjax.types.options import check_choice, check_whole
+from towerjax.types.options import check_choice, check_wholes
 from towerjax.types.tables import Stored, Table, in_bytes, in_flops, in_seconds
 
 MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
@@ -161,10 +161,7 @@ def plan(
 def _devices(on: str, towers: Sequence[int]) -> list[Absent]:
     if Absent.is_topology(on):
         return [Absent(on)]
-    if not towers:
-        raise ValueError(f"towers={towers!r} must be whole numbers >= 1, at least one.")
-    for i, number in enumerate(towers):
-        check_whole(f"towers[{i}]", number)
+    check_wholes("towers", towers)
     return [Absent(on, number) for number in towers]
 
 

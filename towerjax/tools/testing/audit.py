@@ -15,7 +15,7 @@ from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,10 +362,7 @@ def _checked_batch(batch: PyTree, towers: Sequence[Any]) -> int:
             "The audit permutes the rows of the batch, which it cannot do with"
             " IndexedRows. Give the batch as plain arrays."
         )
-    if not towers:
-        raise ValueError(f"towers={towers!r} must be whole numbers >= 1, at least one.")
-    for i, number in enumerate(towers):
-        check_whole(f"towers[{i}]", number)
+    check_wholes("towers", towers)
     return count_examples(batch)
 
 
