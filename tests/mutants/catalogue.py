@@ -596,8 +596,8 @@ PROOF = (
         "P26",
         "of two products that towers of a device add up, the first alone counts",
         "towers.together:cut_off",
-        "one(given, add) + other(given, add)",
-        "one(given, add)",
+        "left += reversed(eqn.invars)",
+        "left += eqn.invars[:1]",
         "test_one_axis.py::test_sums_of_products_are_one_product",
     ),
     _m(

@@ -55,19 +55,29 @@ def on_these_devices(
     tower_fn: Callable[..., PyTree], axes: TowerAxes
 ) -> Callable[..., PyTree]:
     """A tower function whose axis of all towers is made of those that are bound."""
-    meets = axes.tower_axis in dict(axes_in_tower(axes))
-    if not meets and axes.traced is None:
+    if not _meets(axes) and axes.traced is None:
         return tower_fn
 
     def run(*args: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(args)
-        devices = _Devices(axes)
-        traced, tree = devices.traced(tower_fn, leaves, treedef)
-        body = devices.program(traced.jaxpr) if meets else traced.jaxpr
-        out = jax.core.eval_jaxpr(body, traced.consts, *leaves)
+        program, tree = _program_here(tower_fn, axes, args)
+        leaves = jax.tree.leaves(args)
+        out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
         return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
     return run
+
+
+def _meets(axes: TowerAxes) -> bool:
+    return axes.tower_axis in dict(axes_in_tower(axes))
+
+
+def _program_here(
+    tower_fn: Callable[..., PyTree], axes: TowerAxes, args: tuple[PyTree, ...]
+) -> tuple[ClosedJaxpr, Any]:
+    """The program of one tower on these devices, and the tree of what it returns."""
+    devices = _Devices(axes)
+    program, tree = devices.traced(tower_fn, *jax.tree.flatten(args))
+    return devices.program(program) if _meets(axes) else program, tree
 
 
 class _Devices:
@@ -275,13 +285,12 @@ def over_local_towers(
     axes: TowerAxes,
     per_tower: PyTree,
     *common: PyTree,
-    stack_sums: bool | None,
+    stack_sums: bool,
     number: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common)`` for each tower of this device.
 
-    ``stack_sums`` is None where it returns no sums. Where ``axes.traced`` keeps
-    programs, ``tower_fn`` is a function of these alone.
+    Where ``axes.traced`` keeps programs, ``tower_fn`` is a function of these alone.
     """
     on_devices = on_these_devices(tower_fn, axes)
 
@@ -299,8 +308,13 @@ def over_local_towers(
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
     ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
     if not axes.in_turn:
-        add = _add_rows if stack_sums is False else None
-        return together(of_tower, ids, per_tower, add)
+        own = (ids, per_tower)
+        args = (*jax.tree.map(lambda x: x[0], own), *common)
+        program, tree = _program_here(tower_fn, axes, args)
+        num_sums = 0 if stack_sums else tree.children()[0].num_leaves
+        own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
+        out = together(program, own, rest, num_sums, _add_rows)
+        return jax.tree.unflatten(tree, out)
     if stack_sums:
         if axes.num_local == 1:
             number = ids[0] if number is None else number

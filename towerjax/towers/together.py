@@ -6,52 +6,45 @@ towers' dim too. `jax.vmap` would make ``k`` products and hold them all: of grad
 """
 
 import dataclasses
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.types import PyTree
 
+Operands = Sequence[jax.Array]
 Add = Callable[[jax.Array], jax.Array]
-Tail = Callable[[Sequence[jax.Array], Add], jax.Array]
+Tail = Callable[[Operands, Add], jax.Array]
 
 # They move values or change their sign: of a sum as of each of what is added.
 _MOVES = frozenset("transpose reshape squeeze broadcast_in_dim neg".split())
 
 
 def together(
-    of_tower: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
-    ids: jax.Array,
-    per_tower: PyTree,
-    add: Add | None,
-) -> tuple[PyTree, PyTree]:
-    """``(sums, kept)`` of all towers, ``[k, ...]``, or sums that ``add`` adds up."""
-    leaves, treedef = jax.tree.flatten(per_tower)
+    program: ClosedJaxpr,
+    own: Sequence[jax.Array],
+    common: Sequence[Any],
+    num_sums: int,
+    add: Add,
+) -> list[jax.Array]:
+    """What one tower's program returns, of all towers, ``[k, ...]``, its sums added.
 
-    # Leaves alone: vmap changes the shape that a BCOO says it has.
-    def of_leaves(tower_id: jax.Array, *leaves: jax.Array) -> Any:
-        return of_tower(tower_id, jax.tree.unflatten(treedef, leaves))
+    ``own`` are its first arguments, ``[k, ...]``, and the others those of all towers;
+    sums are the first ``num_sums`` of its results, which ``add`` adds up.
+    """
+    cut = cut_off(program, len(own), num_sums)
 
-    def over_towers(fn: Callable[..., Any]) -> Any:
-        return jax.vmap(fn, axis_name=LOCAL_AXIS)(ids, *leaves)
+    def of_tower(*own: jax.Array) -> list[jax.Array]:
+        return [jnp.asarray(x) for x in jaxpr_as_fun(cut.head)(*own, *common)]
 
     try:
-        if add is None:
-            return over_towers(of_leaves)
-        env = [(LOCAL_AXIS, len(ids))]
-        trace = jax.make_jaxpr(of_leaves, axis_env=env, return_shape=True)
-        closed, shapes = trace(ids[0], *[x[0] for x in leaves])
-        if LOCAL_AXIS in {getattr(effect, "name", None) for effect in closed.effects}:
-            # Towers meet. Rules of derivatives, traced later, need what binds the axis.
-            sums, kept = over_towers(of_leaves)
-            return jax.tree.map(add, sums), kept
-        (_, of_sums), (kept, of_kept) = map(jax.tree.flatten, shapes)
-        cut = cut_off(closed, of_sums.num_leaves)
-        out = over_towers(jaxpr_as_fun(cut.head))
+        out = jax.vmap(of_tower, axis_name=LOCAL_AXIS)(*own)
     except NotImplementedError as error:
         error.add_note(
             "Towers that share a device run together, by jax.vmap, which JAX does not"
@@ -59,9 +52,9 @@ def together(
             " device."
         )
         raise
-    kept, operands = out[: len(kept)], out[len(kept) :]
-    sums = [tail(operands, add) for tail in cut.tails]
-    return of_sums.unflatten(sums), of_kept.unflatten(kept)
+    num_kept = len(program.jaxpr.outvars) - num_sums
+    kept, operands = out[:num_kept], out[num_kept:]
+    return [*[tail(operands, add) for tail in cut.tails], *kept]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +70,10 @@ class CutOff:
     tails: list[Tail]
 
 
-def cut_off(closed: ClosedJaxpr, num_sums: int) -> CutOff:
+def cut_off(program: ClosedJaxpr, num_own: int, num_sums: int) -> CutOff:
     """A program of which the first results are added over towers, cut off there."""
-    body, operands = closed.jaxpr, []
-    own = _of_its_own(body)
+    body, operands = program.jaxpr, []
+    own = _depending(body, body.invars[:num_own])
     uses = Counter(x for eqn in body.eqns for x in eqn.invars if isinstance(x, Var))
     uses += Counter(x for x in body.outvars if isinstance(x, Var))
     made = {x: eqn for eqn in body.eqns for x in eqn.outvars if uses[x] == 1}
@@ -93,40 +86,51 @@ def cut_off(closed: ClosedJaxpr, num_sums: int) -> CutOff:
         return len(operands) - 1
 
     def tail(value: Any) -> Tail:
-        eqn = made.get(value) if isinstance(value, Var) else None
-        name = eqn.primitive.name if eqn else None
-        if eqn and name == "dot_general" and all(map(is_own, eqn.invars)):
-            a, b = map(taken, eqn.invars)
-            return lambda given, add: _product(eqn, given[a], given[b])
-        if eqn and name == "add_any":
-            one, other = map(tail, eqn.invars)
-            return lambda given, add: one(given, add) + other(given, add)
-        if eqn and name in _MOVES and len(eqn.invars) == 1:
-            before = tail(eqn.invars[0])
-            bind = eqn.primitive.bind
-            return lambda given, add: bind(before(given, add), **eqn.params)
-        i = taken(value)
-        return lambda given, add: add(given[i])
+        parts, left = [], [value]
+        while left:  # a chain of sums, as long as a parameter is often used
+            value = left.pop()
+            eqn = made.get(value) if isinstance(value, Var) else None
+            name = eqn.primitive.name if eqn else None
+            if eqn and name == "add_any":
+                left += reversed(eqn.invars)
+            elif eqn and name == "dot_general" and all(map(is_own, eqn.invars)):
+                parts.append(partial(_product, eqn, *map(taken, eqn.invars)))
+            elif eqn and name in _MOVES and len(eqn.invars) == 1:
+                parts.append(partial(_moved, eqn, tail(eqn.invars[0])))
+            else:
+                parts.append(partial(_rows, taken(value)))
+        return partial(_sum, parts)
 
     tails = [tail(value) for value in body.outvars[:num_sums]]
     head = body.replace(outvars=[*body.outvars[num_sums:], *operands])
-    return CutOff(closed.replace(jaxpr=head), tails)
+    return CutOff(program.replace(jaxpr=head), tails)
 
 
-def _of_its_own(body: Jaxpr) -> set[Any]:
+def _depending(body: Jaxpr, given: Sequence[Var]) -> set[Any]:
     """What depends on a tower's own values; else it would be held ``k`` times."""
-    found: set[Any] = set(body.invars)
+    found: set[Any] = set(given)
     for eqn in body.eqns:
         if any(isinstance(x, Var) and x in found for x in eqn.invars):
             found.update(eqn.outvars)
     return found
 
 
-def _product(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
+def _sum(parts: list[Tail], given: Operands, add: Add) -> jax.Array:
+    return reduce(operator.add, [part(given, add) for part in parts])
+
+
+def _product(eqn: JaxprEqn, a: int, b: int, given: Operands, add: Add) -> jax.Array:
     """The sum over dim 0 of products, as one that contracts it too."""
     contracted, batch = eqn.params["dimension_numbers"]
     within = tuple((0, *(dim + 1 for dim in dims)) for dims in contracted)
     beside = tuple(tuple(dim + 1 for dim in dims) for dims in batch)
-    return eqn.primitive.bind(
-        a, b, **eqn.params | {"dimension_numbers": (within, beside)}
-    )
+    params = eqn.params | {"dimension_numbers": (within, beside)}
+    return eqn.primitive.bind(given[a], given[b], **params)
+
+
+def _moved(eqn: JaxprEqn, before: Tail, given: Operands, add: Add) -> jax.Array:
+    return eqn.primitive.bind(before(given, add), **eqn.params)
+
+
+def _rows(i: int, given: Operands, add: Add) -> jax.Array:
+    return add(given[i])

@@ -86,7 +86,7 @@ class _Call:
             others[:] = kept
             return (), out
 
-        out = over_local_towers(tower_fn, axes, rows, stack_sums=None)[1]
+        out = over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
         return out, tuple(others)
 
     def _called(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
