@@ -176,7 +176,6 @@ class Compressed:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_choice("Compressed.bits", self.bits, (8, 4))
         check_flag("Compressed.error_feedback", self.error_feedback)
         check_whole("Compressed.block", self.block, 2)

@@ -43,7 +43,6 @@ class AllReduce:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the option."""
         check_whole("AllReduce.pack_below_bytes", self.pack_below_bytes, 0, 2**63 - 1)
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
@@ -92,7 +91,6 @@ class Packed:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the options."""
         if type(self.num_packs) is int and self.num_packs <= 0:
             raise ValueError(
                 f"Packed: num_packs must be greater than zero, got {self.num_packs}."
@@ -183,7 +181,6 @@ class Hierarchical:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the option."""
         if self.group_size is not None:
             check_whole("Hierarchical.group_size", self.group_size)
 
@@ -277,7 +274,6 @@ class ReduceToOneDevice:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Canonicalise the name."""
         if self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 

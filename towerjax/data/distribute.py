@@ -57,7 +57,6 @@ class InputOptions:
     prefetch: int
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)

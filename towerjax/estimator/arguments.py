@@ -33,7 +33,6 @@ class ModelOptions:
     max_programs: int | None
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_loss_reduction(self.loss_reduction)
         check_remainder(self.remainder)
         placements = tuple(VariablePlacement)

@@ -67,7 +67,6 @@ class ReplicatedModel:
         self._counters: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        """What is replicated, over which towers."""
         return f"ReplicatedModel({self.model_fn.name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:

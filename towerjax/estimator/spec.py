@@ -85,7 +85,6 @@ class ClassificationOutput:
     classes: PyTree = None
 
     def __post_init__(self) -> None:
-        """Refuse an output of nothing."""
         if self.scores is None and self.classes is None:
             raise ValueError("ClassificationOutput needs scores, classes or both.")
         if _are_names(self.classes):

@@ -38,7 +38,6 @@ class RunSummary:
     examples_per_second: float
 
     def __str__(self) -> str:
-        """One line for a person."""
         return (
             f"{self.steps:,} steps, {self.examples:,} examples on {self.towers} towers,"
             f" {self.devices} devices: {self.steps_per_second:,.4g} steps/s,"

@@ -49,7 +49,6 @@ class WithState:
     every: int
 
     def __post_init__(self) -> None:
-        """Check the options."""
         form = "function(number, state, metrics)"
         check_function("WithState.function", self.function, form)
         check_whole("WithState.every", self.every)
@@ -82,7 +81,6 @@ class LoopOptions:
     hooks: tuple[Hook | WithState, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the options."""
         for name in ("steps", "eval_every"):
             lowest = 0 if name == "steps" and self.may_end else 1
             if getattr(self, name) is not None:

@@ -186,7 +186,6 @@ class JsonLines:
     replace: bool = False
 
     def __post_init__(self) -> None:
-        """Check the path."""
         check_path("JsonLines.path", self.path, "a file's path")
 
     def open(self, start: int) -> "OpenJsonLines":

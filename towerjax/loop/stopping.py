@@ -55,7 +55,6 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the options."""
         _check_metric("EarlyStopping", self.metric, self.mode)
         check_whole("patience", self.patience, 1)
         what = "a finite number >= 0, in the unit of the metric"
@@ -89,7 +88,6 @@ class Best:
     restore: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options."""
         _check_metric("Best", self.metric, self.mode)
         check_choice("Best.keep", self.keep, get_args(Keep))
         check_flag("Best.restore", self.restore)

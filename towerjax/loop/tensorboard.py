@@ -44,7 +44,6 @@ class TensorBoard:
     replace: bool = False
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
         check_number("flush_s", self.flush_s, "seconds >= 0")

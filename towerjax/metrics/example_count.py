@@ -338,7 +338,6 @@ class ExamplesError(ValueError):
     """
 
     def __init__(self, text: str, report: ExampleReport) -> None:
-        """Keep the report for programs."""
         super().__init__(text)
         self.report = report
 

@@ -60,7 +60,6 @@ class Additive:
     """
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass a frozen dataclass and a pytree."""
         super().__init_subclass__()
         jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 

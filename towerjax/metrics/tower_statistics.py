@@ -59,7 +59,6 @@ class TowerStatistics:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the option."""
         check_flag("TowerStatistics.per_tower", self.per_tower)
 
     def of_tower(self, loss: Any, grads: Any) -> dict[str, Any]:

@@ -54,7 +54,6 @@ class _Term:
         return self + other * -1
 
     def __rsub__(self: Any, other: Any) -> "Means":
-        """The same from the right."""
         return self * -1 + other
 
     def __truediv__(self: Any, factor: ArrayLike) -> Any:
@@ -276,7 +275,6 @@ class UnknownWeights(ValueError):
     """A loss of several means was differentiated where their weights are not known."""
 
     def __init__(self) -> None:
-        """Say what to write."""
         super().__init__(
             "A sum of several means has several denominators, of which towers learn in"
             " a step: differentiate it with tj.value_and_grad in a tower function of"

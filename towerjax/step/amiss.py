@@ -25,7 +25,6 @@ class Differing:
     leaf: str  # "params/Dense_2/kernel"
 
     def __str__(self) -> str:
-        """One line for an error."""
         towers = f" ({told_towers(self.towers)})" if self.towers else ""
         return f"{self.device}{towers}, {self.leaf}"
 
@@ -45,7 +44,6 @@ class DesyncError(RuntimeError):
     """
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
-        """Say which devices and leaves."""
         super().__init__(
             f"The copies of the state differed before step {step}: {listed(differing)}."
             " All other devices agree. Each step since has mixed the copies' gradients,"
@@ -191,7 +189,6 @@ class NonFiniteError(FloatingPointError):
         refused: bool = True,
         alone: bool = False,
     ) -> None:
-        """Say which step it was, and where."""
         where = f" Found: {told_places(places)}." if places else ""
         if alone:
             text = (

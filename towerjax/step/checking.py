@@ -50,7 +50,6 @@ class Check:
     nonfinite: bool = True
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_whole("Check.every", self.every, 1)
         check_flag("Check.desync", self.desync)
         check_flag("Check.nonfinite", self.nonfinite)

@@ -48,7 +48,6 @@ class StepOptions:
     check: Check | None = None
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_remainder(self.remainder)
         check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         check_choice("guard", self.guard, get_args(Guard))

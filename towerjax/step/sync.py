@@ -49,7 +49,6 @@ class LocalSGD:
     every: int
 
     def __post_init__(self) -> None:
-        """Check the option."""
         check_whole("LocalSGD.every", self.every)
 
     @property
@@ -100,7 +99,6 @@ class DiLoCo:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_whole("DiLoCo.every", self.every)
         check_does("DiLoCo.outer", self.outer, "init update", "optax.sgd(0.7)")
         check_whole("DiLoCo.fragments", self.fragments)

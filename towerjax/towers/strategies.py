@@ -169,7 +169,6 @@ class OneDevice(CrossTowerMethods):
     axis_name: str = TOWER_AXIS
 
     def __post_init__(self) -> None:
-        """Canonicalise the name."""
         _check_axis_name(self.axis_name)
         check_whole("prefetch_on_device", self.prefetch_on_device, 0)
         if isinstance(self.device, Absent):

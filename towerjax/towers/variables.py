@@ -25,7 +25,6 @@ class Variable:
     name: str = dataclasses.field(default="", metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Refuse a reduction that is none."""
         if not isinstance(self.reduction, Reduction):
             raise ValueError(
                 f"{type(self).__name__}.reduction is {self.reduction!r}; write"

@@ -50,7 +50,6 @@ class TowerBatchNorm(linen.BatchNorm):
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        """Check the options."""
         for name, default in _WITHOUT.items():
             if getattr(self, name) != default:
                 raise TypeError(f"TowerBatchNorm takes no {name}.")

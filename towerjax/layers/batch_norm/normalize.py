@@ -34,7 +34,6 @@ class BatchNormOptions:
     dtype: Any = None  # statistics are of this dtype or of float32, whichever is wider
 
     def __post_init__(self) -> None:
-        """Refuse what is no option."""
         check_choice("statistics", self.statistics, get_args(Statistics))
         axis: Any = self.axis
         several = isinstance(axis, tuple | list)

@@ -79,7 +79,6 @@ class Checkpointer:
     exit_code: int = 75
 
     def __post_init__(self) -> None:
-        """Check the options."""
         check_path("Checkpointer.directory", self.directory, "a folder")
         if self.every is not None:
             check_whole("every", self.every, 1)

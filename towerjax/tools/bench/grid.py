@@ -54,7 +54,6 @@ class Trial:
     steps_per_call: int = 1
 
     def __post_init__(self) -> None:
-        """Check the options."""
         for name in ("batch", "towers", "devices", "micro_batches", "steps_per_call"):
             check_whole(name, getattr(self, name), 1)
         if ":" not in str(self.by):

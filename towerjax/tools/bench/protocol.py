@@ -51,7 +51,6 @@ class TimingProtocol:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, least in (("rounds", 1), ("warmup_calls", 1), ("seed", 0)):
             check_whole(name, getattr(self, name), least)
         for name, low, high in (

@@ -123,7 +123,6 @@ class Advice:
     fix: str  # what to do
 
     def __str__(self) -> str:
-        """Two lines."""
         return f"{'wrong' if self.is_wrong else 'note'}: {self.what}\n  do: {self.fix}"
 
 

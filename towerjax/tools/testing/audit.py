@@ -41,7 +41,6 @@ class Finding:
     relative: float
 
     def __str__(self) -> str:
-        """One line for a person."""
         return (
             f"{self.leaf} is {self.value:.6g} on {self.towers} towers ({self.split})"
             f" and {self.one_tower:.6g} on one: they differ by {self.difference:.3g}"
@@ -73,7 +72,6 @@ class AuditReport:
     largest_leaf: str
 
     def __str__(self) -> str:
-        """One line for a person."""
         towers = ", ".join(str(n) for n in self.towers)
         left_out = f"; not compared: {', '.join(self.not_compared)}"
         return (
