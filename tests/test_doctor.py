@@ -62,7 +62,7 @@ class Forgets:
     needs_every_tower: bool = False
 
     def sum_over_towers(self, tree, axes):
-        index = lax.axis_index(axes.device_names[0])
+        index = lax.axis_index(axes.names[0])
         kept = tree * (index != self.tower).astype(tree.dtype)
         sums = AllReduce().sum_over_towers(kept, axes)
         late = (index == 2).astype(tree.dtype)

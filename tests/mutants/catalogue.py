@@ -179,7 +179,7 @@ REGISTRY = (
     _m(
         "B16",
         "tower 0's statistics are read, though declared MEAN",
-        "towers.tower_local:_read",
+        "collectives.reduce:reduce_stacked",
         "if reduction is Reduction.ONLY_FIRST_TOWER:",
         "if reduction is not Reduction.SUM:",
         "test_one_tower.py::test_evaluation_reads_tower_local_values_by_their_reduction",

@@ -41,15 +41,18 @@ def check_addable(reduction: Any, value: PyTree) -> None:
 
 
 def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """One value of the towers' values that lie side by side."""
+    """One value of the towers' values that lie side by side, added in tower order."""
     check_reduction(reduction)
 
     def one(x: jax.Array) -> jax.Array:
         x = jnp.asarray(x)
         if reduction is Reduction.ONLY_FIRST_TOWER:
             return x[0]
-        # jnp.sum and jnp.mean add bfloat16 in float32 and round once.
-        return x.sum(axis=0) if reduction is Reduction.SUM else x.mean(axis=0)
+        dtype = reduced_dtype(reduction, x.dtype)
+        total = add_pairwise(x.astype(addable(dtype)))
+        if reduction is Reduction.MEAN:
+            total = total / x.shape[0]
+        return total.astype(dtype)
 
     return jax.tree.map(one, stacked)
 

@@ -283,7 +283,8 @@ class Placer:
         arrays = [batch.arrays for batch in batches]
         arrays += [arrays[-1]] * (steps - len(arrays))
         counts = np.stack([batch.counts for batch in batches])
-        stacked = stack_on_devices(arrays, self.placement)
+        sharding = self.placement.sharding(Layout.PER_TOWER_STEPS)
+        stacked = jax.tree.map(lambda *x: _stack(x, sharding=sharding), *arrays)
         shared = [batch.args[2] for batch in batches]
         return self._several(stacked, counts, shared, steps, None)
 
@@ -374,12 +375,7 @@ def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:
     return num_rows(first) if is_sparse(first) else first.shape[dim] // num_towers
 
 
-def stack_on_devices(trees: Sequence[PyTree], placement: Placement) -> PyTree:
-    """Batches that lie on the devices, stacked there."""
-    sharding = placement.sharding(Layout.PER_TOWER_STEPS)
-    return jax.tree.map(lambda *leaves: _stack(leaves, sharding=sharding), *trees)
-
-
 @functools.partial(jax.jit, static_argnames="sharding")
 def _stack(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
+    """Arrays that lie on the devices, stacked there."""
     return lax.with_sharding_constraint(jnp.stack(leaves), sharding)

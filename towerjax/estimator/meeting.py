@@ -17,7 +17,7 @@ from jax.extend.core import Literal, Primitive
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.equation import named_axes
-from towerjax.step.returned import Hole, is_typed
+from towerjax.step.returned import Hole, is_hole, is_typed
 from towerjax.step.state import TrainState
 from towerjax.step.update import Walk, needed
 from towerjax.towers.variables import TowerLocal
@@ -134,7 +134,8 @@ class Cut:
         self._evaluate(walk, wanted, is_last)
         pools = [
             jax.tree.leaves(
-                {key: x[key] for key in x if key not in _BROUGHT}, is_leaf=_is_leaf
+                {key: x[key] for key in x if key not in _BROUGHT},
+                is_leaf=lambda x: is_typed(x) or is_hole(x),
             )
             for x in merged
         ]
@@ -217,10 +218,6 @@ def _value(result: _Result, walk: Walk) -> Any:
 def _as_sums(grads: PyTree) -> PyTree:
     """Gradients as a tower returns them: added up, but for rows of tables."""
     return jax.tree.map(lambda x: x if is_rows(x) else Sum(x), grads, is_leaf=is_rows)
-
-
-def _is_leaf(x: Any) -> bool:
-    return is_typed(x) or isinstance(x, Hole)
 
 
 def _one_or_all(brought: list[Any]) -> Any:

@@ -25,7 +25,7 @@ from towerjax.estimator.variables import (
     stored,
 )
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.state import check
+from towerjax.metrics.state import check, of_one
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine
@@ -120,8 +120,7 @@ class ModelEngine:
         rows, _, shared = shapes_of(batch)
         key = _key("engine", (state, rows, shared))
         if key not in self._made:
-            one = jax.tree.map(_of_one_tower, state.local)
-            state = dataclasses.replace(state, local=one)
+            state = dataclasses.replace(state, local=of_one(state.local))
             rows = jax.eval_shape(self._rows_of_one, rows)
             size, rows = num_rows(rows), with_shared(rows, shared)
             axes = self.strategy.placement.abstract_axes
@@ -299,10 +298,6 @@ def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
     """The metrics of a step, the terms of its loss among them."""
     terms = loss.told() if isinstance(loss, Means) else {}
     return {"loss": loss, **terms, **(metrics or {})}
-
-
-def _of_one_tower(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _key(root: Any, shapes: PyTree) -> Any:

@@ -58,15 +58,11 @@ class TowerAxes:
         return self.num_devices * self.num_local
 
     @property
-    def device_names(self) -> tuple[str, ...]:
-        """The axis over devices, when there are several."""
-        return (DEVICE_AXIS,) if self.device_axis else ()
-
-    @property
     def names(self) -> tuple[str, ...]:
         """All bound tower axes, outermost first."""
+        devices = (DEVICE_AXIS,) if self.device_axis else ()
         together = self.num_local > 1 and not self.in_turn
-        return self.device_names + ((LOCAL_AXIS,) if together else ())
+        return devices + ((LOCAL_AXIS,) if together else ())
 
 
 @dataclasses.dataclass(frozen=True)

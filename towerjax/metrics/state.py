@@ -274,7 +274,7 @@ def compute(state: Any) -> Any:
 
 def merged_rows(rows: Any) -> Any:
     """The states that lie side by side, merged in their order."""
-    if is_additive(_of_one(rows)):
+    if is_additive(of_one(rows)):
         return jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
@@ -283,7 +283,8 @@ def merged_rows(rows: Any) -> Any:
     return lax.scan(lambda done, row: (merge_parts(done, row), None), first, rest)[0]
 
 
-def _of_one(rows: Any) -> Any:
+def of_one(rows: PyTree) -> PyTree:
+    """The shapes of one of several values that lie side by side."""
     shape = jax.ShapeDtypeStruct
     return jax.tree.map(lambda x: shape(x.shape[1:], x.dtype), rows)
 

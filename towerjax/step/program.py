@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
 
@@ -22,6 +21,7 @@ from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
 from towerjax.towers.executors import compile_on_devices, lower_on_devices, shapes_of
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import key_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +93,7 @@ def _fingerprint(traced: Any, lowered: Any) -> str:
     """The program, with what is in the arrays that its text calls arguments."""
     digest = hashlib.sha256()
     for array in [*traced.jaxpr.consts, *arrays_in(traced.jaxpr.jaxpr)]:
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            array = jax.random.key_data(array)
+        array = key_data(array)
         # An array over several processes is one already.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())

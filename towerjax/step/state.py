@@ -18,7 +18,7 @@ from towerjax.step.optimizers import trainable_flags
 from towerjax.towers.tower_local import checked_local, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import native, refuse_unheld
+from towerjax.types.leaves import is_key, native, refuse_unheld
 from towerjax.types.tables import leaf_table
 
 
@@ -266,7 +266,7 @@ def _one_key(rng: Any) -> jax.Array:
         return jax.random.key(0)
     refuse_unheld("rng", rng)
     rng = jnp.asarray(native(rng))
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if not is_key(rng):
         if rng.dtype != jnp.uint32 or rng.ndim != 1:
             raise ValueError(
                 f"rng is {rng.dtype}{list(rng.shape)}; pass one key, such as"

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
 
@@ -168,6 +168,9 @@ class OneDevice(CrossTowerMethods):
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
 
+    state: ClassVar[StateLayout] = "mirrored"  # one device holds all of it
+    cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # nothing travels
+
     def __post_init__(self) -> None:
         _check_axis_name(self.axis_name)
         check_whole("prefetch_on_device", self.prefetch_on_device, 0)
@@ -179,16 +182,6 @@ class OneDevice(CrossTowerMethods):
                 )
         elif self.device is not None:
             object.__setattr__(self, "device", canonical_device_name(self.device))
-
-    @property
-    def state(self) -> Literal["mirrored"]:
-        """One device holds all of it."""
-        return "mirrored"
-
-    @property
-    def cross_tower_ops(self) -> CrossTowerOps:
-        """Nothing travels; sums are of one tower."""
-        return AllReduce()
 
     @functools.cached_property
     def placement(self) -> Placement:

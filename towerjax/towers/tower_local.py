@@ -11,11 +11,11 @@ from jax.core import Tracer
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
-    add_pairwise,
     addable,
     as_bits,
     check_addable,
     from_bits,
+    reduce_stacked,
     reduced_dtype,
 )
 from towerjax.mesh.placement import TowerAxes, waited
@@ -128,20 +128,9 @@ def read_variables(tree: PyTree) -> PyTree:
 @jax.jit
 def _read(local: PyTree) -> PyTree:
     """All in one program; added in tower order, so that bits do not depend on ``D``."""
-
-    def one(reduction: Reduction, x: jax.Array) -> jax.Array:
-        if reduction is Reduction.ONLY_FIRST_TOWER:
-            return x[0]
-        dtype = reduced_dtype(reduction, x.dtype)
-        total = add_pairwise(x.astype(addable(dtype)))
-        if reduction is Reduction.MEAN:
-            total = total / x.shape[0]
-        return total.astype(dtype)
-
-    def read(variable: TowerLocal) -> PyTree:
-        return jax.tree.map(lambda x: one(variable.reduction, x), variable.value)
-
-    return jax.tree.map(read, local, is_leaf=is_local)
+    return jax.tree.map(
+        lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=is_local
+    )
 
 
 def read_local_over_towers(

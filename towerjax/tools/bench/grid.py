@@ -167,17 +167,12 @@ class Grid:
                 for batch in batches if towers % devices == 0 else ():
                     trial = Trial(batch=batch, devices=devices, **options)
                     found |= {trial: None, **{_by(trial, x): None for x in self.peers}}
-        order = [*self.models], ["towerjax", *self.peers]
-        return tuple(
-            sorted(
-                found,
-                key=lambda t: (
-                    t.devices,
-                    order[0].index(t.model),
-                    order[1].index(t.by),
-                ),
-            )
-        )
+        models, by = [*self.models], ["towerjax", *self.peers]
+
+        def place(trial: Trial) -> tuple[int, int, int]:
+            return trial.devices, models.index(trial.model), by.index(trial.by)
+
+        return tuple(sorted(found, key=place))
 
 
 def _by(trial: Trial, peer: str) -> Trial:

@@ -17,7 +17,7 @@ from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.tower_local import read_variables
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import is_key
+from towerjax.types.leaves import key_data
 
 _SHOWN = 20
 
@@ -89,7 +89,7 @@ def _readable(tree: PyTree) -> PyTree:
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
     """What is wrong with a leaf, as no text or one."""
-    a, b = _numbers(a), _numbers(b)
+    a, b = np.asarray(key_data(a)), np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (a, b)]
         return [f"{name} is {kinds[0]} and should be {kinds[1]}"]
@@ -110,12 +110,6 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
     if a.ndim:
         text += f", and {int(wrong.sum())} of {a.size} elements do"
     return [text]
-
-
-def _numbers(x: Any) -> np.ndarray:
-    if is_key(x):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
