@@ -95,29 +95,19 @@ def _add_launch(commands: Any) -> None:
         " processes are left as divide --processes)"
     )
     number("--towers", help=what)
-    for name, dest, default, what in (
-        (
-            "grace-seconds",
-            "grace_s",
-            5.0,
-            "from SIGTERM to SIGKILL when the job ends early",
-        ),
-        (
-            "hang-timeout",
-            "hang_timeout_s",
-            math.inf,
-            "a process without a sign of life for so long is lost",
-        ),
-        (
-            "step-timeout",
-            "step_timeout_s",
-            math.inf,
-            "of those that do steps, where none does one for so long",
-        ),
-        ("regrow-seconds", "regrow_s", 60.0, "until a lost process is tried again"),
-    ):
+
+    def seconds(name: str, dest: str, default: float, what: str) -> None:
         what += " (default: %(default)s)"
         add(f"--{name}", dest=dest, type=float, default=default, metavar="S", help=what)
+
+    what = "from SIGTERM to SIGKILL when the job ends early"
+    seconds("grace-seconds", "grace_s", 5.0, what)
+    what = "a process without a sign of life for so long is lost"
+    seconds("hang-timeout", "hang_timeout_s", math.inf, what)
+    what = "of those that do steps, where none does one for so long"
+    seconds("step-timeout", "step_timeout_s", math.inf, what)
+    what = "until a lost process is tried again"
+    seconds("regrow-seconds", "regrow_s", 60.0, what)
     add("command", nargs="+", help="after --, with its arguments")
 
 

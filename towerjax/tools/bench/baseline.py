@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from towerjax.data.shard import rows_of_towers
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check
@@ -71,7 +72,7 @@ class Work:
         if self.micro_batches == 1:
             loss, grads = mean(value_and_grad(params, batch))
         else:
-            parts = jax.tree.map(self._in_parts, batch)
+            parts = rows_of_towers(batch, self.micro_batches)
             zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
 
             def add(total: PyTree, rows: PyTree) -> tuple[PyTree, None]:
@@ -82,10 +83,6 @@ class Work:
             loss, grads = mean(part)
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
-
-    def _in_parts(self, x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // self.micro_batches
-        return x.reshape(self.micro_batches, rows, *x.shape[1:])
 
     def repeat(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
         """The step, or several in one program."""
@@ -151,14 +148,11 @@ def by_pmap(work: Work, placement: Placement) -> Contender:
     def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
         return work.train(state, batch, lambda value: lax.pmean(value, axis))
 
-    def split(x: np.ndarray) -> np.ndarray:
-        return x.reshape(num_devices, x.shape[0] // num_devices, *x.shape[1:])
-
     def copies(x: Any) -> np.ndarray:
         return np.stack([np.asarray(x)] * num_devices)
 
     state = jax.tree.map(copies, (work.params, work.optimizer.init(work.params)))
-    batch = jax.tree.map(split, work.batch)
+    batch = rows_of_towers(work.batch, num_devices)
     devices = list(placement.jax_devices)
     start = time.perf_counter()
     pmapped = jax.pmap(step, axis_name=axis, devices=devices, donate_argnums=(0,))

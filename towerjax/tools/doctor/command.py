@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.mesh import cluster
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement, place
+from towerjax.step.report.step_report import timed
 from towerjax.tools.doctor.machine import Advice, Machine, advice_on, this_machine
 from towerjax.tools.shell import NOT_SO, OK, show
 from towerjax.towers.executors import jit_on_devices, over_devices
@@ -80,12 +80,8 @@ def device_result(device: Any, num_bytes: int) -> Result:
 
 def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
     """The median of the seconds that it takes after a first time, and its result."""
-    out, seconds = jax.block_until_ready(call()), []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        out = jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), out
+    timing = timed(lambda _: (None, call()), None, _ROUNDS)
+    return timing.step_s, call()
 
 
 def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Result:

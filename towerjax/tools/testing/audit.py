@@ -11,6 +11,7 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import count_examples
 from towerjax.step.train import TrainStep, build_train_step
+from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves
@@ -323,17 +324,10 @@ def _sizes(runs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     }
 
 
-def _gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """The differences; infinite where only one is not finite."""
-    same = (got == want) | (np.isnan(got) & np.isnan(want))
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
-
-
 def _gap(got: np.ndarray, want: np.ndarray) -> float:
     if got.shape != want.shape:
         return np.inf
-    return float(_gaps(got, want).max(initial=0.0))
+    return float(gaps(got, want).max(initial=0.0))
 
 
 def _finding(
@@ -341,7 +335,7 @@ def _finding(
 ) -> Finding:
     gap, element = _gap(got, want), (np.nan, np.nan)
     if got.shape == want.shape and got.size:
-        at = np.unravel_index(np.argmax(_gaps(got, want)), got.shape)
+        at = np.unravel_index(np.argmax(gaps(got, want)), got.shape)
         element = got[at], want[at]
     return Finding(
         leaf=name,

@@ -125,11 +125,15 @@ def _wrong(a: np.ndarray, b: np.ndarray, rtol: float) -> np.ndarray:
     if a.dtype.kind in "biu":
         return a != b
     a, b = _wide(a), _wide(b)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    finite = np.isfinite(a) & np.isfinite(b)
     size = np.max(np.abs(np.where(np.isfinite(b), b, 0.0)))
-    gap = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
-    return ~same & (~finite | (gap > rtol * size))
+    return gaps(a, b) > rtol * size
+
+
+def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """The differences; infinite where only one is not finite."""
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
 
 
 def _ulps(a: Any, b: Any, gap: float) -> str:
