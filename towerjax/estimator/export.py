@@ -31,8 +31,8 @@ from towerjax.step.state import TrainState
 from towerjax.towers.one_axis import on_these_devices
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
-from towerjax.towers.tower_local import is_local, local_values, read_local
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.tower_local import is_local, read_local
+from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import (
     held_dtype,
@@ -310,7 +310,7 @@ def _spec_of(
     axes = TowerAxes(1, 1, device_axis=False, in_turn=False, platform="")
     state, local = None, None
     if isinstance(variables, TrainState):
-        state, local = variables, local_values(variables.local)
+        state, local = variables, plain(variables.local)
     rows = jax.tree.leaves(features)[0].shape[0]
     size = {"num_valid": jnp.int32(rows), "rows": rows}
 

@@ -46,7 +46,7 @@ from towerjax.towers.executors import shapes_of
 from towerjax.towers.one_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, told, tower_of
-from towerjax.towers.tower_local import local_values
+from towerjax.towers.variables import plain
 from towerjax.types import Layout, PyTree
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
@@ -212,7 +212,7 @@ class ModelEngine:
         """The model function, and what it returns by what becomes of it."""
         own = {**own, "rows": size}
         if self.of_state:
-            own |= {"state": state, "local": local_values(state.local)}
+            own |= {"state": state, "local": plain(state.local)}
         tower = tower_of(self.strategy, axes, **own)
         trace = get_opaque_trace_state()
         how, parts = self.how, self.options.micro_batches

@@ -48,7 +48,7 @@ class RunSummary:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """What a run saw; ``n`` is the number of its steps.
+    """What `run` saw; ``n`` is the number of its steps.
 
     A step's number is how many steps the state had done after it, so the first
     step of a new state is 1.
@@ -66,17 +66,6 @@ class History:
       best: The best evaluation and a copy of its state, where `run` was told to
         keep it and there was one that is not NaN.
       stopped: Why the run ended early, in words; None when all steps were done.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, towerjax as tj
-      >>> from towerjax.loop.run import run
-      >>> def loss_fn(params, batch, tower):
-      ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
-      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
-      >>> data = [np.full(4, 2.0, np.float32)] * 3
-      >>> _, history = run(step, step.init(jnp.float32(0)), data, progress=False)
-      >>> history.steps.tolist(), history.metrics["loss"].tolist()
-      ([1, 2, 3], [4.0, 1.0, 0.25])
     """
 
     steps: np.ndarray

@@ -333,11 +333,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def waited(out: PyTree) -> PyTree:
-    """The results, computed where unawaited ones could stop the devices for good.
-
-    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    devices deadlock and abort the process.
-    """
+    """The results, computed where unawaited ones could stop the devices: `InFlight`."""
     spread = [
         x
         for x in jax.tree.leaves(out)

@@ -232,19 +232,10 @@ class CompiledStep:
             its memory once more; 0 times none.
 
         Returns:
-          A ``StepReport``: collectives, FLOPs, memory, buffers, times.
+          A `StepReport`: collectives, FLOPs, memory, buffers, times.
 
         Raises:
           ValueError: As a step's call.
-
-        Example:
-          >>> import numpy as np, optax, towerjax as tj
-          >>> def loss_fn(params, batch, tower):
-          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
-          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
-          >>> state = step.init({"w": np.ones((), np.float32)})
-          >>> step.report(state, {"x": np.ones(4, np.float32)}).collectives
-          ()
         """
         check_whole("timed_calls", timed_calls, 0)
         if timed_calls:

@@ -42,11 +42,10 @@ from towerjax.towers.one_axis import over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_local import (
-    local_values,
     read_local_over_towers,
     with_local_values,
 )
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
 
 
@@ -152,7 +151,7 @@ class Pass:
             return sum_over_towers(ops, sums, axes), None, {}
         is_gradient = jax.tree.map(lambda _: False, sums)
         is_gradient = (are_gradients(tree, sums[0]), *is_gradient[1:])
-        own = local_values(state.own)
+        own = plain(state.own)
         with jax.named_scope(SUMMED_BY_STEP):
             sums, own, told = ops.sum_with_state(sums, is_gradient, own, axes)
         return sums, with_local_values(state.own, own), told
@@ -209,7 +208,7 @@ class Pass:
             return sums, (tree, *kept, flagged)
 
         rows = rows_of_towers(batch, axes.num_local)
-        local = local_values(state.local)
+        local = plain(state.local)
         # What an op keeps is not the towers' matter.
         mine = None if self.keeps else state.own
         own = (rows, num_valid, local, mine)

@@ -15,6 +15,7 @@ from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.optimizers import trainable_flags
+from towerjax.towers.cross_tower.assign import copies
 from towerjax.towers.tower_local import checked_local, stacked_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
@@ -205,9 +206,7 @@ def init_state(
 def kept_for_sums(strategy: Any, gradient: PyTree) -> TowerLocal:
     """``state.own`` before the first step, where a cross-tower op keeps a state."""
     own = strategy.cross_tower_ops.init_state(gradient)
-    shape = (strategy.num_towers,)
-    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), own)
-    return TowerLocal(rows, Reduction.SUM, name="own")
+    return TowerLocal(copies(own, strategy.num_towers), Reduction.SUM, name="own")
 
 
 def _check_processes(placement: Placement, tree: PyTree) -> None:

@@ -46,13 +46,8 @@ def layouts_of(variables: PyTree) -> PyTree:
     )
 
 
-def local_values(local: PyTree) -> PyTree:
-    """The tree with each ``TowerLocal`` replaced by its value."""
-    return jax.tree.map(lambda x: x.value, local, is_leaf=is_local)
-
-
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """The inverse of `local_values`."""
+    """Tower-local variables with other values: the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -86,7 +81,7 @@ def checked_local(local: PyTree) -> PyTree:
             f"{', '.join(bare)}: a tower-local variable says how it is read as one"
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
-    refuse_unheld("local", local_values(local))
+    refuse_unheld("local", plain(local))
     return local
 
 

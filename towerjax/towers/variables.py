@@ -127,13 +127,11 @@ def fitted(
         if np.shape(new) != shape:
             problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
             continue
-        got, held = (
-            jnp.result_type(new),
-            [d for d in takes(leaf.dtype) if _holds(d, new)],
-        )
+        held = [d for d in takes(leaf.dtype) if _holds(d, new)]
         try:
             leaves.append(jnp.asarray(new, held[0]))
         except IndexError:
+            got = jnp.result_type(new)
             problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
         except OverflowError:
             problems.append(f"{name} is {new}, which {held[0]} cannot hold")
