@@ -37,11 +37,7 @@ class ChecksDevices(Protocol):
     """A cross-tower op with options that not every set of devices can honour."""
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, or a ValueError when the op cannot be used on these devices.
-
-        Args:
-          devices: Canonical names, in tower order.
-        """
+        """Raise a ValueError when the op cannot be used on these, in tower order."""
         ...
 
 

@@ -60,10 +60,7 @@ def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
 def reduce_over_towers(
     reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
 ) -> PyTree:
-    """One value of the towers' values, from inside a tower; the same on each.
-
-    The same dtypes as `reduce_stacked`, on one tower as on many.
-    """
+    """As `reduce_stacked`, from inside a tower; the same on each."""
     check_addable(reduction, value)
 
     def one(x: jax.Array) -> jax.Array:

@@ -14,14 +14,10 @@ _MOST = 8
 
 
 class Kinds:
-    """The kinds of batch that a step has compiled for.
-
-    Attributes:
-      seen: The kinds so far, in order.
-    """
+    """The kinds of batch that a step has compiled for."""
 
     def __init__(self, most: int | None) -> None:
-        self.seen: dict[Signature, None] = {}
+        self.seen: dict[Signature, None] = {}  # in order
         self._most, self._warns = most or _MOST, most is None
 
     def allowed(self, batch: PlacedBatch) -> Signature:

@@ -123,10 +123,7 @@ class Ledger(Iterator[PyTree]):
             close(self._iterator)
 
     def settle(self) -> None:
-        """Set a source with a cursor back to what was used, and close what was opened.
-
-        For the end of a run that took more than it used.
-        """
+        """Set a source back to what was used, and close what was opened."""
         if self.has_cursor and self._taken:
             self.rest()
         self.close()

@@ -241,10 +241,7 @@ class Several:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """One tower's outputs, whose types say what becomes of them.
-
-    Of classes that are stacked each tower keeps its own.
-    """
+    """One tower's outputs, whose types say what becomes of them."""
     refuse_other_than_rows(outputs, name)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
     if stacked_classes:

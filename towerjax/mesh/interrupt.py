@@ -27,10 +27,7 @@ class InterruptGuard:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals for the length of a block, in the main thread only.
-
-        Elsewhere Python delivers no signals, and there is nothing to do.
-        """
+        """Handle the signals for the length of a block, in the main thread only."""
         if threading.current_thread() is threading.main_thread():
             self._previous = self._found()
         for number in self._previous:

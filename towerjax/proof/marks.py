@@ -27,16 +27,11 @@ class Coordinate(NamedTuple):
     that are the blocks run over the position in the block; the groups ``j, j + L,
     j + 2 L, ...`` run over the number of the block. A value reduced over both is the
     same on every tower, reduced over one it still depends on the other.
-
-    Attributes:
-      axis: The axis that is seen as a grid.
-      block: ``L``, towers in a block.
-      within: Is it the position in the block, ``i % L``? Else ``i // L``.
     """
 
     axis: str
-    block: int
-    within: bool
+    block: int  # L
+    within: bool  # is it the position in the block, i % L? Else i // L
 
 
 Along: TypeAlias = frozenset[str | Coordinate]

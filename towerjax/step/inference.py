@@ -43,10 +43,7 @@ def placed_params(params: PyTree, strategy: Strategy) -> PyTree:
 
 
 class InferenceStep:
-    """A pure step ``(state, batch) -> result``; see the builders.
-
-    Made by `build_eval_step` and `build_predict_step`.
-    """
+    """A pure step of `build_eval_step` or `build_predict_step`."""
 
     def __init__(
         self,

@@ -180,10 +180,7 @@ def init_state(
     extra: PyTree = None,
     counts: bool = False,
 ) -> TrainState:
-    """The state before the first step, a copy, placed where the steps want it.
-
-    On several processes every one starts with the values of process 0.
-    """
+    """The state before the first step, a copy, placed where the steps want it."""
     params, placement = checked_params(params), strategy.placement
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)

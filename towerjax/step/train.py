@@ -129,10 +129,7 @@ def _with(metrics: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """What towers returned for ``state.extra``, merged, in the dtypes that it has.
-
-    But for what is floating and would be cut off: that is refused.
-    """
+    """What towers returned for ``state.extra``, merged, in the dtypes that it has."""
 
     def cast(x: Any, old: Any) -> Any:
         kinds = [jnp.issubdtype(v.dtype, jnp.inexact) for v in (x, old)]

@@ -165,11 +165,7 @@ def trace_one_tower(
     *,
     args_of: int | None = None,
 ) -> tuple[Any, PyTree]:
-    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
-
-    Traced with a named axis and no mesh: in a mesh values are of other types than
-    under ``jit`` on one device, and libraries that compare types refuse them.
-    """
+    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices."""
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)

@@ -103,11 +103,7 @@ class _Devices:
     def traced(
         self, tower_fn: Callable[..., PyTree], leaves: list[Any], treedef: Any
     ) -> tuple[Any, Any]:
-        """The program of a tower function, and the tree of what it returns.
-
-        Where ``axes.traced`` keeps programs it is traced once, for its proof and for
-        all placements of as many towers.
-        """
+        """A tower function's program, and the tree of what it returns; traced once."""
         kinds = [jax.typeof(x) for x in leaves]
         key = (self.axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
         if (known := (self.axes.traced or {}).get(key)) is not None:

@@ -5,7 +5,6 @@ towers' dim too. `jax.vmap` would make ``k`` products and hold them all: of grad
 ``k`` times the parameters.
 """
 
-import dataclasses
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,10 +37,10 @@ def together(
     ``own`` are its first arguments, ``[k, ...]``, and the others those of all towers;
     sums are the first ``num_sums`` of its results, which ``add`` adds up.
     """
-    cut = cut_off(program, len(own), num_sums)
+    head, tails = cut_off(program, len(own), num_sums)
 
     def of_tower(*own: jax.Array) -> list[jax.Array]:
-        return [jnp.asarray(x) for x in jaxpr_as_fun(cut.head)(*own, *common)]
+        return [jnp.asarray(x) for x in jaxpr_as_fun(head)(*own, *common)]
 
     try:
         out = jax.vmap(of_tower, axis_name=LOCAL_AXIS)(*own)
@@ -54,24 +53,13 @@ def together(
         raise
     num_kept = len(program.jaxpr.outvars) - num_sums
     kept, operands = out[:num_kept], out[num_kept:]
-    return [*[tail(operands, add) for tail in cut.tails], *kept]
+    return [*[tail(operands, add) for tail in tails], *kept]
 
 
-@dataclasses.dataclass(frozen=True)
-class CutOff:
-    """One tower's program that ends before the products that towers add up.
-
-    Attributes:
-      head: Returns what is not added up, and then operands.
-      tails: Of all towers' operands, ``[k, ...]``, make the sums, one each.
-    """
-
-    head: ClosedJaxpr
-    tails: list[Tail]
-
-
-def cut_off(program: ClosedJaxpr, num_own: int, num_sums: int) -> CutOff:
-    """A program of which the first results are added over towers, cut off there."""
+def cut_off(
+    program: ClosedJaxpr, num_own: int, num_sums: int
+) -> tuple[ClosedJaxpr, list[Tail]]:
+    """The program without its sums, which returns their operands; what adds these."""
     body, operands = program.jaxpr, []
     own = _depending(body, body.invars[:num_own])
     uses = Counter(x for eqn in body.eqns for x in eqn.invars if isinstance(x, Var))
@@ -103,7 +91,7 @@ def cut_off(program: ClosedJaxpr, num_own: int, num_sums: int) -> CutOff:
 
     tails = [tail(value) for value in body.outvars[:num_sums]]
     head = body.replace(outvars=[*body.outvars[num_sums:], *operands])
-    return CutOff(program.replace(jaxpr=head), tails)
+    return program.replace(jaxpr=head), tails
 
 
 def _depending(body: Jaxpr, given: Sequence[Var]) -> set[Any]:

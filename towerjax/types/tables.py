@@ -153,11 +153,7 @@ class Shown:
     """The base of what says with ``tables`` how it is shown."""
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown.
-
-        Raises:
-          NotImplementedError: The report does not say it.
-        """
+        """What is shown."""
         raise NotImplementedError(f"{type(self).__name__} has no tables().")
 
     def __str__(self) -> str:

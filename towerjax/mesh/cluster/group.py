@@ -36,15 +36,11 @@ class LineForwarder:
     """Reads a process' pipe without waiting, and writes complete lines of it.
 
     All of them but the transport's own "[Gloo] Rank 0 is connected ...".
-
-    Attributes:
-      source: The pipe, which this object closes at its end.
-      is_open: Whether more may come.
     """
 
     def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
-        self.source = source
-        self.is_open = True
+        self.source = source  # closed at its end
+        self.is_open = True  # more may come
         self._target = target
         self._prefix = prefix.encode()
         self._rest = b""

@@ -41,15 +41,10 @@ def begin() -> None:
 
 
 class Heartbeat(io.TextIOBase):
-    """What the launcher hears of one process, line by line.
-
-    Attributes:
-      last: When the last sign of life came, by ``time.monotonic``; at first, the start.
-      steps: How many steps were begun.
-      stepped: When the last one was.
-    """
+    """What the launcher hears of one process, line by line."""
 
     def __init__(self) -> None:
+        # When the last sign of life came, and the last step was begun.
         self.last = self.stepped = time.monotonic()
         self.steps = 0
 

@@ -54,10 +54,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
-    """Names whose values are numbers in all configurations, but for ``static``.
-
-    Each with the one dtype of all its values, whichever of them are left to train.
-    """
+    """Names of numbers, but for ``static``; each with the one dtype of all values."""
     if isinstance(static, str):
         raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
     for name in (static := list(static)):
