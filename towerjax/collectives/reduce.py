@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key, key_data, like_key, widened
 from towerjax.types.options import is_whole
@@ -191,10 +191,8 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
         x = strong(x)
         shape = (axes.num_towers, *x.shape)
         # One axis at a time: JAX gathers over a vmap axis and a mesh axis apart.
-        if LOCAL_AXIS in axes.names:
-            x = lax.all_gather(x, LOCAL_AXIS)
-        if axes.device_axis:
-            x = lax.all_gather(x, DEVICE_AXIS)
+        for name in reversed(axes.names):
+            x = lax.all_gather(x, name)
         return x.reshape(shape)
 
     return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)

@@ -48,6 +48,8 @@ class TowerAxes:
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
     num_processes: int = 1  # P; process p has devices p D / P and following
     tower_axis: str = TOWER_AXIS  # the name of all towers in a tower function
+    # Are all towers on that axis, wherever they lie? In a tower function they are.
+    as_one: bool = False
     # Programs of tower functions, kept while a step is proved and traced; None keeps
     # none.
     traced: dict[Any, Any] | None = dataclasses.field(default=None, compare=False)
@@ -60,6 +62,8 @@ class TowerAxes:
     @property
     def names(self) -> tuple[str, ...]:
         """All bound tower axes, outermost first."""
+        if self.as_one:
+            return (self.tower_axis,)
         devices = (DEVICE_AXIS,) if self.device_axis else ()
         together = self.num_local > 1 and not self.in_turn
         return devices + ((LOCAL_AXIS,) if together else ())

@@ -200,7 +200,6 @@ Site: TypeAlias = tuple[JaxprEqn, Any]
 """An equation and the site of the one around it, or None."""
 
 _PACKAGE = Path(__file__).parents[1]
-_JAX = f"{Path(jax.__file__).parent}/"
 _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
 
 
@@ -220,14 +219,6 @@ def is_library(file: str) -> bool:
     """Is it a file of Python's, of an installed package or of towerjax itself?"""
     library = {"site-packages", "dist-packages"}.intersection(Path(file).parts)
     return bool(library) or file.startswith(_LIBRARY)
-
-
-def is_ours(eqn: JaxprEqn) -> bool:
-    """Was it towerjax that called JAX for it, or nobody whom it tells?"""
-    traceback = eqn.source_info.traceback
-    files = [x.file_name for x in traceback.frames] if traceback is not None else []
-    callers = [file for file in files if not file.startswith(_JAX)]
-    return not callers or callers[0].startswith(f"{_PACKAGE}/")
 
 
 def shown(path: Path, line: int, function: str) -> str:

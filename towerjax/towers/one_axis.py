@@ -21,7 +21,6 @@ from towerjax.collectives.reduce import add_pairwise, gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.proof.equation import (
     is_hidden,
-    is_ours,
     line_of,
     named_axes,
     open_jaxpr,
@@ -116,10 +115,7 @@ class _Devices:
             return out
 
         traced = jax.make_jaxpr(of_leaves, axis_env=self._env)(*leaves)
-        names = {getattr(effect, "name", None) for effect in traced.jaxpr.effects}
-        is_bound = not names.isdisjoint((DEVICE_AXIS, LOCAL_AXIS)) or any(
-            isinstance(x, jax.core.Tracer) for x in traced.consts
-        )
+        is_bound = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
         if self.axes.traced is not None and not is_bound:
             self.axes.traced[key] = traced, trees[0]
         return traced, trees[0]
@@ -144,7 +140,7 @@ class _Devices:
                 return self._renamed(eqn)
             return self._called(eqn, lambda *x: self._among_all(eqn, x))
         own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(named_axes(eqn))
-        if own and not is_ours(eqn):
+        if own:
             raise ValueError(_OWN.format(axis=own.pop(), line=line_of((eqn, None))))
         if eqn.primitive.name == "custom_vmap_call":
             # Its rule for several towers might say another thing than for one.
@@ -230,6 +226,9 @@ class _Devices:
             tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)
         if eqn.primitive.name == "axis_index":
             return [tower]
+        groups = params.get("axis_index_groups")
+        if eqn.primitive.name == "reduce_scatter" and groups is None:
+            return [_scattered(operands[0], axes.names, params)]
         rows, size = gather_over_towers(list(operands), axes), axes.num_towers
         if eqn.primitive.name == "ppermute":  # under vmap only of all towers
             sources = np.full(size, -1)
@@ -239,7 +238,6 @@ class _Devices:
             return [
                 jnp.where(source < 0, jnp.zeros_like(x[0]), x[source]) for x in rows
             ]
-        groups = params.get("axis_index_groups")
         if groups is not None:
             if len({len(group) for group in groups}) > 1:
                 raise ValueError(_UNEVEN.format(name=eqn.primitive.name, groups=groups))
@@ -250,8 +248,18 @@ class _Devices:
             tower = jnp.asarray(order % size)[tower]
             params["axis_index_groups"] = None
         one = functools.partial(eqn.primitive.bind, **params)
-        out = jax.vmap(one, axis_name=axes.tower_axis, axis_size=size)(*rows)
-        return [x[tower] for x in jax.tree.leaves(out)]
+        is_one = eqn.primitive.name == "all_gather" and groups is None
+        over = {"axis_name": axes.tower_axis, "axis_size": size}
+        out = jax.vmap(one, out_axes=None if is_one else 0, **over)(*rows)
+        return [x if is_one else x[tower] for x in jax.tree.leaves(out)]
+
+
+def _scattered(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.Array:
+    """Its sum over towers, of which each has a part: one axis after another."""
+    dim = params["scatter_dimension"]
+    for name in names:
+        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+    return x if params["tiled"] else x.squeeze(dim)
 
 
 def arrays_of(tree: PyTree) -> list[Any]:

@@ -112,6 +112,10 @@ class Tower:
         refuse_in_turn(self._axes, "tower.axis_names")
         return (self._axes.tower_axis,)
 
+    @property
+    def _all_axes(self) -> TowerAxes:
+        return dataclasses.replace(self._axes, as_one=True)
+
     def merge_call(
         self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
     ) -> PyTree:
@@ -144,7 +148,7 @@ class Tower:
           [10, 11]
         """
         return merge_over_towers(
-            self.strategy, self._axes, self.id, merge_fn, values, named
+            self.strategy, self._all_axes, self.id, merge_fn, values, named
         )
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
@@ -168,7 +172,7 @@ class Tower:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
         refuse_in_turn(self._axes, "tower.reduce")
-        return reduce_tree_over_towers(reduction, value, self.id, self._axes)
+        return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values side by side, or joined along a dim.
@@ -201,7 +205,7 @@ class Tower:
                 return join_stacked_rows(x, self.num_towers)
             return join_rows(x, axis)
 
-        rows = gather_over_towers(value, self._axes)
+        rows = gather_over_towers(value, self._all_axes)
         return jax.tree.map(one, rows, is_leaf=is_rows)
 
     @property
