@@ -852,6 +852,7 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     assert float(evaluate(params, batch)["step"].value) == 0
 
 
+@pytest.mark.slow
 def test_evaluating_a_donated_state_is_refused_wherever_it_was(trains):
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
@@ -1032,7 +1033,7 @@ def test_another_byte_order_is_converted():
     np.testing.assert_array_equal(big[2][2], good(5)["x"])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("local, parts", [("vmap", 1), ("scan", 2)])
 def test_rows_without_elements_are_rows(local, parts):
     def fn(params, batch, tower):

@@ -250,6 +250,7 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     close(state.params, expected, roundings=2000)
 
 
+@pytest.mark.slow
 def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
     """One more number of each tower; the simple noise scale of McCandlish, 2018."""
 
@@ -275,6 +276,7 @@ def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
     close(metrics["of_all"], norm(value_and_grad(params(), batch)[1]) ** 2)
 
 
+@pytest.mark.slow
 def test_two_optimizers_of_two_models_in_one_step():
     """A tug of war: each has its own parameters, loss and optimizer."""
     optimizers = {"low": optax.sgd(0.1), "high": optax.sgd(0.2, momentum=0.9)}
@@ -411,6 +413,7 @@ def test_padding_that_would_count_is_refused_under_jit_too():
         jax.eval_shape(step.fn, step.init(params()), data(7))
 
 
+@pytest.mark.slow
 def test_a_scan_of_steps_is_a_loop(trained):
     step, state = trained
     batches = [data(16, seed) for seed in range(3)]
@@ -519,7 +522,7 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert int(state.step) == 1
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [None, tj.Check(every=1)])
 def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added(check):
     def tower_fn(state, batch, tower):

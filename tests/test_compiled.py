@@ -212,6 +212,7 @@ def test_rng_depends_on_seed_step_tower_and_not_on_devices():
         np.testing.assert_array_equal(other, first)
 
 
+@pytest.mark.slow
 def test_micro_batches_draw_their_own_noise():
     def noisy(params, batch, tower):
         noise = jax.random.normal(tower.rng, ())

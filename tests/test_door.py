@@ -161,6 +161,7 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
         tj.run(step, state, [rows()] * 2, progress=False)
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_program_has_set_is_told_of():
     step, known = build(), build()
     state = step.init(np.float32(0))

@@ -217,6 +217,7 @@ def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
             )
 
 
+@pytest.mark.slow
 def test_an_evaluation_sees_the_extra_state_and_a_refused_step_keeps_it():
     def metric_fn(params, batch, tower):
         return {"m": tj.Weighted.mean(batch["x"][:, 0] * tower.extra["last"])}

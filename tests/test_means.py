@@ -236,6 +236,7 @@ def test_weights_may_learn_around_the_step():
     np.testing.assert_allclose(slope, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_means_cost_one_small_reduction_more():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
     text = step.program(step.init(params()), data()).call.as_text()

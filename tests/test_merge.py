@@ -245,7 +245,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "places, T, D", [(PLACES, 3, 3), ([in_cond_on_towers, in_scan, in_vmap], 4, 2)]
 )

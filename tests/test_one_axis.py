@@ -402,4 +402,4 @@ def test_a_whole_step_is_differentiated_where_towers_meet_in_a_rule():
     step = tj.build_step(tower_fn, update_fn, mirrored(4, 2))
     before = step.init(np.float32(2))
     # Of each row 4 towers' sums and 3 times its own: 7 * (0 + 1 + ... + 7).
-    assert jax.grad(total)(before.params) == 196
+    assert jax.jit(jax.grad(total))(before.params) == 196

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import operator
@@ -31,8 +32,13 @@ def test_public_names_are_few_and_all_that_dir_shows():
         assert getattr(tj, name) is not None
 
 
+@functools.cache
+def nodes_of(path):
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.startswith("benchmarks"))
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -54,7 +60,7 @@ def test_rooms_import_those_before_them():
 
 
 def modules_imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "")[:9] == "towerjax.":
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (x for x in inner if x in MODULES)

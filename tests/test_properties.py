@@ -105,6 +105,7 @@ def test_weights_are_1_for_each_example_and_0_for_padding(towers, parts, part, f
     np.testing.assert_array_equal(np.concatenate(weights), np.float32(expected))
 
 
+@pytest.mark.slow
 @few(40)
 @given(
     seeds,

@@ -354,7 +354,7 @@ SIZES = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_a_size_of_each_kind_equals_numpy(size):
     sizes, remainder = SIZES[size]

@@ -374,6 +374,7 @@ def test_the_largest_at_the_peak_are_in_the_report(of_one):
     assert any(re.search(r"test_report.py:\d+ \(loss_fn\)", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_stands_beside_the_step(of_eight):
     strategy = tj.Mirrored(devices(8))
     mesh = strategy.placement.mesh

@@ -552,7 +552,7 @@ def loader_that_fails(cut, error):
     raise error
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prefetch, steps_per_call, error",
     [(0, 2, LoaderError("gone")), (2, 1, LoaderError("gone"))]

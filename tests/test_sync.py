@@ -178,6 +178,7 @@ def sent(body):
     return sum(4 * int(n or 1) for n in shapes)
 
 
+@pytest.mark.slow
 def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming):
     text = streaming.program(streaming.init(START), batches()[0]).call.as_text()
     bodies, chosen = branches(text)

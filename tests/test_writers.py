@@ -185,7 +185,7 @@ def test_a_resumed_run_appends(step, tmp_path):
     np.testing.assert_allclose(written, oracle(6)[0], rtol=1e-5)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("torn", [b"", b'{"ki', b'{"kind": "train", "step": 6, "ti'])
 def test_steps_that_are_done_again_are_there_once(evaluate, tmp_path, torn):
     step, path = build(donate=False), tmp_path / "run.jsonl"
