@@ -140,8 +140,6 @@ class SparseRows:
         )
 
     def _joined(self, batch: PyTree, rows: int, leaf_of: Any) -> PyTree:
-        if not self.leaves:
-            return batch
         items = self.treedef.flatten_up_to(batch)
         for i, leaf in self.leaves.items():
             if isinstance(leaf, Entries):

@@ -25,7 +25,7 @@ from towerjax.estimator.variables import (
     stored,
 )
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.state import check, of_one
+from towerjax.metrics.state import check
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine
@@ -60,6 +60,9 @@ MAKE_STATE = (
     "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted; a"
     " model called by itself takes any tree."
 )
+
+_first = partial(jax.tree.map, lambda x: x[0])
+"""One of the values that lie side by side."""
 
 
 @jax.tree_util.register_static
@@ -96,7 +99,7 @@ class ModelEngine:
         """The towers alone, of which is told what is not finite."""
         batch, at = args[:3], args[3:]
         for _ in at:
-            batch = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), batch)
+            batch = jax.eval_shape(_first, batch)
         engine, _, _ = self._engine(donated, kept, batch)
         return engine.located(run, donated, kept, *args)
 
@@ -120,7 +123,9 @@ class ModelEngine:
         rows, _, shared = shapes_of(batch)
         key = _key("engine", (state, rows, shared))
         if key not in self._made:
-            state = dataclasses.replace(state, local=of_one(state.local))
+            state = dataclasses.replace(
+                state, local=jax.eval_shape(_first, state.local)
+            )
             rows = jax.eval_shape(self._rows_of_one, rows)
             size, rows = num_rows(rows), with_shared(rows, shared)
             axes = self.strategy.placement.abstract_axes
@@ -163,10 +168,9 @@ class ModelEngine:
 
     def _rows_of_one(self, batch: PyTree) -> PyTree:
         """The rows that one tower works on at a time."""
-        first = partial(jax.tree.map, lambda x: x[0])
-        rows = first(rows_of_towers(batch, self.strategy.num_towers))
+        rows = _first(rows_of_towers(batch, self.strategy.num_towers))
         if self.options.micro_batches > 1:
-            rows = first(in_parts(rows, self.options.micro_batches))
+            rows = _first(in_parts(rows, self.options.micro_batches))
         return rows
 
     def _tower(

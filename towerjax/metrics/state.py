@@ -273,9 +273,7 @@ def compute(state: Any) -> Any:
 
 
 def merged_rows(rows: Any) -> Any:
-    """The states that lie side by side, merged in their order."""
-    if is_additive(of_one(rows)):
-        return jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
+    """The states that lie side by side, which do not add up, merged in their order."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
@@ -283,19 +281,12 @@ def merged_rows(rows: Any) -> Any:
     return lax.scan(lambda done, row: (merge_parts(done, row), None), first, rest)[0]
 
 
-def of_one(rows: PyTree) -> PyTree:
-    """The shapes of one of several values that lie side by side."""
-    shape = jax.ShapeDtypeStruct
-    return jax.tree.map(lambda x: shape(x.shape[1:], x.dtype), rows)
-
-
 def folded_over_towers(rows: PyTree, axes: TowerAxes) -> PyTree:
     """All towers' states, merged in tower order, inside a device function.
 
     Every tower's state travels to every device: for small states that do not add up.
     """
-    rows = rows_of_all_devices(rows, axes)
-    return jax.tree.map(merged_rows, rows, is_leaf=is_metric)
+    return merged_rows(rows_of_all_devices(rows, axes))
 
 
 def on_host(state: Any) -> Any:
