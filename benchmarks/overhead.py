@@ -3,13 +3,18 @@
 The hand-written step is ``jit(shard_map(...))`` with ``pmean(gradients)``, as people
 write it; both steps train the same model from the same batch, in turns: one placed
 before (``step.place_batch``), one of arrays that lie on the devices, and one of NumPy
-arrays, which both copy to the devices at each step.
+arrays, which both copy to the devices at each step. A step's time is that of a loop
+that waits for the loss of 8 steps before; ``awaited`` and ``call`` are of steps that
+are each waited for.
 
 Run: ``python -m benchmarks.overhead [--small]``
 """
 
 import argparse
+import collections
 import dataclasses
+import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -60,10 +65,11 @@ class Row:
     Attributes:
       model: Its name.
       devices: ``D``.
-      step_ms: A hand-written step, and towerjax's, in milliseconds.
-      step_ratio: The median of the rounds' ratios of step time.
+      step_ms: A hand-written step, and towerjax's, in milliseconds, in a loop.
+      step_ratio: The median of the rounds' ratios of step time, in a loop.
       arrays_ratio: The same of a batch of arrays on the devices.
       numpy_ratio: The same of a batch of NumPy arrays.
+      awaited_ratio: The same of placed batches, each step waited for.
       dispatch_ratio: The same for the time until the call returns.
       compile_ratio: The same for compile time.
       bound: The promised ``step_ratio``.
@@ -75,6 +81,7 @@ class Row:
     step_ratio: float
     arrays_ratio: float
     numpy_ratio: float
+    awaited_ratio: float
     dispatch_ratio: float
     compile_ratio: float
     bound: float
@@ -88,33 +95,53 @@ def compare(model: Model, num_devices: int, *, rounds: int, steps: int) -> Row:
     _compile_both(model, strategy)  # JAX's own caches are warm for neither or both
     pairs = [_compile_both(model, strategy) for _ in range(3)]
     compile_ratio = np.median([b.compile_seconds / a.compile_seconds for a, b in pairs])
-    hand, ours = pairs[-1]
-    on_devices, on_host = hand.batch, model.work().batch
-    table = _measured((hand, ours), rounds, steps)
-    ratios = np.median(table[:, 1] / table[:, 0], axis=0)
-
-    def with_batch(batch: object) -> float:
-        hand.batch = ours.batch = batch
-        other = _measured((hand, ours), rounds, steps)
-        return float(np.median(other[:, 1, 0] / other[:, 0, 0]))
-
-    milliseconds = np.median(table[:, :, 0], axis=0) * 1e3
+    hand, ours = pair = pairs[-1]
+    awaited = in_turns(pair, rounds=1, calls=steps)  # warm
+    awaited = in_turns(pair, rounds=rounds, calls=steps, trim=0.1)
+    awaited_ratio, dispatch_ratio = np.median(awaited[:, 1] / awaited[:, 0], axis=0)
+    kinds = (hand.batch, ours.batch), (hand.batch,) * 2, (model.work().batch,) * 2
+    times = []
+    for hand.batch, ours.batch in kinds:
+        in_a_loop(pair, rounds=1, calls=steps)  # warm
+        times.append(in_a_loop(pair, rounds=rounds, calls=steps))
+    step, arrays, numpy = (np.median(each[:, 1] / each[:, 0]) for each in times)
+    milliseconds = np.median(times[0], axis=0) * 1e3
     return Row(
         model.name,
         num_devices,
         (float(milliseconds[0]), float(milliseconds[1])),
-        float(ratios[0]),
-        with_batch(on_devices),
-        with_batch(on_host),
-        float(ratios[1]),
+        float(step),
+        float(arrays),
+        float(numpy),
+        float(awaited_ratio),
+        float(dispatch_ratio),
         float(compile_ratio),
         model.bound if num_devices > 1 else 1.03,
     )
 
 
-def _measured(pair: tuple[Contender, Contender], rounds: int, calls: int) -> np.ndarray:
-    in_turns(pair, rounds=1, calls=calls)  # warm
-    return in_turns(pair, rounds=rounds, calls=calls, trim=0.1)
+def in_a_loop(
+    contenders: Sequence[Contender], *, rounds: int, calls: int, ahead: int = 8
+) -> np.ndarray:
+    """Seconds of a step of each contender in each round, ``[rounds, contenders]``.
+
+    The loop is that of a user who lets so many steps run ahead of the loss that is
+    read; a last wait for the parameters counts too.
+    """
+    table = np.empty((rounds, len(contenders)))
+    for turn in range(rounds):
+        order = range(len(contenders))
+        for index in reversed(order) if turn % 2 else order:
+            one, losses = contenders[index], collections.deque()
+            start = time.perf_counter()
+            for _ in range(calls):
+                params, loss = one.run()
+                losses.append(loss)
+                if len(losses) > ahead:
+                    losses.popleft().block_until_ready()
+            jax.block_until_ready(params)
+            table[turn, index] = (time.perf_counter() - start) / calls
+    return table
 
 
 def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contender]:
@@ -133,7 +160,7 @@ def main() -> None:
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {rounds} paired rounds")
     print(f"{'model':>10} {'D':>2} {'hand ms':>8} {'ours ms':>8}", end=" ")
     print(f"{'step':>6} {'bound':>6} {'arrays':>6} {'NumPy':>6}", end=" ")
-    print(f"{'dispatch':>8} {'compile':>8}")
+    print(f"{'awaited':>7} {'call':>6} {'compile':>7}")
     for model in MODELS:
         for num_devices in options.devices:
             row = compare(model, num_devices, rounds=rounds, steps=steps)
@@ -141,7 +168,8 @@ def main() -> None:
             print(f"{row.step_ms[0]:8.3f} {row.step_ms[1]:8.3f}", end=" ")
             print(f"{row.step_ratio:6.2f} {row.bound:6.2f}", end=" ")
             print(f"{row.arrays_ratio:6.2f} {row.numpy_ratio:6.2f}", end=" ")
-            print(f"{row.dispatch_ratio:8.2f} {row.compile_ratio:8.2f}", flush=True)
+            print(f"{row.awaited_ratio:7.2f} {row.dispatch_ratio:6.2f}", end=" ")
+            print(f"{row.compile_ratio:7.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ DEVICE_AXIS = "towerjax_device"
 LOCAL_AXIS = "towerjax_local"
 TOWER_AXIS = "towerjax_tower"
 
+# XLA:CPU takes over a host array that begins at a multiple of so many bytes; of fewer
+# bytes than the other a second copy costs less than to see to that.
+_ALIGNED, _LARGE = 64, 2**20
+
 SPECS = {
     Layout.MIRRORED: PartitionSpec(),
     Layout.PER_TOWER: PartitionSpec(DEVICE_AXIS),
@@ -309,7 +313,7 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array):
-            return put(_own_copy(x), sharding)
+            return put(_copied_rows(x), sharding)
         return x if lies(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
@@ -321,10 +325,27 @@ def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
     It places copies of host arrays in a tenth of the time that it takes before a call.
     """
     if not isinstance(x, jax.Array):
-        return functools.partial(np.array, dtype=held_dtype(x.dtype))
+        return _copied_rows
     if lies(x, sharding):
         return lambda x: x
     return functools.partial(jax.device_put, device=sharding)
+
+
+def _copied_rows(x: Any) -> Any:
+    """A copy of a host array, which XLA:CPU takes over as it is where it is large.
+
+    It takes what begins at a multiple of 64 bytes, and copies all else once more.
+    """
+    x = np.asarray(x)
+    dtype = held_dtype(x.dtype)
+    if x.nbytes < _LARGE:
+        return np.array(x, dtype=dtype)
+    size = x.size * dtype.itemsize
+    room = np.empty(size + _ALIGNED, np.uint8)
+    start = -room.__array_interface__["data"][0] % _ALIGNED
+    copy = room[start : start + size].view(dtype).reshape(x.shape)
+    np.copyto(copy, x, casting="unsafe")
+    return copy
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
