@@ -58,11 +58,6 @@ class Operation:
             found |= {f"branch {i}": name for i, name in enumerate(names)}
         return found
 
-    def dims(self, attribute: str) -> tuple[int, ...]:
-        """The numbers in ``attribute={0,1}``; none where it is not there."""
-        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(x) for x in found[1].split(",") if x) if found else ()
-
     @property
     def op_name(self) -> str:
         """What JAX calls it; of an argument, its path."""

@@ -138,20 +138,18 @@ class _Leaf:
 def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
     infos: PyTree = compiled.args_info
     paths: Any = jax.tree_util.tree_leaves_with_path(infos)
-    found = []
-    for path, info in paths:
-        # The tree is (args, kwargs), and of args one a position.
-        position: int = path[1].idx
-        leaf = _Leaf(
-            root=roots[position],
+    # The tree is (args, kwargs), and of args one a position.
+    return [
+        _Leaf(
+            root=roots[int(path[1].idx)],
             path=leaf_name("", path[2:]),
             dtype=str(info.dtype),
             shape=tuple(info.shape),
             donated=info.donated,
-            first=position == 0,
+            first=path[1].idx == 0,
         )
-        found.append(leaf)
-    return found
+        for path, info in paths
+    ]
 
 
 def _matched(

@@ -1,6 +1,7 @@
 """What is compared? A step by towerjax, by hand, by jit, by pmap; a bare reduction."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
+_OUT = (Layout.MIRRORED, Layout.MIRRORED)
 
 
 def sgd() -> optax.GradientTransformation:
@@ -84,14 +86,8 @@ class Work:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    def repeat(self, step: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
-        """The step, or several in one program."""
-        if self.steps_per_call == 1:
-            return step
-        return lambda state, batches: lax.scan(step, state, batches)
-
     def stacked(self) -> tuple[PyTree, Layout]:
-        """The batch as `repeat` wants it, and its layout."""
+        """The batch, once for each step of a call, and its layout."""
         if self.steps_per_call == 1:
             return self.batch, Layout.PER_TOWER
         copies = [self.batch] * self.steps_per_call
@@ -105,40 +101,44 @@ def by_hand(work: Work, placement: Placement) -> Contender:
     def mean(value: PyTree) -> PyTree:
         return lax.pmean(value, DEVICE_AXIS) if placement.num_devices > 1 else value
 
-    def device_step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
-        return work.repeat(lambda state, rows: work.train(state, rows, mean))(
-            state, batch
-        )
-
-    return _compiled(work, placement, device_step, by_shard_map=True)
+    return _stepping(work, placement, mean, by_shard_map=True)
 
 
 def by_jit(work: Work, placement: Placement) -> Contender:
     """Plain ``jit`` of the global step with sharded inputs."""
-
-    def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
-        return work.repeat(lambda state, rows: work.train(state, rows, lambda x: x))(
-            state, batch
-        )
-
-    return _compiled(work, placement, step, by_shard_map=False)
+    return _stepping(work, placement, lambda value: value, by_shard_map=False)
 
 
-def _compiled(
-    work: Work, placement: Placement, step: Any, *, by_shard_map: bool
+def _stepping(
+    work: Work,
+    placement: Placement,
+    mean: Callable[[PyTree], PyTree],
+    *,
+    by_shard_map: bool,
 ) -> Contender:
+    def one(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        return work.train(state, batch, mean)
+
+    step: Any = one if work.steps_per_call == 1 else functools.partial(lax.scan, one)
     host_batch, layout = work.stacked()
-    layouts, out = (Layout.MIRRORED, layout), (Layout.MIRRORED, Layout.MIRRORED)
     state = (work.params, work.optimizer.init(work.params))
     state = place(state, placement, Layout.MIRRORED)
     batch = place(host_batch, placement, layout)
-    start = time.perf_counter()
+    layouts = (Layout.MIRRORED, layout)
     if by_shard_map:
-        step = over_devices(step, placement, layouts, out)
-    jitted = jit_on_devices(step, placement, layouts, out, donate=True)
-    call = jitted.lower(shapes_of(state), shapes_of(batch)).compile()
-    seconds = time.perf_counter() - start
+        step = over_devices(step, placement, layouts, _OUT)
+    call, seconds = _compiled(step, placement, layouts, (state, batch))
     return Contender(call, lambda state: state[0], state, batch, seconds)
+
+
+def _compiled(
+    fn: Any, placement: Placement, layouts: tuple[Layout, ...], args: tuple[Any, ...]
+) -> tuple[Any, float]:
+    """The program, and what tracing and compiling it took."""
+    start = time.perf_counter()
+    jitted = jit_on_devices(fn, placement, layouts, _OUT, donate=True)
+    call = jitted.lower(*map(shapes_of, args)).compile()
+    return call, time.perf_counter() - start
 
 
 def by_pmap(work: Work, placement: Placement) -> Contender:
@@ -210,7 +210,7 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
     placement, ops = strategy.placement, strategy.cross_tower_ops
     axes = placement.axes
     # A factor for each tower: pmap wants an argument that is split.
-    layouts, out = (Layout.MIRRORED, Layout.PER_TOWER), (Layout.MIRRORED,) * 2
+    layouts = (Layout.MIRRORED, Layout.PER_TOWER)
 
     def each_tower(x: jax.Array) -> jax.Array:
         return lax.broadcast(x, (axes.num_local,))
@@ -227,9 +227,6 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
     tree = place((work.params, np.float32(0)), placement, Layout.MIRRORED)
     factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
     factors = place(factors, placement, Layout.PER_TOWER)
-    start = time.perf_counter()
-    fn = over_devices(device_fn, placement, layouts, out)
-    jitted = jit_on_devices(fn, placement, layouts, out, donate=True)
-    call = jitted.lower(shapes_of(tree), shapes_of(factors)).compile()
-    seconds = time.perf_counter() - start
+    fn = over_devices(device_fn, placement, layouts, _OUT)
+    call, seconds = _compiled(fn, placement, layouts, (tree, factors))
     return Contender(call, lambda tree: tree, tree, factors, seconds)
