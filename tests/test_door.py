@@ -92,8 +92,8 @@ def test_large_rows_are_copied_once(monkeypatch, dtype):
     )
 
 
-def test_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
-    step = build()
+def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
+    step = build(1)
     state, _ = step(step.init(np.float32(3.0)), rows())
     w, batch = float(state.params), rows(seed=1)
     monkeypatch.setattr("towerjax.mesh.placement.put", None)  # what places host rows

@@ -322,10 +322,13 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
 def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
     """How arrays like this one are handed to a program that is called with them.
 
-    It places copies of host arrays in a tenth of the time that it takes before a call.
+    That of one device places copies of host arrays in a tenth of the time that it takes
+    before a call; that of several takes longer than `put`.
     """
     if not isinstance(x, jax.Array):
-        return _copied_rows
+        if sharding.num_devices == 1:
+            return _copied_rows
+        return lambda x: put(_copied_rows(x), sharding)
     if lies(x, sharding):
         return lambda x: x
     return functools.partial(jax.device_put, device=sharding)
