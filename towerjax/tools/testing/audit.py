@@ -285,14 +285,10 @@ def _report(
             " deterministic=True, or draw from keys that lie in the batch."
         )
     sizes = _sizes([one, *runs.values()])
-    worst = {
-        name: max(runs, key=lambda run, n=name: _gap(runs[run][n], one[n]))
-        for name in compared
-    }
-    found = [
-        _finding(name, worst[name], runs[worst[name]][name], one[name], sizes[name])
-        for name in compared
-    ]
+    found = []
+    for name in compared:
+        each = [_finding(name, x, runs[x][name], one[name], sizes[name]) for x in runs]
+        found.append(max(each, key=lambda finding: finding.difference))
     if bad := [x for x in found if x.relative > rtol]:
         raise SplitError(bad)
     largest = max(found, key=lambda x: x.relative)
