@@ -312,21 +312,17 @@ def _of_several(
     """What a loss function of several means returns, its gradient; and that loss."""
     towers = state.opt_state.towers
     if towers is None or towers.takes_scalars:  # of its own rows' weights
-        (value, out), grads = _gradient(
-            loss_fn, state.params, lambda loss: loss.value, has_aux, sparse
-        )
-        return out, grads, value
-    first = loss_fn(state.params)
-    terms = (first[0] if has_aux else first).terms
-    weights, parts = towers.weights_of_all([term.weight for term in terms])
-    (value, out), grads = _gradient(
-        loss_fn,
-        state.params,
-        lambda loss: part_of(loss, weights, parts),
-        has_aux,
-        sparse,
-    )
-    return out, grads, Sum(value)
+        known = None
+    else:
+        first = loss_fn(state.params)
+        terms = (first[0] if has_aux else first).terms
+        known = towers.weights_of_all([term.weight for term in terms])
+
+    def part(loss: Any) -> jax.Array:
+        return loss.value if known is None else part_of(loss, *known)
+
+    (value, out), grads = _gradient(loss_fn, state.params, part, has_aux, sparse)
+    return out, grads, value if known is None else Sum(value)
 
 
 def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:

@@ -163,17 +163,14 @@ class ReplicatedModel:
           A `ModelSpec` whose other parts, which are not computed, are None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
-        variables, state = self._spread(variables)
-        runner = self._runner(variables, mode, tuple(wanted), params, config)
-        *after, loss, metrics, predictions, exports, traced = runner(
-            split_state(state), batch
-        )
+        runner, state = self._runner(variables, mode, tuple(wanted), params, config)
+        *after, loss, metrics, predictions, exports, traced = runner(state, batch)
         outputs = on_every_process((predictions, exports), placement)
         predictions, exports = joined_rows(outputs, batch)
         of_state, train_op = isinstance(variables, TrainState), None
         if after:
-            state = TrainState(**after[0], **after[1])
-            train_op = stored(as_variables(state, of_state=of_state), placement, policy)
+            after = as_variables(TrainState(**after[0], **after[1]), of_state=of_state)
+            train_op = stored(after, placement, policy)
         return ModelSpec.tree_unflatten(
             (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
         )
@@ -253,18 +250,8 @@ class ReplicatedModel:
         """
         check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
-        variables, state = self._spread(variables)
-        runner = self._runner(variables, mode, _PARTS[mode], params, config)
-        return runner.program(split_state(state), batch)
-
-    def _spread(self, variables: PyTree) -> tuple[PyTree, TrainState]:
-        """The variables on all devices, and as a state."""
-        placement, policy = self.strategy.placement, self.options.variable_placement
-        variables = spread(variables, self.strategy, policy)
-        if not self._counters:
-            counters = {"step": np.int32(0), "rng": jax.random.key(0)}
-            self._counters = place(counters, placement, Layout.MIRRORED)
-        return variables, as_state(variables, self._counters)
+        runner, state = self._runner(variables, mode, _PARTS[mode], params, config)
+        return runner.program(state, batch)
 
     def _engine(
         self,
@@ -284,7 +271,14 @@ class ReplicatedModel:
         wanted: tuple[str, ...],
         params: Any,
         config: Any,
-    ) -> Runner:
+    ) -> tuple[Runner, tuple[Any, Any]]:
+        """The programs of such a call, and the state on all devices that they take."""
+        placement, policy = self.strategy.placement, self.options.variable_placement
+        variables = spread(variables, self.strategy, policy)
+        if not self._counters:
+            counters = {"step": np.int32(0), "rng": jax.random.key(0)}
+            self._counters = place(counters, placement, Layout.MIRRORED)
+        state = split_state(as_state(variables, self._counters))
         given = {"params": params, "config": config}
         leaves, treedef = jax.tree.flatten(variables)
         kinds = [(x.shape, x.dtype) for x in leaves]
@@ -293,14 +287,14 @@ class ReplicatedModel:
         known = self._runners.setdefault(key, [])
         for seen, runner in known:
             if seen == kinds:
-                return runner
+                return runner, state
         self.model_fn.refuse_unasked(given)
         options = StepOptions(donate=self.options.donate)
         engine = self._engine(mode, wanted, given, options)
         of_state = isinstance(variables, TrainState)
         runner = call_runner(dataclasses.replace(engine, of_state=of_state))
         known.append((kinds, runner))
-        return runner
+        return runner, state
 
 
 def replicate_model_fn(

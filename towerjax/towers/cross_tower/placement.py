@@ -1,6 +1,5 @@
 """Where do values lie? Fetch, select, regroup, save, restore."""
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,13 @@ from towerjax.towers.cross_tower.assign import (
 from towerjax.towers.cross_tower.values import opened, send
 from towerjax.towers.merge import are_apart, check_structures, is_mergeable, num_rows
 from towerjax.towers.tower_local import read_variables
-from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
+from towerjax.towers.variables import (
+    MirroredVar,
+    TowerLocal,
+    is_variable,
+    named,
+    plain,
+)
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import has_tracers, key_data, listed
 
@@ -276,7 +281,7 @@ def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
     """As `restored_values`, on the towers of a placement."""
     problems: list[str] = []
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_variable)
-    expected = treedef.unflatten(_held(x) for _, x in nodes)
+    expected = plain(like)
     if jax.tree.structure(saved) != jax.tree.structure(expected):
         raise ValueError(
             f"restored_values: saved is {jax.tree.structure(saved)}, expected"
@@ -296,19 +301,14 @@ def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
     return treedef.unflatten(out)
 
 
-def _held(x: Any) -> Any:
-    return x.value if is_variable(x) else x
-
-
 def _restored(
     placement: Placement, where: str, like: Any, saved: PyTree, problems: list[str]
 ) -> Any:
     """The node on the strategy's towers; says in ``problems`` what does not fit."""
     layout = Layout.PER_TOWER if isinstance(like, TowerLocal) else Layout.MIRRORED
     where += f", {named(like)}," if is_variable(like) else ""
-    leaves, old = [], jax.tree.leaves(_held(like))
-    pairs = zip(jax.tree_util.tree_leaves_with_path(saved), old, strict=True)
-    for (path, new), old in pairs:
+    leaves, pairs = [], jax.tree_util.tree_leaves_with_path(saved)
+    for (path, new), old in zip(pairs, jax.tree.leaves(like), strict=True):
         try:
             leaf = _restored_leaf(placement.num_towers, like, old, new)
         except ValueError as error:
@@ -318,8 +318,7 @@ def _restored(
             leaves.append(placed(leaf, placement, layout) if numbers else leaf)
     if problems:
         return None
-    value = jax.tree.unflatten(jax.tree.structure(_held(like)), leaves)
-    return dataclasses.replace(like, value=value) if is_variable(like) else value
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _restored_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
