@@ -173,14 +173,18 @@ def test_several_steps_a_call(step, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_saved_is_from_before_the_next_step_takes_it_over(step, tmp_path):
+def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
+    step, tmp_path, compiled
+):
     saving = tj.Checkpointer(tmp_path, every=1, keep=9)
     kept = {}
     state, batches = model.init(step), model.batches()
     for number in range(1, 5):
         state, _ = train(step, None, 1, batches, state)
         kept[number] = model.bits(state)
+    compiled.clear()
     train(step, saving, 4)
+    assert compiled == []
     for number, expected in kept.items():
         restored = saving.restore(step, model.init(step), number=number)
         model.assert_same_bits(restored, expected)

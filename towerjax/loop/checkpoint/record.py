@@ -56,7 +56,13 @@ def described(state: PyTree) -> list[Leaf]:
 def plain_arrays(state: PyTree) -> dict[str, jax.Array]:
     """The state by names, keys as their numbers; what has no element is left out."""
     leaves = zip(described(state), jax.tree.leaves(state), strict=True)
-    return {leaf.name: key_data(x) for leaf, x in leaves if x.size}
+    return {leaf.name: _one_copy(key_data(x)) for leaf, x in leaves if x.size}
+
+
+def _one_copy(x: jax.Array) -> jax.Array:
+    """Of several copies Orbax would save a part each, for which it compiles slices."""
+    alike = x.is_fully_replicated and x.is_fully_addressable
+    return x.addressable_data(0) if alike else x
 
 
 def array_files() -> Any:
