@@ -131,12 +131,8 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
             "The variables were donated to an earlier call. Go on with the train_op"
             " which that call returned, or say donate=False to keep both."
         )
-    tree, layouts = layouts_in(variables, strategy), []
-    jax.tree.map(
-        lambda layout, x: layouts.extend([layout] * len(jax.tree.leaves(x))),
-        tree,
-        variables,
-    )
+    tree = layouts_in(variables, strategy)
+    layouts = jax.tree.leaves(jax.tree.broadcast(tree, variables))
     expected = jax.tree.leaves(placement.shardings(tree, variables))
     pairs = zip(leaves, expected, strict=True)
     away = [i for i, (x, sharding) in enumerate(pairs) if not _is_at(x, sharding)]

@@ -225,9 +225,11 @@ class Loop:
         refused = [is_refused(guarded[i]) for i in indices]
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
+        placement = self._step.strategy.placement
+        told = {"refusals": self._step.options.on_nonfinite == "raise"}
         faults = [
-            _fault_of(self._step, call.guarded, first - 1 + i, call.placed, i)
-            for i in range(len(rows))
+            error_of(call.guarded, first - 1 + i, placement, **told, index=at)
+            for i, at in enumerate(indices)
         ]
         with self.guard:  # what is in the history is in the files, and once
             self._in_flight.popleft()
@@ -341,17 +343,6 @@ class Loop:
 def _passes(every: int | None, before: int, after: int) -> bool:
     """Is a multiple of ``every`` among the steps after ``before``?"""
     return every is not None and after // every > before // every
-
-
-def _fault_of(
-    step: CompiledStep, guarded: Any, number: int, placed: PlacedBatch, index: int
-) -> Exception | None:
-    """What is to be raised about a step of a call. Waits for it."""
-    refusals = step.options.on_nonfinite == "raise"
-    at = () if placed.num_steps is None else index
-    return error_of(
-        guarded, number, step.strategy.placement, refusals=refusals, index=at
-    )
 
 
 def _with_place(

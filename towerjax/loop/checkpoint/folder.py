@@ -181,10 +181,7 @@ def prepare(directory: pathlib.Path, needed: int) -> None:
             if _BEING_MADE.fullmatch(path.name):
                 shutil.rmtree(path)
         probe = directory / ".probe"
-        with probe.open("wb") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
+        write_whole(probe, "\0" * 4096)
         probe.unlink()
         free = shutil.disk_usage(directory).free
     except OSError as error:

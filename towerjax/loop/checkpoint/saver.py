@@ -102,15 +102,14 @@ class Checkpointer:
     @property
     def best_step(self) -> int | None:
         """Of the checkpoints with such an evaluation, the number of the best."""
-        best, name = None, self.best
-        if name is None:
+        if self.best is None:
             return None
-        sign = sign_of(self.mode)
+        sign, found = sign_of(self.mode), {}
         for number in self.steps:
             values = self.record(number).evaluation
-            if name in values and (best is None or sign * values[name] < best[0]):
-                best = sign * values[name], number
-        return None if best is None else best[1]
+            if self.best in values:
+                found[number] = sign * values[self.best]
+        return min(found, key=found.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
         """What a checkpoint says of itself.
