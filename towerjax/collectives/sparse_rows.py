@@ -128,10 +128,13 @@ class IndexedRows:
             return
         if self.indices.dtype == jax.dtypes.float0:  # the tangent of integers
             return
-        _check_dtype(self.indices)
+        if not jnp.issubdtype(self.indices.dtype, jnp.integer):
+            raise ValueError(
+                f"IndexedRows.indices are {self.indices.dtype}; they say which rows, so"
+                " give integers, such as int32."
+            )
         if isinstance(self.values, _HAS_SHAPE):
-            _check_values(self.values)
-            _check_shapes(self)
+            _check_values(self)
         if isinstance(self.indices, np.ndarray):
             self.check_range()
 
@@ -231,22 +234,6 @@ def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
     rows.check_range()
 
 
-def _check_dtype(indices: Any) -> None:
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise ValueError(
-            f"IndexedRows.indices are {indices.dtype}; they say which rows, so give"
-            " integers, such as int32."
-        )
-
-
-def _check_values(values: Any) -> None:
-    if values.dtype == np.bool_:
-        raise ValueError(
-            "IndexedRows.values are bool, which do not add up. Give numbers, such as"
-            " values.astype(jnp.int32)."
-        )
-
-
 def _check_holds(dtype: Any, values: Any) -> None:
     if jnp.promote_types(dtype, values) != dtype:
         raise ValueError(
@@ -256,7 +243,12 @@ def _check_holds(dtype: Any, values: Any) -> None:
         )
 
 
-def _check_shapes(rows: IndexedRows) -> None:
+def _check_values(rows: IndexedRows) -> None:
+    if rows.values.dtype == np.bool_:
+        raise ValueError(
+            "IndexedRows.values are bool, which do not add up. Give numbers, such as"
+            " values.astype(jnp.int32)."
+        )
     indices, values = np.shape(rows.indices), np.shape(rows.values)
     if not indices or values != (*indices, *rows.dense_shape[1:]):
         expected = ", ".join(str(n) for n in ("r", *rows.dense_shape[1:]))

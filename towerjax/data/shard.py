@@ -169,11 +169,10 @@ def refuse_wrapping(batch: PyTree) -> None:
     """Raise where integers would wrap round on their way to the devices."""
     if not may_wrap(batch):
         return  # names are made where they may be needed
-    found = [
-        (name, leaf, wrapping(leaf)) for name, leaf in named_leaves("batch", batch)
-    ]
     bad = [
-        f"{name} holds {x} of {leaf.dtype}" for name, leaf, x in found if x is not None
+        f"{name} holds {x} of {leaf.dtype}"
+        for name, leaf in named_leaves("batch", batch)
+        if (x := wrapping(leaf)) is not None
     ]
     if bad:
         raise ValueError(
@@ -237,10 +236,8 @@ def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
     rows_alone = [np.zeros(size, np.bool_)] * len(leaves)
     _, fitted = fit_batch(jax.tree.unflatten(treedef, rows_alone), shares, remainder)
     rows = fitted + -fitted % shares
-    dtypes = [held_dtype(x.dtype) for x in leaves]
     shapes = [
-        jax.ShapeDtypeStruct((rows, *x.shape[1:]), dtype)
-        for x, dtype in zip(leaves, dtypes, strict=True)
+        jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)) for x in leaves
     ]
     return jax.tree.unflatten(treedef, shapes)
 

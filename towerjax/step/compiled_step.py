@@ -55,9 +55,6 @@ class StepOptions:
         if self.max_programs is not None:
             check_whole("max_programs", self.max_programs)
         check_flag("donate", self.donate)
-        self._check_check()
-
-    def _check_check(self) -> None:
         if self.check is None:
             return
         if not isinstance(self.check, Check):

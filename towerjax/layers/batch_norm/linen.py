@@ -53,13 +53,8 @@ class TowerBatchNorm(linen.BatchNorm):
         for name, default in _WITHOUT.items():
             if getattr(self, name) != default:
                 raise TypeError(f"TowerBatchNorm takes no {name}.")
-        self._options()
+        BatchNormOptions.of(self)
         super().__post_init__()
-
-    def _options(self) -> BatchNormOptions:
-        return BatchNormOptions(
-            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
-        )
 
     @linen.compact
     def __call__(  # type: ignore[override]
@@ -86,7 +81,7 @@ class TowerBatchNorm(linen.BatchNorm):
         Raises:
           ValueError: As `towerjax.layers.batch_norm.normalize.normalize`.
         """
-        options = self._options()
+        options = BatchNormOptions.of(self)
         frozen = options.statistics == "frozen"
         use_running_average = frozen or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average

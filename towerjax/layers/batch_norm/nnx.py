@@ -64,12 +64,7 @@ class TowerBatchNorm(nnx.BatchNorm):
         for name in _WITHOUT:  # which would not be looked at
             delattr(self, name)
         self.statistics: Statistics = statistics
-        self._options()
-
-    def _options(self) -> BatchNormOptions:
-        return BatchNormOptions(
-            self.axis, self.momentum, self.epsilon, self.statistics, self.dtype
-        )
+        BatchNormOptions.of(self)
 
     def __call__(  # type: ignore[override]
         self,
@@ -96,7 +91,7 @@ class TowerBatchNorm(nnx.BatchNorm):
           ValueError: As `towerjax.layers.batch_norm.normalize.normalize`; ``x`` has
             another number of features.
         """
-        options = self._options()
+        options = BatchNormOptions.of(self)
         (axis,) = options.feature_axes(x.ndim)
         if x.shape[axis] != self.num_features:
             raise ValueError(

@@ -33,6 +33,11 @@ class BatchNormOptions:
     statistics: Statistics = "synchronised"
     dtype: Any = None  # statistics are of this dtype or of float32, whichever is wider
 
+    @classmethod
+    def of(cls, layer: Any) -> "BatchNormOptions":
+        """Those of a layer, checked."""
+        return cls(**{x.name: getattr(layer, x.name) for x in dataclasses.fields(cls)})
+
     def __post_init__(self) -> None:
         check_choice("statistics", self.statistics, get_args(Statistics))
         axis: Any = self.axis

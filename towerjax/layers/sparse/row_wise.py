@@ -137,9 +137,7 @@ class RowWise:
         updates, new_state = self.optimizer.update(
             jax.tree.unflatten(self.treedef, inner_grads),
             jax.tree.unflatten(state_def, map(rows_of, state, owners)),
-            jax.tree.unflatten(
-                self.treedef, [rows_of(x, i) for i, x in enumerate(params)]
-            ),
+            jax.tree.unflatten(self.treedef, map(rows_of, params, range(len(params)))),
             **extra_args,
         )
         pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
