@@ -391,8 +391,7 @@ REGISTRY = (
         "collectives.pinned_tree:_add_in_tower_order",
         "share = -(-size // axes.num_devices)",
         "return lax.psum(rows.sum(axis=0), DEVICE_AXIS)",
-        "test_pinned_tree.py::"
-        "test_adam_steps_have_the_same_bits_on_one_device_and_on_8",
+        "test_same_bits.py::test_the_tree_is_not_fused_into_the_update",
         "test_compiled.py::test_pinned_tree_moves_its_parts_once",
     ),
     _m(
