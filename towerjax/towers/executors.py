@@ -120,8 +120,18 @@ def _over_devices_by_pmap(
 
     def global_fn(*args: PyTree) -> PyTree:
         args = tuple(jax.tree.map(_at_axis(split), tuple(in_layouts), args))
-        out = _pmapped(device_fn, placement, in_layouts, out_layouts, args)
-        return jax.tree.map(_at_axis(join), out_layouts, out)
+        layouts = jax.tree.leaves(jax.tree.broadcast(tuple(in_layouts), args))
+        leaves, treedef = jax.tree.flatten(args)
+        # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
+        # that, even where one argument has no leaves and another has several.
+        mapped = jax.pmap(
+            lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
+            axis_name=DEVICE_AXIS,
+            in_axes=tuple(map(_PMAP_AXES.get, layouts)),
+            out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
+            devices=list(placement.jax_devices),
+        )
+        return jax.tree.map(_at_axis(join), out_layouts, mapped(*leaves))
 
     return global_fn
 
@@ -134,27 +144,6 @@ def _at_axis(fn: Callable[[Any, int], Any]) -> Callable[[Layout, PyTree], PyTree
         return tree if axis is None else jax.tree.map(lambda x: fn(x, axis), tree)
 
     return of_tree
-
-
-def _pmapped(
-    device_fn: Callable[..., PyTree],
-    placement: Placement,
-    in_layouts: Sequence[PyTree],
-    out_layouts: PyTree,
-    args: tuple[PyTree, ...],
-) -> PyTree:
-    layouts = jax.tree.leaves(jax.tree.broadcast(tuple(in_layouts), args))
-    leaves, treedef = jax.tree.flatten(args)
-    # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
-    # that, even where one argument has no leaves and another has several.
-    mapped = jax.pmap(
-        lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
-        axis_name=DEVICE_AXIS,
-        in_axes=tuple(map(_PMAP_AXES.get, layouts)),
-        out_axes=jax.tree.map(_PMAP_AXES.get, out_layouts),
-        devices=list(placement.jax_devices),
-    )
-    return mapped(*leaves)
 
 
 def trace_one_tower(
