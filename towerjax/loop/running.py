@@ -201,8 +201,7 @@ class Loop:
         number, last = before, self._log.number
         for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
-                at = (call.placed, index)
-                self._fault = _with_place(fault, self._step, self.state, *at)
+                self._fault = self._with_place(fault, call.placed, index)
                 raise self._fault
             number += 1
             for hook in self._options.hooks:
@@ -214,6 +213,30 @@ class Loop:
                         after = dataclasses.replace(after, step=self.state.step)
                         self.state = self._step.start(after)
         self._progress.step(number, rows[-1], self._rate())
+
+    def _with_place(
+        self, error: Exception, placed: PlacedBatch, index: int
+    ) -> Exception:
+        """The error, with the tower and the leaf where a refused step was not finite.
+
+        The step's batch is run again, with the present parameters: the step changed
+        none, but others may have come after it.
+        """
+        if not isinstance(error, NonFiniteError) or error.places:
+            return error
+        locate = getattr(self._step, "locate", None)
+        if locate is None:
+            return error
+        try:
+            places = locate(self.state, placed, number=error.step, index=index)
+        except RuntimeError as failure:  # such as too little memory
+            error.add_note(f"Looking for the place failed: {failure}")
+            return error
+        located = NonFiniteError(error.step, places)
+        again = "The place was looked for by running the batch again with the"
+        again += f" parameters after step {int(self.state.step)}"
+        located.add_note(again + ("." if places else ": there all was finite."))
+        return located
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
         call = self._in_flight[0]
@@ -343,35 +366,6 @@ class Loop:
 def _passes(every: int | None, before: int, after: int) -> bool:
     """Is a multiple of ``every`` among the steps after ``before``?"""
     return every is not None and after // every > before // every
-
-
-def _with_place(
-    error: Exception,
-    step: CompiledStep,
-    state: TrainState,
-    placed: PlacedBatch,
-    index: int,
-) -> Exception:
-    """The error, with the tower and the leaf where a refused step was not finite.
-
-    The step's batch is run again, with the present parameters: the step changed none,
-    but others may have come after it.
-    """
-    if not isinstance(error, NonFiniteError) or error.places:
-        return error
-    locate = getattr(step, "locate", None)
-    if locate is None:
-        return error
-    try:
-        places = locate(state, placed, number=error.step, index=index)
-    except RuntimeError as failure:  # such as too little memory
-        error.add_note(f"Looking for the place failed: {failure}")
-        return error
-    located = NonFiniteError(error.step, places)
-    again = "The place was looked for by running the batch again with the parameters"
-    again += f" after step {int(state.step)}"
-    located.add_note(again + ("." if places else ": there all was finite."))
-    return located
 
 
 def _is_whole(state: TrainState) -> bool:

@@ -208,33 +208,23 @@ class CallMethods:
         if is_inside_tower():
             _refuse_nested_pmap(placement)
             placement = dataclasses.replace(placement, devices=placement.devices[:1])
-        call, rows, arrays = _prepared(self, placement, fn, args, kwargs)
-        traced = is_traced(())
+        given = held("fn's arguments", opened((args, kwargs)))
+        leaves, treedef = jax.tree.flatten(given, is_leaf=_is_rows)
+        found = _kinds_of(given, is_leaf=_is_rows)
+        kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
+
+        def of_kind(kind: str) -> list[Any]:
+            return [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
+
+        call = _Call(
+            self, placement, fn, treedef, kinds, tuple(map(Constant, of_kind("")))
+        )
+        rows, traced = _own_rows(of_kind(_ROWS), placement.num_towers), is_traced(())
         rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
+        arrays = of_kind(_FREE)
         arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
         out, outputs = _run(call, rows, arrays)
         return outputs.tree(waited(out))
-
-
-def _prepared(
-    strategy: Any,
-    placement: Placement,
-    fn: Callable[..., PyTree],
-    args: tuple[PyTree, ...],
-    kwargs: dict[str, PyTree],
-) -> tuple[_Call, list[Any], list[Any]]:
-    """The call, and its arguments: those of each tower and those that all share."""
-    args, kwargs = held("fn's arguments", opened((args, kwargs)))
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_rows)
-    found = _kinds_of((args, kwargs), is_leaf=_is_rows)
-    kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
-
-    def of_kind(kind: str) -> list[Any]:
-        return [x for x, k in zip(leaves, kinds, strict=True) if k == kind]
-
-    constants = tuple(Constant(x) for x in of_kind(""))
-    call = _Call(strategy, placement, fn, treedef, kinds, constants)
-    return call, _own_rows(of_kind(_ROWS), strategy.num_towers), of_kind(_FREE)
 
 
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
