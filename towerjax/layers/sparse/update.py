@@ -89,7 +89,7 @@ def _first_difference(
         differs, small, state = trial.step(looked_up, grads, small, state)
         if differs is not None:
             return differs
-    counts = _counts(row_wise, params, small, tables, extra_args)
+    counts = trial.counts(params, small)
     others = [(other, 1.0) for other in _with_other_scalars(state, owners, counts)]
     for other, scale in (*others, *((state, scale) for scale in _SCALES)):
         grads = [_gradient(rng, x, scale) for x in small]
@@ -97,24 +97,6 @@ def _first_difference(
         if differs is not None:
             return differs
     return None
-
-
-def _counts(
-    row_wise: RowWise,
-    params: Sequence[Any],
-    small: Sequence[Any],
-    tables: list[int],
-    extra_args: Mapping[str, Any],
-) -> list[int]:
-    """Where the update may change: powers of ten, numbers in its program, one off."""
-    of_small = row_wise.program(small, extra_args)
-    real = list(small)
-    for i in tables:
-        real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
-    if row_wise.program(real, extra_args).primitives != of_small.primitives:
-        raise ValueError("it does something else to a table of the real size")
-    near = {n + off for n in of_small.numbers for off in (-1, 0, 1)}
-    return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
 
 
 def _stand_in(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
@@ -162,6 +144,18 @@ class _Trial:
     tables: list[int]
     owners: Sequence[int | None]
     extra_args: Mapping[str, Any]
+
+    def counts(self, params: Sequence[Any], small: Sequence[Any]) -> list[int]:
+        """Where it may change: at powers of ten, numbers in its program, one off."""
+        of_small = self.row_wise.program(small, self.extra_args)
+        real = list(small)
+        for i in self.tables:
+            real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
+        of_real = self.row_wise.program(real, self.extra_args)
+        if of_real.primitives != of_small.primitives:
+            raise ValueError("it does something else to a table of the real size")
+        near = {n + off for n in of_small.numbers for off in (-1, 0, 1)}
+        return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
 
     @functools.cached_property
     def compiled(self) -> Any:
