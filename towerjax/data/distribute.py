@@ -288,7 +288,10 @@ class DistributedDataset:
         if source is None:
             source = opened(self._source, self._context)
         elements = map(as_arrays, source)
-        peers, last = self._peers(number, stopped), None
+        peers = last = None
+        if self._asks_peers:
+            name = f"{self._name.tobytes().hex()}/{number}"
+            peers = Exchange(name, "the input", stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
             if self._is_end(sizes_of_all, is_first=last is None):
@@ -305,12 +308,6 @@ class DistributedDataset:
             place = getattr(source, "get_state", lambda: None)()
             after = {"elements": place, "rows": most_rows}
             yield _Part(tree, np.concatenate(counts), bare, after)
-
-    def _peers(self, number: int, stopped: threading.Event) -> Exchange | None:
-        if not self._asks_peers:
-            return None
-        name = f"{self._name.tobytes().hex()}/{number}"
-        return Exchange(name, "the input", stopped)
 
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
