@@ -3,7 +3,6 @@
 import collections
 import gc
 import importlib
-import itertools
 import os
 import re
 import signal
@@ -37,54 +36,20 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def pairs_of(item):
-    """Each two of a case's values, of arguments that are given apart."""
-    values = item.callspec.params
-    given = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    given = [re.findall(r"\w+", names) if isinstance(names, str) else names
-             for names in given]  # fmt: skip
-    chosen = [tuple((name, id(values[name])) for name in names) for names in given]
-    return set(itertools.combinations(chosen, 2))
-
-
-def covering(cases):
-    """Cases that together have each pair of two arguments' values that all have."""
-    left, kept = set().union(*map(pairs_of, cases)), []
-    while left:
-        kept.append(max(cases, key=lambda case: len(pairs_of(case) & left)))
-        left -= pairs_of(kept[-1])
-    return kept
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Leave out cases of tests marked ``pairwise``, mark some of ``few_fast`` slow.
-
-    Cases that are named on the command line stay.
-    """
+def pytest_collection_modifyitems(items):
+    """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them."""
     cases = collections.defaultdict(list)
     for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
-    left_out = set()
-    if not any("::" in argument for argument in config.args):
-        for of_one_test in cases.values():
-            if of_one_test[0].get_closest_marker("pairwise"):
-                left_out |= {*of_one_test} - {*covering(of_one_test)}
-    config.hook.pytest_deselected(items=[*left_out])
-    items[:] = [item for item in items if item not in left_out]
+        if not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
     for of_one_test in cases.values():
-        mark_slow([item for item in of_one_test if item not in left_out])
-
-
-def mark_slow(cases):
-    """Of a test marked ``few_fast(n)``, mark all cases slow but ``n`` of them."""
-    cases = [item for item in cases if not item.get_closest_marker("slow")]
-    mark = cases and cases[0].get_closest_marker("few_fast")
-    if mark:
-        kept = {i * len(cases) // mark.args[0] for i in range(mark.args[0])}
-        for i, item in enumerate(cases):
-            if i not in kept:
-                item.add_marker(pytest.mark.slow)
+        if mark := of_one_test[0].get_closest_marker("few_fast"):
+            n = mark.args[0]
+            kept = {i * len(of_one_test) // n for i in range(n)}
+            for i, item in enumerate(of_one_test):
+                if i not in kept:
+                    item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish():

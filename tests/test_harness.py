@@ -1,24 +1,8 @@
-"""What the tests lean on: cases that cover pairs, programs in processes of theirs."""
+"""What the tests lean on: programs in processes of their own."""
 
 import forked
 import jax
 import pytest
-from conftest import covering, pairs_of
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("a", range(4))
-@pytest.mark.parametrize("b, c", [(0, 1), (0, 2), (1, 2)])
-@pytest.mark.parametrize("d", "xy")
-@pytest.mark.parametrize("e", [None, ...])
-def test_few_cases_have_every_pair(request, a, b, c, d, e):
-    """At least 12 of 48; fewer where they are chosen on the command line."""
-    name = request.node.originalname
-    cases = [x for x in request.session.items if x.originalname == name]
-    kept = covering(cases)
-    pairs = set().union(*map(pairs_of, cases))
-    assert set().union(*map(pairs_of, kept)) == pairs
-    assert len(kept) <= 14
 
 
 def number_of_devices(text):
