@@ -67,7 +67,7 @@ def trained(optimizer, steps, params, grads=gradients, lazy=False, **extra_args)
             after.append((optax.apply_updates(params, updates), state))
         return after
 
-    states = [(params, optimizer.init(params))] * 2
+    states = [(params, jax.jit(optimizer.init)(params))] * 2
     for i in steps:
         states = step(grads(i), *states)
     return jax.device_get(states)
@@ -493,7 +493,7 @@ def test_towers_update_one_table():
             tower_fn, params, state, tj.PerTower(ids), tj.PerTower(targets)
         )
 
-    actual = params, optimizer.init(params)
+    actual = params, jax.jit(optimizer.init)(params)
     expected = jax.tree.map(np.float64, params)
     squares = jax.tree.map(lambda x: np.full(x.shape, 0.1), expected)
     for i in range(2):
