@@ -234,6 +234,7 @@ def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_pat
     assert_as_expected(state, losses, SYNCS["streaming"])
 
 
+@pytest.mark.slow
 def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     quiet = {"progress": False, "checkpointer": tj.Checkpointer(tmp_path, every=1)}
     tj.run(streaming, streaming.init(START), batches()[:1], steps=1, **quiet)
