@@ -31,6 +31,7 @@ from towerjax.step.report.hlo import parse
 from towerjax.step.state import split_state
 from towerjax.tools.cli import main
 from towerjax.tools.report.plan import most_that
+from towerjax.towers.executors import compile_on_devices
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 needs_compiler = pytest.mark.skipif(
@@ -179,7 +180,7 @@ def assert_nothing_is_forgotten(made):
 def hand_written(name):
     """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
     text = PAGE.read_text()
-    if name == "gpt2" and f"by JAX {jax.__version__}," in text:
+    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
         row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
         found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
         return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
@@ -190,7 +191,7 @@ def hand_written(name):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
@@ -206,7 +207,7 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
     assert ours.memory.peak <= 1.02 * peak
     assert_nothing_is_forgotten(ours)
-    if name == "gpt2":  # XLA starts them while it still computes
+    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
@@ -238,6 +239,22 @@ def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
     strategies = [tj.Mirrored(tj.Absent("h200", n), towers=8) for n in (4, 8)]
     several, alone = (kernels_of(compiled(other, strategy)) for strategy in strategies)
     assert several.total() > 5 and several != alone
+
+
+def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word():
+    """With ``jax_compilation_cache_dir``: JAX wants devices to read what it wrote."""
+
+    class Lowered:
+        def compile(self):
+            warnings.warn(
+                "Error reading persistent compilation cache entry", stacklevel=1
+            )
+            return "compiled"
+
+    absent_ones = tj.Mirrored(devices=ONE).placement
+    assert compile_on_devices(Lowered(), absent_ones) == "compiled"
+    with pytest.warns(UserWarning, match="Error reading"):
+        compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
 
 
 @pytest.mark.slow

@@ -263,16 +263,25 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
 
 def compile_on_devices(lowered: Any, placement: Placement) -> Any:
     """The lowered program compiled; where absent GPUs need it, by kernels of cuBLAS."""
+    if placement.absent is None:
+        return lowered.compile()
+    with warnings.catch_warnings():
+        # JAX keeps programs for absent devices on the disk, and cannot read them.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        return _compiled_for_absent(lowered)
+
+
+def _compiled_for_absent(lowered: Any) -> Any:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if placement.absent is None or "output tile sizes" not in str(error):
+        if "output tile sizes" not in str(error):
             raise
     # XLA chooses tiles before it knows whether they fit, and leaves it to trials on the
     # device to find others: openxla/xla, pull request 36792.
     warnings.warn(
         "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
         " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false.",
-        stacklevel=2,
+        stacklevel=3,
     )
     return lowered.compile({"xla_gpu_enable_triton_gemm": False})
