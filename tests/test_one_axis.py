@@ -323,10 +323,12 @@ def test_sums_of_products_are_one_product():
         x, y = own
         used = y.T @ x
         twice = jax.grad(lambda w: ((x @ w) * y).sum() + (2 * (x @ w) * y).sum())
+        beside = jax.grad(lambda w: ((x[:, :2] @ w) * y).sum() + (w * y[:2]).sum())
         sums = {
             "plain": x.T @ y,
             "turned": -(y.T @ x).T,
             "added": twice(jnp.zeros((6, 5))),
+            "beside others": beside(jnp.zeros((2, 5))),
             "rows": jnp.einsum("bi,bj->bij", x, y),
             "in heads": jnp.einsum("bi,bj->ij", x, y).reshape(3, 2, 5),
             "whole": x.astype(jnp.int32).T @ y.astype(jnp.int32),

@@ -73,8 +73,8 @@ def cut_off(
         operands.append(value)
         return len(operands) - 1
 
-    def tail(value: Any) -> Tail:
-        parts, left = [], [value]
+    def tail(value: Any) -> Tail | None:
+        parts, rest, left = [], [], [value]
         while left:  # a chain of sums, as long as a parameter is often used
             value = left.pop()
             eqn = made.get(value) if isinstance(value, Var) else None
@@ -83,13 +83,16 @@ def cut_off(
                 left += reversed(eqn.invars)
             elif eqn and name == "dot_general" and all(map(is_own, eqn.invars)):
                 parts.append(partial(_product, eqn, *map(taken, eqn.invars)))
-            elif eqn and name in _MOVES and len(eqn.invars) == 1:
-                parts.append(partial(_moved, eqn, tail(eqn.invars[0])))
+            elif eqn and name in _MOVES and (before := tail(*eqn.invars)):
+                parts.append(partial(_moved, eqn, before))
             else:
-                parts.append(partial(_rows, taken(value)))
-        return partial(_sum, parts)
+                rest.append(value)
+        if parts and rest:
+            parts.append(partial(_rows, [taken(x) for x in rest]))
+        return partial(_sum, parts) if parts else None
 
-    tails = [tail(value) for value in body.outvars[:num_sums]]
+    sums = body.outvars[:num_sums]
+    tails = [tail(value) or partial(_rows, [taken(value)]) for value in sums]
     head = body.replace(outvars=[*body.outvars[num_sums:], *operands])
     return program.replace(jaxpr=head), tails
 
@@ -120,5 +123,5 @@ def _moved(eqn: JaxprEqn, before: Tail, given: Operands, add: Add) -> jax.Array:
     return eqn.primitive.bind(before(given, add), **eqn.params)
 
 
-def _rows(i: int, given: Operands, add: Add) -> jax.Array:
-    return add(given[i])
+def _rows(rows: Sequence[int], given: Operands, add: Add) -> jax.Array:
+    return add(reduce(operator.add, [given[i] for i in rows]))
