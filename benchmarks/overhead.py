@@ -22,7 +22,7 @@ import optax
 
 from towerjax.tools.bench.baseline import Contender, Work, by_hand, by_towerjax
 from towerjax.tools.bench.models import mlp
-from towerjax.tools.bench.protocol import in_turns
+from towerjax.tools.bench.protocol import in_turns, of_turns
 from towerjax.towers.strategies import Mirrored
 
 
@@ -128,20 +128,19 @@ def in_a_loop(
     The loop is that of a user who lets so many steps run ahead of the loss that is
     read; a last wait for the parameters counts too.
     """
-    table = np.empty((rounds, len(contenders)))
-    for turn in range(rounds):
-        order = range(len(contenders))
-        for index in reversed(order) if turn % 2 else order:
-            one, losses = contenders[index], collections.deque()
-            start = time.perf_counter()
-            for _ in range(calls):
-                params, loss = one.run()
-                losses.append(loss)
-                if len(losses) > ahead:
-                    losses.popleft().block_until_ready()
-            jax.block_until_ready(params)
-            table[turn, index] = (time.perf_counter() - start) / calls
-    return table
+
+    def turn(contender: Contender) -> float:
+        losses: collections.deque[jax.Array] = collections.deque()
+        start = time.perf_counter()
+        for _ in range(calls):
+            params, loss = contender.run()
+            losses.append(loss)
+            if len(losses) > ahead:
+                losses.popleft().block_until_ready()
+        jax.block_until_ready(params)
+        return (time.perf_counter() - start) / calls
+
+    return of_turns(contenders, rounds, turn)
 
 
 def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contender]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -140,14 +140,25 @@ def _ranks(count: int, confidence: float) -> int:
 def in_turns(
     contenders: Sequence[Timed], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Seconds of a call, of each contender in each round."""
-    table = np.empty((rounds, len(contenders), 2))
-    for turn in range(rounds):
-        order = range(len(contenders))
-        for index in reversed(order) if turn % 2 else order:
-            times = [_timed(contenders[index]) for _ in range(calls)]
-            table[turn, index] = trimmed_mean(np.array(times), trim)
-    return table
+    """Seconds of a call, awaited and until it returns, ``[rounds, contenders, 2]``."""
+
+    def turn(contender: Timed) -> np.ndarray:
+        times = [_timed(contender) for _ in range(calls)]
+        return trimmed_mean(np.array(times), trim)
+
+    return of_turns(contenders, rounds, turn)
+
+
+def of_turns(
+    contenders: Sequence[Any], rounds: int, turn: Callable[[Any], Any]
+) -> np.ndarray:
+    """What each contender's turns come to, in reversed order every second round."""
+    table = []
+    for number in range(rounds):
+        order = contenders[::-1] if number % 2 else contenders
+        found = [turn(contender) for contender in order]
+        table.append(found[::-1] if number % 2 else found)
+    return np.array(table)
 
 
 def _timed(contender: Timed) -> tuple[float, float]:
