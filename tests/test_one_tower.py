@@ -228,6 +228,15 @@ def check_inference(evaluate, predict, rows):
     close(logits, expected, "logits, in row order")
 
 
+@pytest.mark.slow
+def test_predictions_may_be_keys_where_a_batch_is_padded():
+    keys = jax.random.split(jax.random.key(0), 3)
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+    predict = tj.build_predict_step(lambda params, keys, tower: keys, strategy)
+    out = predict(np.float32(0), keys)
+    np.testing.assert_array_equal(jax.random.key_data(out), jax.random.key_data(keys))
+
+
 def test_all_weights_zero_changes_nothing_and_is_no_nan():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
     step = tj.build_train_step(

@@ -16,7 +16,7 @@ from towerjax.step.amiss import Part
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
-from towerjax.types.leaves import map_parts, shown
+from towerjax.types.leaves import key_data, like_key, map_parts, shown
 
 METRICS = ("metrics", "eval_metrics")
 """Of what towers return, the parts that no guard looks at."""
@@ -131,7 +131,7 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
         if isinstance(x, Tracer):
             return x[np.flatnonzero(kept)]
         # By way of the host: a slice on the devices compiles for every new size.
-        return jnp.asarray(np.asarray(x)[kept])
+        return like_key(jnp.asarray(np.asarray(key_data(x))[kept]), x)
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 

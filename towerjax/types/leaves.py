@@ -189,6 +189,8 @@ def is_traced(tree: PyTree) -> bool:
 
 def widened(dtype: Any) -> Any:
     """The dtype in which values of ``dtype`` are added: float32 or wider."""
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
+        return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
     with jax.numpy_dtype_promotion("standard"):  # a user's may be strict
         return jnp.promote_types(dtype, jnp.float32)
 
