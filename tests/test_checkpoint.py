@@ -126,6 +126,16 @@ def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
 
 
 @pytest.mark.slow
+def test_one_that_goes_on_at_the_ragged_batch_may_have_other_towers(tmp_path):
+    saving = tj.Checkpointer(tmp_path)
+    three, four = (model.build(1, towers=towers) for towers in (3, 4))
+    train(three, saving, steps=2, state=model.init(three, own=False))
+    assert saving.record(2).batch_rows == (16,)  # and not 18
+    state, _ = train(four, saving, state=model.init(four, own=False))
+    assert int(state.step) == model.STEPS and four.batch_rows == {16}
+
+
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     for _ in range(2):

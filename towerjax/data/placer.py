@@ -168,16 +168,17 @@ class Placer:
         self.placement = placement
         self._shares: int = shares
         self._remainder: Remainder = remainder
-        # Of all batches so far, also of one that the step refused afterwards.
-        self.full_sizes: set[int] = set()
+        # Rows once padded -> the most examples in them: of all batches so far, also of
+        # one that the step refused afterwards.
+        self.full_sizes: dict[int, int] = {}
         self._rooms: list[Room] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
         self._alike: dict[Any, _Alike] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
-        """Pad as if batches of these sizes had been placed before."""
-        self.full_sizes.update(n for n in sizes if n % self._shares == 0)
+        """Pad as if batches of so many examples had been placed before."""
+        self.full_sizes |= {n + -n % self._shares: n for n in sorted(sizes)}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step.
@@ -342,7 +343,8 @@ class Placer:
         batch, num_valid = fit_batch(
             batch, self._shares, self._remainder, full_size=min(larger, default=None)
         )
-        self.full_sizes.add(jax.tree.leaves(batch)[0].shape[0])
+        padded = jax.tree.leaves(batch)[0].shape[0]
+        self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
         return batch, num_valid
 
     def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:

@@ -176,14 +176,14 @@ class CompiledStep:
 
     @property
     def batch_rows(self) -> frozenset[int]:
-        """How many rows the batches so far had once they were padded."""
-        return frozenset(self._placer.full_sizes)
+        """The sizes of batches so far to which smaller ones are padded."""
+        return frozenset(self._placer.full_sizes.values())
 
     def expect_batch_rows(self, sizes: Iterable[int]) -> None:
         """Pad smaller batches as if batches of these sizes had been placed before.
 
         Args:
-          sizes: As ``batch_rows`` of the step in another process.
+          sizes: As ``batch_rows`` of the step in another process, of any towers.
         """
         self._placer.expect(sizes)
 

@@ -168,7 +168,7 @@ class CheckpointRecord:
       leaves: Name, shape, dtype and reduction of each leaf.
       batches: How many batches were used, and the cursor after them, where the source
         has one.
-      batch_rows: How many rows the batches had once they were padded.
+      batch_rows: The sizes of batches to which smaller ones were padded.
       evaluation: The scalars of the evaluation after this step, if there was one.
       evaluation_due: Was one due after this step, before which the run was ended?
       stopping: What early stopping has counted.
