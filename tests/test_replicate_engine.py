@@ -384,3 +384,22 @@ def test_towers_trace_a_model_once_and_update_once():
     model = replicated(2, 2, fn=fn)
     model.train_step()(model.init(start(optimizer)), batch(8))
     assert (len(traces), len(updates)) == (1, 1)
+
+
+@pytest.mark.slow
+def test_an_evaluation_sees_local_variables_as_they_are_read():
+    seen = []
+
+    def fn(variables, features, labels, mode, tower):
+        own, mean = tower.local["own"], tower.local["mean"]
+        seen.append((own, mean.dtype, variables.local["own"].value))
+        return tj.estimator.ModelSpec(mode, predictions={"mean": features + mean})
+
+    local = {"own": tj.TowerLocal(np.int32(3), tj.Reduction.NONE)}
+    local |= {"mean": tj.TowerLocal(np.int32(2), tj.Reduction.MEAN)}
+    state = tj.TrainState.create({"w": rows(8)}, SGD, local=local)
+    model = tj.estimator.replicate_model_fn(fn, devices=towers(2, 1))
+    predict = tj.estimator.Mode.PREDICT
+    spec = model(model.init(state), np.float32([1, 5]), mode=predict)
+    assert spec.predictions["mean"].tolist() == [3, 7]
+    assert seen == [(None, np.float32, None)]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from towerjax.collectives.reduce import reduce_stacked
 from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import rows_of_towers, with_shared
@@ -46,8 +47,9 @@ from towerjax.towers.executors import shapes_of
 from towerjax.towers.one_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, told, tower_of
-from towerjax.towers.variables import plain
-from towerjax.types import Layout, PyTree
+from towerjax.towers.variables import TowerLocal, plain
+from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.leaves import map_parts
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
@@ -63,6 +65,17 @@ MAKE_STATE = (
 
 _first = partial(jax.tree.map, lambda x: x[0])
 """One of the values that lie side by side."""
+
+
+def _as_read(local: PyTree) -> PyTree:
+    """Tower-local variables as an evaluation sees them."""
+
+    def one(x: TowerLocal) -> TowerLocal:
+        is_read = x.reduction is not Reduction.NONE
+        value = reduce_stacked(x.reduction, x.value) if is_read else None
+        return dataclasses.replace(x, value=value)
+
+    return map_parts(TowerLocal, one, local)
 
 
 @jax.tree_util.register_static
@@ -123,9 +136,8 @@ class ModelEngine:
         rows, _, shared = shapes_of(batch)
         key = _key("engine", (state, rows, shared))
         if key not in self._made:
-            state = dataclasses.replace(
-                state, local=jax.eval_shape(_first, state.local)
-            )
+            seen = _first if self.mode is Mode.TRAIN else _as_read
+            state = dataclasses.replace(state, local=jax.eval_shape(seen, state.local))
             rows = jax.eval_shape(self._rows_of_one, rows)
             size, rows = num_rows(rows), with_shared(rows, shared)
             axes = self.strategy.placement.abstract_axes
