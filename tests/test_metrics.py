@@ -258,6 +258,11 @@ def test_sixteen_bits_are_widened():
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 
 
+def test_a_tree_of_sums_is_divided_in_float64():
+    state = tj.Weighted({"a": np.float64(2**25 + 1)}, np.float64(2))
+    assert value_on_host(state) == {"a": 2**24 + 0.5}
+
+
 def test_floats_of_eight_bits_are_widened():
     values = jnp.array([1, 2, 4], jnp.float8_e4m3fn)
     assert float(m.mean(values).value) == np.float32(7 / 3)

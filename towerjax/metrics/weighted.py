@@ -161,12 +161,12 @@ class Weighted(_Term):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """``value``; in NumPy, in their precision, where both fields are of NumPy."""
-        kinds = np.ndarray | np.generic
-        if not (isinstance(self.sum, kinds) and isinstance(self.weight, kinds)):
+        """``value``; in NumPy, in their precision, where all arrays are of NumPy."""
+        kinds, totals = np.ndarray | np.generic, jax.tree.leaves(self.sum)
+        if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
             return self.value
-        _refuse_unclear([self.sum], np.shape(self.weight))
-        return ratio(self.sum, self.weight)
+        _refuse_unclear(totals, np.shape(self.weight))
+        return jax.tree.map(lambda x: ratio(x, self.weight), self.sum)
 
     @property
     def value(self) -> Any:
