@@ -221,6 +221,25 @@ def test_the_bits_do_not_depend_on_the_devices():
 
 
 @pytest.mark.slow
+def test_an_optimizer_that_divides_leaves_by_one_number_has_the_same_bits():
+    def recurrent(params, batch, tower):
+        def cell(h, _):
+            return jnp.tanh(batch["x"] @ params["a"] + h @ params["b"]), None
+
+        h, _ = jax.lax.scan(cell, jnp.zeros((len(batch["y"]), 5)), length=2)
+        return tj.Weighted.mean((h @ params["c"])[:, 0] ** 2, tower.weight)
+
+    rng = np.random.default_rng(0)
+    start = {k: rng.normal(size=(n, 5)).astype("f") for k, n in zip("abc", (3, 5, 5))}
+    pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "micro_batches": 1}
+    pinned |= {"optimizer": optax.adam(0.01), "loss_fn": recurrent}
+    steps = [build(SYNCS["local"], devices, **pinned) for devices in (1, 2)]
+    ends = [step(step.init(start), batches()[0])[0].own for step in steps]
+    for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.slow
 def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_path):
     given, at = batches(), 5  # between what is sent and what is taken
     store = tj.Checkpointer(tmp_path, every=at)

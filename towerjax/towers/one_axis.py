@@ -331,8 +331,11 @@ def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     """``fn(value)``, computed with a dim before: as a state has one tower's value.
 
     What is updated in another shape than the state's XLA:CPU copies, at every step.
+    Numbers stay ``()``: what is divided by one of ``[1]`` has bits that depend on ``D``.
     """
-    out = jax.vmap(fn)(jax.tree.map(lambda x: x[None], value))
+    axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
+    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
+    out = jax.vmap(fn, in_axes=(axes,))(given)
     return jax.tree.map(lambda x: x[0], out)
 
 
