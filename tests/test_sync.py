@@ -230,7 +230,8 @@ def test_an_optimizer_that_divides_leaves_by_one_number_has_the_same_bits():
         return tj.Weighted.mean((h @ params["c"])[:, 0] ** 2, tower.weight)
 
     rng = np.random.default_rng(0)
-    start = {k: rng.normal(size=(n, 5)).astype("f") for k, n in zip("abc", (3, 5, 5))}
+    sizes = {"a": 3, "b": 5, "c": 5}
+    start = {k: rng.normal(size=(n, 5)).astype("f") for k, n in sizes.items()}
     pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "micro_batches": 1}
     pinned |= {"optimizer": optax.adam(0.01), "loss_fn": recurrent}
     steps = [build(SYNCS["local"], devices, **pinned) for devices in (1, 2)]

@@ -331,7 +331,7 @@ def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     """``fn(value)``, computed with a dim before: as a state has one tower's value.
 
     What is updated in another shape than the state's XLA:CPU copies, at every step.
-    Numbers stay ``()``: what is divided by one of ``[1]`` has bits that depend on ``D``.
+    Numbers stay ``()``: divided by one of ``[1]`` bits would depend on ``D``.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
