@@ -355,6 +355,164 @@ def test_sums_of_products_are_one_product():
     assert sizes.isdisjoint({(k, 6, 5), (k, 4, 6, 5)})
 
 
+CONVOLUTIONS = {
+    "plain": {"padding": "SAME"},
+    "strided": {"padding": "VALID", "window_strides": (2, 1), "rhs_dilation": (1, 2)},
+    "transposed": {"padding": ((1, 1), (0, 2)), "lhs_dilation": (2, 2)},
+    "turned": {"padding": "SAME", "dimension_numbers": ("HWCN", "IOHW", "NCHW")},
+    "of its own features": {"padding": "SAME", "feature_group_count": 2},
+    "groups": {"padding": "SAME", "batch_group_count": 2},
+}
+
+
+def test_sums_of_convolutions_and_of_rows_are_one():
+    k, rng = 3, np.random.default_rng(0)
+    images = rng.integers(-3, 4, (k, 2, 7, 6, 4)).astype(np.float32)
+    ids, rows = rng.integers(-5, 5, (k, 8)), rng.integers(-5, 6, (k, 8, 3))
+    whole = lambda shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
+    table, kernel = whole((5, 3)), whole((3, 3, 4, 6))
+
+    def convolved(kernel, images, **options):
+        turn = options.pop("dimension_numbers", ("NHWC", "HWIO", "NHWC"))
+        kernel = kernel[:, :, ::2] if "feature_group_count" in options else kernel
+        kernel = jnp.moveaxis(kernel, (0, 1, 2, 3), [turn[1].index(x) for x in "HWIO"])
+        images = jnp.moveaxis(images, (0, 1, 2, 3), [turn[0].index(x) for x in "NHWC"])
+        options = {"window_strides": (1, 1), "dimension_numbers": turn} | options
+        return (lax.conv_general_dilated(images, kernel, **options) ** 2).sum()
+
+    def one(tower_id, own):
+        images, ids, rows = own
+        rows = rows.astype(jnp.float32)
+        looks = {
+            "indexed": lambda t: t[ids],
+            "taken": lambda t: jnp.take(t, ids, axis=0),
+            "embedded": lambda t: nn.Embed(5, 3).apply(
+                {"params": {"embedding": t}}, ids
+            ),
+            "of a column": lambda t: t[ids, 1][:, None],
+            "twice": lambda t: jnp.take(t, ids, axis=0) + t[ids[::-1]] ** 2,
+            "each of its own": lambda t: jax.vmap(lambda row, i: row[i][None])(
+                t, ids[:5] % 3
+            ),
+        }
+        sums = {
+            name: jax.grad(convolved)(kernel, images, **options)
+            for name, options in CONVOLUTIONS.items()
+        }
+        for name, look in looks.items():
+            products = lambda t, look=look: look(t) * rows[: len(look(t)), :1]  # noqa: E731
+            sums[name] = jax.grad(lambda t, f=products: f(t).sum())(table)
+        sums["ones"] = jnp.ones((5, 3)).at[ids].add(rows)
+        return sums, ()
+
+    def run(*own):
+        return over_local_towers(one, AXES, own, stack_sums=False)[0]
+
+    own = images, ids.astype(np.int32), rows.astype(np.int32)
+    expected = jax.jit(jax.vmap(one))(np.arange(k), own)[0]
+    expected = jax.tree.map(lambda x: np.asarray(x).sum(0), expected)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(*own), expected)
+
+    def at_once(*own):
+        sums = run(*own)
+        return [sums[name] for name in sums.keys() - {"groups", "ones"}]
+
+    traced = jax.make_jaxpr(at_once)(*own)
+    shapes = {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
+    assert {(3, 3, 4, 6), (5, 3)} <= shapes
+    assert shapes.isdisjoint({(k, 3, 3, 4, 6), (k, 5, 3)})
+
+
+def layer(x, w):
+    return x @ w - x, None
+
+
+def in_layers(x, w, layer=layer):
+    for i in range(len(w)):
+        x, _ = layer(x, w[i])
+    return x
+
+
+def nested(x, w):
+    return lax.scan(jax.checkpoint(lambda x, w: lax.scan(layer, x, w)), x, w[:, None])[
+        0
+    ]
+
+
+LAYERS = {
+    "jit": lambda x, w: in_layers(x, w, jax.jit(layer)),
+    "jit of several": jax.jit(lambda x, w: in_layers(x, w, jax.jit(layer))),
+    "checkpoint": lambda x, w: in_layers(x, w, jax.checkpoint(layer)),
+    "without a barrier": lambda x, w: in_layers(
+        x, w, jax.checkpoint(layer, prevent_cse=False)
+    ),
+    "scan": lambda x, w: lax.scan(layer, x, w)[0],
+    "backwards": lambda x, w: lax.scan(layer, x, w, reverse=True, unroll=2)[0],
+    "one for all": lambda x, w: lax.scan(lambda x, _: layer(x, w[0]), x, None, 3)[0],
+    "nested": nested,
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_sums_are_made_at_once_inside_of_other_programs(name):
+    """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""
+    k, rng = 4, np.random.default_rng(0)
+    x = rng.integers(-2, 3, (k, 6, 5)).astype(np.float32)
+    w = rng.integers(-1, 2, (3, 5, 5)).astype(np.float32)
+
+    def one(tower_id, x):
+        loss = lambda w: (LAYERS[name](x, w) * (x + 1)).sum()  # noqa: E731
+        return {"grad": jax.grad(loss)(w)}, loss(w)
+
+    def run(x):
+        axes = mirrored(k, 1).placement.axes
+        return over_local_towers(one, axes, x, stack_sums=False)
+
+    sums, kept = jax.jit(jax.vmap(one))(np.arange(k), x)
+    expected = jax.tree.map(lambda x: np.asarray(x).sum(0), sums), kept
+    lowered = jax.jit(run).lower(x)
+    barriers = {"checkpoint": 3, "nested": 1}.get(name, 0)
+    assert lowered.as_text().count("optimization_barrier") == barriers
+    compiled = lowered.compile()
+    jax.tree.map(np.testing.assert_array_equal, compiled(x), expected)
+    text = compiled.as_text()
+    assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text
+
+
+def test_what_towers_round_is_rounded_by_each():
+    """Rounded once, the sum would depend on how many towers share a device."""
+
+    def one(tower_id, own):
+        return (own[0].T @ own[1]).astype(jnp.float32), ()
+
+    run = lambda *x: over_local_towers(one, AXES, x, stack_sums=False)[0]  # noqa: E731
+    traced = jax.make_jaxpr(run)(*np.ones((2, 3, 4, 5), jnp.bfloat16))
+    made = {str(v.aval) for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
+    assert "bfloat16[3,5,5]" in made
+
+
+def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
+    """A carry that is used, counters, what is no sum, and sums of other dtypes."""
+    k, x = 3, np.arange(1.0, 13, dtype=np.float32).reshape(3, 4)
+
+    def one(tower_id, x):
+        def body(carry, x):
+            number, seen, added, twice = carry
+            seen = seen + seen * x
+            added = (x + added) + number
+            twice = twice + twice + x
+            return (number + 1, seen, added, twice), (x * number, number, tower_id)
+
+        start = (jnp.int32(1), jnp.float32(1), x[0], jnp.float32(2))
+        (number, *sums), (rows, numbers, ids) = lax.scan(body, start, x)
+        return [*sums, rows, number], (numbers, ids, number)
+
+    run = lambda x: over_local_towers(one, AXES, x, stack_sums=False)  # noqa: E731
+    sums, kept = jax.jit(jax.vmap(one))(np.arange(k), x)
+    expected = [np.asarray(x).sum(0) for x in sums], kept
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(x), expected)
+
+
 def used_eqns(jaxpr):
     """Those that something needs, which XLA leaves in."""
     needed, found = set(jaxpr.outvars), []

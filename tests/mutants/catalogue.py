@@ -594,10 +594,26 @@ PROOF = (
     _m(
         "P26",
         "of two products that towers of a device add up, the first alone counts",
-        "towers.together:cut_off",
+        "towers.together:Cut._parts",
         "left += reversed(eqn.invars)",
         "left += eqn.invars[:1]",
         "test_one_axis.py::test_sums_of_products_are_one_product",
+    ),
+    _m(
+        "P27",
+        "a loop that looks at its sum is given that of all towers",
+        "towers.together:_is_running_sum",
+        "return uses[carry] == 1",
+        "return True",
+        "test_one_axis.py::test_a_loop_that_looks_at_its_sum_is_each_towers_own",
+    ),
+    _m(
+        "P28",
+        "to what is there already the towers' rows are added once",
+        "towers.at_once:at_once",
+        'name == "scatter-add" and _are_zeros(given[0], made)',
+        'name == "scatter-add"',
+        "test_one_axis.py::test_sums_of_convolutions_and_of_rows_are_one",
     ),
     _m(
         "P24",

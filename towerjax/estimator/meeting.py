@@ -17,9 +17,10 @@ from jax.extend.core import Literal, Primitive
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.equation import named_axes
+from towerjax.proof.walk import Walk
 from towerjax.step.returned import Hole, is_hole, is_typed
 from towerjax.step.state import TrainState
-from towerjax.step.update import Walk, needed
+from towerjax.step.update import needed
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
 

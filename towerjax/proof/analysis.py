@@ -18,6 +18,7 @@ from towerjax.proof.equation import (
     is_foreign,
     is_hidden,
     line_of,
+    loop_sizes,
     named_axes,
     open_jaxpr,
     opened,
@@ -285,10 +286,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     length, body = eqn.params["length"], open_jaxpr(eqn.params["jaxpr"])
-    if "ft_in" in eqn.params:  # JAX 0.12
-        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
-    else:
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = loop_sizes(eqn)
     inner, end = context.enter(eqn, trips=length), consts + carry
 
     def trip(marks: _Marks) -> _Marks:

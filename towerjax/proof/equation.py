@@ -191,6 +191,14 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
+def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    if "ft_in" in eqn.params:  # JAX 0.12
+        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return consts, carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def refs(eqn: JaxprEqn) -> list[Any]:
     """The operands that are memory, which the equation may write."""
     return [v for v in eqn.invars if type(v.aval).__name__ == "AbstractRef"]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.source_info_util import user_context
 
+from towerjax.proof.walk import Walk
 from towerjax.step.optimizers import check_updates, given_loss
 from towerjax.types import PyTree
 from towerjax.types.leaves import changes, listed
@@ -152,35 +152,6 @@ def accept_or_keep(
         jax.tree.unflatten(jax.tree.structure(carry), leaves),
         jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
     )
-
-
-class Walk:
-    """The values of a jaxpr that is evaluated equation by equation."""
-
-    def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
-        self.values: dict[Any, Any] = dict(
-            zip(closed.jaxpr.invars, inputs, strict=True)
-        )
-        self.values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def read(self, var: Any) -> Any:
-        """The value of a variable or a literal."""
-        return var.val if isinstance(var, Literal) else self.values[var]
-
-    def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> list[Any]:
-        """Evaluate an equation; the variables that it made."""
-        operands = [self.read(x) for x in eqn.invars] if operands is None else operands
-        self.values.update(zip(eqn.outvars, evaluated(eqn, operands), strict=True))
-        return list(eqn.outvars)
-
-
-def evaluated(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """What an equation gives for operands, in its line's name."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    info = eqn.source_info
-    with user_context(info.traceback, name_stack=info.name_stack):
-        out = eqn.primitive.bind(*operands, **params)
-    return out if eqn.primitive.multiple_results else [out]
 
 
 def needed(

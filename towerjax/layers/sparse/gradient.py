@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from towerjax.collectives.sparse_rows import IndexedRows, wide_indices
 from towerjax.proof.equation import Site, line_of
-from towerjax.step.update import Walk, evaluated
+from towerjax.proof.walk import Walk, evaluated
 from towerjax.types import PyTree, leaf_name
 from towerjax.types.leaves import listed
 
