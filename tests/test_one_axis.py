@@ -365,6 +365,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_sums_of_convolutions_and_of_rows_are_one():
     k, rng = 3, np.random.default_rng(0)
     images = rng.integers(-3, 4, (k, 2, 7, 6, 4)).astype(np.float32)
@@ -453,6 +454,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_sums_are_made_at_once_inside_of_other_programs(name):
     """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""
@@ -491,6 +493,7 @@ def test_what_towers_round_is_rounded_by_each():
     assert "bfloat16[3,5,5]" in made
 
 
+@pytest.mark.slow
 def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
     """A carry that is used, counters, what is no sum, and sums of other dtypes."""
     k, x = 3, np.arange(1.0, 13, dtype=np.float32).reshape(3, 4)

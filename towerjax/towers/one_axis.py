@@ -335,7 +335,7 @@ def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
-    out = jax.vmap(fn, in_axes=(axes,))(given)
+    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
     return jax.tree.map(lambda x: x[0], out)
 
 
