@@ -440,7 +440,18 @@ def nested(x, w):
     ]
 
 
+def masked(x, with_keys):
+    mask = jax.random.bernoulli(with_keys[1], 0.5, x.shape)
+    return layer(x, with_keys[0])[0] * mask, None
+
+
+def with_keys(x, w):
+    keys = jax.random.split(jax.random.key(0), len(w))
+    return lax.scan(jax.checkpoint(masked), x, (w, keys))[0]
+
+
 LAYERS = {
+    "with keys": with_keys,
     "jit": lambda x, w: in_layers(x, w, jax.jit(layer)),
     "jit of several": jax.jit(lambda x, w: in_layers(x, w, jax.jit(layer))),
     "checkpoint": lambda x, w: in_layers(x, w, jax.checkpoint(layer)),
@@ -473,7 +484,7 @@ def test_sums_are_made_at_once_inside_of_other_programs(name):
     sums, kept = jax.jit(jax.vmap(one))(np.arange(k), x)
     expected = jax.tree.map(lambda x: np.asarray(x).sum(0), sums), kept
     lowered = jax.jit(run).lower(x)
-    barriers = {"checkpoint": 3, "nested": 1}.get(name, 0)
+    barriers = {"checkpoint": 3, "nested": 1, "with keys": 1}.get(name, 0)
     assert lowered.as_text().count("optimization_barrier") == barriers
     compiled = lowered.compile()
     jax.tree.map(np.testing.assert_array_equal, compiled(x), expected)

@@ -602,9 +602,9 @@ PROOF = (
     _m(
         "P27",
         "a loop that looks at its sum is given that of all towers",
-        "towers.together:_is_running_sum",
-        "return uses[carry] == 1",
-        "return True",
+        "towers.together:_running_sums",
+        "not isinstance(value, Var) or uses[value] != 1",
+        "not isinstance(value, Var)",
         "test_one_axis.py::test_a_loop_that_looks_at_its_sum_is_each_towers_own",
     ),
     _m(

@@ -1,6 +1,7 @@
 """How is a program evaluated one equation after another? In each one's own name."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -30,8 +31,15 @@ class Walk:
 def evaluated(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """What an equation gives for operands, in its line's name."""
     params = eqn.primitive.get_bind_params(eqn.params)
+    with as_written(eqn):
+        out = eqn.primitive.bind(*operands, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def as_written(eqn: Any) -> Iterator[None]:
+    """In the name of an equation's line, with the settings that it was traced with."""
     names = current_name_stack() + eqn.source_info.name_stack
     where = user_context(eqn.source_info.traceback, name_stack=names)
     with where, eqn.ctx.manager:
-        out = eqn.primitive.bind(*operands, **params)
-    return out if eqn.primitive.multiple_results else [out]
+        yield

@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import loop_sizes, open_jaxpr
-from towerjax.proof.walk import Walk
+from towerjax.proof.walk import Walk, as_written
 from towerjax.towers.at_once import at_once, handed_on, hands_on
 
 Operands = Sequence[jax.Array]
@@ -42,6 +42,24 @@ def together(
     ``own`` are its first arguments, ``[k, ...]``, and the others those of all towers;
     sums are the first ``num_sums`` of its results, which ``add`` adds up.
     """
+    try:
+        return _together(program, own, common, num_sums, add)
+    except NotImplementedError as error:
+        error.add_note(
+            "Towers that share a device run together, by jax.vmap, which JAX does not"
+            " have of this. Let them run one after another, local='scan', or have one a"
+            " device."
+        )
+        raise
+
+
+def _together(
+    program: ClosedJaxpr,
+    own: Sequence[jax.Array],
+    common: Sequence[Any],
+    num_sums: int,
+    add: Add,
+) -> list[jax.Array]:
     cut = Cut(program.jaxpr, len(own), num_sums)
     opened = {id(eqn): _opened(eqn, sums, add) for eqn, sums in cut.opened.values()}
     kept = program.jaxpr.outvars[num_sums:]
@@ -50,22 +68,15 @@ def together(
         walk = Walk(program, [*own, *common])
         for eqn in program.jaxpr.eqns:
             if id(eqn) in opened:
-                out = opened[id(eqn)](own[0], *map(walk.read, eqn.invars))
+                with as_written(eqn):
+                    out = opened[id(eqn)](own[0], *map(walk.read, eqn.invars))
                 walk.values.update(zip(eqn.outvars, out, strict=True))
             else:
                 walk.evaluate(eqn)
         return [jnp.asarray(walk.read(x)) for x in (*kept, *cut.operands)]
 
     axes = [0] * len(kept) + [None if one else 0 for one in cut.is_sum]
-    try:
-        out = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)(*own)
-    except NotImplementedError as error:
-        error.add_note(
-            "Towers that share a device run together, by jax.vmap, which JAX does not"
-            " have of this. Let them run one after another, local='scan', or have one a"
-            " device."
-        )
-        raise
+    out = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)(*own)
     operands = out[len(kept) :]
     sums = [reduce(operator.add, [x(operands, add) for x in one]) for one in cut.sums]
     return [*sums, *out[: len(kept)]]
@@ -85,6 +96,7 @@ class Cut:
         self.operands: list[Any] = []
         self.is_sum: list[bool] = []
         self.opened: dict[int, tuple[JaxprEqn, set[int]]] = {}
+        self._running: dict[int, set[int]] = {}
         self._own = depending(body, body.invars[:num_own])
         self._uses = _uses_in(body)
         self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
@@ -117,13 +129,24 @@ class Cut:
                 parts.append(partial(_merged, merge, eqn, given))
             elif eqn and hands_on(eqn) and (before := self._parts(eqn.invars[0])):
                 parts += [partial(_handed_on, eqn, part) for part in before]
-            elif eqn and self._is_own(value) and _adds_inside(eqn, value):
+            elif eqn and self._is_own(value) and self._adds_inside(eqn, value):
                 sums = self.opened.setdefault(id(eqn), (eqn, set()))[1]
                 sums.add(eqn.outvars.index(value))
                 parts.append(partial(_as_it_is, self._taken(value, is_sum=True)))
             else:
                 rest.append(value)
         return [*parts, self._rows(rest)] if parts and rest else parts
+
+    def _adds_inside(self, eqn: JaxprEqn, value: Any) -> bool:
+        """Is the sum over towers of this result that of the program's it holds?"""
+        if eqn.primitive.name in ("jit", "remat2"):
+            return True
+        if eqn.primitive.name != "scan":
+            return False
+        if id(eqn) not in self._running:
+            self._running[id(eqn)] = _running_sums(eqn)
+        number, (_, num_carry) = eqn.outvars.index(value), loop_sizes(eqn)
+        return number >= num_carry or number in self._running[id(eqn)]
 
 
 def depending(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
@@ -165,29 +188,22 @@ def _rows(rows: Sequence[int], given: Operands, add: Add) -> jax.Array:
 # Equations that hold a program, whose sums are those of the program.
 
 
-def _adds_inside(eqn: JaxprEqn, value: Any) -> bool:
-    """Is the sum over towers of this result that of the program's it holds?"""
-    if eqn.primitive.name in ("jit", "remat2"):
-        return True
-    if eqn.primitive.name != "scan":
-        return False
-    number, (_, num_carry) = eqn.outvars.index(value), loop_sizes(eqn)
-    return number >= num_carry or _is_running_sum(eqn, number)
-
-
-def _is_running_sum(eqn: JaxprEqn, number: int) -> bool:
-    """Does each step of a scan add something to this carry, and not look at it?"""
-    body = open_jaxpr(eqn.params["jaxpr"])
-    carry, uses = body.invars[loop_sizes(eqn)[0] + number], _uses_in(body)
-    made, left = {x: e for e in body.eqns for x in e.outvars}, [body.outvars[number]]
-    while left:
-        value = left.pop()
-        if value is carry:
-            return uses[carry] == 1
-        once = isinstance(value, Var) and uses[value] == 1
-        if once and value in made and made[value].primitive.name in _ADDS:
-            left += made[value].invars
-    return False
+def _running_sums(eqn: JaxprEqn) -> set[int]:
+    """To which carries of a scan each step adds something, without a look at them."""
+    body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
+    uses, made = _uses_in(body), {x: e for e in body.eqns for x in e.outvars}
+    found = set()
+    for number in range(num_carry):
+        carry, left = body.invars[first + number], [body.outvars[number]]
+        while left:
+            value = left.pop()
+            if not isinstance(value, Var) or uses[value] != 1:
+                continue
+            if value is carry:
+                found.add(number)
+            elif value in made and made[value].primitive.name in _ADDS:
+                left += made[value].invars
+    return found
 
 
 def _opened(eqn: JaxprEqn, sums: set[int], add: Add) -> Callable[..., Any]:
@@ -240,7 +256,7 @@ def _of_all(
     )
     values, num_own = [given[i] for i in order], sum(is_own)
     own, common = values[:num_own], values[num_own:]
-    out = together(program.replace(jaxpr=body), own, common, len(sums), add)
+    out = _together(program.replace(jaxpr=body), own, common, len(sums), add)
     return [out[results.index(i)] for i in range(len(out))]
 
 
