@@ -332,6 +332,7 @@ def test_sums_of_products_are_one_product():
             "rows": jnp.einsum("bi,bj->bij", x, y),
             "in heads": jnp.einsum("bi,bj->ij", x, y).reshape(3, 2, 5),
             "whole": x.astype(jnp.int32).T @ y.astype(jnp.int32),
+            "and a number": x[:, :2].T @ y + x[:2, :5] + 2.0,
             "used": used,
             "with what is shared": x.T @ same,
             "with a number": lax.dot_general(x, 2.0, (((), ()), ((), ()))),
@@ -507,15 +508,15 @@ def test_what_towers_round_is_rounded_by_each():
 @pytest.mark.slow
 def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
     """A carry that is used, counters, what is no sum, and sums of other dtypes."""
-    k, x = 3, np.arange(1.0, 13, dtype=np.float32).reshape(3, 4)
+    k, x = 3, np.arange(1.0, 25, dtype=np.float32).reshape(3, 4, 2)
 
     def one(tower_id, x):
         def body(carry, x):
             number, seen, added, twice = carry
-            seen = seen + seen * x
-            added = (x + added) + number
-            twice = twice + twice + x
-            return (number + 1, seen, added, twice), (x * number, number, tower_id)
+            seen = seen + seen * x[0]
+            added = (x + added) + 2.0 + number.astype(x.dtype)[None]
+            twice = twice + twice + x[1]
+            return (number + 1, seen, added, twice), (x[0] * number, number, tower_id)
 
         start = (jnp.int32(1), jnp.float32(1), x[0], jnp.float32(2))
         (number, *sums), (rows, numbers, ids) = lax.scan(body, start, x)

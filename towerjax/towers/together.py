@@ -27,8 +27,6 @@ Operands = Sequence[jax.Array]
 Add = Callable[[jax.Array], jax.Array]
 Part = Callable[[Operands, Add], jax.Array]
 
-_ADDS = frozenset(("add", "add_any"))
-
 
 def together(
     program: ClosedJaxpr,
@@ -121,7 +119,7 @@ class Cut:
             value = left.pop()
             once = isinstance(value, Var) and self._uses[value] == 1
             eqn = self._made.get(value) if once else None
-            if eqn and eqn.primitive.name in _ADDS:
+            if eqn and _adds(eqn):
                 left += reversed(eqn.invars)
             elif eqn and (found := at_once(eqn, self._is_own, self._made)):
                 merge, given = found
@@ -156,6 +154,13 @@ def depending(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
         if any(isinstance(x, Var) and x in found for x in eqn.invars):
             found.update(eqn.outvars)
     return found
+
+
+def _adds(eqn: JaxprEqn) -> bool:
+    """Does it add values of one shape, and no number to each element?"""
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    is_sum = eqn.primitive.name in ("add", "add_any")
+    return is_sum and all(x.shape == avals[0].shape for x in avals)
 
 
 def _uses_in(body: Jaxpr) -> Counter[Any]:
@@ -201,7 +206,7 @@ def _running_sums(eqn: JaxprEqn) -> set[int]:
                 continue
             if value is carry:
                 found.add(number)
-            elif value in made and made[value].primitive.name in _ADDS:
+            elif value in made and _adds(made[value]):
                 left += made[value].invars
     return found
 
