@@ -520,7 +520,8 @@ def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
 
         start = (jnp.int32(1), jnp.float32(1), x[0], jnp.float32(2))
         (number, *sums), (rows, numbers, ids) = lax.scan(body, start, x)
-        return [*sums, rows, number], (numbers, ids, number)
+        twice_as_many = jax.jit(lambda number: 2 * number)(number)
+        return [*sums, rows, twice_as_many], (numbers, ids, number)
 
     run = lambda x: over_local_towers(one, AXES, x, stack_sums=False)  # noqa: E731
     sums, kept = jax.jit(jax.vmap(one))(np.arange(k), x)

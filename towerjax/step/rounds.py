@@ -26,7 +26,7 @@ from towerjax.step.returned import filled
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
 from towerjax.step.update import apply_update
-from towerjax.towers.one_axis import as_one_of_several
+from towerjax.towers.together import as_one_of_several
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, Sum

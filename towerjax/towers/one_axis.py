@@ -278,6 +278,10 @@ _OWN = (
     " device. Write tower.axis_names, or a name that you give:"
     " tj.Mirrored(axis_name='batch')."
 )
+_NO_VMAP = (
+    "Towers that share a device run together, by jax.vmap, which JAX does not have of"
+    " this. Let them run one after another, local='scan', or have one a device."
+)
 _UNEVEN = (
     "{name} with axis_index_groups={groups}: groups of several sizes need a device for"
     " each tower. Make them equal, or write tower.all_gather(x) and take the rows."
@@ -317,7 +321,11 @@ def over_local_towers(
         program, tree = _program_here(tower_fn, axes, args)
         num_sums = 0 if stack_sums else tree.children()[0].num_leaves
         own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
-        out = together(program, own, rest, num_sums, _add_rows)
+        try:
+            out = together(program, own, rest, num_sums, _add_rows)
+        except NotImplementedError as error:
+            error.add_note(_NO_VMAP)
+            raise
         return jax.tree.unflatten(tree, out)
     if stack_sums:
         if axes.num_local == 1:
@@ -325,18 +333,6 @@ def over_local_towers(
             return _map_of_one(alone, ids, per_tower, number)
         return lax.map(lambda row: alone(*row), (ids, per_tower))
     return _running_sum(of_tower, ids, per_tower)
-
-
-def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-    """``fn(value)``, computed with a dim before: as a state has one tower's value.
-
-    What is updated in another shape than the state's XLA:CPU copies, at every step.
-    Numbers stay ``()``: divided by one of ``[1]`` bits would depend on ``D``.
-    """
-    axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
-    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
-    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
-    return jax.tree.map(lambda x: x[0], out)
 
 
 def _alone(tower_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:

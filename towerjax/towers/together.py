@@ -22,6 +22,7 @@ from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import loop_sizes, open_jaxpr
 from towerjax.proof.walk import Walk, as_written
 from towerjax.towers.at_once import at_once, handed_on, hands_on
+from towerjax.types import PyTree
 
 Operands = Sequence[jax.Array]
 Add = Callable[[jax.Array], jax.Array]
@@ -40,24 +41,6 @@ def together(
     ``own`` are its first arguments, ``[k, ...]``, and the others those of all towers;
     sums are the first ``num_sums`` of its results, which ``add`` adds up.
     """
-    try:
-        return _together(program, own, common, num_sums, add)
-    except NotImplementedError as error:
-        error.add_note(
-            "Towers that share a device run together, by jax.vmap, which JAX does not"
-            " have of this. Let them run one after another, local='scan', or have one a"
-            " device."
-        )
-        raise
-
-
-def _together(
-    program: ClosedJaxpr,
-    own: Sequence[jax.Array],
-    common: Sequence[Any],
-    num_sums: int,
-    add: Add,
-) -> list[jax.Array]:
     cut = Cut(program.jaxpr, len(own), num_sums)
     opened = {id(eqn): _opened(eqn, sums, add) for eqn, sums in cut.opened.values()}
     kept = program.jaxpr.outvars[num_sums:]
@@ -78,6 +61,18 @@ def _together(
     operands = out[len(kept) :]
     sums = [reduce(operator.add, [x(operands, add) for x in one]) for one in cut.sums]
     return [*sums, *out[: len(kept)]]
+
+
+def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+    """``fn(value)``, computed with a dim before: as a state has one tower's value.
+
+    What is updated in another shape than the state's XLA:CPU copies, at every step.
+    Numbers stay ``()``: divided by one of ``[1]`` bits would depend on ``D``.
+    """
+    axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
+    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
+    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
+    return jax.tree.map(lambda x: x[0], out)
 
 
 class Cut:
@@ -261,7 +256,7 @@ def _of_all(
     )
     values, num_own = [given[i] for i in order], sum(is_own)
     own, common = values[:num_own], values[num_own:]
-    out = _together(program.replace(jaxpr=body), own, common, len(sums), add)
+    out = together(program.replace(jaxpr=body), own, common, len(sums), add)
     return [out[results.index(i)] for i in range(len(out))]
 
 
