@@ -265,8 +265,10 @@ def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     with pytest.raises(tj.CheckpointError, match="Use as many towers"):
         tj.run(two, two.init(START), batches(), steps=2, **quiet)
     state = two.init(START)
-    with pytest.raises(ValueError, match="made for another number of towers than 4"):
+    text = r"another number of towers than 4: .*\. Start anew, step\.init\(state.params"
+    with pytest.raises(ValueError, match=text):
         streaming(state, batches()[0])
+    streaming(streaming.init(state.params), batches()[0])  # as it says
 
 
 @pytest.mark.slow

@@ -308,8 +308,8 @@ class Loop:
             return
         if done == 0 and self._watch.stopped is None:
             raise ValueError(
-                "batches is empty. An iterator that was gone through before is; make"
-                " it anew."
+                "batches is empty. An iterator that was gone through before is: make"
+                " it anew. If an interrupted run left them, it had done all its steps."
             )
         if steps is not None and done < steps and self._watch.stopped is None:
             raise ValueError(

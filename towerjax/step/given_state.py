@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from towerjax.mesh.placement import Placement, lies, place
 from towerjax.step.state import TrainState, split_state
-from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
 from towerjax.types.tables import layout_of
 
@@ -143,12 +143,17 @@ def check_towers(state: TrainState, num_towers: int) -> None:
         if np.shape(x)[:1] != (num_towers,)
     ]
     if wrong_towers:
+        # Towers that train alone have parameters of their own, of which none is saved.
+        alone = getattr(state.own, "reduction", None) is Reduction.NONE
+        move = (
+            " Move tower-local variables with tj.towers.restored_values(strategy,"
+            " state, tj.towers.saved_values(state)), or start anew,"
+        )
+        anew = "step.init(state.params, local=...)."
         raise ValueError(
             f"The state was made for another number of towers than {num_towers}:"
-            f" {listed(wrong_towers)}. Move tower-local variables with"
-            " tj.towers.restored_values(strategy, state,"
-            " tj.towers.saved_values(state)), or start anew, step.init(state.params,"
-            " local=...)."
+            f" {listed(wrong_towers)}."
+            + (f" Start anew, {anew}" if alone else f"{move} {anew}")
         )
 
 
