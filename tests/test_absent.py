@@ -416,6 +416,7 @@ def test_commands_refuse_devices_that_they_do_not_know(shell):
         assert (code, out) == (2, "") and message in error, error
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_commands_for_absent_devices(shell):
     name = "program_of_plan:make_step"

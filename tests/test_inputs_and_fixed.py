@@ -238,6 +238,7 @@ def test_an_evaluation_sees_the_extra_state_and_a_refused_step_keeps_it():
 # One key for all towers.
 
 
+@pytest.mark.slow
 def test_all_towers_share_a_key_that_is_no_towers_own():
     def loss_fn(params, batch, tower):
         noise = jax.random.key_data(tower.shared_rng)

@@ -466,7 +466,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_sums_are_made_at_once_inside_of_other_programs(name):
     """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""

@@ -145,7 +145,7 @@ def streaming():
     return build(SYNCS["streaming"], devices=4)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), [("local", 1), ("streaming", 4)])
 def test_towers_train_alone_and_the_outer_update_is_made_of_them(name, devices):
     step = build(SYNCS[name], devices=devices)
