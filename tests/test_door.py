@@ -176,7 +176,11 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
     with jax.transfer_guard("disallow"):
         for seed in range(2):
             state, _ = step(state, step.place_batch(rows(seed=seed)))
-        tj.run(step, state, [rows()] * 2, progress=False)
+        state, _ = tj.run(step, state, [rows()] * 2, progress=False)
+        predict = tj.build_predict_step(
+            lambda w, batch, tower: batch["x"], step.strategy
+        )
+        np.testing.assert_array_equal(predict(state, rows(5)), rows(5)["x"])
 
 
 @pytest.mark.slow

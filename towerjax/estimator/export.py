@@ -288,7 +288,7 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
         return dataclasses.replace(x, value=read_local(x))
 
     def on_host(x: Any) -> Any:
-        return like_key(jnp.asarray(jax.device_get(key_data(x))), x)
+        return like_key(jax.device_put(jax.device_get(key_data(x))), x)
 
     return jax.tree.map(on_host, map_parts(TowerLocal, one, variables))
 
