@@ -203,11 +203,14 @@ def test_a_number_that_a_state_cannot_hold_is_refused():
     assert int(after.step) == 2
 
 
-def test_a_donated_state_says_that_its_arrays_were_given_to_a_step():
+def test_steps_and_a_donated_state_say_what_they_are():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
 
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2), remainder="pad"
+    )
+    assert repr(step) == "TrainStep(Mirrored(towers=2), StepOptions(remainder='pad'))"
     state = step.init({"w": np.ones((2, 3), np.float32)[0, 0]})
     assert "given" not in repr(state) and "w': Array(1., dtype=float32" in repr(state)
     step(state, {"x": np.ones(4, np.float32)})

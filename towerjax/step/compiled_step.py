@@ -30,7 +30,7 @@ from towerjax.step.state import (
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.types import Layout, PyTree, short_repr
 from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_choice, check_flag, check_whole
 
@@ -46,6 +46,8 @@ class StepOptions:
     donate: bool = True
     max_programs: int | None = 1
     check: Check | None = None
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         check_remainder(self.remainder)
@@ -103,6 +105,9 @@ class CompiledStep:
         self._verdicts = Verdicts(
             strategy.placement, refusals=options.on_nonfinite == "raise"
         )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.strategy}, {self.options})"
 
     def _run(self, recipe: Recipe) -> Runner:
         max_programs = self.options.max_programs

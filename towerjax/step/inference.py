@@ -72,6 +72,9 @@ class InferenceStep:
             placement, shares=strategy.num_towers, remainder=remainder
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.strategy})"
+
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""
         placed = self._placer.place(batch)
