@@ -179,6 +179,27 @@ def test_lazy_adam_by_hand():
 
 
 @pytest.mark.slow
+def test_an_id_without_a_row_leaves_the_rows_that_were_not_looked_up():
+    """Of fixed numbers of ids some name no row, as where texts are of any length."""
+    optimizer, ids = optax.add_decayed_weights(0.1), np.array([[-N - 1, 2], [N, 1]])
+
+    def loss(t):
+        return jnp.take(t, ids, axis=0, mode="fill", fill_value=0).sum()
+
+    @jax.jit
+    def decayed(t):
+        _, grads = tj.sparse.sparse_value_and_grad(loss, lambda _: True)(t)
+        state = optimizer.init(t)
+        rows = tj.sparse.update_with_rows(optimizer, grads, state, t, lazy=True)[0]
+        return rows.to_dense()
+
+    t = arrays(0)["a"]
+    expected = np.zeros((N, D))
+    expected[[1, 2]] = 1 + 0.1 * t[[1, 2]]
+    np.testing.assert_allclose(decayed(t), expected, rtol=1e-6)
+
+
+@pytest.mark.slow
 def test_rows_that_only_fill_up_change_nothing():
     """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
     optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))

@@ -113,7 +113,8 @@ def sparse_value_and_grad(
     in each mode, ``table[i]``, ``table[:n]``, Flax's ``Embed``, under ``jax.jit`` and
     ``jax.vmap`` too, and of a table cast to another float dtype. An id below 0 or from
     ``N`` on does what it does in JAX: counted from the end, clipped, wrapped; where
-    its gradient is lost, its row is of zeros, at an index that exists.
+    its gradient is lost, its row is of zeros, at the index of one that was looked up
+    (row 0 or the last one where none was).
 
     ``fn`` is traced to a jaxpr. Each lookup in it becomes one of the table as a
     constant, plus a zero for each number looked up; the derivative by these zeros is
@@ -231,7 +232,7 @@ def _value_and_grad(
     )(dense, zeros)
     for i, table in tables.items():
         found = [
-            _rows_of(x, cotangent, *which)
+            (x.lookup.by_row(cotangent), *which)
             for x, cotangent, which in zip(reads, by_lookup, rows, strict=True)
             if x.leaf == i
         ]
@@ -327,18 +328,15 @@ def _differentiated_by_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
 
 
-def _rows_of(
-    read: _Read, cotangent: jax.Array, indices: jax.Array, counted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    values = read.lookup.by_row(cotangent)
-    mask = counted.reshape(counted.shape + (1,) * (values.ndim - 1))
-    return jnp.where(mask, values, jnp.zeros((), values.dtype)), indices
-
-
-def _joined(table: jax.Array, found: list[tuple[jax.Array, jax.Array]]) -> IndexedRows:
+def _joined(table: jax.Array, found: list[tuple[jax.Array, ...]]) -> IndexedRows:
     none = jnp.zeros((0, *table.shape[1:]), table.dtype), jnp.zeros(0, jnp.int32)
-    values = jnp.concatenate([values for values, _ in found or [none]])
-    indices = jnp.concatenate([indices for _, indices in found or [none]])
+    parts = zip(*(found or [(*none, jnp.zeros(0, bool))]), strict=True)
+    values, indices, counted = map(jnp.concatenate, parts)
+    if counted.size:
+        mask = counted.reshape(counted.shape + (1,) * (values.ndim - 1))
+        values = jnp.where(mask, values, jnp.zeros((), values.dtype))
+        # What counts nowhere is of a row that does: a lazy update leaves all others.
+        indices = jnp.where(counted, indices, indices[jnp.argmax(counted)])
     return IndexedRows(values, indices, table.shape)
 
 
