@@ -343,6 +343,23 @@ def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
     )
 
 
+def test_running_statistics_have_the_derivative_of_the_batchs():
+    """By which an evaluation is differentiated through the steps before it."""
+    x, moves = batch(5)["x"], batch(5, 1)["x"]
+    running = Moments(jnp.zeros(IN), jnp.ones(IN))
+    options = BatchNormOptions(momentum=0.75)
+
+    @jax.jit
+    def moved(x, moves):
+        follow = lambda x: normalize(x, None, running, options=options)[1]  # noqa: E731
+        return jax.jvp(follow, (x,), (moves,))[1]
+
+    found, (x, moves) = moved(x, moves), map(np.float64, (x, moves))
+    np.testing.assert_allclose(found.mean, 0.25 * moves.mean(0), **CLOSE)
+    of_var = 2 * ((x - x.mean(0)) * moves).mean(0)
+    np.testing.assert_allclose(found.var, 0.25 * of_var, **CLOSE)
+
+
 @pytest.mark.slow
 def test_gradients_of_gradients_are_those_of_the_whole_batch():
     """A penalty on the gradient by the input, with an empty tower, in float64."""

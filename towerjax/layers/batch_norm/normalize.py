@@ -170,7 +170,7 @@ def _where(condition: jax.Array, yes: Moments, no: Moments) -> Moments:
 
 def _moved(running: Moments, batch: Moments, momentum: float) -> Moments:
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
-        moved = momentum * old + (1 - momentum) * lax.stop_gradient(new)
+        moved = momentum * old + (1 - momentum) * new
         return moved.astype(old.dtype)
 
     return jax.tree.map(one, running, batch)
