@@ -202,6 +202,24 @@ def test_steps_that_are_done_again_are_there_once(evaluate, tmp_path, torn):
     assert path.read_bytes().splitlines()[:3] == first[:3]  # 1, 2, evaluated
 
 
+def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
+    path = tmp_path / "run.jsonl"
+
+    def write(start, *kinds):
+        writer = tj.JsonLines(path).open(start)
+        for kind, number, value in kinds:
+            record = Record(kind, number, 0.5, {"loss": value})
+            writer.write(record)
+        writer.close()
+
+    write(0, ("train", 1, 5), ("train", 2, 4), ("eval", 2, 3))
+    write(2, ("eval", 2, 7), ("train", 3, 2), ("eval", 3, 1))
+    write(2, ("train", 3, 2))
+    found = [(x["kind"], x["step"], x["metrics"]["loss"]) for x in lines_of(path)]
+    train = [("train", 1, 5), ("train", 2, 4)]
+    assert found == [*train, ("eval", 2, 7), ("train", 3, 2)]
+
+
 def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
     path = tmp_path / "run.jsonl"
     writers, state = [tj.JsonLines(path)], init(step)

@@ -204,15 +204,20 @@ class JsonLines:
         if path.is_dir():
             raise ValueError(f"JsonLines(path={str(path)!r}) is a folder; name a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():  # a pipe or a device has no lines to go on after
-            self._cut(path, start)
-        return OpenJsonLines(path)
+        # A pipe or a device has no lines to go on after.
+        again = self._cut(path, start) if path.is_file() else None
+        return OpenJsonLines(path, again)
 
-    def _cut(self, path: pathlib.Path, start: int) -> None:
+    def _cut(self, path: pathlib.Path, start: int) -> tuple[int, int] | None:
+        """Where the line of an evaluation begins that may be done again."""
         kept = last = 0
+        again = None
         for found, length in lines_of(path, "step", "a run", HEAD):
-            kept += length if max(last, found["step"]) <= start else 0
             last = max(last, found["step"])
+            if last <= start:
+                is_last = (found["step"], found.get("kind")) == (start, "eval")
+                again = (start, kept) if is_last else None
+                kept += length
         if start == 0 and last > 0 and not self.replace:
             raise ValueError(
                 f"JsonLines: {str(path)!r} holds an earlier run up to step {last}, but"
@@ -221,6 +226,7 @@ class JsonLines:
             )
         if kept < path.stat().st_size:
             os.truncate(path, kept)
+        return again
 
 
 def lines_of(
@@ -254,11 +260,16 @@ def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
 class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
-    def __init__(self, path: pathlib.Path) -> None:
-        self._file = path.open("ab", buffering=0)
+    def __init__(
+        self, path: pathlib.Path, again: tuple[int, int] | None = None
+    ) -> None:
+        self._file, self._again = path.open("ab", buffering=0), again
 
     def write(self, record: Record) -> None:
-        """Append a line."""
+        """Append a line; an evaluation done again takes the place of the last."""
+        if self._again and (record.kind, record.step) == ("eval", self._again[0]):
+            self._file.truncate(self._again[1])
+        self._again = None
         head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
         metrics = {name: plain(name, x) for name, x in record.metrics.items()}
         append_line(self._file, {**head, "metrics": metrics})
