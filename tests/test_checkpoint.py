@@ -477,11 +477,43 @@ def test_a_list_is_counted_off(step, undisturbed, tmp_path):
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
     train(step, saving, 3, batches)
-    with pytest.raises(ValueError, match="3 batches were used before, .* only 2"):
+    with pytest.raises(ValueError, match="3 batches were used .* end after 2"):
         train(step, saving, None, batches[:2])
     distributed = step.strategy.distribute_dataset(batches)
     state, _ = train(step, saving, None, distributed)
     model.assert_same_bits(state, undisturbed[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cursor", "count"])
+def test_what_a_run_left_is_counted_from_the_first(step, undisturbed, tmp_path, way):
+    """The run that goes on with error.batches is ended, too; then a new process."""
+    source = model.batches()
+    batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
+    saving = dataclasses.replace(saving, batches=way)
+    made = (lambda: batches) if way == "cursor" else (lambda: (b for b in batches))
+    with pytest.raises(Stop) as caught:
+        train(step, saving, batches=made(), hooks=[stopping_at(2)])
+    done = int(caught.value.state.step)
+    left = {"batches": caught.value.batches, "state": caught.value.state}
+    train(step, saving, 6 - done, **left)
+    assert saving.record(6).batches["used"] == 6
+    state, history = train(step, saving, batches=made())
+    assert history.steps.tolist() == [7, 8]
+    model.assert_same_bits(state, undisturbed[0])
+
+
+def test_no_batch_is_left_out_before_the_first_that_was_used():
+    ledger = Ledger(iter(range(8)), copies=False)
+    assert [next(ledger) for _ in range(5)] == [0, 1, 2, 3, 4]
+    ledger.use(3)
+    left = ledger.rest()
+    assert next(left) == 3  # by hand
+    again = Ledger(left, copies=False)
+    again.go_to(6)
+    assert (next(again), again.used) == (6, 6)
+    with pytest.raises(ValueError, match="2 batches .* these begin after 7"):
+        Ledger(left, copies=False).go_to(2)
 
 
 @pytest.mark.slow
@@ -567,6 +599,25 @@ def test_the_newest_and_the_best_stay(step, tmp_path, mode, values, kept):
     best = np.nanargmin(values) if mode == "min" else np.nanargmax(values)
     assert saving.best_step == best + 1
     assert saving.record(best + 1).evaluation == {"loss": values[best]}
+
+
+@pytest.mark.slow
+def test_the_last_state_is_saved_with_its_evaluation(step, tmp_path):
+    saving = tj.Checkpointer(tmp_path, every=2, best="loss")
+    train(step, saving, 4, **metrics_of([3, 1]) | {"eval_every": 3})
+    assert saving.best_step == 4 and saving.steps == (2, 3, 4)
+
+
+@pytest.mark.slow
+def test_what_is_due_is_saved_before_the_loader_is_heard(step, tmp_path):
+    def loader():
+        yield from model.batches(epochs=1).at(1)
+        raise Stop
+
+    saving = tj.Checkpointer(tmp_path, every=2, batches="count")
+    with pytest.raises(Stop):
+        train(step, saving, batches=loader())
+    assert saving.steps == (2,)
 
 
 @pytest.mark.slow

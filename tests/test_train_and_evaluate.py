@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.estimator.data import as_batch
+from towerjax.estimator.data import Passes, as_batch
 
 RATE = 0.1
 EPS = np.finfo(np.float32).eps
@@ -331,6 +331,45 @@ def test_after_an_error_it_goes_on(model, kind, prefetch):
     variables, _ = train(model, batches, variables=caught.value.state)
     assert sorted(closed) == [1, 2]
     np.testing.assert_allclose(variables.params["w"], oracle(data * 2)[1], rtol=1e-5)
+
+
+class Shaky:
+    """An iterator that raises once, and can be gone on with."""
+
+    def __init__(self, data, at):
+        self.left, self.at = list(data), at
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if len(self.left) == self.at:
+            self.at = None
+            raise LookupError("gone")
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+def test_data_that_raises_and_can_go_on_is_gone_on_with():
+    made = iter([Shaky("abc", 2), Shaky("de", None)])
+    passes = iter(Passes("data", lambda: next(made), epochs=2))
+    assert next(passes)["features"] == "a"
+    with pytest.raises(LookupError):
+        next(passes)
+    assert [x["features"] for x in passes] == list("bcde")
+
+
+def test_data_that_an_exception_ended_does_not_go_on_with_the_next_epoch():
+    def loader():
+        yield "a"
+        raise LookupError("gone")
+
+    passes = iter(Passes("data", loader, epochs=2))
+    assert next(passes)["features"] == "a"
+    with pytest.raises(LookupError):
+        next(passes)
+    assert list(passes) == []
 
 
 def test_a_malformed_batch_closes_the_data(model):

@@ -712,7 +712,7 @@ MODELS = (
     _m(
         "M10",
         "data is gone through once too often",
-        "estimator.data:Passes.__iter__",
+        "estimator.data:_Through.__next__",
         "left - 1",
         "left",
         "test_train_and_evaluate.py::test_how_long[list-4-3-4]",

@@ -19,14 +19,29 @@ class _Taken:
 
 
 class Unused(Iterator[PyTree]):
-    """Batches that a run took and did not use, then the rest of their source."""
+    """Batches that a run took and did not use, then the rest of their source.
 
-    def __init__(self, batches: Iterable[PyTree], rest: Iterator[PyTree]) -> None:
+    Attributes:
+      used_before: How many came before the next one, in another process too.
+      comes_again: Does another process surely go through the same, from the first on?
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[PyTree],
+        rest: Iterator[PyTree],
+        used_before: int = 0,
+        *,
+        comes_again: bool = False,
+    ) -> None:
         self._batches, self._rest = collections.deque(batches), rest
+        self.used_before, self.comes_again = used_before, comes_again
 
     def __next__(self) -> PyTree:
         """The next batch, perhaps on the devices already."""
-        return self._batches.popleft() if self._batches else next(self._rest)
+        batch = self._batches.popleft() if self._batches else next(self._rest)
+        self.used_before += 1
+        return batch
 
     def close(self) -> None:
         """Close the source, where it can be closed."""
@@ -51,7 +66,7 @@ class Ledger(Iterator[PyTree]):
         self._taken: collections.deque[_Taken] = collections.deque()
         self._newest: _Taken | None = None
         self.cursor = self._iterator.get_state() if self.has_cursor else None
-        self.used = 0
+        self.used: int = getattr(source, "used_before", 0)
 
     def __next__(self) -> PyTree:
         """The next batch."""
@@ -80,11 +95,15 @@ class Ledger(Iterator[PyTree]):
         if cursor is not None:
             self._iterator.set_state(cursor)
             self.cursor = self._iterator.get_state()
-        elif (there := sum(1 for _ in itertools.islice(self._iterator, used))) < used:
-            raise ValueError(
-                f"{used} batches were used before, but these are only {there}. Pass"
-                " the same batches, from the first one on."
-            )
+        else:
+            left = max(used - self.used, 0)
+            there = self.used + sum(1 for _ in itertools.islice(self._iterator, left))
+            if there != used:
+                raise ValueError(
+                    f"{used} batches were used before, but these begin after"
+                    f" {self.used} and end after {there}. Pass the same batches, from"
+                    " the first one on."
+                )
         self.used = used
 
     @property
@@ -115,7 +134,9 @@ class Ledger(Iterator[PyTree]):
             self._iterator.set_state(self.cursor)
             self._taken.clear()
             return self._iterator
-        return Unused((taken.batch for taken in self._taken), self._iterator)
+        kept = (taken.batch for taken in self._taken)
+        again = self.can_be_counted
+        return Unused(kept, self._iterator, self.used, comes_again=again)
 
     def close(self) -> None:
         """Close what was opened here: an iterator that was passed in stays open."""

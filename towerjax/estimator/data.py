@@ -1,19 +1,20 @@
 """How does a model's data become batches? Pairs made one tree, epochs joined."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from towerjax.data.feed import anew, closing_iterator
+from towerjax.data.feed import anew, close
 from towerjax.data.ledger import Unused
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.types import PyTree
 from towerjax.types.options import check_whole
+
+_END: Any = object()
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 """Batches ``(features, labels)`` or features alone, or a function that gives them."""
@@ -84,33 +85,21 @@ class Passes:
         return True
 
     @property
+    def used_before(self) -> int:
+        """How many batches a run used of those that it left."""
+        return getattr(self.data, "used_before", 0)
+
+    @property
     def prefetches(self) -> bool:
         """Has the data a thread of its own that places batches in advance?"""
         return bool(getattr(self.data, "prefetches", False))
 
-    def __iter__(self) -> Generator[PyTree, None, None]:
+    def __iter__(self) -> Iterator[PyTree]:
         """The batches; what a pass opened is closed with it."""
-        left = self.most
-        for epoch in itertools.count() if self.epochs is None else range(self.epochs):
-            is_empty = True
-            is_ours = not isinstance(self.data, Iterable)
-            is_ready = isinstance(self.data, Unused)  # a run made batches of it before
-            with closing_iterator(self._made(), is_ours=is_ours) as elements:
-                for element in itertools.islice(elements, left):
-                    is_empty = False
-                    left = None if left is None else left - 1
-                    if not is_ready:
-                        element = as_batch(element, with_labels=self.with_labels)
-                    yield element
-            if left == 0 or (is_empty and epoch == 0):
-                return
-            if is_empty:
-                raise ValueError(
-                    f"{self.name} gave no batches in epoch {epoch + 1}: it was gone"
-                    " through before. A function must make them anew each time."
-                )
+        return _Through(self)
 
-    def _made(self) -> Iterable[Any]:
+    def made(self) -> Iterable[Any]:
+        """The data of one epoch."""
         if isinstance(self.data, Iterable):
             return self.data
         made = self.data()
@@ -120,6 +109,64 @@ class Passes:
                 " iterable of batches. Return a list, or tj.batches(...)."
             )
         return made
+
+
+class _Through(Iterator[PyTree]):
+    """Once through all passes; where data raises and can go on, this can too."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes, self._epoch, self._left = passes, 0, passes.most
+        self._elements: Iterator[Any] | None = None  # of this epoch
+        self._is_empty = self._failed = False
+        # A run made batches of it before.
+        self._is_ready = isinstance(passes.data, Unused)
+
+    def __next__(self) -> PyTree:
+        """The next batch, of the next epoch where one ends."""
+        while self._left != 0:
+            if self._elements is None:
+                self._elements, self._is_empty = iter(self._passes.made()), True
+            try:
+                element = next(self._elements, _END)
+            except BaseException:
+                self._failed = True
+                raise
+            if element is _END:
+                self._end_epoch()
+                continue
+            self._is_empty = self._failed = False
+            left, self._left = self._left, 0  # nothing follows what is malformed
+            if not self._is_ready:
+                element = as_batch(element, with_labels=self._passes.with_labels)
+            self._left = None if left is None else left - 1
+            return element
+        self.close()
+        raise StopIteration
+
+    def _end_epoch(self) -> None:
+        passes = self._passes
+        self._close_elements()
+        self._epoch += 1
+        # What an exception ended, as it does a generator, has not come to its end.
+        if self._failed or (self._is_empty and self._epoch == 1):
+            self._left = 0
+        elif self._is_empty:
+            raise ValueError(
+                f"{passes.name} gave no batches in epoch {self._epoch}: it was gone"
+                " through before. A function must make them anew each time."
+            )
+        elif self._epoch == passes.epochs:
+            self._left = 0
+
+    def close(self) -> None:
+        """Close what was opened here: an iterator that was passed in stays open."""
+        self._left = 0
+        self._close_elements()
+
+    def _close_elements(self) -> None:
+        elements, self._elements = self._elements, None
+        if elements is not None and elements is not self._passes.data:
+            close(elements)
 
 
 def _is_one_batch(data: Any) -> bool:
