@@ -307,6 +307,28 @@ def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiat
 
 
 @pytest.mark.slow
+def test_an_evaluation_is_differentiated_by_what_it_reads_of_each_tower():
+    def metric_fn(w, batch, tower):
+        read = sum(tower.local.values())
+        return {"sum": tj.Sum((read * tower.weight * batch).sum())}
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(2))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2))
+    slopes = {"SUM": [36] * 4, "MEAN": [9] * 4, "ONLY_FIRST_TOWER": [36, 0, 0, 0]}
+    one = np.float32(1)
+    local = {name: tj.TowerLocal(one, tj.Reduction[name]) for name in slopes}
+    state = step.init(W, local=local)
+
+    def total(local):
+        rows = jnp.arange(1.0, 9.0)
+        return evaluate.fn(dataclasses.replace(state, local=local), rows)["sum"].value
+
+    found = jax.jit(jax.grad(total))(state.local)
+    for name, slope in slopes.items():
+        np.testing.assert_allclose(found[name].value, slope, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
 def test_a_gradient_through_three_steps_is_a_finite_difference():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     step = tj.build_train_step(loss_fn, optimizer, mirrored(2), donate=False)

@@ -12,13 +12,12 @@ from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
     addable,
-    as_bits,
     check_addable,
-    from_bits,
+    from_first,
     reduce_stacked,
     reduced_dtype,
 )
-from towerjax.mesh.placement import TowerAxes, waited
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, waited
 from towerjax.towers.one_axis import first_tower_of_device
 from towerjax.towers.variables import TowerLocal, is_variable, named, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
@@ -132,33 +131,32 @@ def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
     """Tower-local variables as one value each, inside a device function."""
-    ids = first_tower_of_device(axes) + jnp.arange(axes.num_local)
+    number = first_tower_of_device(axes)
+
+    def of_first(x: jax.Array) -> jax.Array:
+        first = key_data(x)[0]
+        if axes.device_axis:
+            first = from_first(first, number, (DEVICE_AXIS,))
+        return like_key(first, x)
 
     def addend(variable: TowerLocal) -> PyTree:
         def one(x: jax.Array) -> jax.Array:
-            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
-                bits = as_bits(x)
-                first = (ids == 0).reshape((-1,) + (1,) * (bits.ndim - 1))
-                return jnp.where(first, bits, jnp.zeros_like(bits))
             return x.astype(addable(reduced_dtype(variable.reduction, x.dtype)))
 
-        if variable.reduction is Reduction.NONE:
+        if variable.reduction in (Reduction.NONE, Reduction.ONLY_FIRST_TOWER):
             return None
-        return jax.tree.map(lambda x: one(key_data(x)), variable.value)
+        return jax.tree.map(one, variable.value)
 
     def finish(variable: TowerLocal, total: PyTree) -> PyTree:
         def one(total: jax.Array, x: jax.Array) -> jax.Array:
-            data = key_data(x)
-            if variable.reduction is Reduction.ONLY_FIRST_TOWER:
-                total = total.astype(as_bits(data).dtype)  # a sum of uint8 is uint32
-                return like_key(from_bits(total, data.dtype), x)
             if variable.reduction is Reduction.MEAN:
                 total = total / axes.num_towers
-            total = total.astype(reduced_dtype(variable.reduction, data.dtype))
-            return like_key(total, x)
+            return total.astype(reduced_dtype(variable.reduction, x.dtype))
 
         if variable.reduction is Reduction.NONE:
             return None
+        if variable.reduction is Reduction.ONLY_FIRST_TOWER:
+            return jax.tree.map(of_first, variable.value)
         return jax.tree.map(one, total, variable.value)
 
     rows = jax.tree.map(addend, local, is_leaf=is_local)
