@@ -108,8 +108,9 @@ def test_a_state_is_exported_as_one_tower_reads_it(tmp_path):
         (np.float32(1), "but got features float32[]."),
         ((), "but got nothing."),
         (X[:0], "features has no rows."),
+        (np.full((1, 3), 2**40), "['features'] holds 1099511627776 of int64, but on"),
     ],
-    ids=["width", "dtype", "tree", "list", "scalar", "nothing", "empty"],
+    ids=["width", "dtype", "tree", "list", "scalar", "nothing", "empty", "wide"],
 )
 def test_features_of_another_kind_are_refused(folder, features, text):
     with pytest.raises(ValueError, match=re.escape(text)):

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import json
 import threading
 import time
 import traceback
@@ -82,6 +83,16 @@ def test_the_same_seed_gives_the_same_batches_and_another_gives_others():
 
     assert order(3) == order(3)
     assert order(3) != order(4)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """100 times 3 is no int8, and JSON has none of NumPy's."""
+    options = {"epochs": 2, "seed": 3}
+    narrow = {name: np.int8(x) for name, x in options.items()}
+    ours = batches(np.arange(350), np.int8(100), **narrow)
+    plain = batches(np.arange(350), 100, **options)
+    assert json.dumps(ours.get_state()) == json.dumps(plain.get_state())
+    assert [x.tolist() for x in ours] == [x.tolist() for x in plain]
 
 
 @pytest.mark.parametrize("options", [{}, {"epochs": 3, "drop_remainder": True}])

@@ -174,7 +174,14 @@ def batches(
             f"drop_remainder leaves nothing of {num_examples} examples in batches of"
             f" {batch_size}."
         )
-    return Batches(data, Cut(num_examples, batch_size, epochs, seed, drop_remainder))
+    cut = Cut(  # numbers of NumPy would wrap round in products, and are none for JSON
+        num_examples,
+        int(batch_size),
+        None if epochs is None else int(epochs),
+        None if seed is None else int(seed),
+        drop_remainder,
+    )
+    return Batches(data, cut)
 
 
 def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
-from towerjax.data.shard import refuse_other_than_rows
+from towerjax.data.shard import refuse_other_than_rows, refuse_wrapping
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.estimator.spec import (
     ClassificationOutput,
@@ -81,6 +81,7 @@ class Exported:
             raise ValueError(
                 f"signature={signature!r} is not one of {sorted(self._programs)}."
             )
+        refuse_wrapping({"features": features})
         features = jax.tree.map(jnp.asarray, features)
         program = self._programs[signature]
         _check_kind(features, program)
