@@ -305,6 +305,19 @@ def test_a_batch_that_cannot_be_placed_comes_first_again(
     assert_same_bits(state, undisturbed[0])
 
 
+def test_what_one_step_a_call_left_several_steps_take(step):
+    """A run of one step a call leaves batches that it had placed, then the rest."""
+    batches = all_batches()[:3]  # the last is ragged
+    for is_placed in ([1, 0, 0], [0, 1, 0], [1, 1, 1]):
+        left = [
+            step.place_batch(batch) if placed else batch
+            for batch, placed in zip(batches, is_placed, strict=True)
+        ]
+        got, expected = step.place_batches(left, 4), step.place_batches(batches, 4)
+        np.testing.assert_array_equal(got.counts, expected.counts)
+        chex.assert_trees_all_equal(got.args, expected.args, strict=True)
+
+
 # Ctrl-C at any moment
 
 

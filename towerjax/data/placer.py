@@ -262,8 +262,8 @@ class Placer:
                 f"batches must be a list of 1 to {steps} batches (steps={steps}), but"
                 f" is {batches!r}."
             )
-        if isinstance(batches[0], PlacedBatch):
-            return self._stack_placed(batches, steps)
+        if any(isinstance(batch, PlacedBatch) for batch in batches):
+            return self._stack_placed([self.place(x) for x in batches], steps)
         parts = [without_shared(batch) for batch in batches]
         rows, counts = self._fitted([rows for rows, _ in parts])
         shared = [self._placed_shared(held) for _, held in parts]
