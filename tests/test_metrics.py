@@ -258,6 +258,25 @@ def test_sixteen_bits_are_widened():
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 
 
+def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
+    large = np.array([2**40, 1])  # wider than an array of JAX
+
+    @jax.jit
+    def values():
+        states = [
+            m.mean(large),
+            tj.Weighted.mean(large),
+            m.mean_absolute_error(large, [0, 0]),
+            m.mean([1.0, 3.0], large),
+            m.percentage_below(large, 10),
+            m.accuracy(large, large + 2**32),
+            m.mean_squared_error([3j, 4], [0, 0]),
+        ]
+        return [x.value for x in states]
+
+    assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
+
+
 def test_a_tree_of_sums_is_divided_in_float64():
     state = tj.Weighted({"a": np.float64(2**25 + 1)}, np.float64(2))
     assert value_on_host(state) == {"a": 2**24 + 0.5}

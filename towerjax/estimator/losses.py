@@ -10,13 +10,12 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.meeting import meet
-from towerjax.metrics.rows import element_weights
+from towerjax.metrics.rows import element_weights, numbers
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import widened
 
 
 class LossReduction(enum.Enum):
@@ -102,8 +101,7 @@ def compute_weighted_loss(
       ``tf.losses.compute_weighted_loss`` of TensorFlow 1.
     """
     check_loss_reduction(reduction)
-    losses = jnp.asarray(losses)
-    losses = losses.astype(widened(losses.dtype))
+    losses = numbers(losses)
     rows = _spread(valid, losses)
     weighted = Weighted.mean(losses, _spread(weights, losses) * rows)
     if reduction is LossReduction.SUM:

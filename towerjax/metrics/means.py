@@ -3,11 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from towerjax.metrics.rows import as_array, element_weights, library_of, paired, ratio
+from towerjax.metrics.rows import (
+    as_array,
+    element_weights,
+    library_of,
+    numbers,
+    paired,
+    ratio,
+)
 from towerjax.metrics.state import Additive, wide
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widened
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -29,7 +35,7 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
       2.0
     """
-    return _weighted("mean", jnp.asarray(as_array(values)), weight)
+    return _weighted("mean", numbers(as_array(values)), weight)
 
 
 def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighted:
@@ -67,9 +73,7 @@ def accuracy(
                 f" floats{scores if what == 'predictions' else ''}, or, for how often"
                 " two floats agree, tj.metrics.mean(labels == predictions, weight)."
             )
-    return _weighted(
-        "accuracy", jnp.asarray(labels) == jnp.asarray(predictions), weight
-    )
+    return _weighted("accuracy", jnp.asarray(labels == predictions), weight)
 
 
 def percentage_below(
@@ -93,14 +97,14 @@ def percentage_below(
       0.25
     """
     # Else JAX would round the threshold, or wrap it, to the dtype of the values.
-    values = jnp.asarray(wide(as_array(values)))
-    return _weighted("percentage_below", jnp.asarray(values < threshold), weight)
+    below = jnp.asarray(wide(as_array(values)) < threshold)
+    return _weighted("percentage_below", below, weight)
 
 
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
-    labels, predictions = map(jnp.asarray, paired(name, labels, predictions))
-    dtype = jnp.promote_types(widened(labels.dtype), widened(predictions.dtype))
-    return predictions.astype(dtype) - labels.astype(dtype)
+    labels, predictions = map(numbers, paired(name, labels, predictions))
+    dtype = jnp.promote_types(labels.dtype, predictions.dtype)
+    return abs(predictions.astype(dtype) - labels.astype(dtype))
 
 
 def mean_absolute_error(
@@ -124,7 +128,7 @@ def mean_absolute_error(
       1.5
     """
     errors = _errors("mean_absolute_error", labels, predictions)
-    return _weighted("mean_absolute_error", abs(errors), weight)
+    return _weighted("mean_absolute_error", errors, weight)
 
 
 def mean_squared_error(

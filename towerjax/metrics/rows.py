@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widened
+from towerjax.types.leaves import widened, wrapping
 from towerjax.types.options import check_whole
 
 
@@ -45,6 +45,12 @@ def as_array(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, list | tuple) else x
 
 
+def numbers(x: Any) -> jax.Array:
+    """What is added up, float32 or wider; no whole number wraps round."""
+    x = jnp.asarray(x if wrapping(x) is None else np.asarray(x, np.float64))
+    return x.astype(widened(x.dtype))
+
+
 def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
     """Labels and predictions, when there is one prediction for each label."""
     labels, predictions = as_array(labels), as_array(predictions)
@@ -70,7 +76,7 @@ def element_weights(
             f"{name} got a weight of {lowest}; weights must be >= 0. Mask an example"
             " with weight 0."
         )
-    weight = jnp.asarray(as_array(weight))
+    weight = numbers(as_array(weight))
     given, dims = weight.shape, len(shape)
     weight = weight.reshape(given + (1,) * (dims - len(given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
@@ -80,7 +86,6 @@ def element_weights(
             f" Weights must have the leading dims of the {what}, here {shape[:1]} for"
             " one weight per example."
         )
-    weight = weight.astype(widened(weight.dtype))
     return jnp.broadcast_to(weight, shape)
 
 

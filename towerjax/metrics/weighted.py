@@ -11,10 +11,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.metrics.rows import element_weights, ratio
+from towerjax.metrics.rows import element_weights, numbers, ratio
 from towerjax.proof.scale import SHARED_FACTOR
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widened
 
 
 def _refuse_negative(weight: Any) -> None:
@@ -126,8 +125,7 @@ class Weighted(_Term):
           >>> float(Weighted.mean(np.array([1.0, 5.0]), np.array([3.0, 1.0])).value)
           2.0
         """
-        values = jnp.asarray(values)
-        values = values.astype(widened(values.dtype))
+        values = numbers(values)
         if weight is None:
             return cls(values.sum(), jnp.asarray(values.size, values.dtype))
         weight = element_weights("Weighted.mean", values.shape, weight, "values")
