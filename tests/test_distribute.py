@@ -373,6 +373,8 @@ def test_an_error_of_the_loader_comes_after_what_came_before():
     assert next(iterator).arrays.tolist() == [0, 1]
     with pytest.raises(OSError, match="disk"):
         next(iterator)
+    with pytest.raises(ValueError, match=r"ended with OSError\('disk'\), and does not"):
+        next(iterator)  # and not as if the data had an end here
 
 
 def test_predictions_of_elements_are_in_the_order_of_towers():

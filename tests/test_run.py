@@ -827,7 +827,7 @@ def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_ca
 
 @pytest.mark.parametrize("steps", [None, 3])
 def test_no_data_at_all_is_told_of(train_step, steps):
-    text = "batches is empty.* interrupted run left them, it had done all its steps"
+    text = "batches is empty.* a run that stopped left them, it had done all its steps"
     with pytest.raises(ValueError, match=text) as caught:
         run(train_step, init(train_step), iter([]), steps=steps, progress=False)
     assert caught.value.history.steps.tolist() == []
@@ -924,6 +924,15 @@ def test_a_run_that_stops_leaves_no_thread(train_step):
         )
     names = [thread.name for thread in threading.enumerate()]
     assert "towerjax-prefetch" not in names
+
+
+@pytest.mark.parametrize("seen", [(), (8, 16)])
+def test_batches_of_one_call_are_padded_alike(seen):
+    step = build_step(max_programs=2, remainder="pad")
+    for rows in seen:
+        step.place_batch(make_data(rows))
+    placed = step.place_batches([make_data(3), make_data(16)], 2)
+    assert (placed.rows, placed.counts.tolist()) == (2, [[2, 1] + [0] * 6, [2] * 8])
 
 
 @pytest.mark.slow

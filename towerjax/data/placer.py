@@ -322,7 +322,7 @@ class Placer:
     ) -> tuple[list[PyTree], list[np.ndarray]]:
         """The batches of one call, alike in their sparse leaves, and their counts."""
         aside = [SparseRows.put_aside(batch) for batch in batches]
-        fitted = [self._fit(batch) for _, batch in aside]
+        fitted = self._fit([batch for _, batch in aside])
         counts = [self._split_counts(*pair) for pair in fitted]
         needed: Room = {}
         for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
@@ -334,18 +334,21 @@ class Placer:
         pairs = zip(aside, fitted, strict=True)
         return [sparse.put_back(b, *of_all) for (sparse, _), (b, _) in pairs], counts
 
-    def _fit(self, batch: PyTree) -> tuple[PyTree, int]:
-        arrays = [
-            x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray | jax.Array)
+    def _fit(self, batches: list[PyTree]) -> list[tuple[PyTree, int]]:
+        """All padded alike: up to the smallest size so far that holds the largest."""
+        leaves = jax.tree.leaves(batches)
+        arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
+        most = max((x.shape[0] for x in arrays if x.ndim), default=0)
+        sizes = [n for n in self.full_sizes if n >= most]
+        size = min(sizes, default=most + -most % self._shares)
+        pairs = [
+            fit_batch(batch, self._shares, self._remainder, full_size=size)
+            for batch in batches
         ]
-        rows = max((x.shape[:1] for x in arrays), default=())
-        larger = (size for size in self.full_sizes if (size,) >= rows)
-        batch, num_valid = fit_batch(
-            batch, self._shares, self._remainder, full_size=min(larger, default=None)
-        )
-        padded = jax.tree.leaves(batch)[0].shape[0]
-        self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
-        return batch, num_valid
+        for batch, num_valid in pairs:
+            padded = jax.tree.leaves(batch)[0].shape[0]
+            self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
+        return pairs
 
     def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:
         num_towers = self.placement.num_towers

@@ -139,10 +139,22 @@ class Pass(Iterator[PlacedBatch]):
     def __init__(self, begin: Callable[[int], Stream]) -> None:
         self._begin, self._stream = begin, begin(0)
         self._after: Any = None
+        self._failure: str | None = None  # which ended the stream
 
     def __next__(self) -> PlacedBatch:
         """The next batch, on its devices."""
-        placed, self._after = next(self._stream)
+        if self._failure is not None:
+            raise ValueError(
+                f"This pass through the data ended with {self._failure}, and does not"
+                " go on. Begin another, iter(dataset): one of an iterator that can go"
+                " on begins after what it gave last."
+            )
+        try:
+            placed, self._after = next(self._stream)
+        except Exception as failure:
+            if not isinstance(failure, StopIteration):
+                self._failure = repr(failure)
+            raise
         return placed
 
     def close(self) -> None:
@@ -172,3 +184,4 @@ class ResumablePass(Pass):
         self._stream.close()
         self._elements.set_state(state["elements"])
         self._after, self._stream = state, self._begin(state["rows"])
+        self._failure = None

@@ -313,7 +313,8 @@ class Loop:
         if done == 0 and self._watch.stopped is None:
             raise ValueError(
                 "batches is empty. An iterator that was gone through before is: make"
-                " it anew. If an interrupted run left them, it had done all its steps."
+                " it anew. If a run that stopped left them, it had done all its steps,"
+                " or its error had ended a generator."
             )
         if steps is not None and done < steps and self._watch.stopped is None:
             raise ValueError(
