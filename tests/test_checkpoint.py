@@ -658,6 +658,41 @@ def test_an_evaluation_that_was_due_is_made_up_for(step, tmp_path, number):
     assert [at for at, _ in history.evaluations] == [number, 2 * number, 3 * number]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_the_best_is_known_of_a_run_that_was_ended_beside_it(step, tmp_path, kind):
+    """SIGTERM comes before the evaluation that is due, or at its end."""
+
+    class Killing:
+        def open(self, start):
+            return self
+
+        def write(self, record):
+            if (record.kind, record.step) == (kind, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def close(self):
+            pass
+
+    saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
+    options = metrics_of([1, 2] if kind == "eval" else [1, 2, 3]) | {"eval_every": 2}
+    with pytest.raises(SystemExit):
+        train(step, saving, 6, writers=[Killing()], **options)
+    assert saving.steps == (2,)
+    assert saving.record(2).evaluation_due == (kind == "train")
+    train(step, saving, 4, **options)
+    assert saving.steps == (2, 4) and saving.best_step == 2
+    assert saving.record(2).evaluation == {"loss": 1}
+
+
+def test_a_checkpoint_that_was_being_replaced_is_taken_back(tmp_path):
+    for name in ("step-3", "step-3.replaced", "step-4.replaced", "step-4.saving"):
+        (tmp_path / name).mkdir()
+    folder.prepare(tmp_path, 0)
+    assert folder.saved_steps(tmp_path) == (3, 4)
+    assert not list(tmp_path.glob("step-*.*"))
+
+
 # Options
 
 

@@ -286,9 +286,9 @@ class Loop:
             self.writers.write([Record("eval", number, time.time(), values)])
             self._watch.see(number, values, self.state)
             self._is_evaluation_due = False
+            if self.saving is not None:
+                self.saving.saw(number, values)
         self.writers.check()
-        if self.saving is not None:
-            self.saving.saw(number, values)
         self._evaluate_s += time.perf_counter() - start_s
         watch = self._watch
         in_short = watch.describe(number, values)

@@ -145,12 +145,12 @@ class Saving:
         *,
         evaluation_due: bool = False,
     ) -> None:
-        """Begin to save, unless this step was saved.
+        """Begin to save, unless this step was saved, and is not found to be the best.
 
         Once this returns a step may take the state's buffers over.
         """
-        self._is_best = False
-        if number == self._saved:
+        is_best, self._is_best = self._is_best, False
+        if number == self._saved and not is_best:
             return
         self.wait()
         (at, values), ledger = self._evaluated, self._ledger

@@ -122,7 +122,7 @@ def _read_table(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
 
 
 _WHOLE = re.compile(r"step-(\d+)")
-_BEING_MADE = re.compile(r"step-\d+\.(saving|deleting)")
+_BEING_MADE = re.compile(r"step-\d+\.(saving|deleting|replaced)")
 
 
 def folder_of(directory: pathlib.Path, number: int) -> pathlib.Path:
@@ -152,9 +152,13 @@ def making(directory: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def commit(directory: pathlib.Path, number: int) -> None:
-    """Let a checkpoint that is written count, in one go."""
-    making(directory, number).rename(folder_of(directory, number))
+    """Let a checkpoint that is written count, in one go; also instead of another."""
+    path, before = folder_of(directory, number), directory / f"step-{number}.replaced"
+    if path.exists():
+        path.rename(before)  # `prepare` takes it back, if this process is killed here
+    making(directory, number).rename(path)
     flush_folder(directory)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def discard(path: pathlib.Path, *, patience_s: float = 2.0) -> None:
@@ -177,6 +181,9 @@ def prepare(directory: pathlib.Path, needed: int) -> None:
     """See that checkpoints can be written; clear away what a killed process left."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        for path in directory.glob("step-*.replaced"):
+            if not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))
         for path in directory.iterdir():
             if _BEING_MADE.fullmatch(path.name):
                 shutil.rmtree(path)
