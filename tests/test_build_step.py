@@ -478,6 +478,8 @@ def test_what_a_tower_may_not_return_is_refused_by_name():
     refused(lambda s, b, t: {"a": {"b": "text"}}, r"a\['b'\] is 'text'")
     refused(lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, r"\ba\b.* row")
     refused(lambda s, b, t: tj.PerTower(t.id), "PerTower", micro_batches=2)
+    own = tj.TowerLocal(jnp.zeros(3), tj.Reduction.SUM)
+    refused(lambda s, b, t: own, r"all of\s+state\.local, changed", micro_batches=2)
 
 
 def test_what_an_update_may_not_return_is_refused_by_name():
@@ -520,6 +522,29 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert changed == (guard == "loss" and np.isfinite(state.params["w"]).all())
     assert (state.rng == jax.random.key(1)) == (guard == "loss")
     assert int(state.step) == 1
+
+
+@pytest.mark.slow
+def test_a_guard_of_gradients_looks_at_rows_of_tables():
+    def tower_fn(state, batch, tower):
+        rows = tj.sparse.IndexedRows(batch["y"][:, None], batch["id"], (9, 1))
+        return {"grads": rows, "loss": tj.Weighted.mean(0 * batch["id"], tower.weight)}
+
+    def update_fn(state, merged):
+        ids = merged["grads"].indices
+        after = state.params.at[ids].add(-merged["grads"].values)
+        return dataclasses.replace(state, params=after), {"loss": merged["loss"]}
+
+    guard = {"guard": "gradients", "on_nonfinite": "skip"}
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), **guard)
+    state, batch = step.init(np.zeros((9, 1), np.float32)), data(8)
+    batch["id"] = np.arange(8)[::-1].copy()
+    state, _ = step(state, batch)
+    once = -batch["y"][::-1, None]
+    np.testing.assert_array_equal(state.params[:8], once)
+    batch["y"][5] = np.inf
+    state, _ = step(state, batch)
+    np.testing.assert_array_equal(state.params[:8], once)
 
 
 @pytest.mark.slow

@@ -117,6 +117,11 @@ def test_features_of_another_kind_are_refused(folder, features, text):
         tj.estimator.load_exported(folder)(features, "first")
 
 
+def test_a_folder_that_there_is_stays(folder):
+    with pytest.raises(ValueError, match="served' exists. Export into a new one"):
+        tj.estimator.export_model(replicated(), WEIGHTS, X[:1], folder)
+
+
 def test_a_signature_that_there_is_not_is_refused(folder):
     for name in (None, "second"):
         text = f"signature={name!r} is not one of ['all', 'classes', 'first']."

@@ -95,7 +95,10 @@ def model_fn_of(optimizer, **how):
             return loss_fn(params, features, tower)
 
         if mode is tj.estimator.Mode.EVAL:
-            return tj.estimator.ModelSpec(mode, loss=loss_of(variables.params))
+            loss = loss_of(variables.params)
+            return tj.estimator.ModelSpec(
+                mode, loss=loss, eval_metrics={"twice": 2 * loss}
+            )
         loss, train_op = optimizer.minimize(loss_of, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
@@ -119,6 +122,7 @@ def test_a_model_function_minimizes_a_sum_of_means(T, D, local, A):
     for found in (metrics, evaluated):
         got = [found[name] for name in (*NAMES, "loss")]
         np.testing.assert_allclose(got, [*terms, sum(terms)], rtol=200 * EPS)
+    np.testing.assert_allclose(evaluated["twice"], 2 * sum(terms), rtol=200 * EPS)
     np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
 
 
