@@ -642,6 +642,15 @@ def test_early_stopping_counts_on(step, tmp_path):
 
 
 @pytest.mark.slow
+def test_early_stopping_counts_an_evaluation_once(step, tmp_path):
+    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 1)
+    for _ in range(2):  # a finished run evaluates once more
+        options = {"early_stopping": early, **metrics_of([1])} | {"eval_every": 2}
+        _, history = train(step, saving, 2, **options)
+        assert history.stopped is None and len(history.evaluations) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 4])
 def test_an_evaluation_that_was_due_is_made_up_for(step, tmp_path, number):
     """A run is ended by what sees step 3, after which, or the next, one is due."""

@@ -141,7 +141,7 @@ class Watch:
         self._early_stopping, self._best = early_stopping, best
         self._placement = placement
         self._lowest: tuple[float, int | None] = (math.inf, None)
-        self._without = 0
+        self._without, self._counted = 0, -1  # after which step was the last counted?
 
     @property
     def memory(self) -> dict[str, Any]:
@@ -156,6 +156,7 @@ class Watch:
             "lowest": lowest,
             "lowest_after": number,
             "without": self._without,
+            "counted_after": self._counted,
         }
 
     def recall(self, memory: Mapping[str, Any]) -> None:
@@ -167,6 +168,7 @@ class Watch:
         if memory["lowest"] is not None:
             self._lowest = memory["lowest"], memory["lowest_after"]
         self._without = memory["without"]
+        self._counted = memory.get("counted_after", -1)
         self._stop_if_enough()
 
     def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:
@@ -182,6 +184,9 @@ class Watch:
     def _count(
         self, option: EarlyStopping, number: int, values: Mapping[str, Any]
     ) -> None:
+        if number == self._counted:  # a finished run that is started again
+            return
+        self._counted = number
         # As a cost, of which less is better; a comparison with NaN is never true.
         cost = sign_of(option.mode) * _value(option, values)
         if cost < self._lowest[0] - option.min_delta:
