@@ -277,6 +277,14 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
     assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
+def test_arrays_may_be_in_another_byte_order():
+    ones, scores = np.array([0, 1], ">i4"), np.array([0.2, 0.6], ">f4")
+    assert float(tj.Weighted.mean(scores, ones).value) == np.float32(0.6)
+    assert float(m.auc(ones, scores).compute()) == 1
+    loss = tj.estimator.compute_weighted_loss(scores, ones, valid=ones)
+    assert float(loss.value) == np.float32(0.6)
+
+
 def test_a_tree_of_sums_is_divided_in_float64():
     state = tj.Weighted({"a": np.float64(2**25 + 1)}, np.float64(2))
     assert value_on_host(state) == {"a": 2**24 + 0.5}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widened, wrapping
+from towerjax.types.leaves import native, widened, wrapping
 from towerjax.types.options import check_whole
 
 
@@ -41,13 +41,13 @@ def known(x: Any) -> bool:
 
 
 def as_array(x: Any) -> Any:
-    """A list as a NumPy array; anything else as it is."""
-    return np.asarray(x) if isinstance(x, list | tuple) else x
+    """A list as a NumPy array; anything else as it is, in native byte order."""
+    return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
 def numbers(x: Any) -> jax.Array:
     """What is added up, float32 or wider; no whole number wraps round."""
-    x = jnp.asarray(x if wrapping(x) is None else np.asarray(x, np.float64))
+    x = jnp.asarray(native(x) if wrapping(x) is None else np.asarray(x, np.float64))
     return x.astype(widened(x.dtype))
 
 
