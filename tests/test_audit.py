@@ -288,6 +288,20 @@ def test_a_batch_that_all_towers_divide_is_split_unevenly():
         assert_replicates(forgets_weight, PARAMS, even, (1, 2))
 
 
+def test_both_parts_of_a_complex_metric_are_compared():
+    """Of a batch in another byte order, on numbers of towers of NumPy's."""
+    x = np.arange(1, 201, dtype=">f4")
+
+    def loss_fn(w, x, tower):
+        mean = tj.Weighted.mean(x, tower.weight)
+        metrics = {"c": tj.Weighted(1j * mean.value, 1.0)}
+        return tj.TowerOutput(tj.Weighted(w * mean.sum, mean.weight), metrics)
+
+    with pytest.raises(SplitError) as error:
+        assert_replicates(loss_fn, np.float32(1), x, np.array([3], np.int8))
+    assert [finding.leaf for finding in error.value.findings] == ["metrics['c']"]
+
+
 @pytest.mark.slow
 def test_an_audit_is_fast():
     begin = time.process_time()
@@ -326,7 +340,8 @@ def test_bad_arguments_are_refused():
         "3 towers .* cannot share evenly": {"padding": False},
         "whole number >= 1": {"towers": (0,)},
         "'ignore'": {"rng": "off"},
-        "must be >= 0": {"rtol": -1.0},
+        "must be a number >= 0": {"rtol": -1.0},
+        "towers=3 must be whole numbers": {"towers": 3},
         "one of None, Reduction.SUM": {"loss_reduction": FIRST},
         "must have a floating|floating": {"params": {"w": np.arange(3), "b": 1}},
         "wrapp|Wrap": {"local": {"n": np.float32(0)}},

@@ -378,3 +378,31 @@ def test_one_device_is_one_mirrored_tower():
     np.testing.assert_allclose(one.params, 1.5 - 0.1 * gradient, rtol=1e-6)
     assert float(one.params) == float(other.params)
     assert float(metrics["loss"]) == float(others["loss"])
+
+
+def test_numbers_of_numpy_become_those_of_python():
+    """16 times 16 of ``np.int8`` is 0, and 128 is no such number."""
+
+    def loss_fn(w, x, tower):
+        return tj.Weighted.mean((w - x) ** 2, tower.weight)
+
+    n = np.int8(16)
+    step = tj.build_train_step(
+        loss_fn,
+        optax.sgd(0.5),
+        tj.Mirrored(devices=FOUR[:1], towers=n),
+        micro_batches=n,
+        remainder="pad",
+        statistics=tj.TowerStatistics(),
+    )
+    placed = step.place_batch(np.ones(200, np.float32))
+    assert placed.num_examples == (200,)
+    for options in (
+        step.strategy,
+        step.options,
+        tj.Check(every=n),
+        tj.Checkpointer("folder", every=n),
+        tj.loop.WithState(print, every=n),
+        tj.sync.DiLoCo(every=n, overlap=np.int8(1)),
+    ):
+        assert not any(isinstance(x, np.integer) for x in vars(options).values())

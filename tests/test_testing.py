@@ -187,6 +187,9 @@ def test_differences_are_told_leaf_by_leaf():
     with pytest.raises(AssertionError, match=r"bit by bit"):
         assert_same(np.float32(-0.0), np.float32(0.0), bits=True)
     assert_same(np.float32(-0.0), np.float32(0.0))
+    for rtol in (-1.0, float("nan"), float("inf")):  # no difference is larger
+        with pytest.raises(ValueError, match="rtol=.* must be a number >= 0"):
+            assert_same(np.float32(1), np.float32(2), rtol)
 
 
 def test_trees_that_are_not_alike_are_told():

@@ -42,7 +42,7 @@ from towerjax.data.sparse_rows import Room, SparseRows, room_for
 from towerjax.mesh.placement import Placement, place_own_rows, place_rows
 from towerjax.mesh.processes import Exchange, from_first_process
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_whole, plain_wholes
 
 Split: TypeAlias = Literal["batch", "elements"]
 
@@ -60,6 +60,7 @@ class InputOptions:
         check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)
+        plain_wholes(self)
         if self.split not in get_args(Split):
             raise ValueError(
                 f"split={self.split!r} is not one of 'batch' (an element is a global"

@@ -13,7 +13,7 @@ from towerjax.loop.evaluate import (
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
-from towerjax.types.options import check_function, check_whole
+from towerjax.types.options import check_function, check_whole, plain_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class WithState:
         form = "function(number, state, metrics)"
         check_function("WithState.function", self.function, form)
         check_whole("WithState.every", self.every)
+        plain_wholes(self)
 
 
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
@@ -88,6 +89,7 @@ class LoopOptions:
         check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)
+        plain_wholes(self)
         intervals = [("eval_every", self.eval_every)]
         intervals += [("WithState.every", hook.every) for hook in self.with_state]
         for name, every in intervals:
@@ -128,6 +130,7 @@ class Evaluation:
         if self.params is not None:
             check_function("eval_params", self.params, "eval_params(state)")
         self._check_kinds()
+        plain_wholes(self)
         if self.step is None:
             self._refuse_without_evaluation()
         if self.early_stopping is not None and self.every is None:

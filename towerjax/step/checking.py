@@ -22,7 +22,7 @@ from towerjax.step.amiss import (
 )
 from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
-from towerjax.types.options import check_flag, check_whole
+from towerjax.types.options import check_flag, check_whole, plain_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Check:
 
     def __post_init__(self) -> None:
         check_whole("Check.every", self.every, 1)
+        plain_wholes(self)
         check_flag("Check.desync", self.desync)
         check_flag("Check.nonfinite", self.nonfinite)
         if not (self.desync or self.nonfinite):

@@ -32,7 +32,7 @@ from towerjax.step.state import (
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
 from towerjax.types.leaves import refuse_traced
-from towerjax.types.options import check_choice, check_flag, check_whole
+from towerjax.types.options import check_choice, check_flag, check_whole, plain_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ class StepOptions:
         if self.max_programs is not None:
             check_whole("max_programs", self.max_programs)
         check_flag("donate", self.donate)
+        plain_wholes(self)
         if self.check is None:
             return
         if not isinstance(self.check, Check):

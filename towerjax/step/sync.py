@@ -6,7 +6,7 @@ from typing import TypeAlias
 import optax
 
 from towerjax.types import short_repr
-from towerjax.types.options import check_does, check_whole
+from towerjax.types.options import check_does, check_whole, plain_wholes
 
 __all__ = ["DiLoCo", "EveryStep", "LocalSGD"]
 
@@ -109,6 +109,7 @@ class DiLoCo:
                 f" every={self.fragments * -(-self.every // self.fragments)}."
             )
         check_whole("DiLoCo.overlap", self.overlap, 0, self.every - 1)
+        plain_wholes(self)
         is_number = isinstance(self.keep, int | float)
         if not is_number or not 0 <= self.keep < 1:
             raise ValueError(f"DiLoCo.keep={self.keep!r} must be a number in [0, 1).")

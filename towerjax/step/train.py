@@ -348,7 +348,7 @@ def build_train_step(
         max_programs=max_programs,
         check=check,
     )
-    _check_statistics(statistics, strategy.num_towers * micro_batches)
+    _check_statistics(statistics, strategy.num_towers * options.micro_batches)
     training = Training(loss_fn, optimizer, loss_reduction, example_ids, trainable)
     training = dataclasses.replace(training, statistics=statistics)
     check_sync(sync)

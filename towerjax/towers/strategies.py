@@ -18,7 +18,7 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
-from towerjax.types.options import check_choice, check_takes, check_whole
+from towerjax.types.options import check_choice, check_takes, check_whole, plain_wholes
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """How a step's state lies between steps; see `Mirrored`."""
@@ -76,6 +76,7 @@ class Mirrored(CrossTowerMethods):
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
         _check_choices(self)
+        plain_wholes(self)
         if not isinstance(self.devices, Absent | None):
             object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()

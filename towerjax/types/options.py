@@ -29,14 +29,22 @@ def check_whole(
         raise ValueError(f"{name}={number!r} must be a whole number <= {highest}.")
 
 
-def check_wholes(name: str, numbers: Sequence[Any]) -> None:
-    """Raise unless it is a list of whole numbers, at least of one."""
-    if not numbers:
+def plain_wholes(options: Any) -> None:
+    """Make a dataclass's numbers of NumPy, which wrap round, Python's."""
+    for name, value in vars(options).items():
+        if isinstance(value, np.integer):
+            object.__setattr__(options, name, int(value))
+
+
+def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
+    """The numbers of a list of whole numbers, at least of one."""
+    if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
         raise ValueError(
             f"{name}={numbers!r} must be whole numbers >= 1, at least one."
         )
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
+    return tuple(int(number) for number in numbers)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

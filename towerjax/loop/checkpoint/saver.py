@@ -22,7 +22,13 @@ from towerjax.loop.stopping import Mode, sign_of
 from towerjax.mesh.processes import first_process_says
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
-from towerjax.types.options import check_choice, check_path, check_text, check_whole
+from towerjax.types.options import (
+    check_choice,
+    check_path,
+    check_text,
+    check_whole,
+    plain_wholes,
+)
 
 Place = Literal["cursor", "count", "anew"]
 ARRAYS = "arrays"
@@ -84,6 +90,7 @@ class Checkpointer:
             check_whole("every", self.every, 1)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
+        plain_wholes(self)
         if self.best is not None:
             check_text("best", self.best, "the name of a metric, such as 'loss'")
         check_choice("mode", self.mode, get_args(Mode))

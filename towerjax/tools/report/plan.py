@@ -161,8 +161,7 @@ def plan(
 def _devices(on: str, towers: Sequence[int]) -> list[Absent]:
     if Absent.is_topology(on):
         return [Absent(on)]
-    check_wholes("towers", towers)
-    return [Absent(on, number) for number in towers]
+    return [Absent(on, number) for number in check_wholes("towers", towers)]
 
 
 def _largest_batch(step: Any, params: PyTree, batch: PyTree, report: StepReport) -> int:

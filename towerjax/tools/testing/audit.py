@@ -15,8 +15,8 @@ from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key
-from towerjax.types.options import check_wholes
+from towerjax.types.leaves import is_key, native
+from towerjax.types.options import check_number, check_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,9 +173,9 @@ def assert_replicates(
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
     """
-    examples = _checked_batch(batch, towers)
-    if rtol is not None and not rtol >= 0:
-        raise ValueError(f"rtol={rtol!r} must be >= 0, or None.")
+    towers, examples = check_wholes("towers", towers), _checked_batch(batch)
+    if rtol is not None:
+        check_number("rtol", rtol, "a number >= 0, or None")
     if isinstance(rng, str) and rng != "ignore":
         raise ValueError(
             f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
@@ -210,6 +210,12 @@ def assert_replicates(
 def _kept(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
     """An optimizer whose state is the last gradient."""
     return updates, updates
+
+
+def _reals(x: Any) -> np.ndarray:
+    """In float64; of complex numbers both parts."""
+    x = np.asarray(x)
+    return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +254,7 @@ class _Audited:
         for name, variable in named_leaves("local", state.local, is_leaf=is_local):
             if variable.reduction is not Reduction.NONE:
                 found += named_leaves(name, read_local(variable))
-        return {name: np.asarray(x, np.float64) for name, x in found if not is_key(x)}
+        return {name: _reals(x) for name, x in found if not is_key(x)}
 
     def left_out(self) -> tuple[str, ...]:
         """Names of the local leaves that have no one value to compare."""
@@ -262,7 +268,7 @@ class _Audited:
     def rtol(self, step: TrainStep, batch: PyTree) -> float:
         """What rounding may make, by the narrowest dtype of the traced step."""
         state = step.init(self.params, local=self.local)
-        text = str(jax.make_jaxpr(step.fn)(state, batch))
+        text = str(jax.make_jaxpr(step.fn)(state, jax.tree.map(native, batch)))
         return max(
             [1e-4, *(rtol for name, rtol in _RTOL.items() if f":{name}" in text)]
         )
@@ -344,13 +350,12 @@ def _finding(
     )
 
 
-def _checked_batch(batch: PyTree, towers: Sequence[Any]) -> int:
+def _checked_batch(batch: PyTree) -> int:
     if any(is_rows(x) for x in jax.tree.leaves(batch, is_leaf=is_rows)):
         raise ValueError(
             "The audit permutes the rows of the batch, which it cannot do with"
             " IndexedRows. Give the batch as plain arrays."
         )
-    check_wholes("towers", towers)
     return count_examples(batch)
 
 

@@ -18,6 +18,7 @@ from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.tower_local import read_variables
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data
+from towerjax.types.options import check_number
 
 _SHOWN = 20
 
@@ -41,7 +42,8 @@ def assert_same(
     Raises:
       AssertionError: A leaf differs; each is named, with its largest difference,
         where that is and how many ulps it is.
-      ValueError: ``rtol`` is negative, or a tower-local variable has no one value.
+      ValueError: ``rtol`` is no number >= 0, or a tower-local variable has no one
+        value.
 
     Example:
       >>> assert_same({"w": np.ones(3)}, {"w": np.ones(3)}, bits=True)
@@ -51,8 +53,7 @@ def assert_same(
       AssertionError: 1 of 1 leaves differ (rtol=1e-05):
         * a['w'] is 1.0 and should be 1.25 at (): they differ by 0.25 = 2.1e+06 ulps
     """
-    if rtol < 0:
-        raise ValueError(f"rtol={rtol!r} must be >= 0.")
+    check_number("rtol", rtol, "a number >= 0")
     a, b = _readable(a), _readable(b)
     left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
     lines = [f"{name} is missing" for name in right if name not in left]
