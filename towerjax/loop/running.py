@@ -93,11 +93,12 @@ class Loop:
                 # First of all: the run that this one goes on from may have ended here.
                 if self._is_evaluation_due:
                     self._evaluate()
+                if self.saving is not None and self.saving.is_due(self._dispatched):
+                    self._save()
                 if self._watch.stopped is not None:
                     break
                 if (placed := self._next(placed_batches)) is None:
                     break
-                self._save_if_due()  # the last state is saved with its evaluation
                 before = self._dispatched
                 self._dispatch(placed)
                 for hook in self._options.with_state:
@@ -138,7 +139,6 @@ class Loop:
         except Exception:
             # The steps before the broken batch are whole: hooks shall see them.
             self._fetch(0)
-            self._save_if_due()
             raise
         finally:
             self._wait_s = time.perf_counter() - start_s
@@ -159,10 +159,6 @@ class Loop:
                 self._is_evaluation_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
-
-    def _save_if_due(self) -> None:
-        if self.saving is not None and self.saving.is_due(self._dispatched):
-            self._save()
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; of the last one wait for the end."""

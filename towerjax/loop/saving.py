@@ -60,7 +60,8 @@ class Saving:
         )
         stack.callback(self._thread.shutdown)  # first, and then it writes no more
         self._writing: concurrent.futures.Future[None] | None = None
-        self._saved: int | None = None
+        # The newest that is saved, and its evaluation.
+        self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
         self._before = int(state.step)
@@ -89,7 +90,8 @@ class Saving:
         record = self._options.record(newest)
         where = folder.folder_of(self._options.path, newest)
         check_same_model(record.leaves, state, f"The checkpoint {str(where)!r}")
-        self._saved = newest if newest >= start else None
+        if newest >= start:
+            self._saved = newest, record.evaluation
         if newest <= start:
             return state, options
         left = _left_of(options.steps, start, record)
@@ -145,15 +147,17 @@ class Saving:
         *,
         evaluation_due: bool = False,
     ) -> None:
-        """Begin to save, unless this step was saved, and is not found to be the best.
+        """Begin to save, unless this step was saved, and with its evaluation if any.
 
         Once this returns a step may take the state's buffers over.
         """
-        is_best, self._is_best = self._is_best, False
-        if number == self._saved and not is_best:
+        self._is_best = False
+        (at, values), ledger = self._evaluated, self._ledger
+        evaluation = values if at == number else {}
+        saved, told = self._saved
+        if number == saved and evaluation in ({}, told):
             return
         self.wait()
-        (at, values), ledger = self._evaluated, self._ledger
         cursor = encoded_cursor(ledger.cursor) if ledger.has_cursor else None
         strategy, seen = self._step.strategy, state.seen
         record = CheckpointRecord(
@@ -164,7 +168,7 @@ class Saving:
             leaves=tuple(described(state)),
             batches={"used": ledger.used, "cursor": cursor},
             batch_rows=tuple(sorted(self._step.batch_rows)),
-            evaluation=values if at == number else {},
+            evaluation=evaluation,
             evaluation_due=evaluation_due,
             stopping=stopping,
             fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
@@ -176,7 +180,7 @@ class Saving:
                 folder.begin(self._options.path, number)
             self._files.save(path / ARRAYS, plain_arrays(state))
         self._writing = self._thread.submit(self._finish, record)
-        self._saved = number
+        self._saved = number, evaluation
 
     def _finish(self, record: CheckpointRecord) -> None:
         """In the thread: wait for the arrays, then let the checkpoint count."""
@@ -202,7 +206,7 @@ class Saving:
         try:
             yield
         except Exception as error:
-            self._saved = None
+            self._saved = -1, {}
             path = folder.making(self._options.path, number)
             if self._is_first:
                 folder.discard(path)
