@@ -177,10 +177,9 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
         for seed in range(2):
             state, _ = step(state, step.place_batch(rows(seed=seed)))
         state, _ = tj.run(step, state, [rows()] * 2, progress=False)
-        predict = tj.build_predict_step(
-            lambda w, batch, tower: batch["x"], step.strategy
-        )
-        np.testing.assert_array_equal(predict(state, rows(5)), rows(5)["x"])
+        predict = tj.build_predict_step(lambda w, x, tower: x["x"], step.strategy)
+        found = predict(state, rows(5))
+    np.testing.assert_array_equal(found, rows(5)["x"])
 
 
 @pytest.mark.slow

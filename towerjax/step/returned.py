@@ -131,7 +131,7 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
         if isinstance(x, Tracer):
             return x[np.flatnonzero(kept)]
         # By way of the host: a slice on the devices compiles for every new size.
-        return like_key(jax.device_put(np.asarray(key_data(x))[kept]), x)
+        return like_key(jax.device_put(jax.device_get(key_data(x))[kept]), x)
 
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 
