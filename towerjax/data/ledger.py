@@ -30,9 +30,8 @@ class Unused(Iterator[PyTree]):
         self,
         batches: Iterable[PyTree],
         rest: Iterator[PyTree],
-        used_before: int = 0,
-        *,
-        comes_again: bool = False,
+        used_before: int,
+        comes_again: bool,
     ) -> None:
         self._batches, self._rest = collections.deque(batches), rest
         self.used_before, self.comes_again = used_before, comes_again
@@ -135,8 +134,7 @@ class Ledger(Iterator[PyTree]):
             self._taken.clear()
             return self._iterator
         kept = (taken.batch for taken in self._taken)
-        again = self.can_be_counted
-        return Unused(kept, self._iterator, self.used, comes_again=again)
+        return Unused(kept, self._iterator, self.used, self.can_be_counted)
 
     def close(self) -> None:
         """Close what was opened here: an iterator that was passed in stays open."""
