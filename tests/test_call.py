@@ -409,6 +409,15 @@ def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
         assert "Write jnp.where or lax.cond; to see values, jax.debug.print" in notes
 
 
+@pytest.mark.parametrize("use", [range, [5.0, 3.0].__getitem__, np.asarray])
+def test_a_choice_by_the_tower_is_explained(use):
+    with pytest.raises(TypeError) as error:
+        mirrored(2).call_for_each_tower(lambda tower: use(tower.id))
+    notes = " ".join(error.value.__notes__)
+    assert "tower.id, the batch and" in notes
+    assert "write jnp.asarray(values)[tower.id]" in notes
+
+
 def test_an_axis_that_towers_do_not_know_is_explained():
     strategy = tj.Mirrored(towers=2)
     with pytest.raises(NameError) as error:

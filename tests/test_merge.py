@@ -156,6 +156,22 @@ def test_a_wrong_number_of_rows_is_refused(rows, text):
         mirrored(3, 1).call_for_each_tower(tower_fn)
 
 
+@pytest.mark.parametrize("method", ["reduce", "all_gather", "merge_call"])
+def test_a_merge_function_has_met_already(method):
+    """The tower around it would take all towers' values for its own, and keep them."""
+    first = {"reduce": [R.MEAN], "all_gather": []}.get(method, [lambda _, v: v])
+
+    def tower_fn(tower):
+        def merge(strategy, v):
+            return getattr(tower, method)(*first, {"v": v})
+
+        return tower.merge_call(merge, 1.0 + tower.id)
+
+    text = f"tower.{method} of a PerTower, which .* write strategy.reduce"
+    with pytest.raises(ValueError, match=text):
+        mirrored(2, 1).call_for_each_tower(tower_fn)
+
+
 def test_destinations_inside_are_refused():
     def tower_fn(tower):
         return tower.merge_call(

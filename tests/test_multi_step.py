@@ -142,6 +142,27 @@ def test_a_tower_must_say_how_its_output_is_reduced():
         strategy.run_steps_on_dataset(step, feed(strategy, 1))
 
 
+@pytest.mark.parametrize("in_a_tower", [True, False])
+def test_an_output_that_is_no_array_and_an_array_that_is_no_output(in_a_tower):
+    strategy = mirrored(2)
+
+    def run(say):
+        def step(ctx, carry, x):
+            if in_a_tower:
+                ctx.call_for_each_tower(lambda tower, x: say(ctx, x), x)
+            else:
+                say(ctx, x)
+
+        strategy.run_steps_on_dataset(step, feed(strategy, 1))
+
+    with pytest.raises(
+        ValueError, match=r"'bar' .* Write set_non_tensor_output\('v', "
+    ):
+        run(lambda ctx, x: ctx.set_last_step_output("v", {"k": "bar"}, R.MEAN))
+    with pytest.raises(ValueError, match=r"no value .* set_last_step_output\('v', "):
+        run(lambda ctx, x: ctx.set_non_tensor_output("v", [x]))
+
+
 def test_a_step_returns_what_the_next_one_takes():
     strategy = mirrored(2)
     with pytest.raises(ValueError, match="a step returns what the next one takes, of"):

@@ -408,3 +408,16 @@ def test_rows_go_where_they_are_sent():
     assert batch[1].values.devices() == {jax.devices()[2]}
     first, moved = map(dense, jax.device_get((batch[0], out)))
     np.testing.assert_array_equal(first, moved)
+
+
+@pytest.mark.parametrize("reduction, divisor", [(R.SUM, 1), (R.MEAN, 2)])
+def test_rows_of_several_numbers_that_were_regrouped_reduce(reduction, divisor):
+    rows = [([[1, 2]], [1]), ([[3, 4], [5, 6]], [1, 3])]
+    nests = [tj.sparse.IndexedRows(np.float32(v), np.array(i), (5, 2)) for v, i in rows]
+    strategy = mirrored(2, 1)
+    given = strategy.regroup(nests)
+    tj.testing.assert_same(strategy.unwrap(given), nests)
+    (out,) = strategy.batch_reduce(reduction, [(given, None)])
+    assert out.indices.tolist() == [1, 1, 3]
+    expected = np.array([[0, 0], [4, 6], [0, 0], [5, 6], [0, 0]]) / divisor
+    np.testing.assert_array_equal(out.to_dense(), expected)

@@ -27,6 +27,11 @@ from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype
 
 _MEETING = "towerjax_meeting"
+_HAVE_NO_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
 
 
@@ -194,11 +199,12 @@ def tower_explained() -> Iterator[None]:
     """Around a tower function: says why ``if tower.id == 0`` or an axis cannot be."""
     try:
         yield
-    except jax.errors.ConcretizationTypeError as error:
+    except _HAVE_NO_VALUE as error:
         error.add_note(
             "A tower function is traced once for all towers: tower.id, the batch and"
             " what is computed of them have no values yet. Write jnp.where or lax.cond;"
-            " to see values, jax.debug.print('{}', x)."
+            " to see values, jax.debug.print('{}', x). To pick by tower.id, write"
+            " jnp.asarray(values)[tower.id]."
         )
         raise
     except NameError as error:

@@ -27,6 +27,17 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
         )
 
 
+def refuse_all_towers(value: PyTree, what: str) -> None:
+    """Raise where a tower would meet with what is all towers' already."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerTower))
+    if any(isinstance(x, PerTower) for x in leaves):
+        raise ValueError(
+            f"{what} of a PerTower, which holds all towers' values. In a merge function"
+            " they have met: write strategy.reduce(tj.Reduction.MEAN, value), or"
+            " strategy.unwrap(value)."
+        )
+
+
 def is_mergeable(leaf: Any) -> bool:
     """Is it a value that may differ from tower to tower, an array?"""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
@@ -116,6 +127,7 @@ def merge_over_towers(
     result needs no sending back, and it differentiates as it stands.
     """
     refuse_in_turn(axes, "tower.merge_call")
+    refuse_all_towers((values, named), "tower.merge_call")
 
     def gather(leaf: Any) -> Any:
         if isinstance(leaf, TowerLocal):

@@ -17,7 +17,11 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.towers.merge import merge_over_towers, refuse_in_turn
+from towerjax.towers.merge import (
+    merge_over_towers,
+    refuse_all_towers,
+    refuse_in_turn,
+)
 from towerjax.towers.variables import Variable, assigned_in_tower
 from towerjax.types import PyTree, Reduction
 
@@ -172,6 +176,7 @@ class Tower:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
         refuse_in_turn(self._axes, "tower.reduce")
+        refuse_all_towers(value, "tower.reduce")
         return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
@@ -195,6 +200,7 @@ class Tower:
             such dim, or it is not dim 0 of ``IndexedRows``.
         """
         refuse_in_turn(self._axes, "tower.all_gather")
+        refuse_all_towers(value, "tower.all_gather")
         if axis is not None:
             check_joins(value, axis)
 

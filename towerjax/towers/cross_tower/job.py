@@ -20,7 +20,7 @@ from towerjax.towers.executors import is_inside_tower
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import changes, listed
+from towerjax.types.leaves import changes, has_tracers, listed, problem_of, shown
 from towerjax.types.options import check_takes, check_whole
 
 
@@ -88,8 +88,16 @@ class MultiStepContext:
             are, which a tower function cannot.
 
         Raises:
-          ValueError: NONE in a tower function, or one of the strategy's own call.
+          ValueError: NONE in a tower function, or one of the strategy's own call; the
+            output is no array.
         """
+        for leaf in jax.tree.leaves(output):
+            if problem_of(leaf):
+                raise ValueError(
+                    f"set_last_step_output({name!r}) got {shown(leaf)}, which a"
+                    " compiled step cannot hand out. Write"
+                    f" set_non_tensor_output({name!r}, ...)."
+                )
         if self._tower is None:
             if is_inside_tower():
                 raise ValueError(
@@ -116,7 +124,16 @@ class MultiStepContext:
           name: Its name in ``non_tensor_outputs``.
           output: Anything. From a tower function it arrives as a list with one
             entry, since all towers are one trace.
+
+        Raises:
+          ValueError: An array that the steps compute, which has no value yet.
         """
+        if has_tracers(output):
+            raise ValueError(
+                f"set_non_tensor_output({name!r}) got an array that the steps compute,"
+                " which has no value while they are traced. Write"
+                f" set_last_step_output({name!r}, ...)."
+            )
         inside = self._tower is not None
         self.non_tensor_outputs[name] = [output] if inside else output
 

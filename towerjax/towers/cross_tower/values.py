@@ -243,8 +243,11 @@ def _whole(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
 
     def one(part: Any) -> Any:
         fields, treedef = jax.tree.flatten(part, is_leaf=is_per_tower)
-        if not any(map(is_per_tower, fields)):
+        own = [as_per_tower(x).values for x in fields if is_per_tower(x)]
+        if not own:
             return part
+        if any(map(are_apart, own)):
+            return PerTower(tuple(unwrap(part)))
         return PerTower(treedef.unflatten(map(side_by_side, fields)))
 
     return map_parts(kind, one, tree)
