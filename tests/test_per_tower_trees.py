@@ -103,7 +103,28 @@ def test_results_of_map_that_are_trees_are_joined_and_reduced(T, D):
     assert strategy.gather(stacked, 0)["x"].tolist() == list(range(2 * T))
 
 
+def test_what_has_no_elements_is_reduced_in_a_tower():
+    def tower_fn(tower, x):
+        return [tower.reduce(r, x) for r in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)]
+
+    out = mirrored(2).call_for_each_tower(tower_fn, np.zeros((0, 3), np.int8))
+    assert [(x.shape, str(x.dtype)) for x in out] == [
+        ((0, 3), dtype) for dtype in ("int32", "float32", "int8")
+    ]
+
+
 # Rows of an array.
+
+
+def test_rows_without_columns_are_reduced_and_joined():
+    rows = tj.sparse.IndexedRows(np.ones((2, 2, 0)), np.array([[0, 1], [1, 0]]), (3, 0))
+    strategy = mirrored(2)
+    total = strategy.reduce(R.SUM, tj.PerTower(rows))
+    joined = strategy.call_for_each_tower(
+        lambda tower, rows: tower.all_gather(rows, axis=0), tj.PerTower(rows)
+    )
+    assert (total.values.shape, joined.values.shape) == ((4, 0), (4, 0))
+    assert joined.indices.tolist() == [0, 1, 4, 3]
 
 
 @pytest.mark.parametrize(

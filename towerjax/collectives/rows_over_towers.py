@@ -95,7 +95,7 @@ def join_stacked_rows(rows: IndexedRows, num_towers: int) -> IndexedRows:
     size, *rest = rows.dense_shape
     first = size * jnp.arange(num_towers)[:, None]
     indices = _shifted(rows, first, num_towers * size).reshape(-1)
-    values = jnp.asarray(rows.values).reshape(-1, *rest)
+    values = jnp.asarray(rows.values).reshape(indices.size, *rest)
     return IndexedRows(values, indices, (num_towers * size, *rest))
 
 
@@ -124,7 +124,7 @@ def reduce_stacked_rows(
     values, indices = jnp.asarray(rows.values), jnp.asarray(rows.indices)
     if reduction is Reduction.ONLY_FIRST_TOWER:
         return IndexedRows(values[0], indices[0], rows.dense_shape)
-    values = values.reshape(-1, *values.shape[2:])
+    values = values.reshape(indices.size, *values.shape[2:])
     joined = IndexedRows(values, indices.reshape(-1), rows.dense_shape)
     return _divided(reduction, joined, num_towers)
 

@@ -12,11 +12,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from towerjax.collectives.reduce import (
+    addable,
     check_addable,
     check_axis,
     check_dim,
     check_reduction,
     reduce_stacked,
+    reduced_dtype,
 )
 from towerjax.collectives.rows_over_towers import (
     check_joins,
@@ -332,11 +334,11 @@ def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> A
     check_dim(rows, axis)
     # Joined and not added up row by row, so that bfloat16 is rounded once.
     joined = _join(rows, axis, "reduce with")
-    if reduction is Reduction.SUM:
-        return joined.sum(axis=axis)
-    if joined.shape[axis]:
-        return joined.mean(axis=axis)
-    return Weighted(joined.sum(axis=axis), 0).value  # no elements: 0, never NaN
+    dtype = reduced_dtype(reduction, joined.dtype)
+    total = joined.astype(addable(dtype)).sum(axis=axis)
+    if reduction is Reduction.MEAN:
+        total = total / max(joined.shape[axis], 1)  # no elements: 0, never NaN
+    return total.astype(dtype)
 
 
 def send(value: PyTree, destinations: Any) -> PyTree:
