@@ -336,6 +336,7 @@ def of_loss(loss):
     return fn
 
 
+TEXTS = np.array(["a", "b"])
 RETURNS = {
     "nothing": (lambda mode, v, x: None, "returned a NoneType in Mode"),
     "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
@@ -391,6 +392,24 @@ RETURNS = {
     "hooks no functions": (
         lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=(1,)),
         r"hooks=\(1,\) must be a tuple of functions",
+    ),
+    "hooks a number": (
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=3),
+        r"hooks=3 must be a tuple of functions",
+    ),
+    "a prediction of text": (
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, {"p": "cat"}, 1.0, v),
+        r"predictions\['p'\] is a str: ",
+    ),
+    "classes of text": (
+        lambda mode, v, x: tj.estimator.ModelSpec(
+            mode,
+            None,
+            1.0,
+            v,
+            export_outputs={"a": tj.estimator.ClassificationOutput(classes=TEXTS)},
+        ),
+        r"\['a'\]\.classes is an array of dtype <U1: give each text a number",
     ),
     "metric named loss": (
         lambda mode, v, x: tj.estimator.ModelSpec(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from towerjax.data.shard import end_to_end, refuse_other_than_rows
 from towerjax.step.returned import without_padding
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
-from towerjax.types.leaves import listed, map_parts
+from towerjax.types.leaves import listed, map_parts, refuse_unheld
 from towerjax.types.options import check_choice
 
 
@@ -62,7 +62,7 @@ class RegressionOutput:
     value: PyTree
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class ClassificationOutput:
     """A classification's output to be exported; one of the two at least.
@@ -95,6 +95,12 @@ class ClassificationOutput:
         if _are_names(self.classes):
             return (self.scores, None), self.classes
         return (self.scores, self.classes), None
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], Any]:
+        """The same, with names for errors."""
+        (scores, classes), names = self.tree_flatten()
+        key = jax.tree_util.GetAttrKey
+        return ((key("scores"), scores), (key("classes"), classes)), names
 
     @classmethod
     def tree_unflatten(cls, names: Any, children: Any) -> "ClassificationOutput":
@@ -180,7 +186,8 @@ class ModelSpec:
                     " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
                     " tj.estimator.ClassificationOutput."
                 )
-        if callable(self.hooks) or not all(map(callable, self.hooks)):
+        several = isinstance(self.hooks, Sequence)
+        if not several or not all(map(callable, self.hooks)):
             raise ValueError(
                 f"hooks={self.hooks!r} must be a tuple of functions (step number,"
                 " metrics)."
@@ -243,6 +250,7 @@ def typed_rows(
 ) -> PyTree:
     """One tower's outputs, whose types say what becomes of them."""
     refuse_other_than_rows(outputs, name)
+    refuse_unheld(name, outputs)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
     if stacked_classes:
         outputs = map_parts(ClassificationOutput, _with_own_classes, outputs)
