@@ -461,6 +461,7 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
         (1.0, {}, [1.0], "The value for variable 'v' is PyTreeDef"),
         (1.0, {}, np.ones(2), r"value has shape \(2,\), expected \(\)"),
         (1, {}, 0.5, "value is float32, which int32 cannot hold"),
+        (1.0, {}, "x", "value is a str: keep apart what is no array"),
         (1.0, {}, jax.random.key(0), "value is key<fry>, which float32 cannot hold"),
         (
             np.ones(2),

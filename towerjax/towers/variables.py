@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
 from towerjax.types import PerTower, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import listed, map_parts
+from towerjax.types.leaves import listed, map_parts, problem_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,9 @@ def fitted(
     for (name, new), leaf in pairs:
         leaf = jax.eval_shape(jnp.asarray, leaf)
         shape = leaf.shape[1:] if copies else leaf.shape
+        if problem := problem_of(new):
+            problems.append(f"{name} is {problem}")
+            continue
         if np.shape(new) != shape:
             problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
             continue
