@@ -268,6 +268,23 @@ def test_an_abandoned_feed_ends_its_thread():
     assert feeder_threads() == []
 
 
+def test_a_feed_that_is_collected_in_its_own_thread_ends_it():
+    ended = []
+
+    def place(x):
+        if x == 1:
+            given.wait(5)
+            feed.close()  # as the garbage collector may, in any thread
+            ended.append(True)
+        return x
+
+    given, feed = threading.Event(), prefetch(itertools.count(), place, depth=2)
+    assert next(feed) == 0
+    given.set()
+    wait_until(lambda: feeder_threads() == [])
+    assert ended
+
+
 def test_a_feed_never_begun_starts_nothing():
     prefetch(itertools.count(), lambda i: i, depth=2).close()
     assert feeder_threads() == []

@@ -328,8 +328,9 @@ class _Feeder:
         finally:  # Ctrl-C could strike before
             self._stopped.set()
             self._room.release()
-        if self.thread.ident is not None:
-            self.thread.join(patience_s)
+        if self.thread.ident in (None, threading.get_ident()):
+            return  # it never began; or this is it, collecting garbage, and it ends now
+        self.thread.join(patience_s)
         if self.thread.is_alive():
             warnings.warn(
                 f"The input is still busy with one batch {patience_s:g} s after the"
