@@ -205,12 +205,21 @@ def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
         mean = tj.Weighted.mean(batch["x"][:, 0])
         return tj.TowerOutput(out.loss, extra={**out.extra, "rows": mean})
 
+    def of_rows(params, batch, tower):
+        out = averaging(params, batch, tower)
+        every = tj.Rows(batch["x"])
+        return tj.TowerOutput(out.loss, extra={**out.extra, "rows": every})
+
     build = tj.build_train_step
     with pytest.raises(tj.ReplicationError, match="extra.*last"):
         build(own, optax.sgd(RATE), mirrored(2, 2)).check(
             start(), rows(), extra=first_extra()
         )
-    for loss, text in ((wrong, "is absent"), (cut_off, "was int32.* and is float32")):
+    for loss, text in (
+        (wrong, "is absent"),
+        (cut_off, "was int32.* and is float32"),
+        (of_rows, r"Look at TowerOutput\(extra=.*else.* update_fn of tj\.build_step"),
+    ):
         with pytest.raises(ValueError, match=rf"state.extra.*{text}"):
             build(loss, optax.sgd(RATE), mirrored(2, 2)).check(
                 start(), rows(), extra=first_extra()

@@ -552,6 +552,8 @@ REFUSED = [
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),
     (lambda: m.mean(N, np.ones(1)), r"mean got values of shape \(2,\).*\(1,\)"),
     (lambda: m.mean(np.ones((2, 2)), np.ones((1, 2))), r"weights of shape \(1, 2\)"),
+    (lambda: m.mean({"a": N}, np.ones(2)), "not a dict.*jax.tree.map"),
+    (lambda: tj.Weighted.mean({"a": N}, np.ones(2)), "not a dict.*jax.tree.map"),
     (lambda: m.mean_squared_error(N, N[:1]), "mean_squared_error got labels of shape"),
     (lambda: m.precision(B, N), "Scores need a threshold"),
     (lambda: m.precision(B, B, threshold=0.5), "threshold=0.5.*take none"),

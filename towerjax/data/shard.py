@@ -126,7 +126,8 @@ def count_examples(batch: PyTree) -> int:
         found = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in leaves)
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but"
-            f" got {found}. Split or pad them alike before the step."
+            f" got {found}. Split or pad them alike before the step, padding with a"
+            " weight of 0; what every tower needs whole is tj.Shared(...)."
         )
     size = sizes.pop()
     if size == 0:

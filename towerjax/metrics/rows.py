@@ -47,6 +47,12 @@ def as_array(x: Any) -> Any:
 
 def numbers(x: Any) -> jax.Array:
     """What is added up, float32 or wider; no whole number wraps round."""
+    if not (known(x) or jax.tree_util.all_leaves([x])):
+        raise ValueError(
+            f"One array of numbers is averaged, not a {type(x).__name__}. The mean over"
+            " rows of each leaf of a tree is tj.Weighted(jax.tree.map(lambda x:"
+            " jnp.tensordot(weight, x, 1), tree), jnp.sum(weight))."
+        )
     x = jnp.asarray(native(x) if wrapping(x) is None else np.asarray(x, np.float64))
     return x.astype(widened(x.dtype))
 

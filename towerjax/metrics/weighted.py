@@ -107,7 +107,9 @@ class Weighted(_Term):
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
         An element of weight 0 is left out even when its value is NaN. Its gradient
         is not: NaN times 0 is NaN, so replace bad inputs before the model, with
-        ``jnp.where``, or build the step with ``guard="gradients"``.
+        ``jnp.where``, or build the step with ``guard="gradients"``. Elements of a row
+        are averaged, too; the mean of vectors, one for each row, is
+        ``Weighted(jnp.tensordot(weight, values, 1), weight.sum())``.
 
         Args:
           values: Shape ``[b, ...]`` or ``()``, numbers or booleans.
@@ -119,7 +121,8 @@ class Weighted(_Term):
 
         Raises:
           ValueError: ``weight`` is negative where that is known before tracing, or
-            its shape is not a leading part of the shape of ``values``.
+            its shape is not a leading part of the shape of ``values``; or that is
+            a tree.
 
         Example:
           >>> float(Weighted.mean(np.array([1.0, 5.0]), np.array([3.0, 1.0])).value)
@@ -227,7 +230,8 @@ class Means(_Term):
             raise ValueError(
                 f"A mean + {type(other).__name__}: what is added to a mean says whether"
                 " it is a mean of rows, tj.Weighted.mean(...), or one number that all"
-                " towers share, tj.shared(x)."
+                " towers share, tj.shared(x). Where towers have met, as in update_fn,"
+                " the number is .value."
             )
         return Means((*self.terms, *other.terms), self.shared + other.shared)
 

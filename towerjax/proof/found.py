@@ -70,8 +70,9 @@ class Analysis:
 
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
-_REDUCE = """Return tj.Weighted(sum, weight), or tower.reduce(tj.Reduction.MEAN, value),
-or keep it per tower in TowerOutput(local=...)."""
+_REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over towers,
+or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
+tj.PerTower(value), or TowerOutput(local=...)."""
 _FACTORS = "A mean is multiplied with what differs from tower to tower:"
 _ROWS = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
 same on all towers, tower.reduce(tj.Reduction.MEAN, factor). Where each tower's own is

@@ -104,7 +104,11 @@ class Training:
         params = with_trained(part, state.params, flags)
         changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
         if "extra" in merged:
-            culprit = "TowerOutput(extra=...)"
+            culprit = (
+                "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree"
+                " that step.init(params, extra=...) was given. What else towers return"
+                " is put into a state by the update_fn of tj.build_step"
+            )
             changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
         if "seen" in merged:
             cells = from_sums(merged["seen"].value, self.parts)
