@@ -108,7 +108,8 @@ class Step(CompiledStep):
           params: Arrays; copied, so that yours stay usable.
           opt_state: What ``update_fn`` keeps from step to step, such as
             ``optimizer.init(params)``, or a dict of several; copied.
-          local: Tower-local variables: a pytree of ``TowerLocal``.
+          local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
+            each tower's copy starts with.
           extra: Mirrored values that do not train, ``state.extra``: any pytree.
           rng: One key; None is ``jax.random.key(0)``.
 
