@@ -446,12 +446,12 @@ def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
 # What is refused
 
 
-def refused(tower_fn, text, error=ValueError, update_fn=None, **options):
+def refused(tower_fn, text, error=ValueError, update_fn=None, local=None, **options):
     def keep(state, merged):
         return state, {}
 
     step = tj.build_step(tower_fn, update_fn or keep, mirrored(2, 2), **options)
-    state = step.init(params())
+    state = step.init(params(), local=local)
     with pytest.raises(error, match=text):
         step(state, data(8))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
@@ -480,6 +480,16 @@ def test_what_a_tower_may_not_return_is_refused_by_name():
     refused(lambda s, b, t: tj.PerTower(t.id), "PerTower", micro_batches=2)
     own = tj.TowerLocal(jnp.zeros(3), tj.Reduction.SUM)
     refused(lambda s, b, t: own, r"all of\s+state\.local, changed", micro_batches=2)
+
+
+def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
+    def tower_fn(state, batch, tower):
+        return {"new": {"x": state.local["b"], "y": state.local["a"]}}
+
+    local = {"a": tj.TowerLocal(np.float32(1), R.SUM)}
+    local["b"] = dataclasses.replace(local["a"], value=np.float32(2))
+    text = "variables new/x, new/y, but the next part goes on from .* a, b. Return"
+    refused(tower_fn, text, local=local, micro_batches=2)
 
 
 def test_what_an_update_may_not_return_is_refused_by_name():

@@ -34,6 +34,7 @@ from towerjax.step.returned import (
     filled,
     is_typed,
     parts_of_tower,
+    refuse_mixed_up,
     split,
 )
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
@@ -261,6 +262,7 @@ class Pass:
         else:
             parts = in_parts(rows, self.micro_batches)
             tree, pools = _in_turn(of_part, self.micro_batches, parts, local)
+            refuse_mixed_up(filled(tree, pools), state.local)
         if self.alone is None:
             return tree, pools
         here = dataclasses.replace(state, local=with_local_values(state.local, local))

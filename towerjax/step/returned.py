@@ -85,6 +85,31 @@ def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=is_hole)
 
 
+def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
+    """Raise unless tower-local variables come back by the names that they have.
+
+    The next micro-batch goes on from them, in the order of the tree. Of one alone the
+    name does not matter.
+    """
+
+    def names(tree: PyTree) -> list[list[str]]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed)
+        own = [path for path, x in leaves if isinstance(x, TowerLocal)]
+        return [[key_of(entry) for entry in path] for path in own]
+
+    came, held = names(returned), names(local)
+    if len(held) < 2 or not came:
+        return
+    ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
+    if len(came) != len(held) or ends != held:
+        shown = [", ".join(map("/".join, x)) for x in (came, held)]
+        raise ValueError(
+            "A tower of several micro-batches returned the tower-local variables"
+            f" {shown[0]}, but the next part goes on from those of state.local,"
+            f" {shown[1]}. Return them by these names, such as {{'local': {{...}}}}."
+        )
+
+
 def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[Part]:
     """What one tower adds up, by what it is: loss first, then gradients, metrics."""
     tree = filled(tree, {"added": pools["added"], "shown": pools["shown"]})

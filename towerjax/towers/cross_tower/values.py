@@ -205,7 +205,6 @@ def reduce_values(
             " Reduction.ONLY_FIRST_TOWER does not say. Write SUM or MEAN, or reduce"
             " without axis and then over the dim."
         )
-
     value = _whole(Weighted | IndexedRows, value, strategy.num_towers)
 
     def one(x: Any) -> Any:
