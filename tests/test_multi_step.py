@@ -1,5 +1,7 @@
 """run_steps_on_dataset: the same numbers as steps one by one, in one program."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -169,6 +171,21 @@ def test_a_step_returns_what_the_next_one_takes():
         strategy.run_steps_on_dataset(
             lambda ctx, w, x: (w, w), feed(strategy, 1), 1, jnp.float32(0)
         )
+
+
+def test_of_containers_the_one_that_changed_is_told():
+    """Not the whole tree, whose text may fill a page."""
+    strategy, zero = mirrored(2), jnp.float32(0)
+    initial = {"a": (zero, [zero]), "b": {"c": zero, "d": [zero]}}
+
+    def step(ctx, carry, x):
+        return {**carry, "b": OrderedDict(carry["b"])}
+
+    text = (
+        r"but a container was PyTreeDef\({'c': \*, 'd': \[\*\]}\) and is .*OrderedDict"
+    )
+    with pytest.raises(ValueError, match=text):
+        strategy.run_steps_on_dataset(step, feed(strategy, 1), 1, initial)
 
 
 @pytest.mark.parametrize(

@@ -160,8 +160,17 @@ def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     ]
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if not found and trees[0] != trees[1]:
-        found = [f"its containers were {trees[0]} and are {trees[1]}"]
+        was, now = _apart(*trees)
+        found = [f"a container was {was} and is {now}"]
     return found
+
+
+def _apart(was: Any, now: Any) -> tuple[Any, Any]:
+    """The first parts of two structures that are of another kind."""
+    if was.node_data() != now.node_data():
+        return was, now
+    pairs = zip(was.children(), now.children(), strict=False)
+    return next((_apart(*two) for two in pairs if two[0] != two[1]), (was, now))
 
 
 def _dtype_of(leaf: Any) -> Any:
