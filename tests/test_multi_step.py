@@ -97,6 +97,24 @@ def test_variables_are_carried():
     assert float(strategy.read_var(seen)) == 28
 
 
+def test_towers_values_that_come_apart_are_carried():
+    strategy = mirrored(2)
+
+    def step(ctx, sums, x):
+        own = ctx.call_for_each_tower(lambda tower, s, x: s + x.sum(), sums, x)
+        return tj.PerTower(tuple(strategy.unwrap(own)))
+
+    data = [np.arange(4, dtype=np.float32)] * 3
+    apart = tj.PerTower((np.float32(1), np.float32(2)))
+    for carry in (apart, tj.PerTower(np.float32([1, 2]))):
+        feed = iter(strategy.distribute_dataset(data))
+        ctx = strategy.run_steps_on_dataset(step, feed, 3, carry)
+        assert ctx.final.values.tolist() == [4, 17]
+    with pytest.raises(ValueError, match=r"PerTower of the carry has shape \(3,\)"):
+        feed = iter(strategy.distribute_dataset(data))
+        strategy.run_steps_on_dataset(step, feed, 3, tj.PerTower(np.zeros(3)))
+
+
 def test_elements_arrive_as_they_are_and_tuples_part_by_part():
     strategy = mirrored(2)
 

@@ -17,10 +17,18 @@ from towerjax.data.shard import Remainder, row_weights, rows_of_towers, with_sha
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.executors import is_inside_tower
+from towerjax.towers.merge import stacked_rows
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import changes, has_tracers, listed, problem_of, shown
+from towerjax.types.leaves import (
+    changes,
+    has_tracers,
+    listed,
+    map_parts,
+    problem_of,
+    shown,
+)
 from towerjax.types.options import check_takes, check_whole
 
 
@@ -167,7 +175,7 @@ def _run(
         batch = with_shared(batch, jax.tree.map(lambda x: x[i], shared))
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", steps.fn, ctx, carry, *inputs)
-        carry = _like(carry, steps.fn(ctx, carry, *inputs))
+        carry = _like(carry, _stacked(steps.fn(ctx, carry, *inputs), num_towers))
         kept.values.update(ctx.non_tensor_outputs)
         return carry, ctx.last_step_outputs
 
@@ -190,6 +198,15 @@ def _layouts(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: one, node)
 
     return jax.tree.map(layout, tree, is_leaf=is_per_tower)
+
+
+def _stacked(carry: PyTree, num_towers: int) -> PyTree:
+    """The carry with each tower's values side by side, also where they came apart."""
+
+    def stack(x: PerTower) -> PerTower:
+        return PerTower(stacked_rows(x, num_towers, "A PerTower of the carry"))
+
+    return map_parts(PerTower, stack, carry)
 
 
 def _placed(tree: PyTree, placement: Placement) -> PyTree:
@@ -371,7 +388,7 @@ class JobMethods:
         placement: Placement = self.placement
         placer = Placer(placement, shares=self.placement.num_towers, remainder="error")
         *arrays, count = placer.place_several(batches, iterations).args
-        carry = _placed(initial, placement)
+        carry = _placed(_stacked(initial, placement.num_towers), placement)
         steps = _Steps(self, fn, batches[0].bare)
         carry, outputs, kept = _run(steps, carry, arrays, count)
         ctx = MultiStepContext(self)
