@@ -492,6 +492,20 @@ def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
     refused(tower_fn, text, local=local, micro_batches=2)
 
 
+def test_a_value_that_a_tower_put_aside_is_refused():
+    aside = {}
+
+    def tower_fn(state, batch, tower):
+        aside["y"] = batch["y"].sum()
+        return tj.Sum(aside["y"])
+
+    def update_fn(state, merged):
+        return state, {"y": merged.value / aside["y"]}
+
+    text = r"computed, float32\[\], is read by another.*put aside.*Return it from"
+    refused(tower_fn, text, update_fn=update_fn)
+
+
 def test_what_an_update_may_not_return_is_refused_by_name():
     tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
     wrong = {

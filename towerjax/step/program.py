@@ -21,7 +21,7 @@ from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
 from towerjax.towers.executors import compile_on_devices, lower_on_devices, shapes_of
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data
+from towerjax.types.leaves import key_data, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,7 @@ def prepare(
         donate_argnums=(0,) if recipe.donate else (),
     )
     traced = jitted.trace(*shapes_of(args))
+    _refuse_put_aside(traced)
     proof = proving.proof()
 
     def compile_it() -> Program:
@@ -157,6 +158,19 @@ class Runner:
         return out
 
 
+def _refuse_put_aside(traced: Any) -> None:
+    """Raise where a function reads what another has put aside while it was traced."""
+    found = traced.jaxpr.in_avals  # what was put aside comes first, as further inputs
+    if kept := found[: len(found) - len(jax.tree.leaves(traced.in_avals))]:
+        raise ValueError(
+            "A value that one function of the step has computed,"
+            f" {listed(map(str, kept))}, is read by another from where it was put"
+            " aside, such as a global or an attribute. Return it from the tower, as"
+            " tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and update_fn"
+            " are given what was merged."
+        )
+
+
 def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
     """Raise where padded rows would count."""
     if unmasked := proof.unmasked():
@@ -165,7 +179,8 @@ def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
         raise ValueError(
             f"A batch of {num_examples} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
-            "losses, tower.weight), or use remainder='drop' or 'error'."
+            "losses, tower.weight), tj.Sum(tower.weight @ values), or use"
+            " remainder='drop' or 'error'."
         )
 
 
