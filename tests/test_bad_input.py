@@ -1014,6 +1014,7 @@ def test_another_byte_order_is_converted():
         step = build(remainder="pad")
         step.check({"w": w}, rows)
         state = step.init({"w": w}, local=None)
+        told = step.fn(state, {name: x[:4] for name, x in rows.items()})[1]
         state, metrics = step(state, rows)
         predict = tj.build_predict_step(
             lambda p, b, tower: (b["x"] @ p["w"], b["id"], b["x"]), step.strategy
@@ -1026,7 +1027,7 @@ def test_another_byte_order_is_converted():
                 [rows, rows], split=split, remainder="pad"
             )
         ]
-        return jax.device_get((state.params, metrics, out, placed))
+        return jax.device_get((state.params, metrics, out, placed, told))
 
     big, native = of(">"), of("<")
     jax.tree.map(np.testing.assert_array_equal, big, native)

@@ -499,6 +499,7 @@ def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
         lambda: strategy.reduce(R.ONLY_FIRST_TOWER, tj.PerTower((x, x))),
         lambda: strategy.gather(tj.PerTower((x, x[:0])), 0),
         lambda: strategy.assign(v, x).value,
+        lambda: strategy.update(v, lambda _, x: jnp.asarray(x), x).value,
         lambda: strategy.create_var("v", x).value,
     ]
     for way in ways:

@@ -54,7 +54,8 @@ def test_what_is_exported_is_loaded(folder):
     assert served.signatures["classes"]["classes"] == ["cat", "dog"]
     assert served(X, "classes")["scores"].tolist() == expected.tolist()
     assert served(X[:2], "first")["value"].tolist() == expected[:2, 0].tolist()
-    assert served(X, "all")["rows"].tolist() == X.tolist()
+    for x in (X, X.astype(">f4")):
+        assert served(x, "all")["rows"].tolist() == X.tolist()
     assert "program" not in repr(served).replace("program_", "")
 
 

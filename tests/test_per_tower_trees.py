@@ -116,6 +116,16 @@ def test_what_has_no_elements_is_reduced_in_a_tower():
 # Rows of an array.
 
 
+def test_rows_and_saved_values_in_another_byte_order():
+    swapped = np.array([[1, 2]], ">f4")
+    rows = tj.sparse.IndexedRows(swapped, np.array([1], ">i4"), (2, 2))
+    assert rows.to_dense().tolist() == [[0, 0], [1, 2]]
+    strategy = mirrored(1)
+    v = strategy.create_var("v", np.zeros((1, 2), np.float32))
+    out = tj.towers.restored_values(strategy, v, swapped)
+    assert out.value.tolist() == [[1, 2]]
+
+
 def test_rows_without_columns_are_reduced_and_joined():
     rows = tj.sparse.IndexedRows(np.ones((2, 2, 0)), np.array([[0, 1], [1, 0]]), (3, 0))
     strategy = mirrored(2)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from towerjax.collectives.reduce import addable
 from towerjax.types import PyTree
+from towerjax.types.leaves import native
 
 
 def sum_duplicates(
@@ -122,6 +123,8 @@ class IndexedRows:
     def __post_init__(self) -> None:
         """Check what is known: leaves may be tracers, or of no array at all."""
         object.__setattr__(self, "dense_shape", tuple(self.dense_shape))
+        object.__setattr__(self, "values", native(self.values))
+        object.__setattr__(self, "indices", native(self.indices))
         if not self.dense_shape:
             raise ValueError("IndexedRows.dense_shape is (), which has no rows.")
         if not isinstance(self.indices, _HAS_SHAPE):

@@ -35,7 +35,7 @@ from towerjax.mesh.placement import (
     way_by_call,
 )
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import is_key, refuse_traced, refuse_unheld
+from towerjax.types.leaves import is_key, native, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 BATCH_LAYOUT = {
@@ -237,7 +237,7 @@ class Placer:
             return self._given(batch)
         rows, shared = without_shared(batch)
         rows, examples = fit_batch(rows, self._shares, self._remainder)
-        rows, shared = jax.tree.map(jnp.asarray, (rows, shared))
+        rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         counts = self._split_counts(rows, examples)
         each = _rows_of_tower(rows, self.placement.num_towers)
         return self._made((rows, jnp.asarray(counts), shared), counts, each, None)

@@ -40,6 +40,7 @@ from towerjax.types.leaves import (
     like_key,
     listed,
     map_parts,
+    native,
 )
 from towerjax.types.options import check_does, optional
 from towerjax.types.version import __version__
@@ -82,7 +83,7 @@ class Exported:
                 f"signature={signature!r} is not one of {sorted(self._programs)}."
             )
         refuse_wrapping({"features": features})
-        features = jax.tree.map(jnp.asarray, features)
+        features = jax.tree.map(lambda x: jnp.asarray(native(x)), features)
         program = self._programs[signature]
         _check_kind(features, program)
         return program.call(features)

@@ -215,7 +215,7 @@ class VariableMethods:
         """
         check_variable(variable, "strategy.update")
         check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
-        args, kwargs = plain((args, kwargs))
+        args, kwargs = held("fn's arguments", plain((args, kwargs)))
         if isinstance(variable, MirroredVar):
             return _replaced(
                 variable, fitted(variable, plain(fn(variable.value, *args, **kwargs)))

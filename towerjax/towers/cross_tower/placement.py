@@ -28,7 +28,7 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import has_tracers, key_data, listed
+from towerjax.types.leaves import has_tracers, key_data, listed, native
 
 
 class PlacementMethods:
@@ -328,7 +328,7 @@ def _restored_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
     if local and like.reduction is Reduction.NONE:
         raise ValueError("has Reduction.NONE, so nothing of it was saved")
     shape, dtype = np.shape(old), jnp.result_type(old)
-    shape, new = shape[1:] if local else shape, jnp.asarray(new)
+    shape, new = shape[1:] if local else shape, jnp.asarray(native(new))
     read = reduced_dtype(like.reduction, dtype) if local else dtype
     if new.shape != shape:
         raise ValueError(f"has shape {new.shape}, expected {shape}")
