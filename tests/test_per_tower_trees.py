@@ -107,10 +107,12 @@ def test_what_has_no_elements_is_reduced_in_a_tower():
     def tower_fn(tower, x):
         return [tower.reduce(r, x) for r in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)]
 
-    out = mirrored(2).call_for_each_tower(tower_fn, np.zeros((0, 3), np.int8))
-    assert [(x.shape, str(x.dtype)) for x in out] == [
-        ((0, 3), dtype) for dtype in ("int32", "float32", "int8")
-    ]
+    shared, own = np.zeros((0, 3), np.int8), tj.PerTower(np.zeros((2, 0, 3), np.int8))
+    for x in (shared, own):
+        out = mirrored(2).call_for_each_tower(tower_fn, x)
+        assert [(x.shape, str(x.dtype)) for x in out] == [
+            ((0, 3), dtype) for dtype in ("int32", "float32", "int8")
+        ]
 
 
 # Rows of an array.

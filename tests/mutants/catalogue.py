@@ -313,7 +313,7 @@ REGISTRY = (
         "B30",
         "ONLY_FIRST_TOWER returns each tower's own value",
         "collectives.reduce:reduce_over_towers",
-        "return from_first(x, tower_id, names) if names else x",
+        "return from_first(x, tower_id, axes.names) if axes.names else x",
         "return x",
         "test_merge.py::test_mean_and_first[float32-3-3]",
     ),

@@ -66,12 +66,13 @@ def reduce_over_towers(
     def one(x: jax.Array) -> jax.Array:
         x = strong(x)
         dtype = reduced_dtype(reduction, x.dtype)
-        names = axes.names if x.size else ()  # no elements: nothing to meet for
+        if not x.size:  # the same on all, and nothing to meet for
+            return jnp.zeros(x.shape, dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
-            return from_first(x, tower_id, names) if names else x
+            return from_first(x, tower_id, axes.names) if axes.names else x
         # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
         x = x.astype(addable(dtype))
-        total = lax.psum(x, names) if names else x
+        total = lax.psum(x, axes.names) if axes.names else x
         if reduction is Reduction.MEAN:
             total = total / axes.num_towers
         return total.astype(dtype)
