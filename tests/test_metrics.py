@@ -295,6 +295,27 @@ def test_floats_of_eight_bits_are_widened():
     assert float(m.mean(values).value) == np.float32(7 / 3)
 
 
+def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():
+    rng = np.random.default_rng(0)
+    tree = {"a": rng.normal(size=(5, 3)), "b": rng.integers(0, 9, 5)}
+    weight = np.array([2.0, 0.0, 1.5, 3.0, 0.25])
+    tree["a"][1] = np.nan
+    parts = [
+        jax.tree.map(lambda x, s=s: x[s], (tree, weight))
+        for s in (slice(2), slice(2, 5))
+    ]
+    merged = tj.Weighted.mean(*parts[0], axis=0).merge(
+        tj.Weighted.mean(*parts[1], axis=0)
+    )
+    expected = jax.tree.map(
+        lambda x: np.average(np.delete(x, 1, 0), 0, np.delete(weight, 1)), tree
+    )
+    for name, value in merged.value.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-7)
+    plain = tj.Weighted.mean({"b": tree["b"]}, axis=0)
+    assert float(plain.weight) == 5 and float(plain.value["b"]) == tree["b"].mean()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "values, threshold, below",
@@ -552,8 +573,13 @@ REFUSED = [
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),
     (lambda: m.mean(N, np.ones(1)), r"mean got values of shape \(2,\).*\(1,\)"),
     (lambda: m.mean(np.ones((2, 2)), np.ones((1, 2))), r"weights of shape \(1, 2\)"),
-    (lambda: m.mean({"a": N}, np.ones(2)), "not a dict.*jax.tree.map"),
-    (lambda: tj.Weighted.mean({"a": N}, np.ones(2)), "not a dict.*jax.tree.map"),
+    (lambda: m.mean({"a": N}, np.ones(2)), "not a dict.*axis=0"),
+    (lambda: tj.Weighted.mean({"a": N}, np.ones(2)), "not a dict.*axis=0"),
+    (lambda: tj.Weighted.mean(N, axis=1), "axis=1"),
+    (lambda: tj.Weighted.mean([N, N[:1]], axis=0), r"\(2,\), \(1,\)"),
+    (lambda: tj.Weighted.mean({}, axis=0), r"shapes \[\]"),
+    (lambda: tj.Weighted.mean({"a": 1.0}, axis=0), r"\(\)"),
+    (lambda: tj.Weighted.mean(np.ones((2, 2)), np.ones((2, 2)), axis=0), "weights"),
     (lambda: m.mean_squared_error(N, N[:1]), "mean_squared_error got labels of shape"),
     (lambda: m.precision(B, N), "Scores need a threshold"),
     (lambda: m.precision(B, B, threshold=0.5), "threshold=0.5.*take none"),

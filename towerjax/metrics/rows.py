@@ -50,11 +50,21 @@ def numbers(x: Any) -> jax.Array:
     if not (known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"One array of numbers is averaged, not a {type(x).__name__}. The mean over"
-            " rows of each leaf of a tree is tj.Weighted(jax.tree.map(lambda x:"
-            " jnp.tensordot(weight, x, 1), tree), jnp.sum(weight))."
+            " rows of each leaf of a tree is tj.Weighted.mean(tree, weight, axis=0)."
         )
     x = jnp.asarray(native(x) if wrapping(x) is None else np.asarray(x, np.float64))
     return x.astype(widened(x.dtype))
+
+
+def number_of_rows(leaves: list[jax.Array]) -> int:
+    """Dim 0 of arrays that all have as many rows."""
+    sizes = {x.shape[:1] for x in leaves}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(
+            "With axis=0 the rows of arrays [b, ...] are averaged, b the same for all,"
+            f" but these have the shapes {[x.shape for x in leaves]}."
+        )
+    return sizes.pop()[0]
 
 
 def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
 """What may be averaged? Weighted, a numerator with its denominator; a sum of such."""
 
 import dataclasses
+import math
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.metrics.rows import element_weights, numbers, ratio
+from towerjax.metrics.rows import element_weights, number_of_rows, numbers, ratio
 from towerjax.proof.scale import SHARED_FACTOR
-from towerjax.types import ArrayLike
+from towerjax.types import ArrayLike, PyTree
+from towerjax.types.options import check_choice
 
 
 def _refuse_negative(weight: Any) -> None:
@@ -101,40 +103,59 @@ class Weighted(_Term):
         _refuse_negative(self.weight)
 
     @classmethod
-    def mean(cls, values: ArrayLike, weight: ArrayLike | None = None) -> "Weighted":
+    def mean(
+        cls,
+        values: PyTree,
+        weight: ArrayLike | None = None,
+        *,
+        axis: Literal[0] | None = None,
+    ) -> "Weighted":
         """The mean of ``values`` in which each example counts by its weight.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
         An element of weight 0 is left out even when its value is NaN. Its gradient
         is not: NaN times 0 is NaN, so replace bad inputs before the model, with
-        ``jnp.where``, or build the step with ``guard="gradients"``. Elements of a row
-        are averaged, too; the mean of vectors, one for each row, is
-        ``Weighted(jnp.tensordot(weight, values, 1), weight.sum())``.
+        ``jnp.where``, or build the step with ``guard="gradients"``.
 
         Args:
-          values: Shape ``[b, ...]`` or ``()``, numbers or booleans.
+          values: Shape ``[b, ...]`` or ``()``, numbers or booleans; with ``axis=0`` a
+            pytree of arrays ``[b, ...]``.
           weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one
-            per example, >= 0; None counts every element once.
+            per example, >= 0; with ``axis=0`` ``[b]``. None counts every element once.
+          axis: None is the mean of all elements, a number; 0 that of the rows, such
+            as a mean vector, or a mean gradient of each example's own.
 
         Returns:
-          A ``Weighted`` of two scalars.
+          A ``Weighted`` of two scalars; with ``axis=0`` its ``sum`` is the tree, of
+          arrays ``[...]``.
 
         Raises:
           ValueError: ``weight`` is negative where that is known before tracing, or
-            its shape is not a leading part of the shape of ``values``; or that is
-            a tree.
+            its shape is not a leading part of the shape of ``values``; a tree
+            without ``axis=0``, or one whose leaves differ in dim 0.
 
         Example:
           >>> float(Weighted.mean(np.array([1.0, 5.0]), np.array([3.0, 1.0])).value)
           2.0
+          >>> rows = np.array([[1.0, 2.0], [5.0, 2.0]])
+          >>> Weighted.mean(rows, np.array([3.0, 1.0]), axis=0).value.tolist()
+          [2.0, 2.0]
         """
-        values = numbers(values)
+        check_choice("Weighted.mean: axis", axis, (None, 0))
+        values = numbers(values) if axis is None else jax.tree.map(numbers, values)
+        leaves = jax.tree.leaves(values)
+        shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
+        dtype = jnp.result_type(*leaves)
         if weight is None:
-            return cls(values.sum(), jnp.asarray(values.size, values.dtype))
-        weight = element_weights("Weighted.mean", values.shape, weight, "values")
-        weight = weight.astype(values.dtype)
-        counted = jnp.where(weight != 0, values * weight, 0)
-        return cls(counted.sum(), weight.sum())
+            total = jax.tree.map(lambda x: x.sum(axis), values)
+            return cls(total, jnp.asarray(math.prod(shape), dtype))
+        weights = element_weights("Weighted.mean", shape, weight, "values")
+
+        def summed(x: jax.Array) -> jax.Array:
+            own = weights.astype(x.dtype).reshape(shape + (1,) * (x.ndim - len(shape)))
+            return jnp.where(own != 0, x * own, 0).sum(axis)
+
+        return cls(jax.tree.map(summed, values), weights.astype(dtype).sum())
 
     def merge(self, other: "Weighted") -> "Weighted":
         """Both sums and both weights added, as for every metric state."""
