@@ -1,13 +1,18 @@
 """Batches of a kind that was seen before: checked and placed as the first one was."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src.array import ArrayImpl
+from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
+from towerjax.step.checking import Verdicts
 from towerjax.types import Layout
 
 
@@ -180,6 +185,61 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
         predict = tj.build_predict_step(lambda w, x, tower: x["x"], step.strategy)
         found = predict(state, rows(5))
     np.testing.assert_array_equal(found, rows(5)["x"])
+
+
+def asked_for():
+    """May a GPU's array be read, where a guard refuses what nobody asked for?"""
+    return guard_lib.thread_local_state().explicit_device_get
+
+
+def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
+    read, refused = ArrayImpl._value.fget, []
+
+    def value(array):
+        refused.extend([] if asked_for() else [array.shape])
+        return read(array)
+
+    step = build(1)
+    state = step.init(np.float32(0))
+    evaluate = tj.build_eval_step(
+        lambda w, batch, tower: {"x": tj.Weighted.mean(w - batch["x"], tower.weight)},
+        step.strategy,
+    )
+    options = {"evaluate": evaluate, "eval_batches": [rows()], "eval_every": 2}
+    saves = tj.Checkpointer(tmp_path, every=2)
+    monkeypatch.setattr(ArrayImpl, "_value", property(value))
+    for steps in (2, 4):
+        tj.run(step, state, [rows()] * 4, steps=steps, checkpointer=saves, **options)
+        state = step.init(np.float32(0))
+    assert not refused
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_verdict_is_asked_for_where_reading_it_is_a_transfer(num_devices):
+    class Verdict:
+        shape, ndim = (), 0
+
+        def is_ready(self):
+            return True
+
+        def addressable_data(self, index):
+            return self
+
+        def __array__(self, dtype=None, copy=None):
+            assert asked_for()
+            return np.asarray(self.loss)
+
+    placement = types.SimpleNamespace(
+        platform="cuda", num_processes=1, num_devices=num_devices
+    )
+    verdicts = Verdicts(placement, refusals=True)
+    good, bad = Verdict(), Verdict()
+    good.loss, bad.loss = 1.0, np.nan
+    verdicts.add(1, good)
+    verdicts.check()
+    verdicts.add(2, bad)
+    with pytest.raises(tj.NonFiniteError):
+        verdicts.check()
 
 
 @pytest.mark.slow

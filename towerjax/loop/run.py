@@ -24,7 +24,7 @@ from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.state import TrainState
+from towerjax.step.state import TrainState, step_number
 from towerjax.types import PyTree
 from towerjax.types.options import check_does
 
@@ -134,7 +134,7 @@ def run(
     state = step.start(state)
     check_batches("batches", batches)
     _check_checkpointer(checkpointer, evaluation)
-    _require_same_length(placement, batches, options, evaluation, int(state.step))
+    _require_same_length(placement, batches, options, evaluation, step_number(state))
     ledger = Ledger(batches, copies=steps_per_call > 1)
     loop = None
     try:
@@ -145,7 +145,7 @@ def run(
                 state, options = saving.resume(state, options)
                 if placement.num_processes == 1:
                     exit_code = checkpointer.exit_code
-            start = int(state.step)
+            start = step_number(state)
             shown = Progress(choose_display(progress), start, options.steps)
             parts = options, evaluation, shown, ledger, exit_code
             loop = Loop(step, state, *parts)

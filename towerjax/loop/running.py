@@ -25,7 +25,7 @@ from towerjax.step.amiss import NonFiniteError
 from towerjax.step.checking import error_of, in_brief, is_refused
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import placed_params
-from towerjax.step.state import TrainState
+from towerjax.step.state import TrainState, step_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Loop:
         exit_code: int | None = None,
     ) -> None:
         self.state, self.guard = state, InterruptGuard(exit_code)
-        self.writers = Writers((), int(state.step))
+        self.writers = Writers((), step_number(state))
         self.saving: Saving | None = None
         self._step, self._options, self._evaluation = step, options, evaluation
         self._progress, self._ledger = progress, ledger
         self._watch = Watch(
             evaluation.early_stopping, evaluation.best, step.strategy.placement
         )
-        self._log = HistoryLog(int(state.step))
+        self._log = HistoryLog(step_number(state))
         self._dispatched = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
@@ -234,7 +234,7 @@ class Loop:
             return error
         located = NonFiniteError(error.step, places)
         again = "The place was looked for by running the batch again with the"
-        again += f" parameters after step {int(self.state.step)}"
+        again += f" parameters after step {step_number(self.state)}"
         located.add_note(again + ("." if places else ": there all was finite."))
         return located
 

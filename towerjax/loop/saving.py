@@ -29,7 +29,7 @@ from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import asked_to_end, first_process_says
 from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.state import TrainState
+from towerjax.step.state import TrainState, step_number
 
 
 class Saving:
@@ -64,7 +64,7 @@ class Saving:
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
-        self._before = int(state.step)
+        self._before = step_number(state)
         self._is_best = False
 
     def _check_batches(self) -> None:
@@ -83,7 +83,7 @@ class Saving:
         self, state: TrainState, options: LoopOptions
     ) -> tuple[TrainState, LoopOptions]:
         """The state of the newest checkpoint, if it is beyond the one passed."""
-        start = int(state.step)
+        start = step_number(state)
         newest = first_process_says(lambda: max(self._options.steps, default=-1))
         if newest < 0:
             return state, options

@@ -164,6 +164,11 @@ def state_layout(strategy: Any) -> TrainState:
     return TrainState(**layouts)
 
 
+def step_number(state: TrainState) -> int:
+    """The steps done; asked for, so that ``jax.transfer_guard`` lets it by."""
+    return int(jax.device_get(state.step))
+
+
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """A state as a program takes it: what is donated, and what is not."""
     donated = {name: getattr(state, name) for name in DONATED_LAYOUT}

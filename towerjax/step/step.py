@@ -26,6 +26,7 @@ from towerjax.step.state import (
     init_state,
     kept_for_sums,
     split_state,
+    step_number,
 )
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
@@ -260,7 +261,7 @@ class Step(CompiledStep):
         placement = self.strategy.placement
         state = self.start(state)
         placed = self.place_batch(batch)
-        number = int(state.step) if number is None else number
+        number = step_number(state) if number is None else number
         args = (np.int32(number), np.int32(index))
         at, index_at = place(args, placement, Layout.MIRRORED)
         steps = placed.num_steps
