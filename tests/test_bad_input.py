@@ -589,7 +589,6 @@ def test_a_function_is_asked_itself_and_not_what_it_wraps():
 
 PARAMS = {
     "integer": ({"n": np.ones(2, int)}, r"params\['n'\] is int"),
-    "complex": ({"w": np.ones(2), "n": np.ones(2, complex)}, r"\['n'\] is complex"),
     "nothing": ({}, "params holds no arrays"),
 }
 
@@ -816,11 +815,6 @@ def test_of_many_leaves_an_error_names_the_first():
     text = r"batch\['x'\] is namespace.{47} \.\.\. of type SimpleNamespace\. Wrap"
     with pytest.raises(ValueError, match=text):
         build().place_batch({"x": SimpleNamespace(x=np.ones((100, 3)))})
-
-
-def test_complex_params_are_refused():
-    with pytest.raises(ValueError, match=r"params\['w'\] is complex64"):
-        build().init({"w": np.zeros(3, np.complex64)})
 
 
 def test_text_in_a_batch_is_refused_by_name(compiled):
@@ -1053,10 +1047,9 @@ def test_rows_without_elements_are_rows(local, parts):
     np.testing.assert_array_equal(out["x"], rows["x"])
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
-def test_check_refuses_the_params_that_init_refuses(dtype):
-    params = {**start(), "k": np.ones(3, dtype)}
-    text = rf"is floating.*params\['k'\] is {dtype}\."
+def test_check_refuses_the_params_that_init_refuses():
+    params = {**start(), "k": np.ones(3, "float8_e4m3fn")}
+    text = r"is floating.*params\['k'\] is float8_e4m3fn\."
     shape = jax.eval_shape(lambda: params)
     for call in (
         lambda: build().init(params),

@@ -277,6 +277,16 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
     assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
+def test_the_mean_of_complex_values_has_a_real_weight():
+    values, weight = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0.0, 1.5])
+    for mean in (
+        tj.Weighted.mean(values, weight),
+        tj.Weighted.mean(jnp.asarray(values)[:, None], weight, axis=0),
+    ):
+        assert mean.weight.dtype == np.float32 and float(mean.weight) == 2
+        np.testing.assert_allclose(jnp.ravel(mean.value), [0.25 + 4.25j], rtol=1e-6)
+
+
 def test_arrays_may_be_in_another_byte_order():
     ones, scores = np.array([0, 1], ">i4"), np.array([0.2, 0.6], ">f4")
     assert float(tj.Weighted.mean(scores, ones).value) == np.float32(0.6)

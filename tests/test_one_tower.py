@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 
@@ -159,6 +160,59 @@ def test_micro_batches_are_sums_over_weights(towers, devices, local, kind):
     )  # fmt: skip
     for rows in (24, 21):
         check_micro_batches(step, towers, kind, rows)
+
+
+COMPLEX = {
+    "vmap": (dict(towers=4, devices=2), {"micro_batches": 2}),
+    "pinned": (
+        dict(towers=4, devices=2, local="scan", cross_tower_ops=tj.PinnedTree()),
+        {"guard": "gradients"},
+    ),
+    "sharded": (dict(towers=3, devices=3, state="sharded"), {}),
+}
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("layout", COMPLEX)
+def test_complex_parameters_get_the_gradient_that_jax_gives(layout):
+    where, options = COMPLEX[layout]
+    rng = np.random.default_rng(3)
+
+    def drawn(*shape):
+        return rng.normal(size=shape) + 1j * rng.normal(size=shape)
+
+    x, y, weight = drawn(22, 3), drawn(22, 6), rng.uniform(0.05, 1, 22)
+    w, b = drawn(3, 6), rng.normal(size=6)
+
+    def loss_fn(params, batch, tower):
+        found = batch["x"] @ params["w"] + params["b"][None] - batch["y"]
+        losses = (found.real**2 + 2 * found.imag**2).sum(-1)
+        return tj.Weighted.mean(losses, tower.weight * batch["weight"])
+
+    strategy = mirrored(**where)
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), strategy, remainder="pad", **options
+    )
+    narrow = lambda v: v.astype("c8" if np.iscomplexobj(v) else "f4")  # noqa: E731
+    state = step.init({"w": narrow(w), "b": narrow(b)})
+    batch = {"x": narrow(x), "y": narrow(y), "weight": narrow(weight)}
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        error = x @ w + b - y
+        losses = (error.real**2 + 2 * error.imag**2).sum(1)
+        np.testing.assert_allclose(
+            metrics["loss"], weight @ losses / weight.sum(), rtol=TOLERANCE
+        )
+        # d/dRe - i d/dIm, as jax.grad has it.
+        slope = (2 * error.real - 4j * error.imag) * weight[:, None] / weight.sum()
+        w, b = w - 0.1 * x.T @ slope, b - 0.1 * slope.sum(0).real
+        close_to(state.params["w"], w)
+        close_to(state.params["b"], b)
+
+
+def close_to(got, expected):
+    atol = TOLERANCE * np.abs(expected).max()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=atol)
 
 
 def check_micro_batches(step, towers, kind, rows):

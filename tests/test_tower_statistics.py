@@ -107,6 +107,28 @@ def test_statistics_are_those_of_numpy(T, D, local, A, size):
     close(metrics, expected(batch, T, A))
 
 
+def test_those_of_complex_parameters_are_those_of_both_parts():
+    batch, parts = data(21), {"re": W["w"], "im": W["w"][::-1].copy()}
+
+    def loss_of(w, batch, tower):
+        errors = jnp.tanh(batch["x"] @ w).imag - batch["y"] + (batch["x"] @ w).real
+        return tj.Weighted.mean(errors**2, batch["weight"] * tower.weight)
+
+    def loss_of_parts(params, batch, tower):
+        return loss_of(jax.lax.complex(params["re"], params["im"]), batch, tower)
+
+    found = []
+    for fn, params in [
+        (loss_of_parts, parts),
+        (loss_of, parts["re"] + 1j * parts["im"]),
+    ]:
+        step = tj.build_train_step(
+            fn, optax.sgd(0.1), mirrored(4, 2), remainder="pad", statistics=STATISTICS
+        )
+        found.append(step(step.init(params), batch)[1])
+    close(found[1], {k: np.asarray(x) for k, x in found[0].items()})
+
+
 def test_the_noise_is_that_of_two_batch_sizes():
     """Appendix A.1 of McCandlish et al., for parts of one size."""
     batch = {**data(20), "weight": np.ones(20, np.float32)}

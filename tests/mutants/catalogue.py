@@ -887,7 +887,7 @@ STATE = (
         "S09",
         "a run that goes on counts from 0",
         "loop.running:Loop.__init__",
-        "HistoryLog(int(state.step))",
+        "HistoryLog(step_number(state))",
         "HistoryLog(0)",
         "test_run.py::test_step_numbers_go_on_where_the_state_stopped",
     ),

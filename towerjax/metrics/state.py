@@ -135,7 +135,8 @@ def check(name: str, x: Any) -> Any:
         dtype = jnp.promote_types(dtype, weight.dtype)
         if jax.tree_util.all_leaves([total]):
             total = total.astype(dtype)
-        return Weighted(total, weight.astype(dtype))
+        real = jnp.finfo(dtype).dtype  # of a complex sum the weight is a number still
+        return Weighted(total, weight.astype(jnp.promote_types(real, weight.dtype)))
     if _is_ours(x):
         return jax.tree.map(lambda leaf: wide(strong(leaf)), x)
     try:

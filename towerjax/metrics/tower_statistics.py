@@ -163,7 +163,7 @@ class TowerStatistics:
 
 def _dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:
     def of_leaves(x: jax.Array, y: jax.Array) -> jax.Array:
-        return (x * y).sum(axis=tuple(range(lead, x.ndim)))
+        return (x * y.conj()).real.sum(axis=tuple(range(lead, x.ndim)))
 
     parts = jax.tree.leaves(jax.tree.map(of_leaves, first, second))
     return functools.reduce(jnp.add, parts)

@@ -145,7 +145,7 @@ class Weighted(_Term):
         values = numbers(values) if axis is None else jax.tree.map(numbers, values)
         leaves = jax.tree.leaves(values)
         shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
-        dtype = jnp.result_type(*leaves)
+        dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
             return cls(total, jnp.asarray(math.prod(shape), dtype))

@@ -19,7 +19,7 @@ def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
     """A bool for each leaf: is it trained? Raises where it cannot be."""
     readable = readable_leaves("", params)
     if trainable is None:
-        # Of narrow floats and complex numbers it has to be said that they are fixed.
+        # Of narrow floats it has to be said that they are fixed.
         flags = jax.tree.map(lambda x: jnp.issubdtype(_dtype(x), np.inexact), params)
     elif callable(trainable):
         chosen = [bool(trainable(name, _shape(x))) for name, x in readable]
@@ -38,10 +38,10 @@ def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
     bad = [f"{name} is {_dtype(x)}" for name, x in named if not _has_gradient(x)]
     if bad:
         raise ValueError(
-            "Every leaf of params that is trained gets a gradient and so is floating,"
-            f" of 16 bits or more, but {listed(bad)}. Say trainable=lambda name,"
-            " leaf: ... (or a tree of bool) where it is fixed; cast inside the loss"
-            " function to what is narrower."
+            "Every leaf of params that is trained gets a gradient and so is floating"
+            f" or complex, of 16 bits or more, but {listed(bad)}. Say"
+            " trainable=lambda name, leaf: ... (or a tree of bool) where it is fixed;"
+            " cast inside the loss function to what is narrower."
         )
     return flags
 
@@ -89,7 +89,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _has_gradient(x: Any) -> bool:
-    return jnp.issubdtype(_dtype(x), jnp.floating) and _dtype(x).itemsize > 1
+    return jnp.issubdtype(_dtype(x), jnp.inexact) and _dtype(x).itemsize > 1
 
 
 _LINE_SEARCH = (

@@ -206,8 +206,8 @@ class TrainStep(Step):
           A ``TrainState``, whose ``opt_state`` the optimizer's ``init`` made.
 
         Raises:
-          ValueError: A leaf of ``params`` that is trained is not floating, ``local``
-            says no reduction, or a device is not on this machine.
+          ValueError: A leaf of ``params`` that is trained is neither floating nor
+            complex, ``local`` says no reduction, or a device is not on this machine.
         """
         part = self._trained(checked_params(params))
         needs = jax.eval_shape(self.optimizer.init, part)
@@ -290,8 +290,8 @@ def build_train_step(
         divide by ``T``.
       trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
-        trains the floating ones. The others, of any dtype, are seen by the loss, get no
-        gradient, are not sent, and the optimizer does not know of them.
+        trains the floating and complex ones. The others, of any dtype, are seen by the
+        loss, get no gradient, are not sent, and the optimizer does not know of them.
       micro_batches: ``A``: each tower works its rows off in so many parts. What
         ``tower.reduce`` and ``tower.all_gather`` give is then of one part's rows.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
