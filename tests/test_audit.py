@@ -208,7 +208,9 @@ def measures_well(params, batch, tower):
     local = dict(tower.local)
     for name in ("counter", "no one value"):
         local[name] += tower.weight.sum()
-    loss = tj.Weighted.mean(losses(params, batch), weight)
+    others = tj.Weighted.mean(abs(predictions(params, batch)), weight * batch["length"])
+    loss = tj.Weighted.mean(losses(params, batch), weight) + 0.1 * others
+    loss += tj.shared(0.01 * (params["w"] ** 2).sum())
     return tj.TowerOutput(loss, metrics, local)
 
 
