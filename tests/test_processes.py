@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from towerjax.mesh.cluster import launch
+from towerjax.mesh.placement import _place_on_processes
 from towerjax.step.program import _fingerprint
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "train.py"
@@ -25,13 +26,13 @@ PARTS = {"steps_per_call": 4, "micro_batches": 3, "epochs": 10, "dtype": "bfloat
 CODED = SGD | {"coded": True, "local": "vmap"}
 # The runs of one process of eight devices, and of two of two: one start for all.
 ALONE = {
-    "plain": {"devices": ["cpu:0"], "counted": True, "dropout": True},
+    "plain": {"devices": ["cpu:0"], "counted": True, "noisy": True},
     "parts": SGD | PARTS | {"every": 6},
     "coded": CODED | {"devices": [f"cpu:{i}" for i in range(4)]},
     "model": {"placement": "MIRRORED"},
 }
 TOGETHER = ALONE | {
-    "plain": {"input": "raw", "counted": True, "dropout": True},
+    "plain": {"input": "raw", "counted": True, "noisy": True},
     "parts": ALONE["parts"] | {"input": "own"},
     "coded": CODED,
     "round robin": {"placement": "ROUND_ROBIN"},
@@ -222,7 +223,6 @@ def test_a_process_may_work_by_itself_on_its_own_devices(told):
     assert [one["own_devices_alone"] for one in told] == [[False, 0.7], [False, 1.7]]
 
 
-@pytest.mark.slow
 def of_an_array(value):
     table = np.append(np.zeros(5000, np.float32), np.float32(value))
     return lambda x: jax.lax.fori_loop(0, 2, lambda i, x: x * jnp.asarray(table), x)
@@ -250,6 +250,14 @@ def test_what_a_function_closes_over_is_compared(simplified, closing_over):
         assert shown(1) == shown(1) != shown(2)
     finally:
         jax.config.update("jax_use_simplified_jaxpr_constants", before)
+
+
+def test_keys_are_placed_by_one_program(compiled):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for key in map(jax.random.key, range(3)):
+        placed = _place_on_processes(key, sharding)
+        assert (jax.random.key_data(placed) == jax.random.key_data(key)).all()
+    assert compiled.count("jit(wrap_key_data)") <= 1
 
 
 @pytest.mark.slow

@@ -272,12 +272,14 @@ def _is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
+_wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
+
+
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Each process places the shards of its own devices."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
-        impl = jax.random.key_impl(leaf)
-        return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl))(data)
+        return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_global(leaf):
         if leaf.sharding.device_set == sharding.device_set:
             return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
