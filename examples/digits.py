@@ -38,9 +38,8 @@ class Network(nn.Module):
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         """The logits."""
         for features in (16, 32):
-            x = nn.Conv(features, (3, 3), use_bias=False)(x)
-            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
-            x = nn.max_pool(nn.relu(x), (2, 2), strides=(2, 2))
+            x = nn.Conv(features, (3, 3), strides=2, use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         x = nn.relu(nn.Dense(64)(x.reshape((x.shape[0], -1))))
         x = nn.Dropout(0.3, deterministic=not train)(x)
         return nn.Dense(10)(x)
