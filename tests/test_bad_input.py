@@ -714,6 +714,21 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
         verdicts.check()
 
 
+def test_what_jax_debug_nans_finds_says_how_to_find_more():
+    def log(w, batch, tower):
+        return tj.Weighted.mean(jnp.log(w * batch), tower.weight)
+
+    step = tj.build_train_step(log, optax.sgd(0.1), tj.Mirrored(TWO))
+    state, batch = step.init(1.0), np.float32([1, 2, -1, 2])
+    one = tj.testing.one_tower(step)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match=r"found nan.*one_tower\(step\)"):
+            step(state, batch)
+        with pytest.raises(FloatingPointError, match="encountered in log"):
+            jax.jit(one.fn)(one.init(1.0), batch)
+        assert {place.tower for place in step.locate(state, batch)} == {1}
+
+
 @pytest.mark.slow
 def test_no_examples_change_nothing_whatever_the_losses_are():
     def fn(params, batch, tower):

@@ -183,7 +183,7 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
             state, _ = step(state, step.place_batch(rows(seed=seed)))
         state, _ = tj.run(step, state, [rows()] * 2, progress=False)
         predict = tj.build_predict_step(lambda w, x, tower: x["x"], step.strategy)
-        found = predict(state, rows(5))
+        found = predict(state.params, rows(5))
     np.testing.assert_array_equal(found, rows(5)["x"])
 
 

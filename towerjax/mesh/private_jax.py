@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed
+from jax._src import api_util, distributed
 from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
+
+# What a compiled program raises under ``jax_debug_nans`` and ``jax_debug_infs``.
+FoundNonFinite = api_util.InternalFloatingPointError
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -124,7 +124,8 @@ class InferenceStep:
     @functools.cached_property
     def _counters(self) -> PyTree:
         """The number and the key of a step, for parameters that have none."""
-        with jax.ensure_compile_time_eval():  # kept: no tracer of the first call
+        # Kept: no tracer of the first call. Of a key no transfer can be asked for.
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 

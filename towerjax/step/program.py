@@ -16,6 +16,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import in_flight_on
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
+from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
@@ -154,6 +155,14 @@ class Runner:
             if self.recipe.donate:
                 _refuse_donated_twice(*donated)
             raise
+        except FoundNonFinite as error:
+            raise FloatingPointError(
+                f"jax_debug_{error.ty}s found {error.ty} in what a step returned. With"
+                " one = tj.testing.one_tower(step) of a train step,"
+                " jax.jit(one.fn)(one.init(params), batch) names the operation. Without"
+                " it the step itself refuses a loss that is not finite, and"
+                " step.locate(state, batch) names towers and leaves."
+            ) from None
         self._in_flight.add(*out[1:], out[0])  # the first of several is donated
         return out
 
