@@ -120,7 +120,8 @@ def false_positives(
     Arguments, result and errors are those of `true_positives`.
 
     Example:
-      >>> float(false_positives([1, 0, 0], [1.0, 0.75, 0.5], threshold=0.5).compute())
+      >>> scores = [1.0, 0.75, 0.5, 0.25]
+      >>> float(false_positives([1, 0, 0, 1], scores, threshold=0.5).compute())
       1.0
     """
     found = _outcomes("false_positives", labels, predictions, weight, threshold)
@@ -179,7 +180,7 @@ def recall(
     `true_positives`.
 
     Example:
-      >>> float(recall([1, 0, 1, 1, 1], [1, 1, 0, 0, 0]).compute())
+      >>> float(recall([1, 1, 1, 1], [0, 0, 1, 0]).compute())
       0.25
     """
     true, said, weight = _outcomes("recall", labels, predictions, weight, threshold)
