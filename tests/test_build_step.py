@@ -413,6 +413,38 @@ def test_padding_that_would_count_is_refused_under_jit_too():
         jax.eval_shape(step.fn, step.init(params()), data(7))
 
 
+def test_rows_that_go_on_say_which_of_them_are_padding():
+    """A threshold of all losses would count those of padded rows."""
+
+    def step_of(rows_of):
+        def first(state, batch, tower):
+            return rows_of(batch["y"], tower.weight)
+
+        def second(state, batch, tower, merged):
+            return {"loss": tj.Weighted.mean(batch["y"], tower.weight)}
+
+        def update_fn(state, merged):
+            return state, {"loss": merged["loss"]}
+
+        return tj.build_step(
+            (first, second), update_fn, mirrored(2, 1), remainder="pad"
+        )
+
+    def run(step, rows):
+        return jax.eval_shape(step.fn, step.init(params()), data(rows))
+
+    told = [
+        step_of(lambda y, weight: tj.Rows({"y": y, "weight": weight})),
+        step_of(lambda y, weight: {"y": tj.Rows(y), "weight": tj.Rows(weight)}),
+    ]
+    for step in told:
+        run(step, 7)
+    step = step_of(lambda y, weight: {"y": tj.Rows(y), "sum": tj.Sum(weight @ y)})
+    run(step, 8)
+    with pytest.raises(ValueError, match=r"padded, but y does not .* tj\.Rows\({'x'"):
+        run(step, 7)
+
+
 @pytest.mark.slow
 def test_a_scan_of_steps_is_a_loop(trained):
     step, state = trained

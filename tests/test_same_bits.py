@@ -168,7 +168,7 @@ def of_an_update(devices):
         rows = jnp.tanh(batch[:, 0] @ state.params)
         sums = tj.Sum((tower.weight[:, None] * rows).T @ batch[:, 1])
         return {
-            "rows": tj.Rows(rows),
+            "rows": tj.Rows(tower.weight[:, None] * rows),
             "sums": sums,
             "count": tj.Sum(tower.weight.sum()),
         }

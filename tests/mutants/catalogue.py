@@ -785,10 +785,18 @@ MODELS = (
         "M18",
         "padding may count in what towers keep of their own",
         "step.one_pass:Pass.counted",
-        "x if isinstance(x, TowerLocal) else None for x in own",
-        "None for x in own",
+        "x if isinstance(x, TowerLocal) and self.of_state else None",
+        "None",
         "test_replicate_bad_input.py"
         "::test_padding_that_nothing_masks_is_refused[local]",
+    ),
+    _m(
+        "M19",
+        "padding may count in rows that go on to the next pass",
+        "step.one_pass:Pass.counted",
+        "told if self.rows_go_on else None",
+        "None",
+        "test_build_step.py::test_rows_that_go_on_say_which_of_them_are_padding",
     ),
 )
 

@@ -48,6 +48,7 @@ from towerjax.towers.tower_local import (
 )
 from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
+from towerjax.types.leaves import key_data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +69,8 @@ class Pass:
     # Are its bare values and the tower-local ones a state that a function of the user's
     # made? On one tower it may be any, and padding must not count in it.
     of_state: bool = False
+    # Do rows go on with the padded ones, so that something has to tell which these are?
+    rows_go_on: bool = False
     advice: str | None = None  # where a bare value differs; None says the usual
     # (state, returned) -> tree: what a tower makes of what its micro-batches came to,
     # before that is merged. It is proved that towers do not meet in it.
@@ -169,10 +172,17 @@ class Pass:
             pools = {"added": added, "shown": shown, "folded": folded}
             # Which rows of a table are looked up, no weight decides.
             pools["joined"] = [x.values for x in joined]
-            if self.of_state:
-                local = [x if isinstance(x, TowerLocal) else None for x in own]
-                return filled(tree, {**pools, "own": local})
-            return filled(jax.tree.map(lambda x: None, tree), pools)
+            tree = tree if self.of_state else jax.tree.map(lambda x: None, tree)
+            rows = [x for x in own if isinstance(x, Rows)]
+            # The weight of some of a pass's rows tells of all.
+            told = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
+
+            def kept(x: Any) -> Any:
+                if isinstance(x, Rows):
+                    return told if self.rows_go_on else None
+                return x if isinstance(x, TowerLocal) and self.of_state else None
+
+            return filled(tree, {**pools, "own": [kept(x) for x in own]})
 
         return run
 

@@ -293,6 +293,7 @@ def engine_of(
             finite=options.guard == "gradients",
             check=options.check if number == last else None,
             keeps=number == last and isinstance(strategy.cross_tower_ops, KeepsState),
+            rows_go_on=True,
         )
         for number, tower_fn in enumerate(tower_fns)
     )
