@@ -16,11 +16,12 @@ def loss_fn(params, batch, tower):
     x = batch["x"] + params["half"].astype(jnp.float32)[None]
     errors = x @ params["w"] - batch["y"] - 0.1 * noise
     weight = tower.weight.sum()
+    key = jax.random.key_data(tower.local["key"]) + tower.id.astype(np.uint32)
     local = {
         "rows": tower.local["rows"] + weight.astype(jnp.int32),
         "mean": 0.5 * tower.local["mean"] + errors.mean(),
         "first": tower.local["first"] + tower.id,
-        "key": jax.random.fold_in(tower.local["key"], 1),
+        "key": jax.random.wrap_key_data(key),
     }
     if "own" in tower.local:
         local["own"] = tower.local["own"] + 1.0 * tower.id

@@ -128,7 +128,8 @@ def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
 @pytest.mark.slow
 def test_one_that_goes_on_at_the_ragged_batch_may_have_other_towers(tmp_path):
     saving = tj.Checkpointer(tmp_path)
-    three, four = (model.build(1, towers=towers) for towers in (3, 4))
+    uncounted = {"example_ids": None}
+    three, four = (model.build(1, towers=towers, **uncounted) for towers in (3, 4))
     train(three, saving, steps=2, state=model.init(three, own=False))
     assert saving.record(2).batch_rows == (16,)  # and not 18
     state, _ = train(four, saving, state=model.init(four, own=False))
@@ -308,7 +309,8 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
 
 def told_without_room(path):
     """What a run is told where files may have 200 bytes, as on a full disk."""
-    step, saving, told = model.build(1), tj.Checkpointer(path, every=4), []
+    step, told = model.build(1, example_ids=None), []
+    saving = tj.Checkpointer(path, every=4)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def hook(number, _):
