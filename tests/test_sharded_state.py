@@ -61,11 +61,15 @@ def loss_fn(params, batch, tower):
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
 
 
+def build(state="mirrored", optimizer="momentum", devices=4, check=None):
+    """A step, whose programs all tests share, however they say its options."""
+    return built(state, optimizer, devices, check)
+
+
 @functools.cache
-def build(state="mirrored", optimizer="momentum", devices=4, **options):
-    """A step, whose programs all tests share."""
+def built(state, optimizer, devices, check):
     strategy = mirrored(state, devices=devices)
-    return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy, **options)
+    return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy, check=check)
 
 
 def assert_same(state, expected):
