@@ -143,11 +143,12 @@ def sparse_value_and_grad(
       TypeError: As ``jax.value_and_grad``; a table is not of real floats.
 
     Example:
-      >>> params = {"table": jnp.ones((1000, 2)), "scale": jnp.array(3.0)}
+      >>> import numpy as np
+      >>> params = {"table": np.ones((1000, 2), np.float32), "scale": np.float32(3)}
       >>> def loss(params, ids):
       ...     return (params["table"][ids] * params["scale"]).sum()
-      >>> gradient = sparse_value_and_grad(loss, ["table"])
-      >>> value, grads = gradient(params, jnp.array([7]))
+      >>> gradient = jax.jit(sparse_value_and_grad(loss, ["table"]))
+      >>> value, grads = gradient(params, np.array([7]))
       >>> grads["table"].indices.tolist(), grads["table"].values.tolist()
       ([7], [[3.0, 3.0]])
       >>> float(grads["scale"])

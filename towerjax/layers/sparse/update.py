@@ -274,10 +274,12 @@ def update_with_rows(
       >>> params = {"table": np.ones((4, 1), np.float32)}
       >>> rows = IndexedRows(np.ones((2, 1), np.float32), np.array([3, 3]), (4, 1))
       >>> optimizer = optax.adagrad(0.5)
-      >>> updates, opt_state = update_with_rows(
-      ...     optimizer, {"table": rows}, optimizer.init(params), params)
-      >>> params = optax.apply_updates(params, updates)
-      >>> [f"{x:.2f}" for x in params["table"][:, 0]]
+      >>> @jax.jit
+      ... def step(params, opt_state, grads):
+      ...     updates, opt_state = update_with_rows(optimizer, grads, opt_state, params)
+      ...     return optax.apply_updates(params, updates), opt_state
+      >>> params, _ = step(params, optimizer.init(params), {"table": rows})
+      >>> [f"{x:.2f}" for x in np.ravel(params["table"])]
       ['1.00', '1.00', '1.00', '0.51']
 
     Source:

@@ -163,12 +163,12 @@ def assert_replicates(
       >>> batch = {"x": np.arange(12, dtype=np.float32)}
       >>> def good(w, batch, tower):
       ...     return tj.Weighted.mean((w - batch["x"]) ** 2, tower.weight)
-      >>> assert_replicates(good, np.float32(1), batch).compared
+      >>> assert_replicates(good, np.float32(1), batch, towers=(3,)).compared
       ('gradient', 'loss')
       >>> def bad(w, batch, tower):
       ...     return tj.Weighted(good(w, batch, tower).value, 1.0)
       >>> try:
-      ...     assert_replicates(bad, np.float32(1), batch)
+      ...     assert_replicates(bad, np.float32(1), batch, towers=(3,))
       ... except tj.testing.SplitError as error:
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
