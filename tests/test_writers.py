@@ -7,10 +7,10 @@ import pathlib
 import re
 import signal
 import struct
-import subprocess
 import sys
 import time
 
+import forked
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,6 @@ import towerjax as tj
 from towerjax.loop.records import Record, plain
 from towerjax.loop.run import run
 
-ROOT = pathlib.Path(__file__).parents[1]
 RATE = 0.125
 
 
@@ -294,17 +293,24 @@ tj.run(step, step.init(jnp.float32(0)), data, steps=10**7, progress=False,
 @pytest.mark.slow
 def test_a_killed_process_leaves_whole_lines(step, tmp_path):
     path = tmp_path / "run.jsonl"
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    program, output = tmp_path / "train.py", tmp_path / "output"
+    program.write_text(PROGRAM)
     for pause_s in ("itself", 0.0571):
         path.unlink(missing_ok=True)
-        argv = [sys.executable, "-c", PROGRAM, str(path), str(pause_s)]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environ) as process:
-            assert process.stdout.readline() == b"go\n"
-            if pause_s == "itself":
-                assert process.wait() == -signal.SIGKILL
-            else:
-                time.sleep(pause_s)
-                process.kill()
+        output.write_text("")
+        of_program = str(program), str(tmp_path), (str(path), str(pause_s))
+        process = forked.context().Process(
+            target=forked.in_child, args=(str(output), forked.program, *of_program)
+        )
+        process.start()
+        while output.read_text() != "go\n":
+            assert process.is_alive() or output.read_text() == "go\n"
+            time.sleep(0.01)
+        if pause_s != "itself":
+            time.sleep(pause_s)
+            process.kill()
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
         steps = steps_of(lines_of(path))
         # Step 20 was told to the hook, so its line was there.
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
