@@ -663,3 +663,61 @@ def test_merge_call_takes_names():
 
     out = strategy.call_for_each_tower(tower_fn)
     assert int(out) == 73
+
+
+def gathers_rows(w, batch, tower):
+    others = tower.all_gather(batch, axis=0)
+    return (batch @ others.T).sum(1) * w
+
+
+def gathers_their_weight_too(w, batch, tower):
+    others, weight = tower.all_gather((batch, tower.weight), axis=0)
+    return (batch @ others.T) @ weight * w
+
+
+def adds_rows(w, batch, tower):
+    count = tower.reduce(R.SUM, tower.weight.sum())
+    return (batch @ tower.reduce(R.SUM, batch.sum(0))) * w / count
+
+
+def adds_rows_in_a_loop(w, batch, tower):
+    def one(total, _):
+        return total + tower.reduce(R.MEAN, (batch * w).mean()), None
+
+    return batch[:, 0] * jax.checkpoint(lambda: lax.scan(one, 0.0, length=2)[0])()
+
+
+def adds_weighted_rows(w, batch, tower):
+    mean = tj.Weighted.mean(batch, tower.weight, axis=0)
+    total, count = tower.reduce(R.SUM, (mean.sum, mean.weight))
+    return batch @ (total / count) * w + tower.reduce(R.ONLY_FIRST_TOWER, batch[0, 0])
+
+
+@pytest.mark.parametrize(
+    "losses, where",
+    [
+        (gathers_rows, "tower.all_gather is given"),
+        (gathers_their_weight_too, None),
+        (adds_rows, "tower.reduce is given"),
+        (adds_rows_in_a_loop, "tower.reduce is given"),
+        (adds_weighted_rows, None),
+    ],
+)
+def test_padding_does_not_count_where_towers_meet(losses, where):
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(losses(w, batch, tower), tower.weight)
+
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0", "cpu:1")), remainder="pad"
+    )
+
+    def run(rows):
+        jax.eval_shape(step.fn, step.init(1.0), np.ones((rows, 3), np.float32))
+
+    run(8)
+    if where is None:
+        run(7)
+        return
+    text = rf"{where} at \S*test_merge.py:\d+ \(.*\) does not depend on tower.weight"
+    with pytest.raises(ValueError, match=text):
+        run(7)

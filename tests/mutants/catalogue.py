@@ -507,8 +507,8 @@ PROOF = (
         "P13",
         "proof: rows that pad may count",
         "step.proving:_unmasked",
-        "if rows and not count",
-        "if rows and not rows",
+        "in outputs if rows and not count",
+        "in outputs if rows and not rows",
         "test_bad_input.py::test_padding_that_nothing_masks_is_refused",
     ),
     _m(
@@ -797,6 +797,14 @@ MODELS = (
         "told if self.rows_go_on else None",
         "None",
         "test_build_step.py::test_rows_that_go_on_say_which_of_them_are_padding",
+    ),
+    _m(
+        "M20",
+        "padding may count where towers meet in their middle",
+        "step.proving:_unmasked",
+        "return found + list(dict.fromkeys(bad))",
+        "return found",
+        "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),
 )
 

@@ -31,6 +31,7 @@ from towerjax.proof.found import (
     Dependence,
     Draw,
     Hang,
+    Meeting,
     Repeat,
 )
 from towerjax.proof.marks import (
@@ -46,7 +47,9 @@ from towerjax.proof.marks import (
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
+    GATHERED,
     HAS_EXAMPLES,
+    REDUCED,
     SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
     Scale,
@@ -98,11 +101,9 @@ def analyse(
     return _analysed(body, ins, context._replace(moving=moving))
 
 
-def depends(
-    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
-) -> list[Dependence | None]:
+def depends(jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]) -> Analysis:
     """On which named input each output depends; no reduction over towers ends that."""
-    return list(analyse(jaxpr, inputs, tuple(_NO_AXIS)).outputs)
+    return analyse(jaxpr, inputs, tuple(_NO_AXIS))
 
 
 def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
@@ -117,6 +118,7 @@ def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
         draws=tuple(x for x in found if isinstance(x, Draw)),
         factors=tuple(x for x in found if isinstance(x, Dependence)),
+        meetings=tuple(x for x in found if isinstance(x, Meeting)),
     )
 
 
@@ -167,7 +169,15 @@ def _rule_of(
         sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
         shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
         return _call if shapes[1:] == shapes[:1] else _opaque
-    return communicated if named_axes(eqn) else _compute
+    return _communicate if named_axes(eqn) else _compute
+
+
+def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    names = [x for x in (REDUCED, GATHERED) if x in str(eqn.source_info.name_stack)]
+    if context.towers == _NO_AXIS and names and not context.is_derived(eqn):
+        line = line_of((eqn, context.outer))
+        context.found.extend(Meeting(names[0], line, bool(m.axes)) for m in ins)
+    return communicated(eqn, ins, context)
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:

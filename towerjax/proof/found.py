@@ -52,6 +52,15 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Where towers meet in their middle, and if what they bring depends on an input."""
+
+    name: str
+    line: str
+    depends: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """What the walk found; `outputs[i]` is None where output i is MIRRORED."""
 
@@ -61,6 +70,7 @@ class Analysis:
     repeats: tuple[Repeat, ...] = ()
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
+    meetings: tuple[Meeting, ...] = ()  # of `depends` alone
 
     @classmethod
     def joined(cls, parts: Sequence["Analysis"]) -> "Analysis":

@@ -16,7 +16,14 @@ from towerjax.proof.equation import (
     line_of,
     named_axes,
 )
-from towerjax.proof.found import Collective, Dependence, Draw, Hang, Repeat
+from towerjax.proof.found import (
+    Collective,
+    Dependence,
+    Draw,
+    Hang,
+    Meeting,
+    Repeat,
+)
 from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
 
 
@@ -119,7 +126,7 @@ class Context(NamedTuple):
 
     towers: frozenset[str]  # the tower axes
     sizes: Mapping[str, int]  # of the axes, as far as that is known
-    found: list[Collective | Dependence | Draw | Hang | Repeat]  # so far
+    found: list[Collective | Dependence | Draw | Hang | Repeat | Meeting]  # so far
     outer: Site | None = None  # the equation around the jaxpr
     trips: int | None = 1  # product of the scans around it; None under a while
     control: Site | None = None  # the innermost around it whose predicate differs

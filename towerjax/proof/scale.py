@@ -33,6 +33,9 @@ SHARED_FACTOR = "towerjax.shared_factor"
 SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
 """Name of what towers assign, to be added up; a constant there counts no towers."""
 
+REDUCED, GATHERED = "tower.reduce", "tower.all_gather"
+"""Scopes in which towers meet in their middle: add up, and show each other, values."""
+
 _PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 # T times the value gives the same result.

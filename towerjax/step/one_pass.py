@@ -332,7 +332,7 @@ def _in_turn(
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    refuse_of_parts(found, names_by_key(shapes[0]))
+    refuse_of_parts(found.outputs, names_by_key(shapes[0]))
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry

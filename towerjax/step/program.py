@@ -189,7 +189,8 @@ def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
             f"A batch of {num_examples} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
             "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-            " 'weight': tower.weight}), or use remainder='drop' or 'error'."
+            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), or use"
+            " remainder='drop' or 'error'."
         )
 
 

@@ -18,6 +18,7 @@ from towerjax.proof.found import (
     refuse_factors,
     refuse_meetings,
 )
+from towerjax.proof.scale import GATHERED
 from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
@@ -157,18 +158,22 @@ def _prove_body(
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
-    """Counted sums that depend on rows, and not on which rows are examples."""
+    """What counts and depends on rows, and not on which rows are examples."""
     layouts = tuple(one.in_layouts.values())
     jaxpr, out = trace_one_tower(one.counted(axes), axes, layouts, args)
     body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
-    sums = names_by_key(out)
-    return [
-        name
-        for name, rows, count in zip(sums, by_rows, by_count, strict=True)
-        if rows and not count
+    outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
+    found = [name for name, rows, count in outputs if rows and not count]
+    met = [
+        (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
+        for x, y in zip(by_rows.meetings, by_count.meetings, strict=True)
     ]
+    # The weight of some of what is gathered tells which of all are examples.
+    told = {GATHERED} & {name for _, name, _, count in met if count}
+    bad = [x for x, name, rows, count in met if rows and not count and name not in told]
+    return found + list(dict.fromkeys(bad))
 
 
 def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:

@@ -17,6 +17,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
+from towerjax.proof.scale import GATHERED, REDUCED
 from towerjax.towers.merge import (
     merge_over_towers,
     refuse_all_towers,
@@ -177,7 +178,9 @@ class Tower:
         """
         refuse_in_turn(self._axes, "tower.reduce")
         refuse_all_towers(value, "tower.reduce")
-        return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
+        is_first = reduction is Reduction.ONLY_FIRST_TOWER
+        with jax.named_scope("tower.first" if is_first else REDUCED):
+            return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values side by side, or joined along a dim.
@@ -211,7 +214,8 @@ class Tower:
                 return join_stacked_rows(x, self.num_towers)
             return join_rows(x, axis)
 
-        rows = gather_over_towers(value, self._all_axes)
+        with jax.named_scope(GATHERED):
+            rows = gather_over_towers(value, self._all_axes)
         return jax.tree.map(one, rows, is_leaf=is_rows)
 
     @property
