@@ -19,11 +19,13 @@ from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, name_of
 
 Target: TypeAlias = TextIO | io.TextIOBase
 # What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
-# Several threads may print to one line.
-_TRANSPORT = re.compile(
-    rb"(?=.*(\[Gloo\]|peer ranks))(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
-    rb"Expected number of connected peer ranks is :))+\s*"
+# Several threads may print to one line, and the rest of one stand on the next.
+_PIECES = (
+    rb"(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
+    rb"Expected number of connected peer ranks is :))*\s*"
 )
+_TRANSPORT = re.compile(rb"(?=.*(\[Gloo\]|peer ranks))" + _PIECES)
+_REST = re.compile(_PIECES)
 
 
 def split_lines(text: bytes) -> tuple[list[bytes], bytes]:
@@ -64,9 +66,9 @@ class LineForwarder:
         return True
 
     def _is_of_transport(self, line: bytes) -> bool:
-        """Is it no output? Nor is an empty line whose text stood on one with others."""
+        """Is it no output? Nor is the rest of a text that stood on one with others."""
         of_transport = _TRANSPORT.fullmatch(line) is not None
-        if of_transport or (self._ends_to_come and not line.strip()):
+        if of_transport or (self._ends_to_come and _REST.fullmatch(line)):
             more = line.count(b"[Gloo]") - 1
             self._ends_to_come = max(0, self._ends_to_come + more)
             return True
