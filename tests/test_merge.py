@@ -687,6 +687,10 @@ def adds_rows_in_a_loop(w, batch, tower):
     return batch[:, 0] * jax.checkpoint(lambda: lax.scan(one, 0.0, length=2)[0])()
 
 
+def merges_rows(w, batch, tower):
+    return batch @ tower.merge_call(lambda s, x: s.reduce(R.MEAN, x), batch.mean(0)) * w
+
+
 def adds_weighted_rows(w, batch, tower):
     mean = tj.Weighted.mean(batch, tower.weight, axis=0)
     total, count = tower.reduce(R.SUM, (mean.sum, mean.weight))
@@ -700,6 +704,7 @@ def adds_weighted_rows(w, batch, tower):
         (gathers_their_weight_too, None),
         (adds_rows, "tower.reduce is given"),
         (adds_rows_in_a_loop, "tower.reduce is given"),
+        (merges_rows, "tower.merge_call is given"),
         (adds_weighted_rows, None),
     ],
 )

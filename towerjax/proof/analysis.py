@@ -47,9 +47,8 @@ from towerjax.proof.marks import (
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
-    GATHERED,
     HAS_EXAMPLES,
-    REDUCED,
+    MEETINGS,
     SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
     Scale,
@@ -173,7 +172,7 @@ def _rule_of(
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    names = [x for x in (REDUCED, GATHERED) if x in str(eqn.source_info.name_stack)]
+    names = [x for x in MEETINGS if x in str(eqn.source_info.name_stack)]
     if context.towers == _NO_AXIS and names and not context.is_derived(eqn):
         line = line_of((eqn, context.outer))
         context.found.extend(Meeting(names[0], line, bool(m.axes)) for m in ins)

@@ -33,7 +33,11 @@ SHARED_FACTOR = "towerjax.shared_factor"
 SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
 """Name of what towers assign, to be added up; a constant there counts no towers."""
 
-REDUCED, GATHERED = "tower.reduce", "tower.all_gather"
+MEETINGS = REDUCED, GATHERED, MERGED = (
+    "tower.reduce",
+    "tower.all_gather",
+    "tower.merge_call",
+)
 """Scopes in which towers meet in their middle: add up, and show each other, values."""
 
 _PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())

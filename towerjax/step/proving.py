@@ -18,7 +18,7 @@ from towerjax.proof.found import (
     refuse_factors,
     refuse_meetings,
 )
-from towerjax.proof.scale import GATHERED
+from towerjax.proof.scale import REDUCED
 from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
@@ -170,8 +170,8 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
         (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
         for x, y in zip(by_rows.meetings, by_count.meetings, strict=True)
     ]
-    # The weight of some of what is gathered tells which of all are examples.
-    told = {GATHERED} & {name for _, name, _, count in met if count}
+    # The weight of some of what towers show each other tells which rows are examples.
+    told = {name for _, name, _, count in met if count} - {REDUCED}
     bad = [x for x, name, rows, count in met if rows and not count and name not in told]
     return found + list(dict.fromkeys(bad))
 

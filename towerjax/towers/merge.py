@@ -10,6 +10,7 @@ from jax import lax
 
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import TowerAxes
+from towerjax.proof.scale import MERGED
 from towerjax.towers.executors import meeting
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
@@ -145,7 +146,8 @@ def merge_over_towers(
         what = "A PerTower that merge_fn returned"
         return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
 
-    values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
+    with jax.named_scope(MERGED):
+        values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
     with meeting():
         merged = merge_fn(strategy, *values, **named)
     return jax.tree.map(own_row, merged, is_leaf=is_per_tower)
