@@ -365,6 +365,21 @@ def test_a_traced_index_that_names_no_row_cannot_go_unseen():
     assert not np.isnan(step(np.array([2, N - 1]))).any()
 
 
+def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
+    params = {"t": jnp.ones((N, 1), jnp.bfloat16)}
+    optimizer = optax.trace(0.5)
+    rows = tj.sparse.IndexedRows(np.ones((2, 1), np.float32), np.array([2, 4]), (N, 1))
+
+    def update():
+        state = optimizer.init(params)
+        return tj.sparse.update_with_rows(
+            optimizer, {"t": rows}, state, params, lazy=True
+        )
+
+    _, state = jax.eval_shape(update)
+    assert state.trace["t"].dtype == jnp.bfloat16
+
+
 @pytest.mark.slow
 def test_rows_of_bfloat16_are_added_in_float32():
     dtype = jnp.bfloat16

@@ -45,7 +45,10 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     But for 16-bit floats on CPUs before JAX 0.12, which XLA scatters in a float32 copy.
     """
     return array.at[indices].set(
-        rows, mode="drop", unique_indices=True, indices_are_sorted=True
+        rows.astype(array.dtype),
+        mode="drop",
+        unique_indices=True,
+        indices_are_sorted=True,
     )
 
 
@@ -224,7 +227,7 @@ class IndexedRows:
         # Only these rows in the wider dtype, each once, or roundings would add up.
         values, indices = sum_duplicates(values.astype(wide), self.indices, num_rows)
         rows = array.at[indices].get(mode="fill", fill_value=0).astype(wide) + values
-        return set_rows(array, indices, rows.astype(array.dtype))
+        return set_rows(array, indices, rows)
 
 
 def _check_fits(rows: IndexedRows, array: jax.Array) -> None:

@@ -156,7 +156,8 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         raise ValueError(
             f"{listed(found)}, whose entries would be taken for examples here. Make"
             " it dense: x.todense(), or x.to_dense() of IndexedRows. What splits such"
-            " leaves is a step, a model and tj.batches, which take global batches."
+            " leaves, by their values, is a call of a step or a model, and tj.batches;"
+            " not step.fn or step.check."
         )
 
 
