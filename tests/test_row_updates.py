@@ -92,6 +92,22 @@ def test_a_refusal_keeps_every_bit_and_what_is_accepted_is_the_update(name, upda
     np.testing.assert_array_equal(accepted, plain)
 
 
+def test_a_refused_first_step_has_no_derivative_by_its_rate():
+    def kept(rate, accepted):
+        optimizer = optax.adam(rate)  # divides by 1 - b**count
+
+        def update(carry):
+            updates, state = optimizer.update(jnp.ones(2), carry[1], carry[0])
+            return carry[0] + updates, state
+
+        carry = jnp.ones(2), optimizer.init(jnp.ones(2))
+        return update_if(accepted, update, carry)[0].sum()
+
+    of_rate = jax.jit(jax.grad(kept))
+    assert of_rate(0.1, False) == 0
+    assert of_rate(0.1, True) < -1
+
+
 def swapped(tables):
     return {"a": tables["b"].at[IDS].add(1), "b": tables["a"].at[IDS].set(NEW)}
 

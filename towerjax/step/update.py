@@ -129,7 +129,8 @@ def accept_or_keep(
     made = {var for eqn in others for var in eqn.outvars}
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
-        if not isinstance(var, Literal) and var in made:
+        # A number costs no copy, and what follows may divide by a new one alone.
+        if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
     rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=False)))
     for eqn in others:
