@@ -191,7 +191,7 @@ def hand_written(name):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["mlp", "resnet50", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
