@@ -348,6 +348,7 @@ PARAMS = LEAVES.keys() - {
     *("TowerLocal", "BCOO", "BCSR", "rows without a row", "scalar", "no rows"),
     *("array without dims", "rows of nothing", "one dim more", "too few rows"),
     "too many rows",
+    "complex",
 }
 
 
