@@ -88,16 +88,15 @@ def optimizers(steps: int) -> dict[str, tj.estimator.TowerOptimizer]:
 
 def init_variables(steps: int, seed: int) -> tj.TrainState:
     optimizer_of = optimizers(steps)
-    key = jax.random.key(seed, impl="rbg")  # whose draws compile fast
+    keys = jax.random.split(jax.random.key(seed), 3)
     image = jnp.zeros((1, 8, 8, 1))
     params = {
-        "generator": jax.jit(generator.init)(key, jnp.zeros((1, NOISE))),
-        "discriminator": jax.jit(discriminator.init)(key, image),
+        "generator": jax.jit(generator.init)(keys[0], jnp.zeros((1, NOISE))),
+        "discriminator": jax.jit(discriminator.init)(keys[1], image),
     }
     opt_state = {name: optimizer_of[name].init(params[name]) for name in params}
-    rng = jax.random.key(seed)
     return tj.TrainState(
-        step=jnp.int32(0), params=params, opt_state=opt_state, local={}, rng=rng
+        step=jnp.int32(0), params=params, opt_state=opt_state, local={}, rng=keys[2]
     )
 
 

@@ -116,8 +116,8 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
 
 
 def test_gan_learns_to_draw_digits(tmp_path):
-    # 3,000 steps end at 0.24; of 400, seeds 0 to 2 end at 0.99 to 1.10.
-    flags = ("--towers", "2", "--devices", "2", "--steps", "400", "--seed", "1")
+    # 3,000 steps end at 0.2 to 0.35; of 400, seeds 0 to 2 end at 0.86 to 1.04.
+    flags = ("--towers", "2", "--devices", "2", "--steps", "400")
     output = run_example("gan.py", *flags, folder=tmp_path)
     line = re.compile(r"^after step +(\d+)  distance (\S+)  rarest class (\S+)$", re.M)
     steps, distances, rarest = np.array(line.findall(output), float).T
