@@ -476,6 +476,46 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     assert (np.abs(np.asarray(moved)) > 1e-3).all()
 
 
+class WithDropout(nnx.Module):
+    """A module that keeps what it learned of one batch for the next."""
+
+    def __init__(self, norm):
+        self.layers = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
+        if norm:
+            self.norm = nnx.BatchNorm(IN, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = self.layers[0](x)
+        return self.norm(x) if hasattr(self, "norm") else x
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_module_as_params_keeps_nothing_that_the_loss_writes(norm, seeded, copied):
+    def loss_fn(model, rows, tower):
+        model = nnx.clone(model) if copied else model
+        if seeded:
+            nnx.reseed(model, default=tower.rng)
+        return tj.Weighted.mean(model(rows["x"]).sum(-1), tower.weight)
+
+    params = {"scale": jnp.ones(()), "model": WithDropout(norm)}
+    step = tj.build_train_step(
+        lambda params, *args: loss_fn(params["model"], *args),
+        optax.sgd(RATE),
+        towers(2, 1),
+    )
+    state = jax.eval_shape(step.init, params)
+    if copied or (seeded and not norm):
+        step.check(state, batch(4))
+        return
+    with pytest.raises(ValueError, match="nnx.split") as found:
+        step.check(state, batch(4))
+    names = ["norm.mean", "norm.var"] * norm + ["rngs.count"] * (not seeded)
+    assert all(f"{name}.value" in str(found.value) for name in names), found.value
+    assert str(found.value).count(".value") == len(names)
+
+
 @pytest.mark.slow
 def test_under_remat_the_tower_may_be_a_static_argument():
     class Block(linen.Module):

@@ -12,8 +12,8 @@ from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
-from towerjax.types import PyTree, Reduction, Sum, TowerOutput
-from towerjax.types.leaves import widened
+from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name
+from towerjax.types.leaves import is_key, listed, widened
 
 
 def value_and_grad(
@@ -101,6 +101,32 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
             " mean in a second pass of tj.build_step: with mean, that of the first,"
             " tj.Weighted(loss.sum - mean * loss.weight,"
             " jax.lax.stop_gradient(loss.weight))."
+        )
+
+
+def attributes(params: PyTree) -> dict[str, Any]:
+    """The leaves that objects hold, by name: a function can write into those."""
+    return {
+        leaf_name("params", path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+    }
+
+
+def refuse_written(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise where a loss function wrote into a module what no next step would see."""
+    written = [x for x in before if x in after and after[x] is not before[x]]
+    if any(is_key(after[x]) for x in written):  # seeded anew: its counter goes with it
+        written = [x for x in written if jnp.issubdtype(after[x].dtype, jnp.inexact)]
+    if written:
+        raise ValueError(
+            f"The loss function wrote into {listed(written)}, and what it writes is"
+            " lost: a step changes what towers return. Split the module, for flax.nnx"
+            " nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): the parameters"
+            " alone are params; statistics are local=tj.TowerLocal(...) of step.init"
+            " and are returned, tj.TowerOutput(loss, local=...); dropout is seeded in"
+            " the loss, nnx.reseed(model, dropout=tower.rng). What only the loss reads"
+            " is written into a copy, jax.tree.map(lambda x: x, params)."
         )
 
 
