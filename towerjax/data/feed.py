@@ -1,7 +1,6 @@
 """How does data become batches, in order, placed ahead of the step that takes them?"""
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -218,22 +217,6 @@ def anew(name: str, data: Any, why: str) -> Any:
             f" {name}=lambda: tj.batches(data, batch_size)."
         )
     return data
-
-
-@contextlib.contextmanager
-def closing_iterator(
-    iterable: Iterable[Pulled], *, is_ours: bool = False
-) -> Iterator[Iterator[Pulled]]:
-    """What an iterable gives, for a ``with`` that closes what it opened.
-
-    An iterator that the caller passed in stays open: it may be gone on with.
-    """
-    iterator = iter(iterable)
-    try:
-        yield iterator
-    finally:
-        if is_ours or iterator is not iterable:
-            close(iterator)
 
 
 def close(iterator: Any) -> None:

@@ -114,21 +114,20 @@ def outputs_on_host(
     step: EvaluationStep, state: Any, batches: Batches, prefetch: int, in_flight: int
 ) -> Generator[Any, None, None]:
     """What a step gives for each batch; those before a broken batch come first."""
-    if isinstance(batches, Iterable) or not callable(batches):
-        source, is_ours = batches, False
-    else:
-        source, is_ours = batches(), True
+    source: Any = batches
+    if callable(batches) and not isinstance(batches, Iterable):
+        source = batches()
     if isinstance(step, InferenceStep):
         state = step.place(state)  # once, and not with each batch
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch
-    with (
-        feed.closing_iterator(source, is_ours=is_ours) as elements,
-        contextlib.closing(
-            feed.prefetch(elements, step.place_batch, depth=depth)
-        ) as placed_batches,
-    ):
+    elements = iter(source)
+    with contextlib.ExitStack() as stack:
+        if elements is not batches:  # an iterator that was passed in stays open
+            stack.callback(feed.close, elements)
+        placed_batches = feed.prefetch(elements, step.place_batch, depth=depth)
+        stack.enter_context(contextlib.closing(placed_batches))
         while True:
             try:
                 placed = next(placed_batches, None)
