@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, dataclass_transform
 
 import jax
@@ -9,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.reduce import rows_of_all_devices, strong
-from towerjax.mesh.placement import TowerAxes
+from towerjax.collectives.reduce import strong
 from towerjax.metrics.foreign import (
     Adapted,
     adapted,
@@ -20,7 +20,7 @@ from towerjax.metrics.foreign import (
     merge_parts,
 )
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.types import PyTree, Sum
+from towerjax.types import Sum
 from towerjax.types.leaves import widened
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
@@ -178,21 +178,12 @@ def _is_ours(x: Any) -> bool:
     return adds or isinstance(x, Sum)
 
 
-def is_additive(state: Any) -> bool:
+def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
     """Does merging two parts of a batch add every leaf, and nothing else?
 
     Known of ``Weighted`` and `Additive`; of other classes read off the traced merge,
     so that their sums may travel with all others.
     """
-    return _adds(state, merge_parts)
-
-
-def adds_batches(state: Any) -> bool:
-    """The same of ``merge``, by which batches are merged."""
-    return _adds(state, lambda first, second: first.merge(second))
-
-
-def _adds(state: Any, merge: Any) -> bool:
     if isinstance(state, Weighted) or _is_ours(state):
         return True
     leaves, treedef = jax.tree.flatten(state)
@@ -282,19 +273,12 @@ def merged_rows(rows: Any) -> Any:
     return lax.scan(lambda done, row: (merge_parts(done, row), None), first, rest)[0]
 
 
-def folded_over_towers(rows: PyTree, axes: TowerAxes) -> PyTree:
-    """All towers' states, merged in tower order, inside a device function.
-
-    Every tower's state travels to every device: for small states that do not add up.
-    """
-    return merged_rows(rows_of_all_devices(rows, axes))
-
-
 def on_host(state: Any) -> Any:
     """A batch's state on the host, in 64 bits where its leaves are to be added."""
     state = jax.device_get(state)
     # Other classes may divide by 0 when they merge, which NumPy warns of.
-    convert = _in_64_bits if adds_batches(state) else jnp.asarray
+    adds = is_additive(state, lambda first, second: first.merge(second))
+    convert = _in_64_bits if adds else jnp.asarray
     return jax.tree.map(convert, state)
 
 

@@ -68,17 +68,13 @@ class Curves(Additive):
         return self.value(_Outcomes(self.yes, self.no), *self.options)
 
 
-def _rate(found: _Outcomes, name: str) -> Any:
-    return getattr(found, name)
-
-
 def _rate_at_nearest(found: _Outcomes, name: str, given: str, wanted: float) -> Any:
     """One rate at the threshold at which the other is nearest to a wanted one."""
-    distance = abs(_rate(found, given) - wanted)
+    distance = abs(getattr(found, given) - wanted)
     nearest = distance.min()
     # Equally near ones differ by a rounding: the best of them, in any precision.
     far = distance > nearest + 1e-6
-    return found.library.where(far, 0.0, _rate(found, name)).max() + 0 * nearest
+    return found.library.where(far, 0.0, getattr(found, name)).max() + 0 * nearest
 
 
 def _area_under_roc(found: _Outcomes) -> Any:
@@ -326,4 +322,4 @@ def _at_thresholds(
             f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
             " that rise, such as [0.25, 0.5]."
         )
-    return Curves(*_histograms(name, *rows, edges), _rate, (rate,))
+    return Curves(*_histograms(name, *rows, edges), getattr, (rate,))

@@ -1,7 +1,6 @@
 """What do the towers know? How noisy the gradient is, and how far towers differ."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,5 +164,4 @@ def _dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:
     def of_leaves(x: jax.Array, y: jax.Array) -> jax.Array:
         return (x * y.conj()).real.sum(axis=tuple(range(lead, x.ndim)))
 
-    parts = jax.tree.leaves(jax.tree.map(of_leaves, first, second))
-    return functools.reduce(jnp.add, parts)
+    return jax.tree.reduce(jnp.add, jax.tree.map(of_leaves, first, second))

@@ -18,17 +18,6 @@ from towerjax.types import ArrayLike, PyTree
 from towerjax.types.options import check_choice
 
 
-def _refuse_negative(weight: Any) -> None:
-    """Raise for a weight that is known before tracing and negative."""
-    if isinstance(weight, int | float | np.ndarray | np.generic):
-        lowest = np.min(weight, initial=0)
-        if lowest < 0:
-            raise ValueError(
-                f"Weighted.weight must be >= 0, got {lowest}. A weight counts"
-                " examples: mask an example with weight 0, and put a sign into the sum."
-            )
-
-
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
     """Raise where a weight that lacks dims could be of the first ones as well."""
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
@@ -100,7 +89,12 @@ class Weighted(_Term):
 
     def __post_init__(self) -> None:
         """Refuse weights that are negative where that can be known."""
-        _refuse_negative(self.weight)
+        is_known = isinstance(self.weight, int | float | np.ndarray | np.generic)
+        if is_known and (lowest := np.min(self.weight, initial=0)) < 0:
+            raise ValueError(
+                f"Weighted.weight must be >= 0, got {lowest}. A weight counts"
+                " examples: mask an example with weight 0, and put a sign into the sum."
+            )
 
     @classmethod
     def mean(

@@ -18,12 +18,7 @@ from towerjax.collectives.sparse_rows import in_parts, num_rows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import end_to_end, rows_of_towers, with_shared
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.state import (
-    folded_over_towers,
-    is_additive,
-    is_metric,
-    merged_rows,
-)
+from towerjax.metrics.state import is_additive, is_metric, merged_rows
 from towerjax.proof.analysis import depends
 from towerjax.proof.found import refuse_of_parts
 from towerjax.proof.scale import SUMMED_BY_STEP
@@ -127,7 +122,7 @@ class Pass:
             sums, (tree, folded, joined, own, flagged) = towers
             sums, op_state, told = self._summed(sums, tree, state, axes)
             added, shown, due = sums.tree()
-            folded = [folded_over_towers(x, axes) for x in folded]
+            folded = [merged_rows(rows_of_all_devices(x, axes)) for x in folded]
             joined = [_of_all_towers(x, axes) for x in joined]
             tree = jax.tree.map(lambda x: x[0], tree)
             pools = {"added": added, "shown": shown, "folded": folded}
