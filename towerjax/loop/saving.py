@@ -89,7 +89,7 @@ class Saving:
             return state, options
         record = self._options.record(newest)
         where = folder.folder_of(self._options.path, newest)
-        check_same_model(record.leaves, state, f"The checkpoint {str(where)!r}")
+        check_same_model(record.leaves, state, where)
         if newest >= start:
             self._saved = newest, record.evaluation
         if newest <= start:

@@ -72,7 +72,9 @@ def array_files() -> Any:
     return orbax.checkpoint.StandardCheckpointer()
 
 
-def check_same_model(saved: Sequence[Leaf], state: PyTree, where: str) -> None:
+def check_same_model(
+    saved: Sequence[Leaf], state: PyTree, folder: pathlib.Path
+) -> None:
     """Raise unless a checkpoint is one of such a state, on however many towers."""
     old, new = ({leaf.name: leaf for leaf in x} for x in (saved, described(state)))
     problems = [f"it lacks {name}" for name in new if name not in old]
@@ -84,8 +86,9 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, where: str) -> None:
     ]
     if problems:
         raise CheckpointError(
-            f"{where} is one of another model: {listed(sorted(problems))}. Build the"
-            " model, optimizer and step as they were, or name another folder."
+            f"The checkpoint {str(folder)!r} is one of another model:"
+            f" {listed(sorted(problems))}. Build the model, optimizer and step as they"
+            " were, or name another folder."
         )
 
 

@@ -130,8 +130,7 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none, or it cannot be read.
         """
-        folder = self._folder(number)
-        return CheckpointRecord.read(folder)
+        return CheckpointRecord.read(self._folder(number))
 
     def restore(
         self, step: CompiledStep, state: TrainState, *, number: int | None = None
@@ -158,8 +157,9 @@ class Checkpointer:
             chosen = max(self.steps, default=None) if number is None else number
             if chosen is None:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
-            check_manifest(self._folder(chosen))
-            check_same_model(self.record(chosen).leaves, state, self._named(chosen))
+            where = self._folder(chosen)
+            check_manifest(where)
+            check_same_model(self.record(chosen).leaves, state, where)
             return chosen
 
         chosen = first_process_says(choose)
@@ -171,9 +171,6 @@ class Checkpointer:
                 state,
                 step.strategy.placement,
             )
-
-    def _named(self, number: int) -> str:
-        return f"The checkpoint {str(folder_of(self.path, number))!r}"
 
     def _folder(self, number: Any) -> pathlib.Path:
         if number not in self.steps:
