@@ -96,8 +96,7 @@ Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
 """Which leaves: a predicate on their paths, or their paths or last names."""
 
 # Their output is their operand, row by row.
-_ROW_BY_ROW = frozenset(("convert_element_type", "copy", "copy_p"))
-_CALLS = frozenset(("jit", "pjit"))
+_ROW_BY_ROW = frozenset(("convert_element_type", "copy"))
 
 
 def sparse_value_and_grad(
@@ -287,7 +286,7 @@ def _apply(
     name = eqn.primitive.name
     if not tables:
         return evaluated(eqn, operands)
-    if name in _CALLS:
+    if name == "jit":
         return _evaluate(eqn.params["jaxpr"], operands, lookups, (eqn, outer))
     if name == "stop_gradient":
         return evaluated(eqn, [_whole(x) for x in operands])
