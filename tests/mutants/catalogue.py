@@ -1475,8 +1475,8 @@ BESIDES = (
         "N03",
         "the key that towers share is a tower's own",
         "towers.tower:Tower.shared_rng",
-        "return shared_key(",
-        "return (lambda key, step: jax.random.fold_in(key, self.id))(",
+        "2**32 - 1)",
+        "self.id)",
         "test_inputs_and_fixed.py::test_all_towers_share_a_key_that_is_no_towers_own",
     ),
     _m(

@@ -93,12 +93,6 @@ class _Devices:
         }
         self._done: dict[int, Any] = {}
 
-    def call(self, fn: Callable[..., list[Any]], leaves: Sequence[Any]) -> list[Any]:
-        """A function's arrays, its collectives being those that these devices have."""
-        traced = jax.make_jaxpr(fn, axis_env=self._env)(*leaves)
-        body = self.program(traced.jaxpr)
-        return jax.core.eval_jaxpr(body, traced.consts, *leaves)
-
     def traced(
         self, tower_fn: Callable[..., PyTree], leaves: list[Any], treedef: Any
     ) -> tuple[Any, Any]:
@@ -179,7 +173,10 @@ class _Devices:
             out[:] = [rule.call_wrapped(*with_arrays(args, arrays))]
             return arrays_of(out)
 
-        arrays = self.call(of_arrays, arrays_of(args))
+        arrays = arrays_of(args)
+        traced = jax.make_jaxpr(of_arrays, axis_env=self._env)(*arrays)
+        body = self.program(traced.jaxpr)
+        arrays = jax.core.eval_jaxpr(body, traced.consts, *arrays)
         return with_arrays(out, arrays)[0]
 
     def _unhidden(self, eqn: JaxprEqn) -> JaxprEqn:

@@ -26,12 +26,6 @@ from towerjax.towers.merge import (
 from towerjax.towers.variables import Variable, assigned_in_tower
 from towerjax.types import PyTree, Reduction
 
-
-def shared_key(key: jax.Array, step: jax.Array) -> jax.Array:
-    """The key of a step for what all towers draw alike; none of a tower's own."""
-    return jax.random.fold_in(jax.random.fold_in(key, step), 2**32 - 1)
-
-
 _STATIC = {"static": True}
 
 
@@ -86,7 +80,9 @@ class Tower:
     @property
     def shared_rng(self) -> jax.Array:
         """A key of this step, the same on all towers and micro-batches."""
-        return shared_key(_of_a_step(self._rng, "shared_rng", "a key"), self.step)
+        key = _of_a_step(self._rng, "shared_rng", "a key")
+        # A number that is no tower's: this key is none of their own.
+        return jax.random.fold_in(jax.random.fold_in(key, self.step), 2**32 - 1)
 
     @property
     def rows(self) -> int:
