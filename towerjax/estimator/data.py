@@ -57,6 +57,8 @@ class Passes:
     most: int | None = None  # no more batches than this, in all
     with_labels: bool = True
 
+    comes_again = True  # a pass of another process begins with the same batches
+
     def __post_init__(self) -> None:
         """Check the data as far as that takes none of it."""
         if self.epochs is not None:
@@ -65,9 +67,9 @@ class Passes:
             check_whole("steps", self.most, 1)
         if _is_one_batch(self.data):
             raise ValueError(
-                f"{self.name} is one batch or whole arrays ({_kind(self.data)}), but it"
-                " is gone through batch by batch. Pass [batch], or"
-                " lambda: tj.batches((features, labels), batch_size)."
+                f"{self.name} is one batch or whole arrays"
+                f" ({type(self.data).__name__}), but it is gone through batch by batch."
+                " Pass [batch], or lambda: tj.batches((features, labels), batch_size)."
             )
         if not isinstance(self.data, Iterable) and not callable(self.data):
             raise ValueError(
@@ -78,11 +80,6 @@ class Passes:
             epochs = "" if self.epochs is None else f"={self.epochs}"
             data = anew(self.name, self.data, f"epochs{epochs} goes through it again")
             object.__setattr__(self, "data", data)
-
-    @property
-    def comes_again(self) -> bool:
-        """A pass of another process begins with the same batches."""
-        return True
 
     @property
     def used_before(self) -> int:
@@ -105,8 +102,8 @@ class Passes:
         made = self.data()
         if _is_one_batch(made) or not isinstance(made, Iterable):
             raise ValueError(
-                f"The function {self.name} returned a {_kind(made)}, which is no"
-                " iterable of batches. Return a list, or tj.batches(...)."
+                f"The function {self.name} returned a {type(made).__name__}, which is"
+                " no iterable of batches. Return a list, or tj.batches(...)."
             )
         return made
 
@@ -174,7 +171,3 @@ def _is_one_batch(data: Any) -> bool:
     if isinstance(data, tuple) and len(data) == 2:  # (features, labels) by itself?
         return isinstance(data[0], arrays)
     return isinstance(data, arrays)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

@@ -28,12 +28,6 @@ _TRANSPORT = re.compile(rb"(?=.*(\[Gloo\]|peer ranks))" + _PIECES)
 _REST = re.compile(_PIECES)
 
 
-def split_lines(text: bytes) -> tuple[list[bytes], bytes]:
-    r"""The complete lines of a text, with their ends, and what follows the last one."""
-    *lines, rest = text.split(b"\n")
-    return [line + b"\n" for line in lines], rest
-
-
 class LineForwarder:
     """Reads a process' pipe without waiting, and writes complete lines of it.
 
@@ -57,12 +51,12 @@ class LineForwarder:
             chunk = os.read(self.source.fileno(), 1 << 16)
         except BlockingIOError:
             return False
-        lines, self._rest = split_lines(self._rest + chunk)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
         if not chunk:
-            lines = [self._rest + b"\n"] if self._rest else []
+            lines = [self._rest] if self._rest else []
             self.close()
         shown = [line for line in lines if not self._is_of_transport(line)]
-        write(self._target, b"".join(self._prefix + line for line in shown))
+        write(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
         return True
 
     def _is_of_transport(self, line: bytes) -> bool:
