@@ -1,6 +1,7 @@
 """How does a sum travel? As all-reduces, in two stages, or over one device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -112,23 +113,17 @@ class Packed:
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        if self.num_packs is not None:
-            return sum_packed(tree, axes, self._all_reduce, alone_above=math.inf)
-        most = self.bytes_per_pack or math.inf
-        return sum_packed(
-            tree,
-            axes,
-            self._all_reduce,
-            alone_above=most,
-            reach=most,
-            max_leaves=self.max_group or math.inf,
-        )
+        if number := self.num_packs:
+            in_packs = functools.partial(_all_reduce_in_packs, number)
+            return sum_packed(tree, axes, in_packs, alone_above=math.inf)
+        most, leaves = self.bytes_per_pack or math.inf, self.max_group or math.inf
+        limits = {"alone_above": most, "reach": most, "max_leaves": leaves}
+        return sum_packed(tree, axes, _all_reduce, **limits)
 
-    def _all_reduce(self, buffers: list[jax.Array]) -> list[jax.Array]:
-        if self.num_packs is None:
-            return lax.psum(buffers, DEVICE_AXIS)
-        packs = [cut(buffer.reshape(-1), self.num_packs) for buffer in buffers]
-        return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
+
+def _all_reduce_in_packs(number: int, buffers: list[jax.Array]) -> list[jax.Array]:
+    packs = [cut(buffer.reshape(-1), number) for buffer in buffers]
+    return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:

@@ -146,12 +146,11 @@ def _unfolded(starts: list[int], witness: jax.Array) -> tuple[jax.Array, ...]:
     does not matter. Not for GPUs, where a branch costs a round trip.
     """
     values = [np.int32(start) for start in starts]
-    predicate = witness.reshape(-1)[0] > 0
-    return lax.cond(
-        predicate,
-        lambda: tuple(jnp.asarray(v) for v in values),
-        lambda: tuple(jnp.asarray(v) for v in values),
-    )
+
+    def same() -> tuple[jax.Array, ...]:
+        return tuple(map(jnp.asarray, values))
+
+    return lax.cond(witness.reshape(-1)[0] > 0, same, same)
 
 
 @jax.tree_util.register_dataclass
