@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -251,7 +252,7 @@ def _moments(
     total, addends = _sums(tower, count, (weight * x).sum(over))
     mean = _ratio(addends, total)
     squares = weight * (x - _spread(mean, x, axes)) ** 2
-    _, addends = _sums(tower, None, squares.sum(over))
+    (addends,) = _sums(tower, squares.sum(over))
     return total, Moments(mean, _ratio(addends, total))
 
 
@@ -259,15 +260,11 @@ def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     return ratio(total, weight.reshape(weight.shape or (1,) * total.ndim))
 
 
-def _sums(
-    tower: Tower | None, count: jax.Array | None, addends: jax.Array
-) -> tuple[Any, jax.Array]:
-    """Both, summed over towers; side by side, so that one message takes them."""
+def _sums(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
+    """All, summed over towers; side by side, so that one message takes them."""
     if tower is None:
-        return count, addends
-    if count is None:
-        return None, tower.reduce(Reduction.SUM, addends)
-    both = jnp.concatenate([count.ravel(), addends.ravel()])
-    both = tower.reduce(Reduction.SUM, both)
-    counts, sums = jnp.split(both, [count.size])
-    return counts.reshape(count.shape), sums.reshape(addends.shape)
+        return parts
+    joined = jnp.concatenate([x.ravel() for x in parts])
+    ends = np.cumsum([x.size for x in parts])[:-1]
+    sums = jnp.split(tower.reduce(Reduction.SUM, joined), ends)
+    return [x.reshape(part.shape) for x, part in zip(sums, parts, strict=True)]
