@@ -146,12 +146,10 @@ class TowersOfStep:
         """A tower's loss as what towers add up."""
         scalar, is_weighted = _OF_SCALARS.get(self.reduction), is_of_means(loss)
         if self.is_alone:
-            alone = None if is_weighted else Reduction.MEAN
-            return as_tower_output(loss, alone, self.tower).loss
-        if self.compat == "tf1":
-            value = loss.value if is_weighted else loss
+            scalar = None if is_weighted else Reduction.MEAN
+        elif self.compat == "tf1":
+            loss = loss.value if is_weighted else loss
             scalar = scalar or Reduction.MEAN
-            loss = as_tower_output(value, scalar, self.tower).loss
         elif is_weighted and scalar is not None:
             raise ValueError(
                 f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
@@ -161,9 +159,7 @@ class TowersOfStep:
             )
         elif not is_weighted and scalar is None:
             raise ValueError(_BARE.format(reduction=self.reduction))
-        else:
-            loss = as_tower_output(loss, scalar, self.tower).loss
-        return loss
+        return as_tower_output(loss, scalar, self.tower).loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
         """The one loss, and all towers' gradients added up; the same on each tower.

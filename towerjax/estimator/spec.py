@@ -90,17 +90,12 @@ class ClassificationOutput:
         if _are_names(self.classes):
             object.__setattr__(self, "classes", tuple(self.classes))
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        """Arrays are children; names are not."""
-        if _are_names(self.classes):
-            return (self.scores, None), self.classes
-        return (self.scores, self.classes), None
-
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], Any]:
-        """The same, with names for errors."""
-        (scores, classes), names = self.tree_flatten()
+        """Arrays are children; names are not."""
+        names = self.classes if _are_names(self.classes) else None
+        classes = None if names else self.classes
         key = jax.tree_util.GetAttrKey
-        return ((key("scores"), scores), (key("classes"), classes)), names
+        return ((key("scores"), self.scores), (key("classes"), classes)), names
 
     @classmethod
     def tree_unflatten(cls, names: Any, children: Any) -> "ClassificationOutput":
