@@ -33,13 +33,8 @@ def check_row_wise(
     params: Sequence[Any],
     extra_args: Mapping[str, Any],
 ) -> None:
-    """Raise unless updating rows is updating the table, as far as can be tried.
+    """Raise unless updating rows is updating the table, as `update_with_rows` tries.
 
-    A small table of the same tree is updated both ways: over three steps that look up
-    different rows; then one step with each integer scalar of the state set to a power
-    of ten, or to a whole number that the update's own program holds, or one off, for
-    schedules and accumulation; one with each float scalar set to 0.5, for numbers kept
-    in the state; and with gradients a thousand times as large and as small, for clips.
     Rows without a gradient must not change in any bit, nor their state; all else must
     agree to 1e-4. Concrete numbers, under any trace, by one program for all trials.
     """
