@@ -36,7 +36,6 @@ class LineForwarder:
 
     def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
         self.source = source  # closed at its end
-        self.is_open = True  # more may come
         self._target = target
         self._prefix = prefix.encode()
         self._rest = b""
@@ -45,7 +44,7 @@ class LineForwarder:
 
     def forward(self) -> bool:
         """Pass on what there is now; False where there was nothing."""
-        if not self.is_open:
+        if self.source.closed:
             return False
         try:
             chunk = os.read(self.source.fileno(), 1 << 16)
@@ -54,7 +53,7 @@ class LineForwarder:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if not chunk:
             lines = [self._rest] if self._rest else []
-            self.close()
+            self.source.close()
         shown = [line for line in lines if not self._is_of_transport(line)]
         write(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
         return True
@@ -67,11 +66,6 @@ class LineForwarder:
             self._ends_to_come = max(0, self._ends_to_come + more)
             return True
         return False
-
-    def close(self) -> None:
-        """Read no more. May be called twice."""
-        self.is_open = False
-        self.source.close()
 
 
 def write(target: Target, text: bytes) -> None:
@@ -198,7 +192,7 @@ def run_group(
                 worker.popen.kill()
                 worker.popen.wait()
                 for pipe in worker.pipes:
-                    pipe.close()
+                    pipe.source.close()
 
 
 @contextlib.contextmanager
@@ -272,7 +266,7 @@ class _Job:
         _send(self._group, number)
 
     def _forward(self, timeout_s: float) -> None:
-        self._pipes = [pipe for pipe in self._pipes if pipe.is_open]
+        self._pipes = [pipe for pipe in self._pipes if not pipe.source.closed]
         with selectors.PollSelector() as selector:  # which has no limit on numbers
             for pipe in self._pipes:
                 selector.register(pipe.source, selectors.EVENT_READ, pipe)
