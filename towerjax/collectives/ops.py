@@ -96,9 +96,8 @@ class Packed:
             raise ValueError(
                 f"Packed: num_packs must be greater than zero, got {self.num_packs}."
             )
-        for field in dataclasses.fields(self):
-            if (number := getattr(self, field.name)) is not None:
-                check_whole(f"Packed.{field.name}", number, 1, 2**63 - 1)
+        for name, number in vars(self).items():
+            check_whole(f"Packed.{name}", number, 1, 2**63 - 1, or_none=True)
         others = [
             f"{name}={getattr(self, name)}"
             for name in ("bytes_per_pack", "max_group")
@@ -176,8 +175,7 @@ class Hierarchical:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        if self.group_size is not None:
-            check_whole("Hierarchical.group_size", self.group_size)
+        check_whole("Hierarchical.group_size", self.group_size, or_none=True)
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Nothing, when the groups come out even; see `ChecksDevices`."""

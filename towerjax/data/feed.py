@@ -163,10 +163,8 @@ def batches(
     """
     num_examples = count_examples(SparseRows.put_aside(without_shared(data)[0])[1])
     check_whole("batch_size", batch_size, 1)
-    if epochs is not None:
-        check_whole("epochs", epochs, 1)
-    if seed is not None:
-        check_whole("seed", seed, 0, math.inf)
+    check_whole("epochs", epochs, or_none=True)
+    check_whole("seed", seed, 0, math.inf, or_none=True)
     check_flag("drop_remainder", drop_remainder)
     if drop_remainder and num_examples < batch_size:
         raise ValueError(

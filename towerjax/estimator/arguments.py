@@ -39,8 +39,7 @@ class ModelOptions:
         check_choice("variable_placement", self.variable_placement, placements)
         check_choice("compat", self.compat, (None, *get_args(Compat)))
         check_flag("donate", self.donate)
-        if self.max_programs is not None:
-            check_whole("max_programs", self.max_programs)
+        check_whole("max_programs", self.max_programs, or_none=True)
 
     def check_state(self, strategy: Any) -> None:
         """Raise where a strategy and these options say two things of the variables."""

@@ -61,10 +61,8 @@ class Passes:
 
     def __post_init__(self) -> None:
         """Check the data as far as that takes none of it."""
-        if self.epochs is not None:
-            check_whole("epochs", self.epochs, 1)
-        if self.most is not None:
-            check_whole("steps", self.most, 1)
+        check_whole("epochs", self.epochs, or_none=True)
+        check_whole("steps", self.most, or_none=True)
         if _is_one_batch(self.data):
             raise ValueError(
                 f"{self.name} is one batch or whole arrays"

@@ -82,10 +82,8 @@ class LoopOptions:
     hooks: tuple[Hook | WithState, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "eval_every"):
-            lowest = 0 if name == "steps" and self.may_end else 1
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), lowest)
+        check_whole("steps", self.steps, 0 if self.may_end else 1, or_none=True)
+        check_whole("eval_every", self.eval_every, or_none=True)
         check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)

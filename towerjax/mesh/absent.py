@@ -98,8 +98,7 @@ class Absent:
                 " XLA's text of a GPU, which has gpu_device_info { ... }."
             )
         check_whole("number", self.number)
-        if self.hosts is not None:
-            check_whole("hosts", self.hosts)
+        check_whole("hosts", self.hosts, or_none=True)
         if len(self) % self.num_hosts:
             raise ValueError(
                 f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Say"

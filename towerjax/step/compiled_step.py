@@ -54,8 +54,7 @@ class StepOptions:
         check_choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         check_choice("guard", self.guard, get_args(Guard))
         check_whole("micro_batches", self.micro_batches)
-        if self.max_programs is not None:
-            check_whole("max_programs", self.max_programs)
+        check_whole("max_programs", self.max_programs, or_none=True)
         check_flag("donate", self.donate)
         plain_wholes(self)
         if self.check is None:

@@ -53,8 +53,7 @@ class InferenceStep:
         max_programs: int | None,
     ) -> None:
         check_remainder(remainder)
-        if max_programs is not None:
-            check_whole("max_programs", max_programs)
+        check_whole("max_programs", max_programs, or_none=True)
         self.strategy, placement = strategy, strategy.placement
         one = Pass(tower_fn, strategy, reads_local=True)
 

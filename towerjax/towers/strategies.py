@@ -236,10 +236,10 @@ def _check_choices(strategy: Mirrored) -> None:
             "devices already says how many GPUs there are; leave out num_gpus and"
             " num_gpus_per_worker."
         )
-    for name in ("num_gpus", "num_gpus_per_worker", "towers", "prefetch_on_device"):
-        number = getattr(strategy, name)
-        if number is not None or name == "prefetch_on_device":
-            check_whole(name, number, 1 if name == "towers" else 0)
+    check_whole("num_gpus", strategy.num_gpus, 0, or_none=True)
+    check_whole("num_gpus_per_worker", strategy.num_gpus_per_worker, 0, or_none=True)
+    check_whole("towers", strategy.towers, or_none=True)
+    check_whole("prefetch_on_device", strategy.prefetch_on_device, 0)
     check_choice("local", strategy.local, ("vmap", "scan"))
     check_choice("executor", strategy.executor, ("shard_map", "pmap"))
     check_choice("state", strategy.state, get_args(StateLayout))

@@ -20,9 +20,16 @@ def is_whole(number: Any) -> bool:
 
 
 def check_whole(
-    name: str, number: Any, lowest: int = 1, highest: float = _MOST
+    name: str,
+    number: Any,
+    lowest: int = 1,
+    highest: float = _MOST,
+    *,
+    or_none: bool = False,
 ) -> None:
-    """Raise unless a number is whole and within its limits."""
+    """Raise unless a number is whole and within its limits, or None where it may be."""
+    if or_none and number is None:
+        return
     if not is_whole(number) or number < lowest:
         raise ValueError(f"{name}={number!r} must be a whole number >= {lowest}.")
     if number > highest:

@@ -86,8 +86,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         check_path("Checkpointer.directory", self.directory, "a folder")
-        if self.every is not None:
-            check_whole("every", self.every, 1)
+        check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
         plain_wholes(self)

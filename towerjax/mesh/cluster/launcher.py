@@ -133,8 +133,7 @@ def launch(
     check_number("regrow_s", regrow_s, _SECONDS)
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
     check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
-    if restarts is not None:
-        check_whole("restarts", restarts, 0)
+    check_whole("restarts", restarts, 0, or_none=True)
     divided = _divided(towers, processes, devices_per_process)
     environ = {**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"}
     environ |= _device_variables(devices_per_process, environ)
@@ -176,8 +175,7 @@ def _check(command: Any, processes: Any, devices: Any, port: Any) -> None:
             " as ['python', 'train.py']."
         )
     check_whole("processes", processes, 1)
-    if devices is not None:
-        check_whole("devices_per_process", devices, 1)
+    check_whole("devices_per_process", devices, or_none=True)
     if port is None:
         return
     check_whole("port", port, 1, 65535)

@@ -53,9 +53,8 @@ class _Options:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not name.endswith("_s") or value is None and name.startswith("coll"):
-                continue
-            check_whole(name, value)
+            if name.endswith("_s"):
+                check_whole(name, value, or_none=name == "collective_timeout_s")
 
 
 def initialize(
