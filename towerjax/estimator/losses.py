@@ -38,8 +38,7 @@ class LossReduction(enum.Enum):
     SUM_OVER_BATCH_SIZE = "sum_over_batch_size"
     NONE = "none"
 
-    def __repr__(self) -> str:
-        return f"LossReduction.{self.name}"
+    __repr__ = enum.Enum.__str__
 
 
 _OF_SCALARS = {

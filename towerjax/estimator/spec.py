@@ -24,8 +24,7 @@ class Mode(enum.Enum):
     EVAL = "eval"
     PREDICT = "predict"
 
-    def __repr__(self) -> str:
-        return f"Mode.{self.name}"
+    __repr__ = enum.Enum.__str__
 
 
 @jax.tree_util.register_dataclass

@@ -58,8 +58,7 @@ class VariablePlacement(enum.Enum):
     ON_ONE_DEVICE = "on_one_device"
     ROUND_ROBIN = "round_robin"
 
-    def __repr__(self) -> str:
-        return f"VariablePlacement.{self.name}"
+    __repr__ = enum.Enum.__str__
 
 
 def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:

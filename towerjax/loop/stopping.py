@@ -168,7 +168,7 @@ class Watch:
         if memory["lowest"] is not None:
             self._lowest = memory["lowest"], memory["lowest_after"]
         self._without = memory["without"]
-        self._counted = memory.get("counted_after", -1)
+        self._counted = memory["counted_after"]
         self._stop_if_enough()
 
     def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:

@@ -27,8 +27,7 @@ class Reduction(enum.Enum):
     ONLY_FIRST_TOWER = "only_first_tower"
     NONE = "none"
 
-    def __repr__(self) -> str:
-        return f"Reduction.{self.name}"
+    __repr__ = enum.Enum.__str__
 
 
 class Layout(enum.Enum):
