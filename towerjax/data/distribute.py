@@ -7,6 +7,7 @@ coordinator, how much each has, so that none waits for a peer whose data has end
 """
 
 import dataclasses
+import functools
 import itertools
 import threading
 import uuid
@@ -175,8 +176,7 @@ def _is_empty(batch: PyTree) -> bool:
 
 def _element(element: PyTree) -> tuple[PyTree, bool]:
     """An element with a dim over examples, and whether it had none."""
-    leaves = named_leaves("element", element)
-    if bare := any(np.ndim(leaf) == 0 for _, leaf in leaves):
+    if bare := any(np.ndim(x) == 0 for x in jax.tree.leaves(element)):
         element = jax.tree.map(
             lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
         )
@@ -253,10 +253,7 @@ class DistributedDataset:
         number, elements = self._passes, None
         if not is_function(self._source):
             elements = opened(self._source, self._context)
-
-        def begin(rows: int) -> Stream:
-            return self._stream(number, elements, rows)
-
+        begin = functools.partial(self._stream, number, elements)
         if hasattr(elements, "get_state") and hasattr(elements, "set_state"):
             return ResumablePass(begin, elements)
         return Pass(begin)

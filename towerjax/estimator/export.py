@@ -240,16 +240,16 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
         )
     _require_flatbuffers()
     try:
-        held = json.loads(index.read_text())
-    except ValueError:
-        held = None
-    known = held.get("format") if isinstance(held, dict) else None
+        held = dict(json.loads(index.read_text()))
+    except (ValueError, TypeError):
+        held = {}
+    known = held.get("format")
     if known not in (None, _FORMAT):
         raise ValueError(
             f"{str(index)!r} is of format {known!r}; this is towerjax {__version__},"
             f" which reads format {_FORMAT}."
         )
-    signatures = held.get("signatures") if isinstance(held, dict) else None
+    signatures = held.get("signatures")
     if not isinstance(signatures, dict):
         raise ValueError(f"{str(index)!r} is damaged. Export the model anew.")
     check_manifest(source, "exported model", "Export the model anew.")

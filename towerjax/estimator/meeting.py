@@ -46,12 +46,8 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
     meet, each of them with every micro-batch.
     """
     leaves, treedef = jax.tree.flatten((loss, grads))
-    copies = jax.tree.map(
-        lambda x: jax.tree.map(lambda _: count if is_rows(x) else 0, x),
-        (loss, grads),
-        is_leaf=is_rows,
-    )
-    copies = tuple(jax.tree.leaves(copies))
+    parts = jax.tree.leaves((loss, grads), is_leaf=is_rows)
+    copies = tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
     outcomes = _meet.bind(*map(jnp.asarray, leaves), treedef=treedef, copies=copies)
     return jax.tree.unflatten(treedef, outcomes)
 

@@ -155,9 +155,7 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
 
 def _is_stored_copy(leaf: Any, placement: Placement) -> bool:
     """Is it as `stored` leaves it: one copy, the same on each of several processes?"""
-    if not isinstance(leaf, jax.Array) or not leaf.committed:
-        return False
-    if is_key(leaf):
+    if not isinstance(leaf, jax.Array) or not leaf.committed or is_key(leaf):
         return False
     return placement.num_devices > 1 and len(leaf.sharding.device_set) == 1
 

@@ -82,12 +82,8 @@ class TowerStatistics:
         square = _dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)
         sums = {"squares": ratio(square, grads.weight), "parts": counts}
-        own = (
-            PerTower({"loss": one_mean(loss), "grads": grads})
-            if self.per_tower
-            else None
-        )
-        return {"sums": Sum(sums), "own": own}
+        own = PerTower({"loss": one_mean(loss), "grads": grads})
+        return {"sums": Sum(sums), "own": own if self.per_tower else None}
 
     def metrics(self, merged: dict[str, Any], grads: Weighted) -> dict[str, Any]:
         """The metrics of a step, for an update function.

@@ -226,7 +226,7 @@ def _value_and_grad(
 
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
     jax.eval_shape(functools.partial(run, zeros=None), dense)
-    zeros = [jnp.zeros(x.output.shape, x.output.dtype) for x in reads]
+    zeros = [jnp.zeros_like(x.output) for x in reads]
     (value, (aux, rows)), (grads, by_lookup) = jax.value_and_grad(
         run, argnums=(0, 1), has_aux=True
     )(dense, zeros)

@@ -1,6 +1,7 @@
 """What does an optimizer do if all it sees of a table is some of its rows?"""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,10 +77,7 @@ class RowWise:
     ) -> UpdateProgram:
         """The program of one update; only traced."""
         tree = jax.tree.unflatten(self.treedef, [_struct(x) for x in params])
-
-        def update(grads: PyTree, state: PyTree, params: PyTree) -> PyTree:
-            return self.optimizer.update(grads, state, params, **extra_args)
-
+        update = functools.partial(self.optimizer.update, **extra_args)
         state = jax.eval_shape(self.optimizer.init, tree)
         closed = jax.make_jaxpr(update)(tree, state, tree)
         eqns = list(all_eqns(closed.jaxpr))
