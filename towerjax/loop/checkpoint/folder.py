@@ -211,15 +211,12 @@ def held(directory: pathlib.Path) -> Iterator[None]:
 
     The system lets go of it when the process ends, however it ends.
     """
-    handle = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with (directory / ".lock").open("ab") as file:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
                 f"Another run writes its checkpoints to {str(directory)!r}. Wait for"
                 " its end, or name another folder."
             ) from None
         yield
-    finally:
-        os.close(handle)

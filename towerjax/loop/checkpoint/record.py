@@ -47,8 +47,7 @@ def described(state: PyTree) -> list[Leaf]:
         reduction = node.reduction.name if isinstance(node, TowerLocal) else None
         for inner, x in jax.tree_util.tree_leaves_with_path(node):
             name = leaf_name("state", (*path, *inner))
-            dtype = str(jax.random.key_impl(x) if is_key(x) else x.dtype)
-            dtype = f"key of {dtype}" if is_key(x) else dtype
+            dtype = f"key of {jax.random.key_impl(x)}" if is_key(x) else str(x.dtype)
             found.append(Leaf(name, tuple(x.shape), dtype, reduction))
     return found
 
@@ -112,15 +111,13 @@ def restored(
     _refuse_no_value(old, others)
     asked = {}
     for name, x in pairs:
-        numbers = jax.eval_shape(key_data, x)
-        sharding = key_data(x).sharding
+        numbers = key_data(x)
+        shape, sharding = numbers.shape, numbers.sharding
         if name in others:
+            shape = (old[name].shape[0], *shape[1:])
             sharding = placement.sharding(Layout.MIRRORED)
-            numbers = jax.ShapeDtypeStruct(
-                (old[name].shape[0], *numbers.shape[1:]), numbers.dtype
-            )
-        if numbers.size:
-            shape, dtype = numbers.shape, numbers.dtype
+        if math.prod(shape):
+            dtype = numbers.dtype
             asked[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     found = read(asked)
     leaves = [like_key(found[name], x) if name in found else x for name, x in pairs]
