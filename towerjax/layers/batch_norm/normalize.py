@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -15,7 +14,7 @@ from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import Reduction
-from towerjax.types.options import check_choice, check_number
+from towerjax.types.options import check_choice, check_number, is_whole
 
 Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
 """Of whose rows: all towers', this tower's, or none (the running ones, unchanged)."""
@@ -41,17 +40,14 @@ class BatchNormOptions:
 
     def __post_init__(self) -> None:
         check_choice("statistics", self.statistics, get_args(Statistics))
-        axis: Any = self.axis
-        several = isinstance(axis, tuple | list)
-        try:
-            axes = tuple(map(_as_dim, axis if several else [axis]))
-        except TypeError:
-            axes = ()
-        if not axes:
+        several = isinstance(self.axis, tuple | list)
+        axes: Any = self.axis if several else (self.axis,)
+        if not axes or not all(map(is_whole, axes)):
             raise ValueError(
                 f"axis={self.axis!r} must be an int or a tuple of ints, the feature"
                 " dims of the input, such as -1."
             )
+        axes = tuple(map(int, axes))
         object.__setattr__(self, "axis", axes if several else axes[0])
         check_number("momentum", self.momentum, "a number from 0 to 1", 1.0)
         check_number("epsilon", self.epsilon, "a number >= 0")
@@ -82,12 +78,6 @@ class BatchNormOptions:
                 " real numbers. Normalise real and imaginary parts by themselves."
             )
         return wide
-
-
-def _as_dim(axis: Any) -> int:
-    if isinstance(axis, bool):
-        raise TypeError
-    return operator.index(axis)
 
 
 _DEFAULTS = BatchNormOptions()
