@@ -368,8 +368,7 @@ def _reduced(
     total, summed = towers.meet(loss, wide)
     # Behind a barrier, so that all quotients are products with the same number.
     scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
-    dtypes = map_values(lambda g: g.dtype, grads)
     summed = map_values(
-        lambda g, dtype: g.astype(dtype), _scaled(summed, scale), dtypes
+        lambda g, own: g.astype(own.dtype), _scaled(summed, scale), grads
     )
     return summed, None if loss is None else total.value
