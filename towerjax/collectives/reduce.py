@@ -98,10 +98,7 @@ def _from_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Numbers as integers of the same bits, to which adding 0 changes nothing.
-
-    As floats, -0.0 would become 0.0, and NaNs lose their bits.
-    """
+    """Numbers as integers of the same bits: of floats a sum changes -0.0 and NaNs."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):

@@ -55,10 +55,7 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
 def existing_rows(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows, with indices that all exist; poisoned if some did not.
-
-    Costs nothing of size ``N``, and cannot go unseen.
-    """
+    """The rows, with indices that all exist; poisoned, to be seen, if some did not."""
     indices = wide_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()
     values = jnp.where(exist, values, poison(values.dtype))

@@ -118,10 +118,7 @@ def is_metric(x: Any) -> bool:
 
 
 def check(name: str, x: Any) -> Any:
-    """A state whose leaves are strongly typed arrays, wide enough to be added.
-
-    To be called inside the tower function, before leaves are stacked.
-    """
+    """A tower's state, before it is stacked, of strong arrays wide enough to add."""
     if isinstance(x, Means):
         terms = (check(f"{name}.terms[{i}]", term) for i, term in enumerate(x.terms))
         return Means(tuple(terms), strong(x.shared))

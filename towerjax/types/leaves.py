@@ -94,10 +94,7 @@ def _advice(dtype: Any) -> str | None:
 
 
 def wrapping(leaf: Any) -> Any:
-    """A number that wraps round on the devices, which hold it in fewer bits; or None.
-
-    Without 64-bit mode JAX holds integers in 32 bits, and 2**40 would become 0.
-    """
+    """A number that wraps round in the devices' bits, as 2**40 to 0 in 32; or None."""
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)

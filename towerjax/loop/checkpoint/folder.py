@@ -32,10 +32,7 @@ class CheckpointError(ValueError):
 
 
 def write_manifest(folder: pathlib.Path) -> None:
-    """Say of every file in a folder how long it is, and what its SHA-256 is.
-
-    Everything is on the disk when this returns, also for when the power fails.
-    """
+    """Say of each file its length and SHA-256; all is on the disk when this returns."""
     files = {name: _sum_of(folder / name, flush=True) for name in _files_of(folder)}
     text = json.dumps({"files": files, "sha256": _sum_of_table(files)}, indent=1)
     write_whole(folder / NAME, text)
@@ -207,10 +204,7 @@ def prepare(directory: pathlib.Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def held(directory: pathlib.Path) -> Iterator[None]:
-    """Keep others from writing to the directory for the length of a block.
-
-    The system lets go of it when the process ends, however it ends.
-    """
+    """Keep others from writing to the directory until a block, or the process, ends."""
     with (directory / ".lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
