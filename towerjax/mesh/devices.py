@@ -26,11 +26,7 @@ _WITHOUT_CPU = (
 
 
 def canonical_device_name(device: Any) -> str:
-    """``"platform:index"`` of a device or of one of its names.
-
-    ``"cuda:0"`` and ``"rocm:0"`` are ``"gpu:0"``; the index counts within the
-    platform.
-    """
+    """``"platform:index"``, counted within it; ``"cuda:0"``, ``"rocm:0"`` are gpus."""
     if isinstance(device, jax.Device):
         peers = jax.devices(device.platform)
         return f"{_canonical_platform(device.platform)}:{peers.index(device)}"

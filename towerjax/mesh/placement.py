@@ -337,10 +337,7 @@ def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
 
 
 def _copied_rows(x: Any) -> Any:
-    """A copy of a host array, which XLA:CPU takes over as it is where it is large.
-
-    It takes what begins at a multiple of 64 bytes, and copies all else once more.
-    """
+    """A copy of a host array, which XLA:CPU takes over as it is where it is large."""
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
     if x.nbytes < _LARGE:

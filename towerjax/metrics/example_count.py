@@ -64,10 +64,7 @@ def count_rows(example_ids: ExampleIds, rows: PyTree, weight: jax.Array) -> jax.
 
 
 def as_addends(cells: jax.Array, num_towers: int) -> jax.Array:
-    """The cells in float32 parts whose sum over towers is exact in any order.
-
-    So they travel in the gradients' own all-reduce, which is of one dtype.
-    """
+    """The cells in float32 parts, added exactly in the gradients' own all-reduce."""
     bits = _part_bits(num_towers)
     parts = [(cells >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
     return jnp.stack(parts).astype(jnp.float32)

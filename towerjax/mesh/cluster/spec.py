@@ -274,11 +274,7 @@ def find_cluster(
     explicit: tuple[Any, Any, Any] = (None, None, None),
     spec: tuple[Any, Any, Any] = (None, None, None),
 ) -> Cluster | None:
-    """The cluster that the arguments or the environment name; None if neither does.
-
-    The first of these that is there counts: ``explicit``, ``spec``, the variables of
-    ``towerjax launch``, ``TF_CONFIG``.
-    """
+    """The cluster that is named first: by arguments, by the launcher, by TF_CONFIG."""
     names = ("coordinator", "num_processes", "process_id")
     if any(value is not None for value in explicit):
         if any(value is not None for value in spec):
