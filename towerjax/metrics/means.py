@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from towerjax.metrics.rows import (
     as_array,
+    check_threshold,
     element_weights,
     library_of,
     numbers,
@@ -96,6 +97,7 @@ def percentage_below(
       >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
       0.25
     """
+    check_threshold("percentage_below", threshold)
     # Else JAX would round the threshold, or wrap it, to the dtype of the values.
     below = jnp.asarray(wide(as_array(values)) < threshold)
     return _weighted("percentage_below", below, weight)

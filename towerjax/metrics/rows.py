@@ -154,9 +154,19 @@ def positives(
         )
     if threshold is None:
         return truths(name, "predictions", predictions, weight)
+    check_threshold(name, threshold)
     x = jnp.asarray(predictions)
     x = x.astype(widened(x.dtype))
     return x > threshold, ~jnp.isnan(x)
+
+
+def check_threshold(name: str, threshold: Any) -> None:
+    """Raise unless it is one number, and not one for each row."""
+    if np.shape(threshold) or isinstance(threshold, str):
+        raise ValueError(
+            f"{name} got threshold={threshold!r}; it is one number, such as 0.5. For"
+            f" several make a metric of each: [{name}(..., t) for t in thresholds]."
+        )
 
 
 def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
