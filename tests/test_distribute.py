@@ -521,6 +521,21 @@ def test_an_element_goes_to_a_tower_function_as_it_is():
         strategy.call_for_each_tower(tower_fn, {"x": next(data)})
 
 
+def test_a_padded_element_is_handed_on_with_the_number_of_its_rows():
+    strategy = mirrored(2)
+    (placed,) = strategy.distribute_dataset([np.float32([5, 6, 7])])
+
+    def tower_fn(tower, x, count):
+        valid = jnp.arange(len(x)) < count
+        return jnp.where(valid, x, 0).sum() / count
+
+    with pytest.raises(ValueError, match=r"both, placed.*tj\.PerTower\(placed\.counts"):
+        strategy.call_for_each_tower(tower_fn, placed, 2)
+    counts = tj.PerTower(placed.counts)
+    out = strategy.call_for_each_tower(tower_fn, placed.per_tower(), counts)
+    assert out.values.tolist() == [5.5, 7]
+
+
 def test_elements_with_and_without_rows_do_not_mix_up():
     elements = [np.float32(1), np.arange(3, dtype=np.float32)]
     (placed,) = mirrored(2).distribute_dataset(elements, split="elements")

@@ -128,6 +128,52 @@ def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
     assert own.value.tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
+    """It would be read once: wherever towers run, whatever it meets."""
+    strategy = mirrored(2, num_devices)
+    v = strategy.create_var("v", np.float32([1, 2]))
+    own = tj.PerTower(np.float32([2, 3]))
+    reads = [lambda tower, x: v.value, lambda tower, x: jax.jit(lambda: v.value * x)()]
+    for tower_fn in reads:
+        with refuses(
+            r"variable's value: float32\[2\]\. .*arguments, of fn\(tower, var"
+        ):
+            strategy.call_for_each_tower(tower_fn, own)
+
+    def tower_fn(tower, x, v):
+        return v.value * x
+
+    for _ in range(2):
+        out = strategy.call_for_each_tower(tower_fn, own, v)
+        expected = np.outer([2, 3], v.value)
+        assert out.values.tolist() == expected.tolist()
+        v = strategy.assign_add(v, np.float32([1, 1]))  # the next call sees it
+
+
+def test_what_a_variable_holds_and_a_value_that_is_none_of_the_kind():
+    strategy = mirrored()
+    v = strategy.create_var("v", np.ones(3, np.float32))
+    rows = tj.sparse.IndexedRows(np.float32([5, 6]), np.array([0, 0]), (3,))
+    with refuses(r"variable 'v' is .*None.*as a function for strategy\.update returns"):
+        strategy.update(v, lambda x: None)
+    with refuses(r"variable 'v' is .*IndexedRows.*rows\.add_to\(variable\.value\)"):
+        strategy.assign_add(v, rows)
+    new = strategy.assign(v, rows.add_to(v.value))
+    assert new.value.tolist() == [12, 1, 1]
+    new = strategy.update(v, lambda x, rows: rows.add_to(x), rows)
+    assert new.value.tolist() == [12, 1, 1]
+
+    def add_rows(tower, v):
+        own = jnp.stack([tower.id, tower.id + 1])
+        rows = tj.sparse.IndexedRows(own * 1.0, own, (5,))
+        return tower.assign_add(v, rows.to_dense())
+
+    v = strategy.create_var("v", np.zeros(5, np.float32), reduction=R.SUM)
+    new = strategy.call_for_each_tower(add_rows, v)
+    assert new.value.tolist() == [0, 2, 4, 6, 4]
+
+
 def test_rows_of_a_table_do_not_stack():
     rows = tj.sparse.IndexedRows(np.ones((1, 2)), np.array([1]), (5, 2))
     with refuses("map: fn returns IndexedRows.*rows.to_dense"):

@@ -128,8 +128,8 @@ class PlacedBatch:
             raise ValueError(
                 f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
                 " rows, and what is handed on does not say which rows are padding. Use"
-                " remainder='drop' or 'error', or go through the data set itself:"
-                " placed.per_tower() and placed.counts."
+                " remainder='drop' or 'error', or go through the data set itself and"
+                " hand on both, placed.per_tower() and tj.PerTower(placed.counts)."
             )
         return self.per_tower()
 

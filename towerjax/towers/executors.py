@@ -92,15 +92,20 @@ def _without_mesh(
 
 def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
     """Raise what to write where two meshes meet, that of a constant and the towers'."""
-    types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
-    in_mesh = {x.str_short() for x in types if not x.sharding.mesh.empty}
-    if in_mesh and "Mesh for all inputs" in str(error):
-        kinds = ", ".join(sorted(in_mesh)[:4])
+    kinds = kinds_in_a_mesh(constants)
+    if kinds and "Mesh for all inputs" in str(error):
         raise ValueError(
             "A tower function closes over arrays that lie in a mesh, such as another"
             f" state's parameters: {kinds}. Give them in the batch, tj.Shared(teacher),"
             " as step.init(..., extra=teacher), or close over jax.device_get(teacher)."
         ) from error
+
+
+def kinds_in_a_mesh(constants: Sequence[Any]) -> str:
+    """Of which kinds are the arrays that lie in a mesh? For an error; else ""."""
+    types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
+    kinds = {x.str_short() for x in types if not x.sharding.mesh.empty}
+    return ", ".join(sorted(kinds)[:4])
 
 
 def _over_devices_by_pmap(

@@ -117,7 +117,9 @@ def fitted(
     if jax.tree.structure(value) != jax.tree.structure(old):
         raise ValueError(
             f"The value for {named(variable)} is {jax.tree.structure(value)}, but the"
-            f" variable holds {jax.tree.structure(old)}. Pass the same structure."
+            f" variable holds {jax.tree.structure(old)}. Pass the same structure: the"
+            " new value itself, as a function for strategy.update returns it, and rows"
+            " of a table as rows.add_to(variable.value)."
         )
     pairs = zip(named_leaves("value", value), jax.tree.leaves(old), strict=True)
     problems, leaves = [], []

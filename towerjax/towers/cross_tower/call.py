@@ -18,11 +18,13 @@ from towerjax.mesh.placement import (
     waited,
 )
 from towerjax.proof.analysis import analyse
+from towerjax.proof.equation import arrays_in
 from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constant import Constant
 from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
     is_inside_tower,
+    kinds_in_a_mesh,
     over_devices,
     tower_explained,
     trace_one_tower,
@@ -110,6 +112,8 @@ class _Call:
         # What the function closes over are constants of it, the same on all towers.
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(trace_fn, axes, _IN_LAYOUTS, values)
+        constants = [*jaxpr.consts, *arrays_in(jaxpr.jaxpr)]
+        _refuse_placed(constants)
         if _is_pmap(self.placement):
             _refuse_tracers(jaxpr.consts)
         names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -164,10 +168,10 @@ class CallMethods:
 
         Compiled once for each function and structure of arguments, so keep the
         function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
-        closes over is looked at while it is traced, the first time. A Python number
-        is a part of the program, so each value compiles one that is kept: pass a
-        number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
-        ``jax.grad`` and ``lax.scan``.
+        closes over is looked at while it is traced, the first time; variables are
+        arguments. A Python number is a part of the program, so each value compiles one
+        that is kept: pass a number that changes as ``np.float32(lr)``. Works inside
+        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
@@ -184,7 +188,8 @@ class CallMethods:
 
         Raises:
           ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
-            padded; ``fn`` has no hash; ``run_concurrently`` is not True.
+            padded; ``fn`` has no hash, or closes over arrays that a strategy has
+            placed; ``run_concurrently`` is not True.
           ReplicationError: Not every tower would reach a collective, or a mirrored
             variable comes back that is not the same on every tower.
 
@@ -266,6 +271,16 @@ def _refuse_tracers(consts: list[Any]) -> None:
             "call_for_each_tower: fn closes over a value of the jit, grad or scan"
             " around it, which executor='pmap' cannot take. Pass it as an argument of"
             " fn, or leave out executor='pmap'."
+        )
+
+
+def _refuse_placed(constants: list[Any]) -> None:
+    if kinds := kinds_in_a_mesh(constants):
+        raise ValueError(
+            "A tower function closes over arrays that a strategy has placed, such as a"
+            f" variable's value: {kinds}. It is traced once, so that it would never see"
+            " another value. Pass them as arguments, of fn(tower, variable):"
+            " strategy.call_for_each_tower(fn, variable)."
         )
 
 
