@@ -516,6 +516,37 @@ def test_a_module_as_params_keeps_nothing_that_the_loss_writes(norm, seeded, cop
     assert str(found.value).count(".value") == len(names)
 
 
+class Scales(nnx.Module):
+    """Three scales, and how often each was used."""
+
+    def __init__(self):
+        self.scale, self.uses = nnx.Param(jnp.ones((3, IN))), nnx.Variable(jnp.zeros(3))
+
+
+def in_turn(fn):
+    return nnx.scan(nnx.remat(fn), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+
+
+@pytest.mark.parametrize("through", [nnx.jit, nnx.remat, in_turn])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_flax_only_puts_back_is_not_written(through, counts):
+    def used(model, x):
+        if counts:
+            model.uses[...] += 1.0
+        return x * model.scale[...].reshape(-1, IN).prod(axis=0, keepdims=True)
+
+    def loss_fn(model, rows, tower):
+        return tj.Weighted.mean(through(used)(model, rows["x"]).sum(-1), tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(2, 1))
+    state = jax.eval_shape(step.init, Scales())
+    if not counts:
+        step.check(state, batch(4))
+        return
+    with pytest.raises(ValueError, match=r"wrote into params.uses.value, and"):
+        step.check(state, batch(4))
+
+
 @pytest.mark.slow
 def test_under_remat_the_tower_may_be_a_static_argument():
     class Block(linen.Module):

@@ -2,7 +2,7 @@
 
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -197,6 +197,23 @@ def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+_CALLS = "jit checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
+
+
+def handed_on(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
+    """Which of those given each output is, handed on by calls and scans; else None."""
+    found = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _CALLS:
+            inside = [found.get(id(x)) for x in eqn.invars]
+            if eqn.primitive.name == "scan":  # all steps' rows of it are all of it
+                once = sum(loop_sizes(eqn))
+                inside[:once] = [None] * once
+            outside = handed_on(sub_jaxprs(eqn)[0], inside)
+            found |= zip(map(id, eqn.outvars), outside, strict=True)
+    return [found.get(id(x)) for x in jaxpr.outvars]
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted, one_mean
+from towerjax.proof.equation import handed_on
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name
@@ -104,7 +105,32 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
         )
 
 
-def attributes(params: PyTree) -> dict[str, Any]:
+def unwritten(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Any:
+    """What a loss function returns that writes nothing into a module of its parameters.
+
+    No next step would see it. ``nnx.jit`` and ``nnx.remat`` put back what they were
+    given, which is nothing: where something is written, one more trace tells.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+
+    def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
+        params = jax.tree.unflatten(treedef, leaves)
+        before, returned = _attributes(params), loss_fn(params, *args)
+        after = _attributes(params)
+        both = {name: (before[name], after[name]) for name in before if name in after}
+        return returned, {name: x for name, x in both.items() if x[0] is not x[1]}
+
+    returned, written = run(leaves)
+    if written:
+        trace = jax.make_jaxpr(lambda leaves: run(leaves)[1], return_shape=True)
+        jaxpr, written = trace(leaves)
+        found = iter(handed_on(jaxpr.jaxpr, range(len(leaves))))
+        same = {name: next(found) == next(found) for name in sorted(written)}
+        refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
+    return returned
+
+
+def _attributes(params: PyTree) -> dict[str, Any]:
     """The leaves that objects hold, by name: a function can write into those."""
     return {
         leaf_name("params", path): leaf
@@ -113,20 +139,20 @@ def attributes(params: PyTree) -> dict[str, Any]:
     }
 
 
-def refuse_written(before: dict[str, Any], after: dict[str, Any]) -> None:
+def refuse_written(written: dict[str, Any]) -> None:
     """Raise where a loss function wrote into a module what no next step would see."""
-    written = [x for x in before if x in after and after[x] is not before[x]]
-    if any(is_key(after[x]) for x in written):  # seeded anew: its counter goes with it
-        written = [x for x in written if jnp.issubdtype(after[x].dtype, jnp.inexact)]
+    if any(map(is_key, written.values())):  # seeded anew: its counter goes with it
+        floats = [x for x in written if jnp.issubdtype(written[x].dtype, jnp.inexact)]
+        written = {name: written[name] for name in floats}
     if written:
         raise ValueError(
-            f"The loss function wrote into {listed(written)}, and what it writes is"
-            " lost: a step changes what towers return. Split the module, for flax.nnx"
-            " nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): the parameters"
-            " alone are params; statistics are local=tj.TowerLocal(...) of step.init"
-            " and are returned, tj.TowerOutput(loss, local=...); dropout is seeded in"
-            " the loss, nnx.reseed(model, dropout=tower.rng). What only the loss reads"
-            " is written into a copy, jax.tree.map(lambda x: x, params)."
+            f"The loss function wrote into {listed(list(written))}, and what it writes"
+            " is lost: a step changes what towers return. Split the module, for"
+            " flax.nnx nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): the"
+            " parameters alone are params; statistics are local=tj.TowerLocal(...) of"
+            " step.init and are returned, tj.TowerOutput(loss, local=...); dropout is"
+            " seeded in the loss, nnx.reseed(model, dropout=tower.rng). What only the"
+            " loss reads is written into a copy, jax.tree.map(lambda x: x, params)."
         )
 
 

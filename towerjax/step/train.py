@@ -24,7 +24,7 @@ from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite
 from towerjax.step.given_state import check_opt_state
-from towerjax.step.gradient import attributes, refuse_written, value_and_grad
+from towerjax.step.gradient import unwritten, value_and_grad
 from towerjax.step.optimizers import (
     Trainable,
     check_trainable,
@@ -69,10 +69,7 @@ class Training:
 
         def loss_fn(part: PyTree, *args: Any) -> Any:
             params = with_trained(part, state.params, flags)
-            before = attributes(params)
-            returned = self.loss_fn(params, *args)
-            refuse_written(before, attributes(params))
-            return returned
+            return unwritten(self.loss_fn, params, *args)
 
         of_loss = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
         out, grads = of_loss(trained_part(state.params, flags), rows, tower)
