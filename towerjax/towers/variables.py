@@ -128,18 +128,16 @@ def fitted(
         shape = leaf.shape[1:] if copies else leaf.shape
         if problem := problem_of(new):
             problems.append(f"{name} is {problem}")
-            continue
-        if np.shape(new) != shape:
+        elif np.shape(new) != shape:
             problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
-            continue
-        held = [d for d in takes(leaf.dtype) if _holds(d, new)]
-        try:
-            leaves.append(jnp.asarray(new, held[0]))
-        except IndexError:
+        elif not (held := [d for d in takes(leaf.dtype) if _holds(d, new)]):
             got = jnp.result_type(new)
             problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
-        except OverflowError:
-            problems.append(f"{name} is {new}, which {held[0]} cannot hold")
+        else:
+            try:
+                leaves.append(jnp.asarray(new, held[0]))
+            except OverflowError:
+                problems.append(f"{name} is {new}, which {held[0]} cannot hold")
     if problems:
         closed = isinstance(variable, TowerLocal) and not copies
         raise ValueError(

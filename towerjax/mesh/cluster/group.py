@@ -122,8 +122,7 @@ def say(text: str) -> None:
 
 
 def _name(number: int) -> str:
-    known = number in signal.valid_signals() and number in list(signal.Signals)
-    return signal.Signals(number).name if known else "no name"
+    return next((x.name for x in signal.Signals if x == number), "no name")
 
 
 @dataclasses.dataclass
