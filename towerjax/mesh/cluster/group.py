@@ -92,7 +92,7 @@ _MOST_READS = 64
 AGAIN = 75
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class End:
     """How the processes of a job ended."""
 
@@ -257,9 +257,6 @@ class _Job:
             self._forward(_LOOK_S)
         return self._end
 
-    def _note(self, **changes: int | bool | None) -> None:
-        self._end = dataclasses.replace(self._end, **changes)
-
     def _send(self, number: int) -> None:
         self._sent.add(number)
         _send(self._group, number)
@@ -281,7 +278,7 @@ class _Job:
             if self._end.told:
                 self._kill_at = time.monotonic()
                 continue
-            self._note(told=number)
+            self._end.told = number
             self._kill_at = time.monotonic() + self._patience.grace_s
             say(
                 f"{_name(number)} passed on to {len(self._running)}"
@@ -316,7 +313,7 @@ class _Job:
             return
         if self._end.asked or self._kill_at is not None:
             return
-        self._note(asked=True)
+        self._end.asked = True
         say(
             "more processes fit again; those that run are asked to save and end:"
             f" {len(self._running)}"
@@ -331,10 +328,10 @@ class _Job:
                     break
         code = worker.popen.returncode
         if worker.signal is not None and worker.signal not in self._sent:
-            self._note(lost=self._end.lost + 1)
+            self._end.lost += 1
         if code == 0 or self._end.code:
             return
-        self._note(code=code if code > 0 else 128 - code)
+        self._end.code = code if code > 0 else 128 - code
         as_asked = self._end.asked and code in (AGAIN, -signal.SIGTERM)
         if not self._end.told and not as_asked:
             self._fail(worker)
@@ -360,5 +357,5 @@ class _Job:
         names = ", ".join(str(worker.index) for worker in self._running)
         if names:
             say(f"still running: {names}; ended with SIGKILL")
-        self._note(code=self._end.code or 128 + signal.SIGKILL)
+        self._end.code = self._end.code or 128 + signal.SIGKILL
         self._send(signal.SIGKILL)
