@@ -137,13 +137,8 @@ class Compressed:
     floating leaves above a size. All else is exact and goes in one all-reduce: small
     leaves, weights, losses, metrics, whole numbers, and every other sum.
 
-    The metric ``compression/error`` certifies each step: of each leaf the norm of what
-    the codes lost, at most (the devices' errors, by the triangle inequality), over the
-    norm of the sum; the largest of all leaves. On one device nothing is sent, nothing
-    is coded, and it is 0.
-
-    Sums are not exact and depend on the devices: no same bits on others, and ``T``
-    towers are one tower only as far as the certificate says.
+    Sums are not exact and depend on the devices; how far at most, in each step, the
+    metric ``compression/error`` says. See ``docs/how_to/compressed_sums.md``.
 
     Attributes:
       bits: 8, numbers from -127 to 127 times a scale; or 4, from -7 to 7.

@@ -86,12 +86,9 @@ def launch(
     unless it moved to another process group; all of it ends also when the launcher is
     killed.
 
-    With ``restarts`` the job goes on after the loss of a process: one that is killed,
-    or hangs. The command is started again in as many processes as are left and fit,
-    and asked by SIGTERM to save and end once it does steps and more of them fit. The
-    program is to save itself and go on from there, as `run` with a `Checkpointer` does;
-    see ``docs/how_to/restarts.md``. One that fails by a code of its own is not started
-    again, but for 75. Those that a lost one leaves have no more than 5 s of grace.
+    With ``restarts`` the job goes on after the loss of a process, which is killed or
+    hangs, in as many as are left and fit. The program is to save itself and go on from
+    there, as `run` with a `Checkpointer` does; see ``docs/how_to/restarts.md``.
 
     Note: JAX holds SIGTERM back in a process that called `initialize`, so that a job
     can save before it is preempted. Such processes run on until ``grace_s``.
