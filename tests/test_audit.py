@@ -442,6 +442,7 @@ def test_the_command_says_what_is_wrong(audit):
 def test_the_command_refuses_wrong_arguments(audit):
     for wrong, arguments in {
         "of the form module:name": ["of_user.good"],
+        "'.of_user:good' is not of the form": [".of_user:good"],
         "has no 'better'": ["of_user:better"],
         "no module 'of_nobody'": ["of_nobody:good"],
         "is no function": ["of_user:params"],

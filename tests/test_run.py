@@ -697,8 +697,23 @@ def test_an_exception_in_a_hook_with_state_loses_nothing(train_step):
         run(train_step, init(train_step), cut, hooks=hooks, progress=False)
     state, history = caught.value.state, caught.value.history
     assert int(state.step) == 4 and history.steps.tolist() == [1, 2, 3, 4]
+    assert "every=4) was due and not called" in caught.value.__notes__[-1]
     state, _ = run(train_step, state, caught.value.batches, progress=False)
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=160 * EPS)
+
+
+def test_an_error_says_which_hook_with_state_was_not_called(train_step):
+    def enough(number, metrics):
+        if number == 3:
+            raise LookupError("enough")
+
+    hooks = [enough, *(tj.loop.WithState(print, every=n) for n in (4, 5))]
+    with pytest.raises(LookupError, match="enough") as caught:
+        cut = list(batches(make_data(160), 16))
+        run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+    assert int(caught.value.state.step) == 4  # in flight when step 3 was looked at
+    [note] = caught.value.__notes__
+    assert "every=4) was due and not called" in note and "every=5" not in note
 
 
 @pytest.mark.parametrize("as_state", [False, True])

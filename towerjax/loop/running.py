@@ -60,7 +60,7 @@ class Loop:
             evaluation.early_stopping, evaluation.best, step.strategy.placement
         )
         self._log = HistoryLog(step_number(state))
-        self._dispatched = self._log.number
+        self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
         self._compile_s = self._evaluate_s = 0.0
@@ -212,6 +212,7 @@ class Loop:
                     if isinstance(after, TrainState):
                         after = dataclasses.replace(after, step=self.state.step)
                         self.state = self._step.start(after)
+        self._hooked = last
         self._progress.step(number, rows[-1], self._rate())
 
     def _with_place(
@@ -361,6 +362,9 @@ class Loop:
                 ". Each process stops where it is: their states may be of different"
                 " steps, and a state may need a process that has gone"
             )
+        for hook in self._options.with_state:
+            if _passes(hook.every, self._hooked, self._dispatched):
+                note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
 
 

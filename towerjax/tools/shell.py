@@ -107,7 +107,7 @@ def called(name: str, *strategy: Any) -> Any:
 def named(name: str) -> Any:
     """What ``module:name`` names."""
     module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
+    if not (module_name and colon and path) or module_name.startswith("."):
         raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
     if module_name.endswith(".py") or os.sep in module_name:
         folder, file = os.path.split(module_name)
