@@ -149,6 +149,25 @@ def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
         expected = np.outer([2, 3], v.value)
         assert out.values.tolist() == expected.tolist()
         v = strategy.assign_add(v, np.float32([1, 1]))  # the next call sees it
+    # What a jit around it is given is no constant.
+    own = jax.jit(lambda w: strategy.call_for_each_tower(lambda tower: w * tower.id))
+    assert own(v.value).values.tolist() == [[0, 0], v.value.tolist()]
+
+
+def test_a_variable_that_the_steps_of_a_loop_close_over_is_told():
+    strategy = mirrored(2, 2)
+    v = strategy.create_var("v", 1.0)
+
+    def run(step, carry):
+        data = iter(strategy.distribute_dataset(range(4), split="elements"))
+        return strategy.run_steps_on_dataset(step, data, 2, carry).final
+
+    with refuses(r"variable's value: float32\[\]\. .*in the carry of run_steps_on"):
+        run(lambda ctx, carry, x: carry + v.value, 0.0)
+    total, _ = run(
+        lambda ctx, carry, x: (carry[0] + carry[1].value, carry[1]), (0.0, v)
+    )
+    assert float(total) == 2.0
 
 
 def test_what_a_variable_holds_and_a_value_that_is_none_of_the_kind():

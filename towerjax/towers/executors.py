@@ -92,17 +92,30 @@ def _without_mesh(
 
 def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
     """Raise what to write where two meshes meet, that of a constant and the towers'."""
-    kinds = kinds_in_a_mesh(constants)
+    kinds = _kinds_in_a_mesh(constants)
     if kinds and "Mesh for all inputs" in str(error):
         raise ValueError(
             "A tower function closes over arrays that lie in a mesh, such as another"
-            f" state's parameters: {kinds}. Give them in the batch, tj.Shared(teacher),"
-            " as step.init(..., extra=teacher), or close over jax.device_get(teacher)."
+            f" state's parameters: {kinds}. Pass them to call_for_each_tower as"
+            " arguments; to a step give them in the batch, tj.Shared(teacher), as"
+            " step.init(..., extra=teacher), or close over jax.device_get(teacher)."
         ) from error
 
 
-def kinds_in_a_mesh(constants: Sequence[Any]) -> str:
-    """Of which kinds are the arrays that lie in a mesh? For an error; else ""."""
+def refuse_placed(jaxpr: Any) -> None:
+    """Raise where a function closes over an array in a mesh, which it reads once."""
+    constants = [*jaxpr.consts, *arrays_in(jaxpr.jaxpr)]
+    if kinds := _kinds_in_a_mesh([x for x in constants if not has_tracers(x)]):
+        raise ValueError(
+            "A tower function closes over arrays that a strategy has placed, such as a"
+            f" variable's value: {kinds}. It is traced once, so that it would never see"
+            " another value. Pass them as arguments, of fn(tower, variable):"
+            " strategy.call_for_each_tower(fn, variable); or in the carry of"
+            " run_steps_on_dataset."
+        )
+
+
+def _kinds_in_a_mesh(constants: Sequence[Any]) -> str:
     types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
     kinds = {x.str_short() for x in types if not x.sharding.mesh.empty}
     return ", ".join(sorted(kinds)[:4])

@@ -18,14 +18,13 @@ from towerjax.mesh.placement import (
     waited,
 )
 from towerjax.proof.analysis import analyse
-from towerjax.proof.equation import arrays_in
 from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constant import Constant
 from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
     is_inside_tower,
-    kinds_in_a_mesh,
     over_devices,
+    refuse_placed,
     tower_explained,
     trace_one_tower,
 )
@@ -112,8 +111,7 @@ class _Call:
         # What the function closes over are constants of it, the same on all towers.
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(trace_fn, axes, _IN_LAYOUTS, values)
-        constants = [*jaxpr.consts, *arrays_in(jaxpr.jaxpr)]
-        _refuse_placed(constants)
+        refuse_placed(jaxpr)
         if _is_pmap(self.placement):
             _refuse_tracers(jaxpr.consts)
         names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -271,16 +269,6 @@ def _refuse_tracers(consts: list[Any]) -> None:
             "call_for_each_tower: fn closes over a value of the jit, grad or scan"
             " around it, which executor='pmap' cannot take. Pass it as an argument of"
             " fn, or leave out executor='pmap'."
-        )
-
-
-def _refuse_placed(constants: list[Any]) -> None:
-    if kinds := kinds_in_a_mesh(constants):
-        raise ValueError(
-            "A tower function closes over arrays that a strategy has placed, such as a"
-            f" variable's value: {kinds}. It is traced once, so that it would never see"
-            " another value. Pass them as arguments, of fn(tower, variable):"
-            " strategy.call_for_each_tower(fn, variable)."
         )
 
 

@@ -16,7 +16,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder, row_weights, rows_of_towers, with_shared
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
-from towerjax.towers.executors import is_inside_tower
+from towerjax.towers.executors import is_inside_tower, refuse_placed
 from towerjax.towers.merge import stacked_rows
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
@@ -179,8 +179,9 @@ def _run(
         kept.values.update(ctx.non_tensor_outputs)
         return carry, ctx.last_step_outputs
 
-    shapes = jax.eval_shape(one, 0, carry)[1]
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
+    refuse_placed(jaxpr)
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
     carry, outputs = lax.fori_loop(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
