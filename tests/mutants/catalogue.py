@@ -361,9 +361,9 @@ REGISTRY = (
         "B36",
         "prefetch repeats a batch",
         "data.feed:_Feeder._fill",
-        "self._ready.put((self._place(element), None, False))",
-        "self._ready.put((self._place(element), None, False))\n"
-        "            self._ready.put((self._place(element), None, False))",
+        "self._ready.put((self._place(element), None))",
+        "self._ready.put((self._place(element), None))\n"
+        "            self._ready.put((self._place(element), None))",
         "test_feed.py::test_order_is_kept[1]",
     ),
     _m(

@@ -17,7 +17,7 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
-from towerjax.types.options import check_flag, check_whole, is_whole
+from towerjax.types.options import check_flag, check_whole, is_whole, plain_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +171,8 @@ def batches(
             f"drop_remainder leaves nothing of {num_examples} examples in batches of"
             f" {batch_size}."
         )
-    cut = Cut(  # numbers of NumPy would wrap round in products, and are none for JSON
-        num_examples,
-        int(batch_size),
-        None if epochs is None else int(epochs),
-        None if seed is None else int(seed),
-        drop_remainder,
-    )
+    cut = Cut(num_examples, batch_size, epochs, seed, drop_remainder)
+    plain_wholes(cut)  # JSON has none of NumPy's
     return Batches(data, cut)
 
 
@@ -247,10 +242,10 @@ def prefetch(
         atexit.register(feeder.stop)
         feeder.thread.start()
         while True:
-            placed, failure, ended = feeder.next()
+            placed, failure = feeder.next()
             if failure is not None:
                 raise failure
-            if ended:
+            if placed is _END:
                 return
             yield placed
             del placed
@@ -269,8 +264,7 @@ class _Feeder:
         on_stop: Callable[[], None],
     ) -> None:
         self._iterable, self._place, self._on_stop = iterable, place, on_stop
-        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None, bool]]
-        self._ready = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Counts what may still be made, so that depth bounds the memory exactly.
         self._room = threading.Semaphore(depth)
         self._stopped = threading.Event()
@@ -287,14 +281,14 @@ class _Feeder:
                     return
                 element = next(iterator, _END)
                 if element is _END:
-                    self._ready.put((None, None, True))
+                    self._ready.put((_END, None))
                     return
-                self._ready.put((self._place(element), None, False))
+                self._ready.put((self._place(element), None))
         except BaseException as failure:
-            self._ready.put((None, failure, False))
+            self._ready.put((_END, failure))
 
-    def next(self) -> tuple[Any, BaseException | None, bool]:
-        """``(placed, failure, ended)``, waiting for it."""
+    def next(self) -> tuple[Any, BaseException | None]:
+        """``(placed, failure)``, waiting for it."""
         item = self._ready.get()
         self._room.release()
         return item

@@ -192,7 +192,7 @@ def _describe(leaf: Any) -> str:
 
 
 def fit_batch(
-    batch: PyTree, shares: int, remainder: Remainder, *, full_size: int | None = None
+    batch: PyTree, shares: int, remainder: Remainder, *, full_size: int = 0
 ) -> tuple[PyTree, int]:
     """The batch with a number of rows that all towers can share, and its examples.
 
@@ -203,9 +203,7 @@ def fit_batch(
     refuse_wrapping(batch)
     over = size % shares
     if remainder == "pad":
-        target = size + (shares - over if over else 0)
-        if full_size is not None and size <= full_size:
-            target = full_size
+        target = full_size if size <= full_size else size + -size % shares
         return pad_rows(batch, target), size
     if over == 0:
         return batch, size
