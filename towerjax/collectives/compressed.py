@@ -215,9 +215,9 @@ class Compressed:
             fn = functools.partial(self._coded_sum, num_devices=axes.num_devices)
             coded, lost, error = _as_if_exact(fn)(coded)
         rest = [None if i in at else x for i, x in enumerate(leaves)]
-        sums = iter(jax.tree.leaves(self.sum_over_towers(rest, axes).tree()))
-        totals = iter(coded)
-        leaves = [next(totals) if i in at else next(sums) for i in range(len(leaves))]
+        leaves = self.sum_over_towers(rest, axes).tree()
+        for i, total in zip(at, coded, strict=True):
+            leaves[i] = total
         if rows:
             own = zip(lost, rows, strict=True)
             rows = [jnp.zeros_like(row).at[0].set(x) for x, row in own]
