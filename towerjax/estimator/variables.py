@@ -139,13 +139,11 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
         return variables
     refuse_unheld("variables", variables)
     if policy is not VariablePlacement.MIRRORED:
-        copied: dict[int, jax.Array] = {}  # an array that is there twice stays one
-        for i in away:
-            leaf = leaves[i]
-            if layouts[i] is Layout.MIRRORED and _is_stored_copy(leaf, placement):
-                if id(leaf) not in copied:
-                    copied[id(leaf)] = _copied_to_all(leaf, placement)
-                leaves[i] = copied[id(leaf)]
+        mirrored = [leaves[i] for i in away if layouts[i] is Layout.MIRRORED]
+        # By their ids: an array that is there twice stays one.
+        copies = {id(x): x for x in mirrored if _is_stored_copy(x, placement)}
+        copies = {key: _copied_to_all(x, placement) for key, x in copies.items()}
+        leaves = [copies.get(id(x), x) for x in leaves]
         away = [i for i in away if not _is_at(leaves[i], expected[i])]
     moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
     for i, leaf in zip(away, moved, strict=True):
