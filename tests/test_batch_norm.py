@@ -450,13 +450,14 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
             self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
             self.last = nnx.Linear(IN, 1, rngs=rngs)
 
+        @nnx.remat
         def __call__(self, x, tower):
             return self.last(jnp.tanh(self.norm(x, tower)))[:, 0]
 
     graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
     def loss_fn(params, rows, tower):
-        model = nnx.merge(graph, params, tower.local, copy=True)
+        model = nnx.merge(graph, params, tower.local)
         losses = model(rows["x"], tower) ** 2
         local = nnx.state(model, nnx.BatchStat)
         return tj.TowerOutput(tj.Weighted.mean(losses, tower.weight), local=local)
@@ -545,6 +546,29 @@ def test_what_flax_only_puts_back_is_not_written(through, counts):
         return
     with pytest.raises(ValueError, match=r"wrote into params.uses.value, and"):
         step.check(state, batch(4))
+
+
+@pytest.mark.parametrize("place", ["local", "extra"])
+def test_what_a_loss_writes_into_a_module_of_the_tower_is_returned(place):
+    def loss_fn(params, rows, tower, returns=True):
+        model = getattr(tower, place)
+        losses = params * model(rows["x"]).sum(-1)
+        values = {place: model} if returns else {}
+        return tj.TowerOutput(tj.Weighted.mean(losses, tower.weight), **values)
+
+    def check(loss_fn):
+        step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(2, 1))
+        model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+        given = (
+            tj.TowerLocal(model, tj.Reduction.ONLY_FIRST_TOWER)
+            if place == "local"
+            else model
+        )
+        step.check(jax.eval_shape(step.init, jnp.ones(()), **{place: given}), batch(4))
+
+    check(loss_fn)
+    with pytest.raises(ValueError, match=f"wrote into {place}.rngs.count.value, and"):
+        check(functools.partial(loss_fn, returns=False))
 
 
 @pytest.mark.slow

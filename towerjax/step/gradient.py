@@ -105,20 +105,25 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
         )
 
 
-def unwritten(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Any:
-    """What a loss function returns that writes nothing into a module of its parameters.
+def unwritten(
+    loss_fn: Callable[..., Any], params: PyTree, rows: PyTree, tower: Tower
+) -> Any:
+    """What a loss function returns that writes into no module which it does not return.
 
     No next step would see it. ``nnx.jit`` and ``nnx.remat`` put back what they were
-    given, which is nothing: where something is written, one more trace tells.
+    given, which is nothing: where something is written, one more trace tells. The tower
+    is made anew, as Flax lets its variables be written in the trace that made them.
     """
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten((params, tower))
 
     def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
-        params = jax.tree.unflatten(treedef, leaves)
-        before, returned = _attributes(params), loss_fn(params, *args)
-        after = _attributes(params)
-        both = {name: (before[name], after[name]) for name in before if name in after}
-        return returned, {name: x for name, x in both.items() if x[0] is not x[1]}
+        params, tower = jax.tree.unflatten(treedef, leaves)
+        given = {"params": params, "local": tower.local, "extra": tower.extra}
+        before, returned = _attributes(given), loss_fn(params, rows, tower)
+        lost = {x: y for x, y in given.items() if getattr(returned, x, None) is None}
+        after = {x: y for x, y in _attributes(lost).items() if x in before}
+        pairs = {x: (before[x], y) for x, y in after.items() if y is not before[x]}
+        return returned, pairs
 
     returned, written = run(leaves)
     if written:
@@ -130,11 +135,12 @@ def unwritten(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> Any:
     return returned
 
 
-def _attributes(params: PyTree) -> dict[str, Any]:
+def _attributes(trees: dict[str, PyTree]) -> dict[str, Any]:
     """The leaves that objects hold, by name: a function can write into those."""
     return {
-        leaf_name("params", path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        leaf_name(root, path): leaf
+        for root, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
     }
 
