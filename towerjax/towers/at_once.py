@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from towerjax.collectives.reduce import join_rows
+
 AtOnce = tuple[Callable[..., jax.Array], list[Any]]
 
 # They move values, add them up, change their sign: of a sum as of each of its parts.
@@ -71,14 +73,9 @@ def _product(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _convolution(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """The sum over dim 0 of convolutions, as one of ``k`` times as many features."""
-
-    def beside(x: jax.Array, dim: int) -> jax.Array:
-        shape = x.shape[1 : dim + 1], x.shape[0] * x.shape[dim + 1], x.shape[dim + 2 :]
-        return jnp.moveaxis(x, 0, dim).reshape(*shape[0], shape[1], *shape[2])
-
     dims = eqn.params["dimension_numbers"]
-    features = beside(x, dims.lhs_spec[1]), beside(kernel, dims.rhs_spec[1])
-    return eqn.primitive.bind(*features, **eqn.params)
+    x, kernel = join_rows(x, dims.lhs_spec[1]), join_rows(kernel, dims.rhs_spec[1])
+    return eqn.primitive.bind(x, kernel, **eqn.params)
 
 
 def _added_rows(eqn: JaxprEqn, indices: jax.Array, rows: jax.Array) -> jax.Array:
