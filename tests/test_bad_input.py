@@ -544,6 +544,8 @@ def test_arguments_in_each_others_place_are_told():
         tj.build_train_step(loss_fn, strategy, sgd)
     with pytest.raises(ValueError, match=r"strategy is a str. Write .*tj.Mirrored\(\)"):
         tj.build_train_step(loss_fn, sgd, "cpu:0")
+    with pytest.raises(ValueError, match=r"of optax \(of nnx.* the tx\) and a"):
+        tj.build_train_step(loss_fn, SimpleNamespace(update=len, tx=sgd), strategy)
     text = r"update_fn is a Mirrored.* swapped. Write build_step\(tower_fn, update_fn"
     for tower_fns in (loss_fn, [loss_fn]):
         with pytest.raises(ValueError, match=text):

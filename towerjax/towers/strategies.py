@@ -219,9 +219,12 @@ def check_roles(builder: str, **given: Any) -> None:
         return
     shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
     swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)
+    form, are = f"{builder}({', '.join(given)})", "a strategy such as tj.Mirrored()"
+    if "optimizer" in wrong:
+        are = f"an optimizer of optax (of nnx.Optimizer(model, tx) the tx) and {are}"
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
-        f" Write {builder}({', '.join(given)}), with a strategy such as tj.Mirrored()."
+        f" Write {form}, with {are}."
     )
 
 
