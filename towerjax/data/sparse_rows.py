@@ -162,14 +162,10 @@ def room_for(needed: Room, rooms: list[Room]) -> Room:
     return room
 
 
-def _row_by_row(leaf: Any) -> tuple[np.ndarray, np.ndarray]:
+def _row_by_row(leaf: Any) -> tuple[np.ndarray, ...]:
     """The arrays of a ``BCOO`` with batch dims, where one row stood for all."""
-    rows = leaf.shape[0]
-    data, indices = np.asarray(leaf.data), np.asarray(leaf.indices)
-    return (
-        np.broadcast_to(data, (rows, *data.shape[1:])),
-        np.broadcast_to(indices, (rows, *indices.shape[1:])),
-    )
+    arrays = map(np.asarray, (leaf.data, leaf.indices))
+    return tuple(np.broadcast_to(x, (leaf.shape[0], *x.shape[1:])) for x in arrays)
 
 
 def _refuse_formats(named: list[tuple[str, Any]]) -> None:

@@ -1,10 +1,9 @@
 """What is a model function asked with, and which options has a model?"""
 
-import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from towerjax.collectives.base import KeepsState
@@ -128,14 +127,14 @@ class ModelFn:
             for name in self.asks_for
             if values[name] is not None or name not in self.has_own
         }
-        with tower_explained(), _missing_labels_explained(batch, mode):
-            spec = self.fn(
-                variables,
-                features=batch["features"],
-                labels=batch.get("labels"),
-                mode=mode,
-                **asked,
-            )
+        data = {"features": batch["features"], "labels": batch.get("labels")}
+        try:
+            with tower_explained():
+                spec = self.fn(variables, **data, mode=mode, **asked)
+        except (TypeError, AttributeError) as error:
+            if "labels" not in batch:
+                error.add_note(f"No labels were given: labels is None in {mode!r}.")
+            raise
         if not isinstance(spec, ModelSpec):
             raise ValueError(
                 f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
@@ -148,19 +147,6 @@ class ModelFn:
                 f" {spec.mode!r}. Return tj.estimator.ModelSpec(mode, ...)."
             )
         return spec
-
-
-@contextlib.contextmanager
-def _missing_labels_explained(
-    batch: Mapping[str, PyTree], mode: Mode
-) -> Iterator[None]:
-    """Around a model function: says that there are no labels where that may be it."""
-    try:
-        yield
-    except (TypeError, AttributeError) as error:
-        if "labels" not in batch:
-            error.add_note(f"No labels were given: labels is None in {mode!r}.")
-        raise
 
 
 def where_given(**arguments: Any) -> dict[str, Any]:

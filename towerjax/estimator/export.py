@@ -1,6 +1,5 @@
 """How does a trained model leave Python? As programs with its variables inside."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -8,7 +7,7 @@ import pathlib
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +165,7 @@ def export_model(
     variables = _as_one_tower(variables, model.strategy.num_towers)
     specs = _symbolic(features)
     programs = {}
-    with _open_rows_explained():
+    try:
         signatures = _signatures(model, variables, specs, given)
         for name in signatures:
 
@@ -175,14 +174,6 @@ def export_model(
 
             exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
             programs[name] = exported(specs).serialize()
-    if jax.process_index() == 0:
-        _write(target, programs, signatures)
-
-
-@contextlib.contextmanager
-def _open_rows_explained() -> Iterator[None]:
-    try:
-        yield
     except InconclusiveDimensionOperation as error:
         error.add_note(
             "An exported program is for any number of rows, b, so the model function"
@@ -190,6 +181,8 @@ def _open_rows_explained() -> Iterator[None]:
             " x.reshape(x.shape[0], -1), and no if on x.shape[0]."
         )
         raise
+    if jax.process_index() == 0:
+        _write(target, programs, signatures)
 
 
 def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:

@@ -202,8 +202,8 @@ class TowersOfStep:
 
     def total_of(self, loss: Any) -> Weighted | None:
         """The one loss of a loss that an optimizer has reduced already."""
-        found = [total for seen, total in self.reduced if _are_one(seen, loss)]
-        return found[0] if found else None
+        found = (total for seen, total in self.reduced if _are_one(seen, loss))
+        return next(found, None)
 
 
 def is_of_means(loss: Any) -> bool:
