@@ -38,6 +38,7 @@ def assert_joined(out, towers, reduction):
     if reduction is R.ONLY_FIRST_TOWER:
         towers = towers[:1]
     assert isinstance(out, tj.sparse.IndexedRows) and out.dense_shape == SHAPE
+    assert isinstance(out.values, jax.Array)  # and no array of the caller's own
     assert out.indices.tolist() == np.concatenate([x.indices for x in towers]).tolist()
     values = np.concatenate([np.float64(x.values) for x in towers]) * share
     np.testing.assert_allclose(out.values, values, rtol=1e-6)

@@ -35,7 +35,7 @@ def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
                 f" 0 of {rows[0].dense_shape}; rows add up only in one array."
             )
     if reduction is Reduction.ONLY_FIRST_TOWER:
-        return rows[0]
+        rows = rows[:1]
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     joined = IndexedRows(values, indices, rows[0].dense_shape)
