@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import InconclusiveDimensionOperation
 
 import towerjax as tj
 from towerjax.loop.checkpoint.folder import write_manifest
@@ -265,3 +266,13 @@ def test_sparse_features_are_refused(tmp_path):
     features = tj.sparse.IndexedRows(np.ones((1, 3)), np.array([0]), (2, 3))
     with pytest.raises(ValueError, match="features is a IndexedRows, whose entries"):
         tj.estimator.export_model(replicated(), WEIGHTS, features, tmp_path / "served")
+
+
+def test_how_many_rows_there_are_is_not_to_be_asked(tmp_path):
+    def of_pairs(variables, features, labels, mode):
+        return tj.estimator.ModelSpec(mode, predictions={"y": features.reshape(2, -1)})
+
+    with pytest.raises(InconclusiveDimensionOperation) as caught:
+        tj.estimator.export_model(replicated(of_pairs), WEIGHTS, X, tmp_path / "no")
+    assert any("no if on x.shape[0]" in note for note in caught.value.__notes__)
+    assert not (tmp_path / "no").exists()
