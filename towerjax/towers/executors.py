@@ -103,15 +103,15 @@ def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
 
 
 def refuse_placed(jaxpr: Any) -> None:
-    """Raise where a function closes over an array in a mesh, which it reads once."""
+    """Raise where an array in a mesh would be a constant of the program."""
     constants = [*jaxpr.consts, *arrays_in(jaxpr.jaxpr)]
     if kinds := _kinds_in_a_mesh([x for x in constants if not has_tracers(x)]):
         raise ValueError(
             "A tower function closes over arrays that a strategy has placed, such as a"
-            f" variable's value: {kinds}. It is traced once, so that it would never see"
-            " another value. Pass them as arguments, of fn(tower, variable):"
-            " strategy.call_for_each_tower(fn, variable); or in the carry of"
-            " run_steps_on_dataset."
+            f" variable's value, or gets them in an object that is no pytree: {kinds}."
+            " They would be constants of a program that is traced once. Pass them as"
+            " arguments, of fn(tower, variable): strategy.call_for_each_tower(fn,"
+            " variable); or in the carry of run_steps_on_dataset."
         )
 
 
