@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import towerjax as tj
 
@@ -294,6 +295,30 @@ def test_towers_update_once_of_the_one_gradient(count, devices, name):
     check_same_update(
         tj.estimator.TowerOptimizer(INNER[name]), INNER[name], towers(count, devices)
     )
+
+
+@pytest.mark.slow
+def test_parameters_may_be_variables_of_flax():
+    """Which have each attribute of what they hold, while it is merged too."""
+    features, labels = rows(4, 3), rows(4, 2)
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+
+    def pure(state):
+        return {name: value[...] for name, value in state.items()}
+
+    def model_fn(variables, features, labels, mode, tower):
+        loss, op = optimizer.minimize(
+            lambda p: loss_of(pure(p), features, labels, tower.weight), variables
+        )
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=op)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2, 1))
+    state = nnx.State({name: nnx.Param(jnp.array(x)) for name, x in params().items()})
+    variables = model.init(tj.TrainState.create(state, optimizer))
+    after = model(variables, features, labels).train_op.params
+    grads = jax.jit(jax.grad(mean_of))(params(), features, labels)
+    for name, found in pure(after).items():
+        np.testing.assert_allclose(found, params()[name] - 0.1 * grads[name], rtol=1e-5)
 
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.05)

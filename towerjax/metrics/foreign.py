@@ -12,10 +12,12 @@ from towerjax.types.leaves import changes, listed
 
 
 def looks_like_state(x: Any) -> bool:
-    """Does it have ``merge`` and ``compute``, as an object and not as a class?"""
-    return not isinstance(x, type) and all(
-        callable(getattr(x, name, None)) for name in ("merge", "compute")
-    )
+    """Does its class have ``merge`` and ``compute``?
+
+    The object itself may hand on what it holds, as a variable of ``flax.nnx`` does.
+    """
+    kind = type(x)
+    return all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
 
 
 def is_collection(x: Any) -> bool:
