@@ -239,8 +239,7 @@ class Placer:
         rows, examples = fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         counts = self._split_counts(rows, examples)
-        each = _rows_of_tower(rows, self.placement.num_towers)
-        return self._made((rows, jnp.asarray(counts), shared), counts, each, None)
+        return self._made((rows, jnp.asarray(counts), shared), counts, None)
 
     def placed(
         self,
@@ -250,9 +249,8 @@ class Placer:
         batch: PyTree = None,
     ) -> PlacedBatch:
         """A batch that lies on the devices already."""
-        rows, shared = _rows_of_tower(arrays, self.placement.num_towers), [*shared]
-        args = (arrays, self._kept(counts, Layout.PER_TOWER), shared)
-        return self._made(args, counts, rows, batch)
+        args = (arrays, self._kept(counts, Layout.PER_TOWER), [*shared])
+        return self._made(args, counts, batch)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps."""
@@ -300,21 +298,25 @@ class Placer:
         missing = np.zeros((steps - len(counts), counts.shape[1]), np.int32)
         num_valid = np.concatenate([counts, missing])
         num_valid = place_rows(num_valid, self.placement, Layout.PER_TOWER_STEPS)
-        rows = _rows_of_tower(arrays, self.placement.num_towers, dim=1)
         shared = shared + [shared[-1]] * (steps - len(shared))
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
         number = self._kept(np.array(len(counts), np.int32), Layout.MIRRORED)
         args = (arrays, num_valid, held, number)
-        return self._made(args, counts, rows, batch)
+        return self._made(args, counts, batch)
 
     def _made(
-        self, args: tuple[PyTree, ...], counts: np.ndarray, rows: int, batch: PyTree
+        self, args: tuple[PyTree, ...], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
         """With the one signature of all its kind; the first has its fingerprint too."""
         new = batch_signature(args[0], args[2])
         signature, fingerprint = self._signatures.setdefault(new, new), None
         if batch is not None and signature is new and self.placement.num_processes > 1:
             fingerprint = fingerprint_of((batch, args[2]))
+        first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
+        if is_sparse(first):
+            rows = num_rows(first)
+        else:  # after the dim over steps, where there is one
+            rows = first.shape[counts.ndim - 1] // self.placement.num_towers
         return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
     def _fitted(
@@ -373,11 +375,6 @@ class Placer:
                 self._counts.clear()
             self._counts[key] = place_rows(counts, self.placement, layout)
         return self._counts[key]
-
-
-def _rows_of_tower(arrays: PyTree, num_towers: int, *, dim: int = 0) -> int:
-    first = jax.tree.leaves(arrays, is_leaf=is_sparse)[0]
-    return num_rows(first) if is_sparse(first) else first.shape[dim] // num_towers
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
