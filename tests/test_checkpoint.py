@@ -724,6 +724,20 @@ def test_options_that_cannot_be(change, text):
         tj.Checkpointer(**{"directory": "folder", **change})
 
 
+def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
+    state, saving = model.init(step), tj.Checkpointer(tmp_path)
+    host = dataclasses.replace(state, params=jax.tree.map(np.asarray, state.params))
+    (tmp_path / "step-12").mkdir()
+    for into, given, number, text in (
+        (step, None, 12, "The state is a NoneType"),
+        (step, host, 12, r"params\['w'\] lies on no device"),
+        (model.loss_fn, state, 12, "step=.* cannot be used here"),
+        (step, state, 12.0, "no checkpoint of step 12.0"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            saving.restore(into, given, number=number)
+
+
 def test_options_that_do_not_fit_together(step, tmp_path):
     saving = tj.Checkpointer(tmp_path, best="loss")
     with pytest.raises(ValueError, match="without anything to evaluate"):

@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any, Literal, get_args
 
+import jax
+
 from towerjax.loop.checkpoint.folder import (
     CheckpointError,
     check_manifest,
@@ -21,12 +23,17 @@ from towerjax.loop.checkpoint.record import (
 from towerjax.loop.stopping import Mode, sign_of
 from towerjax.mesh.processes import first_process_says
 from towerjax.step.compiled_step import CompiledStep
+from towerjax.step.given_state import check_is_state
 from towerjax.step.state import TrainState
+from towerjax.types import named_leaves
+from towerjax.types.leaves import listed
 from towerjax.types.options import (
     check_choice,
+    check_does,
     check_path,
     check_text,
     check_whole,
+    is_whole,
     plain_wholes,
 )
 
@@ -150,7 +157,17 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none; a file is missing, cut or changed; or it is
             one of another model. Names files and leaves.
+          ValueError: ``state`` is none, or not on devices.
         """
+        check_does("step", step, "strategy start", "tj.build_train_step(...)")
+        check_is_state(state)
+        leaves = named_leaves("state", state)
+        away = [name for name, x in leaves if not isinstance(x, jax.Array)]
+        if away:
+            raise ValueError(
+                f"{listed(away)} lies on no device, so it does not say where the saved"
+                " one shall lie. Pass step.place(state)."
+            )
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number
@@ -172,7 +189,7 @@ class Checkpointer:
             )
 
     def _folder(self, number: Any) -> pathlib.Path:
-        if number not in self.steps:
+        if not is_whole(number) or number not in self.steps:
             raise CheckpointError(
                 f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
                 f" {list(self.steps)}."
