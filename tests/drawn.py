@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import names
 
 from towerjax.mesh.placement import Placement
-from towerjax.towers.executors import jit_on_devices, over_devices
+from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
 
 # The values that are drawn reach single precision's ends, and half precision's.
@@ -34,7 +34,7 @@ def on_devices(device_fn, towers, devices):
     fn = over_devices(
         lambda rows: device_fn(rows, placement.axes), placement, layouts, out
     )
-    return jit_on_devices(fn, placement, layouts, out, donate=False)
+    return jax.jit(fn)
 
 
 def floats(rng, dtype, shape, kind):

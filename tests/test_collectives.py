@@ -10,7 +10,7 @@ import pytest
 import towerjax as tj
 from towerjax.collectives.packing import Sums
 from towerjax.mesh.placement import Placement
-from towerjax.towers.executors import jit_on_devices, over_devices
+from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
 
 OPS = [
@@ -59,7 +59,7 @@ def of_each_op(towers, devices, num_leaves):
 
     layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED
     fn = over_devices(device_fn, placement, layouts, out)
-    return jit_on_devices(fn, placement, layouts, out, donate=False)
+    return jax.jit(fn)
 
 
 @pytest.mark.few_fast(1)

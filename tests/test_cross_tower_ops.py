@@ -18,7 +18,7 @@ from towerjax.collectives.packing import Packing
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
 from towerjax.towers.cross_tower.values import _reduced
-from towerjax.towers.executors import jit_on_devices, over_devices, trace_one_tower
+from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import Layout
 
 R = tj.Reduction
@@ -60,7 +60,7 @@ def on_devices(device_fn, values, towers, devices, executor="shard_map"):
     fn = over_devices(
         lambda rows: device_fn(rows, placement.axes), placement, layouts, out
     )
-    return jit_on_devices(fn, placement, layouts, out, donate=False)(values)
+    return jax.jit(fn)(values)
 
 
 def tree(towers):

@@ -243,24 +243,6 @@ def shapes_of(tree: PyTree) -> PyTree:
     )
 
 
-def jit_on_devices(
-    fn: Callable[..., PyTree],
-    placement: Placement,
-    in_layouts: Sequence[PyTree],
-    out_layouts: PyTree,
-    *,
-    donate: bool,
-) -> Any:
-    """``jax.jit`` of a global function with each value where its layout says."""
-    shardings = jax.tree.map(placement.sharding, (tuple(in_layouts), out_layouts))
-    return jax.jit(
-        fn,
-        in_shardings=shardings[0],
-        out_shardings=shardings[1],
-        donate_argnums=(0,) if donate else (),
-    )
-
-
 def lower_on_devices(traced: Any, placement: Placement) -> Any:
     """The traced program lowered; of towers in turn, in the same form on any devices.
 

@@ -19,7 +19,7 @@ from towerjax.step.checking import Check
 from towerjax.step.state import TrainState
 from towerjax.step.train import build_train_step
 from towerjax.tools.bench.models import Model
-from towerjax.towers.executors import jit_on_devices, over_devices, shapes_of
+from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 
@@ -136,7 +136,8 @@ def _compiled(
 ) -> tuple[Any, float]:
     """The program, and what tracing and compiling it took."""
     start = time.perf_counter()
-    jitted = jit_on_devices(fn, placement, layouts, _OUT, donate=True)
+    ins, outs = jax.tree.map(placement.sharding, (layouts, _OUT))
+    jitted = jax.jit(fn, in_shardings=ins, out_shardings=outs, donate_argnums=0)
     call = jitted.lower(*map(shapes_of, args)).compile()
     return call, time.perf_counter() - start
 

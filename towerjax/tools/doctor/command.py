@@ -25,7 +25,7 @@ from towerjax.mesh.placement import Placement, place
 from towerjax.step.report.step_report import timed
 from towerjax.tools.doctor.machine import Advice, Machine, advice_on, this_machine
 from towerjax.tools.shell import NOT_SO, OK, show
-from towerjax.towers.executors import jit_on_devices, over_devices
+from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
 from towerjax.types.tables import Table, as_text, in_bytes
 
@@ -96,8 +96,7 @@ def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Re
     layouts = (Layout.PER_TOWER,)
     fn = over_devices(device_fn, placement, layouts, Layout.MIRRORED)
     placed = place(rows, placement, Layout.PER_TOWER)
-    jitted = jit_on_devices(fn, placement, layouts, Layout.MIRRORED, donate=False)
-    call = jitted.lower(placed).compile()
+    call = jax.jit(fn).lower(placed).compile()
     seconds, got = _timed(lambda: call(placed))
     share = 2 * (len(devices) - 1) / len(devices)
     expected = rows.astype(np.float64).sum(axis=0)
