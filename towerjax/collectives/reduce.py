@@ -164,7 +164,8 @@ def check_dim(value: PyTree, axis: int) -> None:
     for name, x in named_leaves("value", value):
         if not -jnp.ndim(x) <= axis < jnp.ndim(x):
             raise ValueError(
-                f"axis={axis} is not a dim of {name} of shape {jnp.shape(x)}."
+                f"axis={axis} is not a dim of {name} of shape {jnp.shape(x)}. Name one"
+                " of a tower's own dims; a number gets one by x[None]."
             )
 
 
