@@ -107,9 +107,11 @@ def called(name: str, *strategy: Any) -> Any:
 def named(name: str) -> Any:
     """What ``module:name`` names."""
     module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path) or module_name.startswith("."):
+    is_file = module_name.endswith(".py") or os.sep in module_name
+    is_relative = module_name.startswith(".") and not is_file
+    if not (module_name and colon and path) or is_relative:
         raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    if module_name.endswith(".py") or os.sep in module_name:
+    if is_file:
         folder, file = os.path.split(module_name)
         where = f", started in {folder}" if folder.strip(".") else ""
         raise ValueError(
