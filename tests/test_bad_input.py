@@ -969,6 +969,11 @@ UNHELD = {
 }
 
 
+def test_memory_that_is_written_in_place_is_no_parameter():
+    with pytest.raises(ValueError, match=r"params\['k'\] is a jax.Ref.*jnp.copy\(x\["):
+        build().init({**start(), "k": jax.new_ref(jnp.ones(3))})
+
+
 @pytest.mark.parametrize("name", UNHELD)
 def test_what_no_device_holds_is_refused_by_name(name, compiled):
     made, text = UNHELD[name]

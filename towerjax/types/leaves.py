@@ -59,6 +59,10 @@ def problem_of(leaf: Any) -> str | None:
                 "a deleted array, whose buffer was donated: pass what took its place,"
                 " or a copy made before, jnp.copy(x)"
             )
+    elif isinstance(leaf, jax.Ref):
+        return (
+            "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
+        )
     elif isinstance(leaf, np.ma.MaskedArray):
         return "a masked array: pass x.filled(0), and the mask as weights"
     if isinstance(leaf, type | memoryview):
