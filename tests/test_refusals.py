@@ -130,12 +130,14 @@ def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
-    """It would be read once: wherever towers run, whatever it meets."""
+    """It is read once: by a function that is called again it would be an old one."""
     strategy = mirrored(2, num_devices)
     v = strategy.create_var("v", np.float32([1, 2]))
     own = tj.PerTower(np.float32([2, 3]))
-    reads = [lambda tower, x: v.value, lambda tower, x: jax.jit(lambda: v.value * x)()]
+    reads = [lambda tower, x: v.value, lambda tower, x: jax.jit(lambda: v.value + 0)()]
     for tower_fn in reads:
+        assert strategy.call_for_each_tower(tower_fn, own).tolist() == v.value.tolist()
+        v = strategy.assign_add(v, np.float32([1, 1]))
         with refuses(
             r"variable's value, .*: float32\[2\]\. .*arguments, of fn\(tower, var"
         ):
@@ -150,7 +152,8 @@ def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
         assert out.values.tolist() == expected.tolist()
         v = strategy.assign_add(v, np.float32([1, 1]))  # the next call sees it
     # What a jit around it is given is no constant.
-    own = jax.jit(lambda w: strategy.call_for_each_tower(lambda tower: w * tower.id))
+    tower_fn = lambda w: lambda tower: w * tower.id  # noqa: E731
+    own = jax.jit(lambda w: strategy.call_for_each_tower(tower_fn(w)))
     assert own(v.value).values.tolist() == [[0, 0], v.value.tolist()]
 
 
@@ -162,8 +165,12 @@ def test_a_variable_that_the_steps_of_a_loop_close_over_is_told():
         data = iter(strategy.distribute_dataset(range(4), split="elements"))
         return strategy.run_steps_on_dataset(step, data, 2, carry).final
 
+    def step(ctx, carry, x):
+        return carry + v.value
+
+    assert float(run(step, 0.0)) == 2.0
     with refuses(r"variable's value, .*: float32\[\]\. .*in the carry of run_steps_on"):
-        run(lambda ctx, carry, x: carry + v.value, 0.0)
+        run(step, 0.0)
     total, _ = run(
         lambda ctx, carry, x: (carry[0] + carry[1].value, carry[1]), (0.0, v)
     )

@@ -161,10 +161,14 @@ def is_full(eqn: JaxprEqn, size: int) -> bool:
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs inside an equation that run with it."""
+    return [open_jaxpr(x) for x in _inside(eqn)]
+
+
+def _inside(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         params = {"solve": params["jaxprs"].solve}
-    return [open_jaxpr(x) for x in held(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
+    return [x for x in held(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
 
 def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -175,14 +179,17 @@ def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from all_eqns(inner)
 
 
-def arrays_in(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The arrays that stand in a jaxpr itself, with JAX's simplified constants."""
+def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """The constants of a jaxpr and of those inside it, also where JAX wrote them in."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        yield from jaxpr.consts
+        jaxpr = jaxpr.jaxpr
     inside = [v for eqn in jaxpr.eqns for v in eqn.invars]
     for var in [*inside, *jaxpr.outvars]:
         if isinstance(var, Literal) and np.ndim(var.val):
             yield var.val
     for eqn in jaxpr.eqns:
-        for inner in sub_jaxprs(eqn):
+        for inner in _inside(eqn):
             yield from arrays_in(inner)
 
 

@@ -94,7 +94,7 @@ def _require_jit() -> None:
 def _fingerprint(traced: Any, lowered: Any) -> str:
     """The program, with what is in the arrays that its text calls arguments."""
     digest = hashlib.sha256()
-    for array in [*traced.jaxpr.consts, *arrays_in(traced.jaxpr.jaxpr)]:
+    for array in arrays_in(traced.jaxpr):
         array = key_data(array)
         # An array over several processes is one already.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:

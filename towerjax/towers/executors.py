@@ -5,9 +5,10 @@ The only file that names these; `placement` says where the towers are, and
 """
 
 import contextlib
+import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,14 +84,14 @@ def _without_mesh(
         try:
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
         except Exception as error:
-            _explain_meshes([*traced.consts, *arrays_in(traced.jaxpr)], error)
+            _explain_meshes(arrays_in(traced), error)
             raise
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return run
 
 
-def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
+def _explain_meshes(constants: Iterable[Any], error: Exception) -> None:
     """Raise what to write where two meshes meet, that of a constant and the towers'."""
     kinds = _kinds_in_a_mesh(constants)
     if kinds and "Mesh for all inputs" in str(error):
@@ -102,20 +103,32 @@ def _explain_meshes(constants: Sequence[Any], error: Exception) -> None:
         ) from error
 
 
-def refuse_placed(jaxpr: Any) -> None:
-    """Raise where an array in a mesh would be a constant of the program."""
-    constants = [*jaxpr.consts, *arrays_in(jaxpr.jaxpr)]
-    if kinds := _kinds_in_a_mesh([x for x in constants if not has_tracers(x)]):
-        raise ValueError(
-            "A tower function closes over arrays that a strategy has placed, such as a"
-            f" variable's value, or gets them in an object that is no pytree: {kinds}."
-            " They would be constants of a program that is traced once. Pass them as"
-            " arguments, of fn(tower, variable): strategy.call_for_each_tower(fn,"
-            " variable); or in the carry of run_steps_on_dataset."
-        )
+def closed_over(jaxpr: Any) -> str:
+    """Of which kinds are the arrays in a mesh that are constants of it? Else ""."""
+    return _kinds_in_a_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
-def _kinds_in_a_mesh(constants: Sequence[Any]) -> str:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """What is known of a call besides its program; compared by identity."""
+
+    first: Any  # the call that was traced
+    closes_over: str
+
+    def refuse_again(self, call: Any) -> None:
+        """Raise where another call would have constants of the first one."""
+        if self.closes_over and self.first is not call:
+            raise ValueError(
+                "A tower function closes over arrays that a strategy has placed, such"
+                " as a variable's value, or gets them in an object that is no pytree:"
+                f" {self.closes_over}. It was traced with those of its first call, and"
+                " is called again. Pass them as arguments, of fn(tower, variable):"
+                " strategy.call_for_each_tower(fn, variable); or in the carry of"
+                " run_steps_on_dataset."
+            )
+
+
+def _kinds_in_a_mesh(constants: Iterable[Any]) -> str:
     types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
     kinds = {x.str_short() for x in types if not x.sharding.mesh.empty}
     return ", ".join(sorted(kinds)[:4])

@@ -22,9 +22,10 @@ from towerjax.proof.found import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constant import Constant
 from towerjax.towers.cross_tower.values import opened
 from towerjax.towers.executors import (
+    Traced,
+    closed_over,
     is_inside_tower,
     over_devices,
-    refuse_placed,
     tower_explained,
     trace_one_tower,
 )
@@ -43,11 +44,8 @@ _ROWS, _FREE = "rows", "free"
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Outputs:
-    """What a compiled call returns besides arrays: a pytree node without leaves.
-
-    Compared by identity, so that what it holds needs no hash.
-    """
+class _Outputs(Traced):
+    """What a compiled call returns besides arrays: a pytree node without leaves."""
 
     treedef: Any
     constants: tuple[Any, ...]
@@ -111,7 +109,6 @@ class _Call:
         # What the function closes over are constants of it, the same on all towers.
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(trace_fn, axes, _IN_LAYOUTS, values)
-        refuse_placed(jaxpr)
         if _is_pmap(self.placement):
             _refuse_tracers(jaxpr.consts)
         names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -131,7 +128,8 @@ class _Call:
             dependence is None and kind != _ROWS
             for dependence, kind in zip(found.outputs, kinds, strict=True)
         ]
-        return _Outputs(treedef, constants, kinds, tuple(mirrored))
+        traced = self, closed_over(jaxpr)
+        return _Outputs(*traced, treedef, constants, kinds, tuple(mirrored))
 
 
 # The unused argument says on which device a call without others runs.
@@ -186,8 +184,8 @@ class CallMethods:
 
         Raises:
           ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
-            padded; ``fn`` has no hash, or closes over arrays that a strategy has
-            placed; ``run_concurrently`` is not True.
+            padded; ``fn`` has no hash, or is called again and closes over arrays that
+            a strategy has placed; ``run_concurrently`` is not True.
           ReplicationError: Not every tower would reach a collective, or a mirrored
             variable comes back that is not the same on every tower.
 
@@ -227,6 +225,7 @@ class CallMethods:
         arrays = of_kind(_FREE)
         arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
         out, outputs = _run(call, rows, arrays)
+        outputs.refuse_again(call)
         return outputs.tree(waited(out))
 
 

@@ -16,7 +16,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder, row_weights, rows_of_towers, with_shared
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
-from towerjax.towers.executors import is_inside_tower, refuse_placed
+from towerjax.towers.executors import Traced, closed_over, is_inside_tower
 from towerjax.towers.merge import stacked_rows
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
@@ -34,7 +34,7 @@ from towerjax.types.options import check_takes, check_whole
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Kept:
+class _Kept(Traced):
     """Values that are no arrays, handed out of a trace: a node without leaves."""
 
     values: dict[str, Any]
@@ -160,7 +160,7 @@ def _run(
     steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
 ) -> tuple[PyTree, dict[str, Any], _Kept]:
     """The carry after ``count`` steps, the last one's outputs, and what is no array."""
-    num_towers, kept = steps.strategy.num_towers, _Kept({})
+    num_towers, values = steps.strategy.num_towers, {}
     batches, num_valid, shared = arrays
 
     def one(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
@@ -176,18 +176,17 @@ def _run(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", steps.fn, ctx, carry, *inputs)
         carry = _like(carry, _stacked(steps.fn(ctx, carry, *inputs), num_towers))
-        kept.values.update(ctx.non_tensor_outputs)
+        values.update(ctx.non_tensor_outputs)
         return carry, ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
-    refuse_placed(jaxpr)
+    kept = _Kept(steps, closed_over(jaxpr), values)
     empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
     carry, outputs = lax.fori_loop(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
     # As it was placed, so that the next call is no other program.
-    placement: Placement = steps.strategy.placement
-    shardings = jax.tree.map(placement.sharding, _layouts(carry))
+    shardings = jax.tree.map(steps.strategy.placement.sharding, _layouts(carry))
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
 
 
@@ -378,20 +377,21 @@ class JobMethods:
         batches = list(itertools.islice(_checked(iterator), iterations))
         if any(batch.num_steps is not None for batch in batches):
             raise ValueError(
-                "run_steps_on_dataset takes batches of one step each; the iterator gave"
-                " several stacked ones. Write iter(strategy.distribute_dataset(...))."
+                "run_steps_on_dataset takes batches of one step, and no stacked ones."
+                " Write iter(strategy.distribute_dataset(...))."
             )
         if not batches:
             raise ValueError(
-                "run_steps_on_dataset: the iterator has no batch left. Make it anew"
-                " with iter(strategy.distribute_dataset(...))."
+                "run_steps_on_dataset: the iterator has no batch left. Make it anew,"
+                " iter(strategy.distribute_dataset(...))."
             )
-        placement: Placement = self.placement
-        placer = Placer(placement, shares=self.placement.num_towers, remainder="error")
+        towers = self.placement.num_towers
+        placer = Placer(self.placement, shares=towers, remainder="error")
         *arrays, count = placer.place_several(batches, iterations).args
-        carry = _placed(_stacked(initial, placement.num_towers), placement)
+        carry = _placed(_stacked(initial, towers), self.placement)
         steps = _Steps(self, fn, batches[0].bare)
         carry, outputs, kept = _run(steps, carry, arrays, count)
+        kept.refuse_again(steps)
         ctx = MultiStepContext(self)
         ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
         ctx.non_tensor_outputs = dict(kept.values)
