@@ -571,6 +571,36 @@ def test_what_a_loss_writes_into_a_module_of_the_tower_is_returned(place):
         check(functools.partial(loss_fn, returns=False))
 
 
+def test_a_step_of_ones_own_writes_into_the_modules_of_its_tower():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
+
+        @nnx.remat
+        def __call__(self, x, tower):
+            return self.norm(x, tower).sum(-1) ** 2
+
+    graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss_fn(params, rows, tower):
+        model = nnx.merge(graph, params, tower.local)
+        loss = tj.Weighted.mean(model(rows["x"], tower), tower.weight)
+        return tj.TowerOutput(loss, local=nnx.state(model, nnx.BatchStat))
+
+    def tower_fn(state, rows, tower):
+        out, grads = tj.value_and_grad(loss_fn)(state.params, rows, tower)
+        local = dataclasses.replace(state.local, value=out.local)
+        return {"loss": out.loss, "grads": grads, "local": local}
+
+    def update_fn(state, merged):
+        after = dataclasses.replace(state, local=merged["local"])
+        return after, {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, towers(2, 1))
+    local = tj.TowerLocal(stats, tj.Reduction.MEAN)
+    step.check(jax.eval_shape(lambda p: step.init(p, local=local), params), batch(4))
+
+
 @pytest.mark.slow
 def test_under_remat_the_tower_may_be_a_static_argument():
     class Block(linen.Module):

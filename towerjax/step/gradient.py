@@ -62,7 +62,9 @@ def value_and_grad(
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
-            returned = loss_fn(params, *args, **named)
+            # Made anew: Flax lets its variables be written in the trace that made them.
+            here, also = jax.tree.map(lambda x: x, (args, named))
+            returned = loss_fn(params, *here, **also)
             out = as_tower_output(returned, loss_reduction, tower)
             refuse_moving_weights(out.loss, params)
             total, weight = _total(out.loss, tower)
@@ -111,8 +113,7 @@ def unwritten(
     """What a loss function returns that writes into no module which it does not return.
 
     No next step would see it. ``nnx.jit`` and ``nnx.remat`` put back what they were
-    given, which is nothing: where something is written, one more trace tells. The tower
-    is made anew, as Flax lets its variables be written in the trace that made them.
+    given, which is nothing: where something is written, one more trace tells.
     """
     leaves, treedef = jax.tree.flatten((params, tower))
 
