@@ -8,6 +8,7 @@ a constant that ``T`` divides may stand for ``T``, unless the same program for a
 number of towers has it too.
 """
 
+import functools
 import math
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
@@ -147,12 +148,10 @@ def of_equation(
 
 def _numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
     """Either of the operands, but for indices and predicates beside numbers."""
-    real = [_is_real(v) for v in eqn.invars]
-    result = CONSTANT
-    for scale, is_real in zip(scales, real, strict=True):
-        if is_real or not any(map(_is_real, eqn.outvars)):
-            result = either(result, scale)
-    return result
+    makes_numbers = any(map(_is_real, eqn.outvars))
+    pairs = zip(eqn.invars, scales, strict=True)
+    counted = [scale for v, scale in pairs if _is_real(v) or not makes_numbers]
+    return functools.reduce(either, counted, CONSTANT)
 
 
 def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
