@@ -409,8 +409,8 @@ PROOF = (
         "P01",
         "proof: a reduction over some axes is one over all",
         "proof.marks:_reduced",
-        "if not left:",
-        "if not left or left:",
+        "mark._replace(axes=left,",
+        "mark._replace(axes=frozenset(),",
         "test_analysis.py::test_reduction_over_one_of_two_axes_is_refused[psum]",
     ),
     _m(

@@ -235,10 +235,16 @@ _PACKAGE = Path(__file__).parents[1]
 _LIBRARY = ("<frozen", f"{sysconfig.get_path('stdlib')}/", f"{_PACKAGE}/")
 
 
-def line_of(site: Site | None) -> str:
-    """The innermost line of the user's; library code inside jit has no such frame."""
+def outwards(site: Site | None) -> Iterator[JaxprEqn]:
+    """The equation of a site, then those around it."""
     while site is not None:
         eqn, site = site
+        yield eqn
+
+
+def line_of(site: Site | None) -> str:
+    """The innermost line of the user's; library code inside jit has no such frame."""
+    for eqn in outwards(site):
         traceback = eqn.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
             if not is_library(frame.file_name):

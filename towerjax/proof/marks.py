@@ -15,6 +15,7 @@ from towerjax.proof.equation import (
     is_full,
     line_of,
     named_axes,
+    outwards,
 )
 from towerjax.proof.found import (
     Collective,
@@ -154,9 +155,7 @@ class Context(NamedTuple):
 
     def is_inside(self, eqn: JaxprEqn) -> bool:
         """Is it the very equation that it stands in, so that opening it has no end?"""
-        site = self.outer
-        while site is not None:
-            outer, site = site
+        for outer in outwards(self.outer):
             params = zip(outer.params.values(), eqn.params.values(), strict=False)
             if outer.primitive is eqn.primitive and all(a is b for a, b in params):
                 return True
@@ -164,13 +163,9 @@ class Context(NamedTuple):
 
     def is_derived(self, eqn: JaxprEqn) -> bool:
         """Is an equation no line of the user's, but of a derivative or a step?"""
-        site: Site | None = (eqn, self.outer)
-        while site is not None:
-            scope = str(site[0].source_info.name_stack)
-            if "transpose(" in scope or SUMMED_BY_STEP in scope:
-                return True
-            site = site[1]
-        return False
+        around = outwards((eqn, self.outer))
+        scopes = [str(x.source_info.name_stack) for x in around]
+        return any("transpose(" in x or SUMMED_BY_STEP in x for x in scopes)
 
 
 def communicated(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
@@ -227,8 +222,6 @@ def _reduced(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
         left = without_coordinate(mark.axes, over)
     else:
         left = without_axes(mark.axes, over)
-    if not left:
-        return Mark(left, site=site, before=mark)
     return mark._replace(axes=left, site=site, before=mark)
 
 
