@@ -51,7 +51,6 @@ from towerjax.proof.scale import (
     MEETINGS,
     SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
-    Scale,
     moving_literals,
     of_equation,
     of_summed,
@@ -185,24 +184,20 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     scale = CONSTANT
     if ins:
         scale = of_equation(eqn, scales, context.num_towers, context.moving)
-    if scale.site is not None and eqn.primitive.name in _ADDITIONS:
-        scale = _refuse_mixture(eqn, ins, scale, context)
+    if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
+        if any(m.axes and m.scale.site is None for m in ins):
+            context.found.append(Repeat(line_of(scale.site), (), _A_MIXTURE))
+            scale = scale.once()
     if not scale.is_constant or mark.axes:
         # The line is that of the last equation on the way.
         mark = mark._replace(site=(eqn, context.outer), before=mark)
     mark = mark._replace(scale=scale)
-    # A Ref is written in place: from here on it holds what went into the equation.
+    return _everywhere(mark, eqn)
+
+
+def _everywhere(mark: Mark, eqn: JaxprEqn) -> _Marks:
+    """Of each result, and of each Ref, which holds what went into the equation."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
-
-
-def _refuse_mixture(
-    eqn: JaxprEqn, ins: _Marks, scale: Scale, context: Context
-) -> Scale:
-    once = any(m.axes and m.scale.site is None for m in ins)
-    if not once or scale.site is None or context.is_derived(eqn):
-        return scale
-    context.found.append(Repeat(line_of(scale.site), (), _A_MIXTURE))
-    return scale.once()
 
 
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -210,7 +205,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if source == "axis_index":
         axes, source = axes.intersection(named_axes(eqn)), "tower.id"
     mark = Mark(axes, source, (eqn, context.outer)) if axes else FIXED
-    return [mark] * (len(eqn.outvars) + len(refs(eqn)))
+    return _everywhere(mark, eqn)
 
 
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -336,11 +331,10 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
     outs, _ = _fixed_point(trip, [merged(ins)], context.found)
     whole = _compute(eqn, outs, context)[0]
-    if not sub_jaxprs(eqn):
-        return [whole] * (len(eqn.outvars) + len(refs(eqn)))
-    # What a kernel or a reducer does with the numbers is not followed.
-    scale = whole.scale.once()
-    return [whole._replace(scale=scale)] * (len(eqn.outvars) + len(refs(eqn)))
+    if sub_jaxprs(eqn):
+        # What a kernel or a reducer does with the numbers is not followed.
+        whole = whole._replace(scale=whole.scale.once())
+    return _everywhere(whole, eqn)
 
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
