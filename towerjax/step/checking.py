@@ -161,7 +161,7 @@ def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
     if not axes.device_axis:
         return own
     shapes = jax.eval_shape(lambda: rows_of_all_devices(own, axes))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
     return lax.cond(due, lambda x: rows_of_all_devices(x, axes), lambda _: zeros, own)
 
 

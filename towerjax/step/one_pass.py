@@ -341,7 +341,7 @@ def _in_turn(
         total = jax.tree.map(jnp.add, total, _summed(pools))
         return (total, local), (tree, pools["folded"], rows)
 
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), _summed(shapes[1]))
+    zeros = jax.tree.map(jnp.zeros_like, _summed(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
     (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
     tables, rows = kept

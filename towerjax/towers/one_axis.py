@@ -381,9 +381,7 @@ def _running_sum(
 ) -> tuple[PyTree, PyTree]:
     """One tower after another, holding one tower's sums at a time."""
     row = jax.tree.map(lambda x: x[0], (ids, per_tower))
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tower_fn, *row)[0]
-    )
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(tower_fn, *row)[0])
 
     def body(total: PyTree, row: PyTree) -> tuple[PyTree, PyTree]:
         sums, kept = tower_fn(*row)

@@ -181,7 +181,7 @@ def _run(
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
     kept = _Kept(steps, closed_over(jaxpr), values)
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
+    empty = jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
