@@ -196,7 +196,7 @@ def _one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
                 f" tower 0 {told[0][0]}, tower {tower} {told[tower][0]}. Give a"
                 " mirrored variable one name on all towers."
             )
-        if x is not first and not _have_equal_values(x, first):
+        if x is not first and _bits(x) != _bits(first):
             raise ValueError(
                 f"{where} is mirrored {named(x)}, but tower {tower} holds another value"
                 " than tower 0. Reduce before you make it, or change it by"
@@ -205,12 +205,9 @@ def _one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
     return first
 
 
-def _have_equal_values(x: MirroredVar, y: MirroredVar) -> bool:
-    if jax.tree.structure(x) != jax.tree.structure(y):
-        return False
-    pairs = zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
-    bits = [[np.asarray(key_data(leaf)).tobytes() for leaf in pair] for pair in pairs]
-    return all(one == other for one, other in bits)
+def _bits(x: MirroredVar) -> tuple[Any, list[bytes]]:
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef, [np.asarray(key_data(leaf)).tobytes() for leaf in leaves]
 
 
 def saved_values(tree: PyTree) -> PyTree:
