@@ -211,7 +211,7 @@ class CallMethods:
             placement = dataclasses.replace(placement, devices=placement.devices[:1])
         given = held("fn's arguments", opened((args, kwargs)))
         leaves, treedef = jax.tree.flatten(given, is_leaf=_is_rows)
-        found = _kinds_of(given, is_leaf=_is_rows)
+        found = _kinds_of(given, lambda x: is_variable(x) or _is_rows(x))
         kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
 
         def of_kind(kind: str) -> list[Any]:
@@ -275,12 +275,8 @@ def _is_rows(x: Any) -> bool:
     return isinstance(x, PerTower)
 
 
-def _kinds_of(tree: PyTree, is_leaf: Any = None) -> Iterator[str]:
+def _kinds_of(tree: PyTree, stops: Any = is_variable) -> Iterator[str]:
     """The kind of each leaf in tree order; "" for what is no array."""
-
-    def stops(x: Any) -> bool:
-        return is_variable(x) or (is_leaf is not None and is_leaf(x))
-
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
         if isinstance(node, TowerLocal):
             yield from (_ROWS for _ in jax.tree.leaves(node))
