@@ -153,7 +153,10 @@ def _operation(name: str, text: str) -> Operation:
         end = _closing(text, 0) + 1
     else:
         end = text.index(" ")
-    shapes = tuple(_shape(m[1], m[2]) for m in _SHAPE.finditer(text[:end]))
+    shapes = tuple(
+        Shape(m[1], tuple(map(int, re.findall(r"\d+", m[2]))))
+        for m in _SHAPE.finditer(text[:end])
+    )
     opening = text.index("(", end)
     opcode = text[end:opening].strip()
     closing = _closing(text, opening)
@@ -163,11 +166,6 @@ def _operation(name: str, text: str) -> Operation:
     else:
         operands = tuple(re.findall(r"%([\w.\-]+)", inside))
     return Operation(name, opcode, shapes, operands, text[closing + 1 :])
-
-
-def _shape(dtype: str, dims: str) -> Shape:
-    sizes = dims.replace("<=", "").replace(" ", "").split(",")
-    return Shape(dtype, tuple(int(size) for size in sizes if size))
 
 
 def _closing(text: str, opening: int) -> int:

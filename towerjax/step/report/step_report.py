@@ -14,7 +14,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.step.program import Program
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.flops import Flops, flops_of
-from towerjax.step.report.hlo import parse
+from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
@@ -323,7 +323,7 @@ def _of_buffers(memory: Memory) -> Table:
     rows = tuple(
         (
             buffer.name,
-            f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]",
+            f"{Shape(buffer.dtype, buffer.shape)}",
             in_bytes(buffer.bytes),
             _fate(buffer),
         )
