@@ -56,8 +56,8 @@ class Training:
     loss_reduction: Reduction | None = None
     example_ids: ExampleIds | None = None
     trainable: Trainable | None = None
-    parts: int = 1  # T A: micro-batches of all towers, counted together
     statistics: TowerStatistics | None = None
+    parts: int = 1  # T A: micro-batches of all towers, counted together
 
     def begin(self, part: PyTree) -> tuple[PyTree, None]:
         """The optimizer's state, of what is trained; a tower has nothing of its own."""
@@ -354,8 +354,9 @@ def build_train_step(
         check=check,
     )
     _check_statistics(statistics, strategy.num_towers * options.micro_batches)
-    training = Training(loss_fn, optimizer, loss_reduction, example_ids, trainable)
-    training = dataclasses.replace(training, statistics=statistics)
+    training = Training(
+        loss_fn, optimizer, loss_reduction, example_ids, trainable, statistics
+    )
     check_sync(sync)
     return TrainStep(training, strategy, options, sync)
 
