@@ -1,6 +1,7 @@
 """What may a tower function ask about its tower?"""
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -263,11 +264,11 @@ class Tower:
 
     def assign_add(self, variable: Variable, value: PyTree) -> Any:
         """As `assign`, of the variable with the value, once reduced, added."""
-        return assigned_in_tower(self, variable, value, lambda old, new: old + new)
+        return assigned_in_tower(self, variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
         """As `assign`, of the variable with the value, once reduced, taken off."""
-        return assigned_in_tower(self, variable, value, lambda old, new: old - new)
+        return assigned_in_tower(self, variable, value, operator.sub)
 
 
 def _of_a_step(value: Any, name: str, instead: str) -> Any:

@@ -1,6 +1,7 @@
 """How are variables made, changed and read across towers?"""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
+from towerjax.towers.cross_tower.values import unwrap
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.merge import held
 from towerjax.towers.tower_local import read_variables
@@ -147,11 +149,11 @@ class VariableMethods:
           >>> float(strategy.assign_add(v, 6).value)
           7.0
         """
-        return self._assigned(variable, value, lambda old, new: old + new, "assign_add")
+        return self._assigned(variable, value, operator.add, "assign_add")
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
         """As `assign_add`, of the variable with the value taken off."""
-        return self._assigned(variable, value, lambda old, new: old - new, "assign_sub")
+        return self._assigned(variable, value, operator.sub, "assign_sub")
 
     def _assigned(
         self,
@@ -221,11 +223,8 @@ class VariableMethods:
                 variable, fitted(variable, plain(fn(variable.value, *args, **kwargs)))
             )
         check_towers(variable, self.placement.num_towers)
-        rows = []
-        for t in range(self.placement.num_towers):
-            own = jax.tree.map(lambda x, t=t: x[t], variable.value)
-            new = plain(fn(own, *args, **kwargs))
-            rows.append(fitted(variable, new, copies=True))
+        news = [plain(fn(own, *args, **kwargs)) for own in unwrap(variable)]
+        rows = [fitted(variable, new, copies=True) for new in news]
         return _replaced(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
 
     def read_var(self, value: PyTree) -> PyTree:
