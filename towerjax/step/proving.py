@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse, depends
@@ -22,6 +21,7 @@ from towerjax.proof.scale import REDUCED
 from towerjax.step.one_pass import Pass
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
+from towerjax.types.leaves import has_tracers
 
 Run: TypeAlias = Callable[..., PyTree]
 """``(pass, *args) -> results``: runs a pass on all devices, of global values."""
@@ -86,7 +86,7 @@ class Proving:
         jaxpr, out = trace_one_tower(one.on_device(axes), axes, layouts, args)
         proof = _prove_body(one, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
-        if any(isinstance(x, Tracer) for x in jaxpr.consts):
+        if has_tracers(jaxpr.consts):
             # Numbers of a trace that is over when one asks.
             names = proof.unmasked()
             proof = dataclasses.replace(proof, unmasked=lambda: names)
@@ -109,31 +109,20 @@ class Proving:
 def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
     """Values of the shapes that a pass's results have in the global view."""
 
-    def of_layout(layout: Layout, tree: PyTree) -> PyTree:
-        def zeros(x: Any) -> jax.Array:
-            rows = x.shape[:1] if layout is Layout.MIRRORED else ()
-            if layout is Layout.PER_TOWER:
-                rows = (x.shape[0] * num_towers,)
-            shape = rows + x.shape[1:]
-            return jnp.zeros(shape, x.dtype)
+    def zeros(layout: Layout, x: Any) -> jax.Array:
+        if layout is Layout.MIRRORED:
+            return jnp.zeros_like(x)
+        return jnp.zeros((x.shape[0] * num_towers, *x.shape[1:]), x.dtype)
 
-        return jax.tree.map(zeros, tree)
-
-    return jax.tree.map(of_layout, layouts, out)
+    return jax.tree.map(zeros, jax.tree.broadcast(layouts, out), out)
 
 
 def _prove_body(
     one: Pass, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
 ) -> Proof:
     is_free = axes.num_towers == 1 and one.of_state
-    inputs = _names_where(
-        one.in_layouts,
-        args,
-        lambda layout: layout is not Layout.MIRRORED and not is_free,
-    )
-    outputs = _names_where(
-        one.out_layouts, out, lambda layout: layout is Layout.MIRRORED
-    )
+    inputs = _names_where(one.in_layouts, args, mirrored=False)
+    outputs = _names_where(one.out_layouts, out, mirrored=True)
     # Arrays that the user's function closes over come first, the same on all towers.
     closed_over = len(body.invars) - len(inputs)
     names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
@@ -185,9 +174,9 @@ def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
 
 
 def _names_where(
-    layouts: dict[str, PyTree], values: PyTree, wanted: Callable[[Layout], bool]
+    layouts: dict[str, PyTree], values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
-    """Each leaf's name where its layout is wanted, else None; in tree order."""
+    """Each leaf's name where it is mirrored, or is not, else None; in tree order."""
     each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts.values()), tuple(values)))
     pairs = zip(_all_names(layouts, values), each, strict=True)
-    return [name if wanted(layout) else None for name, layout in pairs]
+    return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

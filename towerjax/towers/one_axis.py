@@ -28,6 +28,7 @@ from towerjax.proof.equation import (
 )
 from towerjax.towers.together import together
 from towerjax.types import PyTree
+from towerjax.types.leaves import has_tracers
 
 # JAX itself does these over several axes at once.
 _REDUCTIONS = frozenset("psum pmax pmin".split())
@@ -109,8 +110,7 @@ class _Devices:
             return out
 
         traced = jax.make_jaxpr(of_leaves, axis_env=self._env)(*leaves)
-        is_bound = any(isinstance(x, jax.core.Tracer) for x in traced.consts)
-        if self.axes.traced is not None and not is_bound:
+        if self.axes.traced is not None and not has_tracers(traced.consts):
             self.axes.traced[key] = traced, trees[0]
         return traced, trees[0]
 
