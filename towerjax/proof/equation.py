@@ -248,8 +248,7 @@ def line_of(site: Site | None) -> str:
         traceback = eqn.source_info.traceback
         for frame in traceback.frames if traceback is not None else ():
             if not is_library(frame.file_name):
-                path = Path(frame.file_name)
-                return shown(path, frame.line_num, frame.function_name)
+                return shown(frame.file_name, frame.line_num, frame.function_name)
     return ""
 
 
@@ -259,9 +258,10 @@ def is_library(file: str) -> bool:
     return bool(library) or file.startswith(_LIBRARY)
 
 
-def shown(path: Path, line: int, function: str) -> str:
+def shown(file: str, line: int, function: str) -> str:
     """A line of code as people call it."""
-    below = path.is_relative_to(Path.cwd())
-    path = path.relative_to(Path.cwd() if below else path.parent.parent)
+    path, here = Path(file), Path.cwd()
+    below = path.is_relative_to(here)
+    path = path.relative_to(here if below else path.parent.parent)
     inside = f" ({function.split('<locals>.')[-1]})" if function else ""
     return f"{path}:{line}{inside}"

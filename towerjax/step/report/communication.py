@@ -148,7 +148,5 @@ def line_of(module: Module, op: Operation) -> str:
         if file == _WHERE_STEPS_ARE_MADE:
             break  # further out are those who called the step
         if not is_library(file):
-            return shown(Path(file), line, function)
-    for file, line, function in stack[:1]:
-        return shown(Path(file), line, function)
-    return ""
+            return shown(file, line, function)
+    return shown(*stack[0]) if stack else ""
