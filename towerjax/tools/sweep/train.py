@@ -109,17 +109,16 @@ def sweep(
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = RecordFile(results, "config", {"sweep": about})
-    programs: dict[str, list[Config]] = {}
+    programs: dict[str, tuple[Config, list[Config]]] = {}
     for config in configs:
         fixed = {k: x for k, x in config.items() if k not in traced}
-        programs.setdefault(repr(fixed), []).append(config)
+        programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
     done = sum(file.get(config) is not None for config in configs)
     display = choose_display(progress)
     with contextlib.closing(News(display, len(configs), done, "member")) as news:
-        for members in programs.values():
+        for fixed, members in programs.values():
             todo = [config for config in members if file.get(config) is None]
             known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
-            fixed = {k: x for k, x in members[0].items() if k not in traced}
             program = _Program(
                 build, fixed, traced, batches, steps, steps_per_call, evaluate
             )
