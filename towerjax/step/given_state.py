@@ -113,10 +113,7 @@ def check_state(
     *,
     counts: bool,
 ) -> None:
-    """Raise unless the state was made for these towers and devices.
-
-    Numbers may lie anywhere: `with_numbers_placed` puts them there.
-    """
+    """Raise unless all but numbers was made for these towers and devices."""
     _check_counts(state, counts)
     check_towers(state, placement.num_towers)
     shardings = jax.tree.leaves(placement.shardings(layout, state))

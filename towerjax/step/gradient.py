@@ -89,10 +89,7 @@ def _unknown(x: Any) -> jax.Array:
 
 
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:
-    """Raise where a weight would move with the parameters that are differentiated.
-
-    The sums alone are, so that a mean's gradient would lack a part.
-    """
+    """Raise where a weight moves with the parameters: sums alone are differentiated."""
     terms = loss.terms if isinstance(loss, Means) else (loss,)
     weights = [term.weight for term in terms if isinstance(term, Weighted)]
     pairs = itertools.product(weights, jax.tree.leaves(params))

@@ -313,10 +313,7 @@ def _refuse_inside(trace: Any) -> None:
 def _in_turn(
     of_part: Callable[..., Any], count: int, parts: PyTree, local: PyTree
 ) -> tuple[PyTree, dict[str, list[Any]]]:
-    """A tower's parts one after another, what they return joined by kind.
-
-    The function is traced once; what is added is held once.
-    """
+    """A tower's parts one after another, traced once; what they return, by kind."""
     first = jax.tree.map(lambda x: x[0], parts)
     args = (jnp.int32(0), first, local)
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)

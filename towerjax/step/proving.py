@@ -48,10 +48,7 @@ class Proof:
 
 
 def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
-    """The proof that what a step declares mirrored is the same on every tower.
-
-    Traces its towers, each on a device of its own that is absent.
-    """
+    """The proof, without a device, that what a step declares mirrored is so."""
     proving = Proving(placement, on_devices=False)
     jax.eval_shape(functools.partial(recipe.fn, proving), *shapes_of(args))
     return proving.proof()

@@ -168,10 +168,7 @@ def needed(
 
 
 def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """``after``, once it has the shapes and dtypes of ``before``.
-
-    A step whose state changes its type compiles again at every call.
-    """
+    """``after``, once it has the shapes and dtypes of ``before``."""
     if found := changes(root, before, after):
         raise ValueError(
             "The step would change the type of its state, and so compile anew each"

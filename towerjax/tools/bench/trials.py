@@ -39,11 +39,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
-    """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``.
-
-    The hand-written step has its turns in the same rounds, and on several devices the
-    bare reduction.
-    """
+    """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``."""
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     strategy, work = strategy_of(trial), work_of(trial, timing.seed)
