@@ -143,9 +143,7 @@ class Runner:
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The step's results."""
-        program = self.programs.get(batch.signature)
-        if program is None or (batch.padded and batch.signature not in self._masked):
-            program = self.program(first, batch)
+        program = self.program(first, batch)
         donated = first[0], batch.args[2]
         if self._aborts:
             _refuse_donated_twice(*donated)
