@@ -21,11 +21,10 @@ class Walk:
         """The value of a variable or a literal."""
         return var.val if isinstance(var, Literal) else self.values[var]
 
-    def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> list[Any]:
-        """Evaluate an equation; the variables that it made."""
+    def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
+        """Evaluate an equation."""
         operands = [self.read(x) for x in eqn.invars] if operands is None else operands
         self.values.update(zip(eqn.outvars, evaluated(eqn, operands), strict=True))
-        return list(eqn.outvars)
 
 
 def evaluated(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -106,9 +106,9 @@ def apply_update(
 
 
 def accept_or_keep(
-    step: Callable[..., tuple[jax.Array, PyTree, PyTree]], carry: PyTree, *args: PyTree
+    step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """What ``step(carry, *args)`` makes of the carry where it accepts it itself.
+    """What ``step(carry)`` makes of the carry where it accepts it itself.
 
     What the verdict depends on is computed first. Each new value is selected where it
     is made, and what follows is computed from the selected one; of rows that are
@@ -117,9 +117,9 @@ def accept_or_keep(
     and its successor alive at once, which costs a copy of the whole state at every
     step, and a branch would make the update wait for the last gradient.
     """
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry, *args)
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    walk = Walk(closed, jax.tree.leaves((carry, *args)))
+    walk = Walk(closed, before)
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
     first = needed(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
     for eqn in first:
@@ -132,10 +132,10 @@ def accept_or_keep(
         # A number costs no copy, and what follows may divide by a new one alone.
         if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
-    rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=False)))
+    rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=True)))
     for eqn in others:
-        guarded = rows.guarded(eqn, [walk.read(x) for x in eqn.invars])
-        for var in walk.evaluate(eqn, guarded):
+        walk.evaluate(eqn, rows.guarded(eqn, [walk.read(x) for x in eqn.invars]))
+        for var in eqn.outvars:
             if var in olds and not rows.keep(var, olds[var]):
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
                 rows.selected(var, olds[var])
