@@ -70,12 +70,12 @@ class Sweep(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown: a row a member."""
+        rows = self.rows()
         cells = [
             tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
-            for row in self.rows()
+            for row in rows
         ]
-        head = tuple(self.rows()[0])
-        return (Table(f"{len(self.members)} members", head, tuple(cells)),)
+        return (Table(f"{len(rows)} members", tuple(rows[0]), tuple(cells)),)
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping a member: configuration, last numbers, how it was trained."""
