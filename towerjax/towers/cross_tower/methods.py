@@ -51,10 +51,6 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
-    def __setstate__(self, options: dict[str, Any]) -> None:
-        """The options, past the frozen fields."""
-        self.__dict__.update(options)
-
     @property
     def num_towers(self) -> int:
         """``T``."""
