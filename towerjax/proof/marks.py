@@ -238,7 +238,7 @@ def _grid_coordinate(
 def _record(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
     name, line = eqn.primitive.name, line_of((eqn, context.outer))
     avals: list[Any] = [v.aval for v in eqn.invars]
-    size = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    size = sum(aval.size * aval.dtype.itemsize for aval in avals)
     collective = Collective(name, named_axes(eqn), size, context.trips, line)
     context.found.append(collective)
     if over_towers and context.control:

@@ -98,12 +98,12 @@ def _of_equation(eqn: JaxprEqn) -> Flops:
     if not jnp.issubdtype(out.dtype, jnp.inexact):
         return Flops()
     if name in _ARITHMETIC:
-        return Flops(other=math.prod(out.shape))
+        return Flops(other=out.size)
     if name in _REDUCTIONS:
         before: Any = eqn.invars[0].aval
-        return Flops(other=math.prod(before.shape) - math.prod(out.shape))
+        return Flops(other=before.size - out.size)
     updates: Any = eqn.invars[2].aval
-    return Flops(other=math.prod(updates.shape))
+    return Flops(other=updates.size)
 
 
 def _of_inner(eqn: JaxprEqn) -> Flops:
@@ -126,7 +126,7 @@ def _dot(eqn: JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     lhs: Any = eqn.invars[0].aval
     out: Any = eqn.outvars[0].aval
-    return 2 * math.prod(out.shape) * math.prod(lhs.shape[dim] for dim in contracted)
+    return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted)
 
 
 def _convolution(eqn: JaxprEqn) -> int:
