@@ -149,10 +149,7 @@ def parse(text: str) -> Module:
 
 def _operation(name: str, text: str) -> Operation:
     """What stands after ``%name =``."""
-    if text.startswith("("):
-        end = _closing(text, 0) + 1
-    else:
-        end = text.index(" ")
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shapes = tuple(
         Shape(m[1], tuple(map(int, re.findall(r"\d+", m[2]))))
         for m in _SHAPE.finditer(text[:end])

@@ -10,7 +10,7 @@ import jax
 
 from towerjax.step.report.communication import line_of
 from towerjax.step.report.hlo import Module, Operation, Shape
-from towerjax.types import PyTree, leaf_name
+from towerjax.types import leaf_name
 
 _GROUPS = {
     "params": "parameters",
@@ -136,8 +136,7 @@ class _Leaf:
 
 
 def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
-    infos: PyTree = compiled.args_info
-    paths: Any = jax.tree_util.tree_leaves_with_path(infos)
+    paths: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     # The tree is (args, kwargs), and of args one a position.
     return [
         _Leaf(
