@@ -129,7 +129,7 @@ def unwritten(
         jaxpr, written = trace(leaves)
         found = iter(handed_on(jaxpr.jaxpr, range(len(leaves))))
         same = {name: next(found) == next(found) for name in sorted(written)}
-        refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
+        _refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
     return returned
 
 
@@ -143,7 +143,7 @@ def _attributes(trees: dict[str, PyTree]) -> dict[str, Any]:
     }
 
 
-def refuse_written(written: dict[str, Any]) -> None:
+def _refuse_written(written: dict[str, Any]) -> None:
     """Raise where a loss function wrote into a module what no next step would see."""
     if any(map(is_key, written.values())):  # seeded anew: its counter goes with it
         floats = [x for x in written if jnp.issubdtype(written[x].dtype, jnp.inexact)]
