@@ -1,1 +1,1 @@
-"""Where do our own numbers come from? Scripts: ``python -m benchmarks.overhead``."""
+"""Scripts that measure the project's own figures: ``python -m benchmarks.overhead``."""

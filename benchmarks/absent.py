@@ -1,4 +1,4 @@
-"""What does towerjax's program hold and send on devices that are not here?
+"""What programs hold and send on absent devices, beside hand-written ones.
 
 Each program is compiled twice for the same devices, as towerjax makes it and as
 ``jit(shard_map(...))`` with ``pmean(gradients)``, and what the compiler made of both
@@ -238,8 +238,8 @@ def by_hand(program: Program, devices: Absent) -> StepReport:
 
 
 HEAD = (
-    "| devices | step | state and batch | held at most | all-reduces | of | meanwhile |"
-    " kernels |\n" + "|---" * 8 + "|"
+    "| devices | step | state and batch | peak memory | all-reduces | sent"
+    " | meanwhile | kernels |\n" + "|---" * 8 + "|"
 )
 
 
@@ -264,7 +264,7 @@ def line(devices: Absent, who: str, made: StepReport) -> str:
 def page(names: list[str], devices: list[Absent]) -> str:
     """The programs on the devices, side by side."""
     first = devices[0]
-    these = "" if names == [*PROGRAMS] else f"\n--programs {' '.join(names)}"
+    these = "" if names == [*PROGRAMS] else f" --programs {' '.join(names)}"
     on = f"{first.target}{these}"
     parts = [TEXT.format(kind=first.kind, on=on, jax=jax.__version__)]
     for name in names:
@@ -285,12 +285,13 @@ def _mirrored(devices: Absent) -> tj.Mirrored:
 TEXT = """\
 # Beside hand-written steps, on devices that are not here
 
-The same step as towerjax makes it and as `jit(shard_map(...))` with `pmean(gradients)`,
-compiled for {kind} by JAX {jax}, each figure of one device. Nothing ran:
-[what that can say](../reports.md#devices-that-are-not-here). "Meanwhile" is what the
-operations between an all-reduce's start and the wait for it read and write: what hides
-it. Which operations XLA puts there differs with the number of devices, and what is held
-with it. Made by `python -m benchmarks.absent --on {on}`.\
+Each step is made twice, by towerjax and as `jit(shard_map(...))` with
+`pmean(gradients)`, and compiled for {kind} by JAX {jax}, but not run:
+[what that can tell](../reports.md#devices-that-are-not-here). Figures are per device.
+"Meanwhile" is what the device reads and writes between the start of an all-reduce and
+the wait for its result, which hides the all-reduce. XLA's choice of operations there
+depends on the number of devices, and so does the peak memory. Made by
+`python -m benchmarks.absent --on {on}`.\
 """
 TITLES = {
     "mlp": "MLP, 784-1024-1024-1024-10, 256 rows a device, Adam",

@@ -1,9 +1,9 @@
-"""How large a batch is worth it? The noise scale, beside what batches of a size need.
+"""Measure which batch size pays: the noise scale, and the steps and rows needed.
 
-A linear classifier of 10 classes learns noisy labels from 20 numbers. Batches of each
-size train it, at each of several rates, until the loss on all rows is small enough; the
-rate that needs the fewest steps counts. Beside it, the noise scale that
-``tj.TowerStatistics`` tells at the end.
+A linear classifier of 10 classes learns noisy labels from 20 numbers, with each batch
+size, at each of several learning rates, until the loss on all rows is small
+enough; the rate that needs the fewest steps counts. ``tj.TowerStatistics`` reports the
+noise scale at the end.
 
 Run: ``python -m benchmarks.batch_size [docs/benchmarks/batch_size.svg]``
 """
@@ -28,8 +28,8 @@ HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 300" role="im
      font-family="system-ui, sans-serif" font-size="13" text-anchor="middle"
      fill="#7f7f7f">
   <title>Steps and rows that batches of each size need</title>
-  <desc>To one loss: larger batches need fewer steps, up to the noise scale, and more
-  rows beyond it.</desc>
+  <desc>To reach one loss, larger batches need fewer steps, up to the noise scale, and
+  more rows beyond it.</desc>
   <style>
     polyline, path { fill: none; stroke-width: 2px; } .end { text-anchor: end; }
     .at { stroke: #7f7f7f; stroke-dasharray: 4 3; }

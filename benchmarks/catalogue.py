@@ -1,4 +1,4 @@
-"""Which models and optimizers are tried? Small ones, each with a way of its own."""
+"""The small models and optimizers that the scripts train."""
 
 import dataclasses
 import functools

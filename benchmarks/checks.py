@@ -1,4 +1,4 @@
-"""What does a check every n steps cost? The same step with it and without, in turns.
+"""Measure a check every n steps: the same step with it and without, in turns.
 
 Run: ``python -m benchmarks.checks [--small]``
 """

@@ -1,4 +1,4 @@
-"""Does a job end on the bits of the undisturbed one, whatever ends a part of it?
+"""Kill parts of a job; compare its last bits with those of an undisturbed job.
 
 A small training of four towers runs in two processes of two devices, under
 ``towerjax launch --restarts``. At seeded moments, imports and compilation included, a
@@ -250,7 +250,7 @@ def disturbed(fault: Fault, digest: str) -> Row:
 
 _HEAD = (
     "| moment | what happens | after step | newest checkpoint | named after"
-    " | goes on with step | done after | devices | bits |"
+    " | resumes at step | done after | devices | bits |"
 )
 _WORDS = {
     "kill": "a process is killed",

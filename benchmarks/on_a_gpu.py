@@ -1,4 +1,4 @@
-"""How long do the programs of `benchmarks.absent` take on the devices here?
+"""Time the programs of `benchmarks.absent` on the devices of this machine.
 
 Steps of towerjax and the hand-written one, in turns, with what the device held at most
 beside what the compiler had planned. `on_a_gpu.sh` runs it with the rest.
@@ -17,7 +17,7 @@ import numpy as np
 import towerjax as tj
 from benchmarks.absent import PROGRAMS, Program, hand_written
 from towerjax.mesh.placement import place, place_rows
-from towerjax.step.report.step_report import timed
+from towerjax.step.report.step_report import time_calls
 from towerjax.types import Layout, PyTree
 
 
@@ -51,10 +51,10 @@ def measure(name: str, program: Program, calls: int, rounds: int) -> dict[str, A
     times: dict[str, list[float]] = {"towerjax": [], "by hand": []}
     for _ in range(rounds):
         state = step.init(params)
-        found = timed(lambda state: step(state, placed), state, calls)
+        found = time_calls(lambda state: step(state, placed), state, calls)
         times["towerjax"].append(found.step_s)
         state = place((params, opt_state), placement, Layout.MIRRORED)
-        times["by hand"].append(timed(by_hand, state, calls).step_s)
+        times["by hand"].append(time_calls(by_hand, state, calls).step_s)
     report = step.report(step.init(params), placed)
     ratios = [a / b for a, b in zip(times["towerjax"], times["by hand"], strict=True)]
     stats = placement.jax_devices[0].memory_stats() or {}

@@ -1,4 +1,4 @@
-"""What does towerjax cost over hand-written JAX? Paired runs in one process.
+"""Measure towerjax against hand-written JAX, by paired runs in one process.
 
 The hand-written step is ``jit(shard_map(...))`` with ``pmean(gradients)``, as people
 write it; both steps train the same model from the same batch, in turns: one placed
@@ -22,7 +22,7 @@ import optax
 
 from towerjax.tools.bench.baseline import Contender, Work, by_hand, by_towerjax
 from towerjax.tools.bench.models import mlp
-from towerjax.tools.bench.protocol import in_turns, of_turns
+from towerjax.tools.bench.protocol import in_turns, take_turns
 from towerjax.towers.strategies import Mirrored
 
 
@@ -140,7 +140,7 @@ def in_a_loop(
         jax.block_until_ready(params)
         return (time.perf_counter() - start) / calls
 
-    return of_turns(contenders, rounds, turn)
+    return take_turns(contenders, rounds, turn)
 
 
 def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contender]:

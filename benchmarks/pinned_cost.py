@@ -1,4 +1,4 @@
-"""What does PinnedTree cost over AllReduce? Paired runs in one process.
+"""Measure PinnedTree against AllReduce, by paired runs in one process.
 
 Three ways to train the same model from the same batch, in turns: ``PinnedTree`` and
 ``AllReduce`` with ``local="scan"``, which differ in how sums travel alone, and

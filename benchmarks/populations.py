@@ -1,4 +1,4 @@
-"""What do many trainings cost? Together or one after another, and by ``tj.sweep``.
+"""Measure many trainings: together, one after another, and by ``tj.sweep``.
 
 Members differ in seeds and learning rates. First ten steps of eight, compiled before:
 by ``vmap``, ``lax.map``, one after another. Then whole trainings and their compiling: a

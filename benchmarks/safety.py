@@ -1,4 +1,4 @@
-"""What do a count of examples and checkpoints cost?
+"""Measure what a count of examples and checkpoints cost.
 
 JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
 """

@@ -1,4 +1,4 @@
-"""On which numbers of devices does training end with the same bits? A table of cases.
+"""A table of trainings, and the numbers of devices on which all bits agree.
 
 Each case is trained on every number of devices, and every leaf of the final state
 (parameters, optimizer state, tower-local variables, step, key) and every metric of

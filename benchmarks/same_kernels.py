@@ -1,4 +1,4 @@
-"""Would GPUs that are not here end with the same bits? By their programs' kernels.
+"""Compare the kernels of absent GPUs' programs: equal ones give equal bits.
 
 Each case of `benchmarks.same_bits` is compiled for several numbers of absent devices,
 and what each kernel computes with floating values is compared with the kernels for the

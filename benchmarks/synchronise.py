@@ -1,4 +1,4 @@
-"""How little may towers send? The loss of a language model against the bytes sent.
+"""Measure training that sends less: a language model's loss against bytes sent.
 
 The model of ``notebooks/05_language_model.ipynb`` and its text, Python's own standard
 library: 4 towers train it with each way to synchronise, with the same batches and the
@@ -37,8 +37,8 @@ COLORS = ("#2f6db5", "#d0a04c", "#b5622f", "#8f8f8f", "#3d8a5f", "#8a4f9e")
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="img"
      font-family="system-ui, sans-serif" font-size="13" fill="#7f7f7f">
   <title>Loss of a language model against what a tower has sent</title>
-  <desc>Of as many bytes, towers that meet less often come to a smaller loss; of as
-  many steps, to a somewhat larger one.</desc>
+  <desc>For the same bytes, towers that meet less often reach a smaller loss; for the
+  same steps, a somewhat larger one.</desc>
   <style>
     polyline { fill: none; stroke-width: 2px; }
     path { stroke: #7f7f7f; stroke-opacity: 0.3; }

@@ -4,7 +4,7 @@
     JAX_NUM_CPU_DEVICES=8 python examples/anywhere.py
     towerjax launch --processes 2 --devices-per-process 4 -- python examples/anywhere.py
 
-Each prints the same last line: what was trained, and a digest of every bit of it.
+Each command prints the same last line: steps, loss, accuracy and a digest of all bits.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def count_hits(params, batch, tower):
 
 
 def main() -> None:
-    job = tj.cluster.initialize()  # one process, unless a launcher or cluster says more
+    job = tj.cluster.initialize()  # one process, unless a launcher says more
     image, label = load_digits(return_X_y=True)
     data = {"image": np.float32(image / 16), "label": label.astype(np.int32)}
     strategy = tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree())
@@ -47,7 +47,7 @@ def main() -> None:
     accuracy = tj.evaluate(evaluate, state, lambda: tj.batches(data, 500))
     leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state.params)]
     digest = hashlib.sha256(b"".join(leaves)).hexdigest()
-    if strategy.should_save_summary:  # one process speaks for all
+    if strategy.should_save_summary:  # one process prints
         print(f"{job.num_processes} processes. {history.summary}")
         loss = history.metrics["loss"][-1]
         print(

@@ -1,8 +1,8 @@
-"""A convolutional network with batch norm and dropout, on 8 towers, reads digits.
+"""Train a convolutional network with batch norm and dropout on digits, on 8 towers.
 
-Scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. Each tower keeps batch
-statistics of its own, whose mean is read when the test split is evaluated; dropout
-draws from ``tower.rng``, which is the same on any number of devices.
+The data are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels. Each tower keeps
+its own batch statistics, and evaluation reads their mean. Dropout draws from
+``tower.rng``, which is the same on any number of devices.
 
     python examples/digits.py
     python examples/digits.py --towers 8 --devices 2 --epochs 5
@@ -86,8 +86,8 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 def choose_strategy(towers: int, num_devices: int | None) -> tj.Mirrored:
     # As many CPU devices as towers, where there is no accelerator. On two cores 8
-    # towers do 400 to 600 steps/s on 1, 2, 4 or 8 devices, the most on 2; but one
-    # tower a device compiles soonest, in 1.1 s against 1.6 s, and so ends soonest.
+    # towers run 400 to 600 steps/s on 1, 2, 4 or 8 devices, the most on 2. But one
+    # tower a device compiles fastest, in 1.1 s instead of 1.6 s, and so ends first.
     jax.config.update("jax_num_cpu_devices", num_devices or towers)
     if num_devices is None:
         return tj.Mirrored(towers=towers)
@@ -105,7 +105,7 @@ def train(
     evaluate = tj.build_eval_step(metric_fn, strategy)
 
     init = jax.jit(model.init, static_argnames="train")  # one program, not fifty
-    key = jax.random.key(0, impl="rbg")  # whose draws compile fast
+    key = jax.random.key(0, impl="rbg")  # its draws compile fast
     variables = init(key, train_split["image"][:1], train=False)
     batch_stats = tj.TowerLocal(variables["batch_stats"], tj.Reduction.MEAN)
     state = step.init(variables["params"], local=batch_stats, rng=jax.random.key(1))

@@ -1,13 +1,13 @@
-"""Which package do 8 words come from? A wide embedding table on 8 towers.
+"""Classify which package 8 words come from: a wide embedding table on 8 towers.
 
-The text is Python's own standard library, as installed: runs of 8 words of the sources
-of ten packages, every fifth for testing. Each word is hashed to one of 100,000 rows of
-64 numbers; the mean of a run's rows, times a small matrix, scores the packages.
+The text is Python's installed standard library: runs of 8 words from the sources of ten
+packages, every fifth run for testing. Each word is hashed to one of 100,000 rows of 64
+numbers; the mean of a run's rows, times a small matrix, gives the packages' logits.
 
-A step looks up 8,192 rows. Their gradient travels as these rows and their indices, not
-as the whole table, and the optimizer updates these rows alone: to it, a row without a
-gradient is a row that does not change, so the result is that of the dense gradient.
-The bytes are those of the collectives in the compiled programs.
+A step looks up 8,192 rows. Towers send the gradient as these rows and their indices,
+not as the whole table, and the optimizer updates only these rows. This optimizer does
+not change a row without a gradient, so the result is that of the dense gradient. The
+bytes are those of the collectives in the compiled programs.
 
     python examples/embeddings.py
     python examples/embeddings.py --towers 4 --devices 2 --epochs 2
@@ -33,7 +33,7 @@ PACKAGES = (
     *("asyncio", "ctypes", "email", "idlelib", "importlib"),
     *("logging", "multiprocessing", "tkinter", "unittest", "xml"),
 )
-WORDS = 8  # a run
+WORDS = 8  # in a run
 TABLE_SHAPE = (100_000, 64)
 BATCH_SIZE = 1024
 EPOCHS = 4
@@ -103,7 +103,7 @@ def build_model(
 
 
 def collective_bytes(program: str) -> dict[str, int]:
-    """The bytes of the results of each kind of collective of one device's program."""
+    """The result bytes of each kind of collective in one device's program."""
     found: dict[str, int] = {}
     for line in program.splitlines():
         if match := re.search(rf"= (.*?) ({COLLECTIVES})(-done)?\(", line):
@@ -156,7 +156,7 @@ def main() -> None:
     train_split, test_split = load_splits()
     labels = test_split["label"]
     print(f"{len(train_split['label']):,} runs for training, {len(labels):,} to test")
-    # Losses are means of 1,024, so gradients of rows are far below adagrad's defaults.
+    # Losses are means over 1,024, so rows' gradients are far below adagrad's defaults.
     optimizer = tj.estimator.TowerOptimizer(
         optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
     )

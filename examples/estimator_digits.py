@@ -1,9 +1,9 @@
-"""One model function trains, stops by itself, evaluates, predicts and is exported.
+"""Train, stop early, evaluate, predict and export with one model function.
 
-Scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, on 8 towers, none of whose
-batches the towers share evenly. Training stops when the validation split has stopped
-getting better, and goes back to its best; the test split is looked at once, at the end.
-Another process, which knows no model, then loads what was exported and says the same.
+The data are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; no batch divides
+evenly over the 8 towers. Training stops when the validation loss has stopped improving,
+and returns to the best state. The test split is evaluated once, at the end. A second
+process, without the model's code, then loads the export and predicts the same.
 
     python examples/estimator_digits.py
     python examples/estimator_digits.py --towers 8 --devices 2 --epochs 5
@@ -61,7 +61,7 @@ class Network(nn.Module):
 
 
 class ClassHits(tj.metrics.Additive):
-    """A metric of one's own: how often each class is recognised, ``[10]``."""
+    """A custom metric: how often each class is recognised, ``[10]``."""
 
     hits: jax.Array
     rows: jax.Array
@@ -115,7 +115,7 @@ def optimizer_of(params: Any) -> tj.estimator.TowerOptimizer:
 
 
 def score(labels: jax.Array, logits: jax.Array, tower: tj.Tower) -> dict[str, Any]:
-    """Sums over the tower's rows, out of which the values come at the end."""
+    """Sums over the tower's rows, from which the metrics are computed at the end."""
     digit, is_of = logits.argmax(-1), nn.one_hot(labels, 10)
     hits = (digit == labels) * tower.weight
     return {
@@ -148,7 +148,7 @@ def choose_strategy(towers: int, num_devices: int | None) -> tj.Mirrored:
 def init_variables(image: np.ndarray) -> tj.TrainState:
     network = Network(HYPERPARAMETERS["dropout"])
     init = jax.jit(network.init, static_argnames="train")  # one program, not fifty
-    key = jax.random.key(0, impl="rbg")  # whose draws compile fast
+    key = jax.random.key(0, impl="rbg")  # its draws compile fast
     weights = init(key, image[:1], train=False)["params"]
     optimizer = optimizer_of(HYPERPARAMETERS)
     return tj.TrainState.create(weights, optimizer, rng=jax.random.key(1))

@@ -1,9 +1,9 @@
-"""A generator learns to draw digits: two networks, two optimizers, one model function.
+"""Train a GAN to draw digits: two networks, two optimizers, one model function.
 
-Scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, on 8 towers. The losses are the
-non-saturating ones of Goodfellow et al. (2014), with the penalty on the discriminator's
-gradient at real images of Mescheder et al. (2018): without it the generator ends up
-drawing one image. Each tower draws from noise of its own, out of ``tower.rng``.
+The data are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, on 8 towers. The
+losses are the non-saturating ones of Goodfellow et al. (2014), with the penalty of
+Mescheder et al. (2018) on the discriminator's gradient at real images: without it the
+generator ends up drawing one image. Each tower draws its own noise from ``tower.rng``.
 
 Two numbers show that it learned, both measured on 1,000 drawn images: the Frechet
 distance to the test split in the space of the 16 largest principal components of the
@@ -32,12 +32,12 @@ import towerjax as tj
 
 BATCH_SIZE = 128
 TRAIN_ROWS = 1440
-NOISE = 16  # numbers that an image is made of
+NOISE = 16  # numbers from which an image is generated
 PENALTY = 0.5
 STEPS = 3000
 DRAWN = 1000
 FARTHEST = 0.6  # the distance of a run that learned; about 4 before the first step
-RAREST = 0.03  # the share of the class that is drawn least often; 0.1 were even
+RAREST = 0.03  # the share of the class drawn least often; 0.1 would be even
 PICTURE = pathlib.Path("runs/gan/samples.png")
 
 
@@ -77,7 +77,7 @@ def logits_of(net: Any, image: Any) -> Any:
 
 
 def optimizers(steps: int) -> dict[str, tj.estimator.TowerOptimizer]:
-    """One for each network: their gradients and their moments are their own."""
+    """One for each network, with its own gradients and moments."""
     rate = optax.cosine_decay_schedule(2e-3, steps)
     adam = optax.adam(rate, b1=0.5, b2=0.99)
     return {
@@ -101,12 +101,12 @@ def init_variables(steps: int, seed: int) -> tj.TrainState:
 
 
 def generator_losses(params: Any, judge: Any, noise: jax.Array) -> jax.Array:
-    """``[b]``: how sure the discriminator is that drawn images are drawn."""
+    """``[b]``: the generator's loss, high where drawn images do not look real."""
     return nn.softplus(-logits_of(judge, images_of(params, noise)))
 
 
 def discriminator_losses(params: Any, image: jax.Array, drawn: jax.Array) -> jax.Array:
-    """``[b]``: its mistakes about real and about drawn images, and the penalty."""
+    """``[b]``: the discriminator's loss on real and drawn images, and the penalty."""
 
     def logit(one: jax.Array) -> jax.Array:
         return logits_of(params, one[None])[0]
@@ -125,7 +125,7 @@ def model_fn(
     params: Any,
     tower: Any,
 ) -> tj.estimator.ModelSpec:
-    """Trains on images; in ``Mode.PREDICT`` features are noise, which it draws."""
+    """Train on images; in ``Mode.PREDICT`` features are noise to draw images from."""
     nets = variables.params
     if mode is tj.estimator.Mode.PREDICT:
         drawn = images_of(nets["generator"], features)
@@ -133,7 +133,7 @@ def model_fn(
 
     noise = jax.random.normal(tower.rng, (2, features.shape[0], NOISE))
     drawn = images_of(nets["generator"], noise[0])
-    # Both losses are of the networks as they came in, so their order is no matter.
+    # Both losses see the networks as they came in, so their order does not matter.
     losses_of = {
         "generator": lambda net: generator_losses(net, nets["discriminator"], noise[1]),
         "discriminator": lambda net: discriminator_losses(net, features, drawn),
@@ -185,7 +185,7 @@ def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 class Critic:
-    """What drawn images are measured with, fitted to real ones once."""
+    """The measures of drawn images, fitted to real ones once."""
 
     def __init__(self, train_split: Any, test_split: Any) -> None:
         """Fit to the training split; keep the test split's features."""

@@ -1,8 +1,8 @@
 """The digits of ``digits.py`` with a ``flax.nnx`` model, split and merged in a tower.
 
-nnx modules hold their arrays; a tower function is pure. So the module is split once:
-parameters are mirrored and batch statistics tower-local. Inside a tower it is merged
-again, and the dropout's stream is seeded anew from ``tower.rng``.
+nnx modules hold their arrays, but a tower function is pure. So the module is split
+once: parameters are mirrored and batch statistics tower-local. Each tower merges it
+again, and reseeds the dropout's stream from ``tower.rng``.
 
     python examples/nnx_digits.py
 """
@@ -51,7 +51,7 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def main() -> None:
-    key = jax.random.key(0, impl="rbg")  # whose draws compile fast
+    key = jax.random.key(0, impl="rbg")  # its draws compile fast
     model = Network(nnx.Rngs(params=key, dropout=1))
     graph, params, batch_stats, streams = nnx.split(
         model, nnx.Param, nnx.BatchStat, nnx.RngState
@@ -64,7 +64,7 @@ def main() -> None:
     def loss_fn(params: Any, batch: Any, tower: tj.Tower) -> tj.TowerOutput:
         model = merge(params, tower)
         model.train()
-        # By the name of the stream that there is: another name reseeds nothing.
+        # The name must be that of the stream: another name reseeds nothing.
         nnx.reseed(model, dropout=tower.rng)
         losses = optax.softmax_cross_entropy_with_integer_labels(
             model(batch["image"]), batch["label"]

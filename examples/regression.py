@@ -1,7 +1,7 @@
-"""Linear regression on 4 towers: the smallest whole program, and a reader can check it.
+"""Linear regression on 4 towers: the smallest whole program, easy to check.
 
-4 towers cannot share 103 rows evenly, so one row is padded, with weight 0. It does
-not count: gradient descent ends at NumPy's least squares solution of the 103 rows.
+4 towers cannot share 103 rows evenly, so one row of padding with weight 0 is added.
+It does not count: gradient descent ends at NumPy's least squares solution of 103 rows.
 
     python examples/regression.py
 """

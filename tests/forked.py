@@ -1,4 +1,4 @@
-"""How does a program run as by itself, without its imports' seconds? In a fork.
+"""Run a program in a fork, as if by itself, without the seconds of its imports.
 
 A server has imported what programs import, and started no JAX backend; it forks a
 process for each.

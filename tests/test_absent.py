@@ -30,7 +30,7 @@ from towerjax.step.report.communication import collectives_of
 from towerjax.step.report.hlo import parse
 from towerjax.step.state import split_state
 from towerjax.tools.cli import main
-from towerjax.tools.report.plan import most_that
+from towerjax.tools.plans import most_that
 from towerjax.towers.executors import compile_on_devices
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")

@@ -18,9 +18,9 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop import running as loop_run
+from towerjax.loop import loop
 
-LOOP = pathlib.Path(loop_run.__file__).parent
+LOOP = pathlib.Path(loop.__file__).parent
 STEPS, SIZE, N = 7, 16, 40
 TOTAL = tj.metrics.ExampleCount.of
 

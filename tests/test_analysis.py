@@ -25,7 +25,7 @@ from towerjax.proof.analysis import (
     analyse,
 )
 from towerjax.proof.equation import open_jaxpr
-from towerjax.proof.found import ReplicationError, prove_mirrored
+from towerjax.proof.findings import ReplicationError, prove_mirrored
 from towerjax.proof.marks import coordinate_of, without_coordinate
 
 AXIS = "device"

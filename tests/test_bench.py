@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import towerjax as tj
-from towerjax.collectives.choose import ops_of
+from towerjax.collectives.choose import parse_ops
 from towerjax.tools.bench import Grid, Model, Result, TimingProtocol, Trial, compare
 from towerjax.tools.bench.baseline import (
     CHAIN,
@@ -32,15 +32,15 @@ from towerjax.tools.bench.protocol import (
 )
 from towerjax.tools.bench.results import (
     Verdict,
+    cells_of,
     differences,
     efficiency,
     over_hand,
     read_results,
-    rows_of,
 )
 from towerjax.tools.bench.trials import (
     figures,
-    run_and_note,
+    run_recorded,
     run_trial,
     strategy_of,
     work_of,
@@ -196,15 +196,15 @@ def test_a_wrong_grid_is_refused(options, text):
 
 
 def test_ops_are_as_one_writes_them():
-    assert ops_of("Packed(num_packs=3)") == tj.collectives.Packed(num_packs=3)
-    assert ops_of("ReduceToOneDevice()") == tj.collectives.ReduceToOneDevice()
+    assert parse_ops("Packed(num_packs=3)") == tj.collectives.Packed(num_packs=3)
+    assert parse_ops("ReduceToOneDevice()") == tj.collectives.ReduceToOneDevice()
     for text in ("Packed(3)", "Packed", "__import__('os')", "Packed(num_packs=0)", "("):
         with pytest.raises(ValueError, match="is not one of"):
-            ops_of(text)
+            parse_ops(text)
     with pytest.raises(
         ValueError, match=r"PinnedTree is no call; write PinnedTree\(\)"
     ):
-        ops_of("PinnedTree")
+        parse_ops("PinnedTree")
 
 
 TOML = """
@@ -428,7 +428,7 @@ def by_missing(trial, timing):
     ],
 )
 def test_what_became_of_a_trial_is_a_record(by, model, status, text):
-    record = run_and_note(Trial(model, 9, by=by, towers=9, devices=9), QUICK)
+    record = run_recorded(Trial(model, 9, by=by, towers=9, devices=9), QUICK)
     assert record["status"] == status and (text is None or text in record["error"])
     assert status != "ok" or record["step_s"] == {"median": 54}
 
@@ -524,5 +524,5 @@ def test_a_peer_is_over_the_hand_of_its_own_kind():
     assert over_hand(ours, [ours]).median == 2.5
     assert over_hand(peer, [more, ours]).median == 4.0
     assert over_hand(peer, [more]) is None
-    cells = [row[4] for row in rows_of([more, ours, peer])]
+    cells = [row[4] for row in cells_of([more, ours, peer])]
     assert cells[1] == "2.50 [0.40, 0.60]" and cells[2] == "*4.00 [3.00, 5.50]*"

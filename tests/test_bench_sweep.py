@@ -18,9 +18,9 @@ from towerjax.tools.bench import (
     read_results,
     sweep,
 )
-from towerjax.tools.bench.results import Results, rows_of
+from towerjax.tools.bench.results import Results, cells_of
 from towerjax.tools.bench.sweep import describe_machine, versions, worker_environ
-from towerjax.tools.bench.trials import run_and_note
+from towerjax.tools.bench.trials import run_recorded
 from towerjax.tools.cli import main
 from towerjax.tools.sweep.record_file import RecordFile
 
@@ -106,7 +106,7 @@ def test_a_worker_that_dies_or_hangs_is_a_failure(here):
 def test_peers_train_the_same_or_say_what_they_lack(name):
     """Their first losses are compared where they are measured."""
     trial = Trial("mlp", 16, by=f"benchmarks.peers:{name}", towers=2, devices=2)
-    record = forked.called(run_and_note, trial, QUICK)
+    record = forked.called(run_recorded, trial, QUICK)
     if record["status"] == "not available":
         assert "No module named" in record["error"]
     else:
@@ -173,7 +173,7 @@ def test_results_are_a_table_in_a_notebook(tmp_path):
     html = shown._repr_html_()
     assert shown == read_results(tmp_path / "r.jsonl")
     assert html.count("<tr>") == 3 and "over hand" in html
-    assert all(cells[1] in html for cells in rows_of(shown))
+    assert all(cells[1] in html for cells in cells_of(shown))
 
 
 @pytest.mark.slow

@@ -520,7 +520,7 @@ def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
 
     local = {"a": tj.TowerLocal(np.float32(1), R.SUM)}
     local["b"] = dataclasses.replace(local["a"], value=np.float32(2))
-    text = "variables new/x, new/y, but the next part goes on from .* a, b. Return"
+    text = "variables new/x, new/y, but the next micro-batch needs .* a, b. Return"
     refused(tower_fn, text, local=local, micro_batches=2)
 
 

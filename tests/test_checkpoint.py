@@ -287,7 +287,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
 
     class Files:
         def __init__(self):
-            self.files = record.array_files()
+            self.files = record.array_checkpointer()
 
         def __getattr__(self, name):
             return getattr(self.files, name)
@@ -298,7 +298,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
             if len(calls) == 2:
                 raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving_module, "array_files", Files)
+    monkeypatch.setattr(saving_module, "array_checkpointer", Files)
     with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
         train(step, saving)
     assert saving.steps == (2,) and not list(tmp_path.glob("*.saving"))
@@ -361,7 +361,7 @@ def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbe
 
 def test_two_runs_do_not_share_a_folder(step, tmp_path):
     saving = tj.Checkpointer(tmp_path)
-    with folder.held(tmp_path):
+    with folder.lock(tmp_path):
         with pytest.raises(tj.CheckpointError, match="Another run writes"):
             train(step, saving, 1)
     train(step, saving, 1)
@@ -458,9 +458,7 @@ def test_batches_that_do_not_know_where_they_are(step, undisturbed, tmp_path):
 
     of_function = step.strategy.distribute_dataset(model.batches)
     for batches in (generator(), of_function):
-        text = (
-            "cannot say where they are.* of a function never can. Say batches='count'"
-        )
+        text = "no get_state and set_state.* a function never has. Say batches='count'"
         with pytest.raises(tj.CheckpointError, match=text):
             train(step, tj.Checkpointer(tmp_path), batches=batches)
     counted = tj.Checkpointer(tmp_path, batches="count")
@@ -535,10 +533,10 @@ def test_a_distributed_data_set_goes_on(step, other, undisturbed, tmp_path):
 def test_bytes_among_a_cursors_fields():
     fields = {"elements": b"\0a", "rows": 2}
     for cursor in (fields, {"a": {"b": b"1"}, "c": None}, b"x"):
-        encoded = json.loads(json.dumps(record.encoded_cursor(cursor)))
-        assert record.decoded_cursor(encoded) == cursor
-    with pytest.raises(tj.CheckpointError, match="by a set"):
-        record.encoded_cursor({"a": {"b": {1}}})
+        encoded = json.loads(json.dumps(record.encode_cursor(cursor)))
+        assert record.decode_cursor(encoded) == cursor
+    with pytest.raises(tj.CheckpointError, match="returned a set"):
+        record.encode_cursor({"a": {"b": {1}}})
 
 
 @pytest.mark.slow
@@ -699,7 +697,7 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(step, tmp_path, kin
 def test_a_checkpoint_that_was_being_replaced_is_taken_back(tmp_path):
     for name in ("step-3", "step-3.replaced", "step-4.replaced", "step-4.saving"):
         (tmp_path / name).mkdir()
-    folder.prepare(tmp_path, 0)
+    folder.prepare_directory(tmp_path, 0)
     assert folder.saved_steps(tmp_path) == (3, 4)
     assert not list(tmp_path.glob("step-*.*"))
 

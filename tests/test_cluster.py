@@ -1,4 +1,4 @@
-"""Which cluster is this process of? Every source, and every way to get it wrong."""
+"""Which cluster a process belongs to: every source, and every way to get it wrong."""
 
 import json
 import re
@@ -6,10 +6,11 @@ import re
 import pytest
 
 from towerjax.mesh.cluster.spec import (
-    NONE_NAMED,
+    SINGLE_PROCESS,
     Cluster,
     check_address,
     check_member,
+    connection_error,
     find_cluster,
     free_port,
     is_free,
@@ -17,7 +18,6 @@ from towerjax.mesh.cluster.spec import (
     manager_name,
     parse_json,
     parse_spec,
-    someone_listens,
 )
 
 WORKERS = {"worker": ["a:1", "b:2"]}
@@ -257,10 +257,10 @@ def test_a_port_is_free_until_somebody_listens():
 
     port = free_port()
     assert is_free(port)
-    assert isinstance(someone_listens(f"127.0.0.1:{port}", 1), ConnectionRefusedError)
+    assert isinstance(connection_error(f"127.0.0.1:{port}", 1), ConnectionRefusedError)
     with socket.create_server(("127.0.0.1", port)):
         assert not is_free(port)
-        assert someone_listens(f"127.0.0.1:{port}", 1) is None
+        assert connection_error(f"127.0.0.1:{port}", 1) is None
     assert is_loopback("localhost:1") and is_loopback("[::1]:1")
     assert not is_loopback("10.0.0.1:1")
 
@@ -268,4 +268,4 @@ def test_a_port_is_free_until_somebody_listens():
 def test_a_checked_address_is_returned():
     assert check_address("node-1.example.org:8000", "x") == "node-1.example.org:8000"
     assert check_member("a:1", 1, 0, how="x") == Cluster(0, 1, "a:1", "x")
-    assert "one process" in NONE_NAMED
+    assert "one process" in SINGLE_PROCESS

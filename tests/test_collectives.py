@@ -54,7 +54,7 @@ def of_each_op(towers, devices, num_leaves):
                 given = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
             sums = ops.sum_over_towers(given, placement.axes)
             assert isinstance(sums, Sums)
-            found.append((sums.tree(), sums.finite(num_leaves)))
+            found.append((sums.tree(), sums.are_finite(num_leaves)))
         return found
 
     layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED

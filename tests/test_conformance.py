@@ -13,7 +13,7 @@ from conformance_table import Table, assert_equal, mirrored
 
 import towerjax as tj
 from towerjax.collectives.ops import pack_sizes
-from towerjax.collectives.sparse_rows import rows_of
+from towerjax.collectives.sparse_rows import all_rows_of
 
 WITHOUT_MEANING = {
     "min.optimizer_variables": "names of variables; parameters are a pytree",
@@ -260,7 +260,7 @@ def check_sum_of_two(case, strategy):
     if case["id"] == "xutils.sum.dense":
         assert_equal(strategy.reduce(tj.Reduction.SUM, tj.PerTower((a, b))), case)
         return
-    rows = tj.PerTower((rows_of(a), rows_of(b)))
+    rows = tj.PerTower((all_rows_of(a), all_rows_of(b)))
     out = strategy.reduce(tj.Reduction.SUM, rows)
     assert (
         isinstance(out, tj.sparse.IndexedRows) == case["expected"]["sparse_type_kept"]

@@ -13,11 +13,11 @@ from layouts import names
 
 import towerjax as tj
 from towerjax.collectives.base import sum_rows_over_towers
-from towerjax.collectives.ops import cut, pack_sizes
+from towerjax.collectives.ops import pack_sizes, split_into_packs
 from towerjax.collectives.packing import Packing
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
-from towerjax.towers.cross_tower.values import _reduced
+from towerjax.towers.cross_tower.values import _reduce_all
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import Layout
 
@@ -197,7 +197,7 @@ def test_sums_are_proved_the_same_on_every_tower(ops):
 )
 def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
     assert pack_sizes(total, num_packs) == sizes
-    parts = cut(jnp.arange(total), num_packs)
+    parts = split_into_packs(jnp.arange(total), num_packs)
     assert [x.size for x in parts] == [n for n in sizes if n]  # none is sent empty
     assert [int(n) for x in parts for n in x] == list(range(total))
 
@@ -356,7 +356,7 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permut
 def sent(ops, rows, reduction=R.SUM):
     """``(collective, its results' shapes, pairs of senders)`` in program order."""
     strategy = mirrored(8, 8, ops)
-    lowered = _reduced.lower(rows, strategy=strategy, reduction=reduction)
+    lowered = _reduce_all.lower(rows, strategy=strategy, reduction=reduction)
     found = []
     for line in lowered.compile().as_text().splitlines():
         if match := re.search(rf"= (.*?) ({COLLECTIVES})(-start)?\(", line):
@@ -426,7 +426,7 @@ def test_what_an_op_sends(ops, expected):
 def test_one_device_sends_nothing():
     rows = [np.ones((4, 5), np.float32), np.ones((4, 0), np.float32)]
     for ops in ops_for(1):
-        lowered = _reduced.lower(rows, strategy=mirrored(4, 1, ops), reduction=R.SUM)
+        lowered = _reduce_all.lower(rows, strategy=mirrored(4, 1, ops), reduction=R.SUM)
         assert not re.search(COLLECTIVES, lowered.as_text().replace("_", "-"))
 
 

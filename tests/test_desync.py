@@ -12,7 +12,7 @@ from jax import lax
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.amiss import Differing, fingerprint, outliers
+from towerjax.step.faults import Differing, fingerprint, outliers
 
 EVERY_STEP = tj.Check(every=1, nonfinite=False)
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)

@@ -373,7 +373,7 @@ def test_an_error_of_the_loader_comes_after_what_came_before():
     assert next(iterator).arrays.tolist() == [0, 1]
     with pytest.raises(OSError, match="disk"):
         next(iterator)
-    with pytest.raises(ValueError, match=r"ended with OSError\('disk'\), and does not"):
+    with pytest.raises(ValueError, match=r"ended with OSError\('disk'\), and cannot"):
         next(iterator)  # and not as if the data had an end here
 
 
@@ -402,7 +402,7 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
         def __init__(self, *_):
             pass
 
-        def all(self, told):
+        def all_gather(self, told):
             return [told, told]
 
     def source(context):
@@ -417,7 +417,7 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     vars(placement)["num_processes"] = 2
     options = distribute.InputOptions("batch", "error", 1, 0)
     dataset = distribute.DistributedDataset(placement, source, options)
-    (part,) = dataset._parts(1, threading.Event(), None, 0)
+    (part,) = dataset._pull_rounds(1, threading.Event(), None, 0)
     assert asked == [tj.towers.InputContext(1, num_processes=2, num_towers=4)]
     assert part.tree.tolist() == [[1.0], [1.0]]
     assert part.counts.tolist() == [1, 1, 1, 1]
@@ -490,6 +490,8 @@ def test_a_batch_placed_for_other_towers_is_refused():
     several = step.place_batches([data(8)], 2)
     with pytest.raises(ValueError, match="holds the batches of 2 steps"):
         evaluate(state, several)
+    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
+        step.place_batches([several], 2)
 
 
 def test_per_tower_does_not_hide_padding():

@@ -209,6 +209,13 @@ def test_paths_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", TEXTS)
+def test_modules_that_are_named_exist_and_define_what_is_named(page):
+    for path, name in re.findall(r"`(towerjax/\S+\.py)`(?:, `([\w.]+)`)?", TEXTS[page]):
+        text = (ROOT / path).read_text()
+        assert not name or f"def {name.split('.')[-1]}(" in text, f"{path}, {name}"
+
+
+@pytest.mark.parametrize("page", TEXTS)
 def test_pages_are_of_no_machine_and_not_wide(page):
     assert not re.search(r"(?<![\w.])/(tmp|work|home|root|Users|usr)/", TEXTS[page])
     for line in TEXTS[page].splitlines():

@@ -1,4 +1,4 @@
-"""Is the machine ready? What the doctor sees, tests, and says is to be mended."""
+"""The doctor: what it sees of a machine, what it tests, and what it advises."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from towerjax.collectives import AllReduce
 from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools.cli import main
 from towerjax.tools.doctor import command
-from towerjax.tools.doctor.command import differences, op_result, ops_for, tower_rows
+from towerjax.tools.doctor.command import check_op, ops_for, tower_rows, wrong_sums
 from towerjax.tools.doctor.machine import DeviceInfo, advice_on, this_machine
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -74,10 +74,10 @@ class Forgets:
 @pytest.mark.slow
 def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
     names = tuple(f"cpu:{i}" for i in range(4))
-    wrong = op_result(Forgets(tower=3), names, 400).wrong
+    wrong = check_op(Forgets(tower=3), names, 400).wrong
     assert [sentence[:5] for sentence in wrong] == list(names)
     assert all("has 0 of tower 3's part, which is 4" in x for x in wrong)
-    wrong = op_result(Forgets(tower=9), names, 400).wrong
+    wrong = check_op(Forgets(tower=9), names, 400).wrong
     assert len(wrong) == 1 and "cpu:2 differs in 1 of 100 sums, first at 99" in wrong[0]
     monkeypatch.setattr(command, "ops_for", lambda count: (Forgets(tower=5),))
     code, out, _ = doctor()
@@ -90,7 +90,7 @@ def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
 def test_any_number_of_devices(devices):
     names = tuple(f"cpu:{i}" for i in range(devices))
     for op in ops_for(devices):
-        result = op_result(op, names, 44)
+        result = check_op(op, names, 44)
         assert not result.wrong
         assert (result.gigabytes_per_second is None) == (devices == 1)
 
@@ -100,12 +100,12 @@ def test_the_sums_are_exact_and_every_one_is_looked_at():
     sums = rows.astype(np.float64).sum(0)
     assert sums[:5].tolist() == [1, 2, 3, 4, 5]
     assert len({row[5:].tobytes() for row in rows}) == 5  # distinct
-    assert differences("cpu:0", sums, sums, 5) == ()
+    assert wrong_sums("cpu:0", sums, sums, 5) == ()
     for place in range(20):
         for bad in (np.nan, sums[place] + 1):
             got = sums.copy()
             got[place] = bad
-            assert len(differences("cpu:0", got, sums, 5)) == 1
+            assert len(wrong_sums("cpu:0", got, sums, 5)) == 1
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_what_is_wrong_comes_first_and_one_gpu_needs_no_shared_memory():
 
 
 def test_a_slow_device_is_told():
-    results = [command.Result(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
+    results = [command.Probe(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
     assert command._failures(results, []) == []
     results[2] = dataclasses.replace(results[2], gigabytes_per_second=3.0)
     [advice] = command._failures(results, [])

@@ -130,7 +130,7 @@ def test_fingerprints_of_close_data_differ():
 
 def test_large_data_is_cut_and_adds_up(monkeypatch):
     whole = ExampleCount.of(range(1000))
-    monkeypatch.setattr(example_count, "_MANY", 64)
+    monkeypatch.setattr(example_count, "_CHUNK", 64)
     same_cells(ExampleCount.of(range(1000)), whole)
 
 

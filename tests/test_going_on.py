@@ -16,14 +16,14 @@ import pytest
 from benchmarks import faults
 from towerjax.mesh.cluster import launch, launcher
 from towerjax.mesh.cluster.group import End
-from towerjax.mesh.cluster.launcher import GoingOn
+from towerjax.mesh.cluster.launcher import RestartPlan
 
 TESTS = pathlib.Path(__file__).parent
 STEPS = 40
 
 
 def test_as_many_go_on_as_are_left_and_fit():
-    whole = GoingOn(processes=6, divided=12, restarts=9, regrow_s=10)
+    whole = RestartPlan(processes=6, multiple=12, restarts=9, regrow_s=10)
     assert [whole.count(0), whole.grows_at(6)] == [6, None]
     one = whole.after(End(137, lost=1), now=100)
     assert [one.restarts, one.count(100), one.count(110)] == [8, 4, 6]
@@ -32,7 +32,7 @@ def test_as_many_go_on_as_are_left_and_fit():
     assert [two.count(105), two.grows_at(4), two.count(115)] == [4, 115, 6]
     none = whole.after(End(137, lost=6), now=0)
     assert [none.count(0), none.count(10)] == [1, 6]
-    assert GoingOn(6, 6, 9, 10, (1.0,)).count(0) == 3  # 6 devices for 6 towers
+    assert RestartPlan(6, 6, 9, 10, (1.0,)).count(0) == 3  # 6 devices for 6 towers
 
 
 @pytest.mark.parametrize(
@@ -43,25 +43,25 @@ def test_as_many_go_on_as_are_left_and_fit():
         (End(75), 1, 75),
         (End(137, lost=1), 1, 75),
         (End(1, lost=1), 1, 75),  # another failed since one was lost
-        (End(75, asked=True), 2, 75),
-        (End(143, asked=True), 2, 143),
-        (End(3, asked=True), None, 3),
-        (End(137, lost=1, asked=True), 1, 75),
-        (End(75, told=15), None, 75),
-        (End(143, told=15), None, 143),
-        (End(1, told=2), None, 130),
-        (End(0, told=15), None, 0),
+        (End(75, regrows=True), 2, 75),
+        (End(143, regrows=True), 2, 143),
+        (End(3, regrows=True), None, 3),
+        (End(137, lost=1, regrows=True), 1, 75),
+        (End(75, ended_by=15), None, 75),
+        (End(143, ended_by=15), None, 143),
+        (End(1, ended_by=2), None, 130),
+        (End(0, ended_by=15), None, 0),
     ],
 )
 def test_what_an_end_leads_to(end, left, code):
-    going_on = GoingOn(2, 2, restarts=2)
-    after = going_on.after(end, 0)
+    plan = RestartPlan(2, 2, restarts=2)
+    after = plan.after(end, 0)
     assert (after and after.restarts) == left
-    assert going_on.code(end) == code
-    last = GoingOn(2, 2, restarts=0)
+    assert plan.code(end) == code
+    last = RestartPlan(2, 2, restarts=0)
     assert last.after(end, 0) is (last if left == 2 else None)
     if end.lost:
-        assert GoingOn(2, 2, restarts=None).code(end) == end.code
+        assert RestartPlan(2, 2, restarts=None).code(end) == end.code
 
 
 def moment(seed, folder, fault):
@@ -185,7 +185,7 @@ def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
 def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(
     capfd, monkeypatch
 ):
-    monkeypatch.setattr(launcher, "_LEFT_S", 2)
+    monkeypatch.setattr(launcher, "_LOSS_GRACE_S", 2)
     waits = "signal.signal(15, signal.SIG_IGN); time.sleep(0.2);"
     killed = "os.kill(os.getpid(), 9) if me == '1' else time.sleep(60)"
     options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 1.5}

@@ -16,7 +16,7 @@ import pytest
 
 from towerjax.mesh.cluster import launch
 from towerjax.mesh.cluster.spec import Cluster, free_port
-from towerjax.mesh.cluster.start import _check_counts, _others, initialize
+from towerjax.mesh.cluster.start import _check_joined, _other_processes, initialize
 
 ROOT = pathlib.Path(__file__).parent.parent
 JOB = str(ROOT / "tests" / "workers" / "job.py")
@@ -253,7 +253,7 @@ def test_what_cannot_be_is_refused():
     taken, absent = members(1)[0], members(3, initialization_timeout_s=2)[1]
     host, port = taken["coordinator"].split(":")
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
-    flags = "--xla_cpu_collective_timeout_seconds=4"
+    flags = "--xla_cpu_collective_timeout_seconds=30"
     late = "RuntimeError: tj.cluster.initialize() came after the first use of JAX"
     tries = [
         ({}, address, "a part of a cluster to JAX, which says: Number of processes mu"),
@@ -304,22 +304,22 @@ def test_a_timeout_is_an_int_of_seconds(name, value):
 
 def test_jax_must_count_as_many_processes():
     cluster = Cluster(1, 4, "a:1", "TF_CONFIG")
-    _check_counts(cluster, 4, 1)
+    _check_joined(cluster, 4, 1)
     for counted in ((1, 0), (4, 2)):
         with pytest.raises(RuntimeError, match="TF_CONFIG: this is process 1 of 4"):
-            _check_counts(cluster, *counted)
+            _check_joined(cluster, *counted)
 
 
 def test_many_others_are_named_in_short():
     cluster = Cluster(0, 1000, "a:1", "x")
-    assert _others(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"
+    assert _other_processes(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"
 
 
 @pytest.mark.slow
 def test_a_process_that_ends_early_says_that_it_waits(capfd):
     program = (
         "import time, jax, towerjax as tj; from towerjax.mesh.cluster import start;"
-        "start._PATIENCE_S = 0.2; tj.cluster.initialize();"
+        "start._SILENCE_S = 0.2; tj.cluster.initialize();"
         "time.sleep(2 * jax.process_index())"
     )
     assert ended("-c", program) == 0

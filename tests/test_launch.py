@@ -12,7 +12,7 @@ import time
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import Patience, _group, _Job, _start
+from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _start_worker
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
@@ -137,10 +137,10 @@ def test_a_killed_process_is_named(capfd):
 def test_the_last_words_come_before_the_news_of_the_end(capfd):
     program = "print('why', file=sys.stderr, end=''); sys.exit(3)"
     environ = {**os.environ, "TOWERJAX_PROCESS_ID": "0"}
-    with _group() as group:
-        worker = _start(0, child(program), environ, group)
+    with _process_group() as group:
+        worker = _start_worker(0, child(program), environ, group)
         wait_until(lambda: not is_alive(worker.popen.pid))
-        assert _Job(group, [worker], Patience(1, 1), []).run().code == 3
+        assert _Job(group, [worker], Timeouts(1, 1), []).run().code == 3
     words, news = capfd.readouterr().err.splitlines()
     assert words == "[0] why"
     assert re.fullmatch(r"towerjax launch: process 0 exited with code 3 after .*", news)

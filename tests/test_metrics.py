@@ -167,6 +167,9 @@ def test_dtypes_are_promoted_where_the_users_own_are_not():
         found = states(rows, rows["weight"])
         found["mask"] = tj.Weighted.mean(rows["class"], rows["yes"])
         found["loss"] = tj.estimator.compute_weighted_loss(rows["class"], rows["yes"])
+        complex_ = rows["class"].astype(np.complex64)  # whose weights are real
+        found["mean"] = tj.Weighted.mean(complex_, rows["weight"])
+        found["error"] = tj.metrics.mean_absolute_error(complex_, rows["weight"])
         return {k: tj.metrics.merge(x, x).compute() for k, x in found.items()}
 
     rows = random_rows(0, 8)

@@ -209,7 +209,7 @@ def test_of_containers_the_one_that_changed_is_told():
 @pytest.mark.parametrize(
     "iterator, text",
     [
-        ([X], "takes an iterator, so that the next call goes on .* got a list"),
+        ([X], "takes an iterator, so that the next call continues .* got a list"),
         (iter([X]), "takes placed batches, but the iterator gave a ndarray"),
     ],
 )

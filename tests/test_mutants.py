@@ -13,7 +13,7 @@ from towerjax.proof import analysis
 from towerjax.towers.tower import Tower
 
 PACK_SIZES = "towerjax.collectives.ops:pack_sizes"
-CUT = "towerjax.collectives.ops:cut"
+CUT = "towerjax.collectives.ops:split_into_packs"
 REST = "[total - size * (num_packs - 1)]"
 
 # What is changed, in which function, and what the score says of it.

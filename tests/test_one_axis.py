@@ -13,8 +13,8 @@ from jax.extend.core import Literal
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.proof.found import ReplicationError
-from towerjax.towers.one_axis import over_local_towers
+from towerjax.proof.findings import ReplicationError
+from towerjax.towers.tower_axis import over_local_towers
 
 PLACES = [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)]
 

@@ -1,4 +1,4 @@
-"""Has every primitive of JAX a rule in the analysis? A new one fails here."""
+"""Every primitive of JAX has a rule in the analysis; a new one fails here."""
 
 import dataclasses
 import subprocess

@@ -1,6 +1,7 @@
 """The habits of the project: names, imports, docstrings, sizes."""
 
 import ast
+import collections
 import doctest
 import functools
 import importlib
@@ -85,7 +86,9 @@ def test_only_four_files_name_the_executors():
     words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
     # The benchmarks name what they measure against.
     allowed = {"mesh/placement.py"}
-    allowed |= {f"towers/{name}.py" for name in ("one_axis", "together", "executors")}
+    allowed |= {
+        f"towers/{name}.py" for name in ("tower_axis", "vmap_sums", "executors")
+    }
     for path in ROOT.rglob("*.py"):
         found = words.search(path.read_text())
         is_allowed = str(path.relative_to(ROOT)) in allowed or "bench" in path.parts
@@ -101,11 +104,28 @@ def test_one_module_imports_what_jax_keeps_private():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_short_and_says_what_it_answers(name):
+def test_a_module_is_short_and_says_what_it_does(name):
     module = importlib.import_module(name)
     lines = pathlib.Path(module.__file__).read_text().splitlines()
     assert len(lines) <= 400
-    assert len(module.__doc__.splitlines()[0]) <= 88
+    first = module.__doc__.splitlines()[0]
+    assert len(first) <= 88 and "?" not in first
+
+
+# Commands of the shell, with what they call; one class for each of Flax's two APIs.
+SHARED_NAMES = {"evaluate", "launch", "main", "plan", "sweep", "TowerBatchNorm"}
+
+
+def test_a_name_is_defined_in_one_module():
+    where = collections.defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            targets = getattr(node, "targets", [getattr(node, "target", node)])
+            names = {getattr(x, "name", getattr(x, "id", "__all__")) for x in targets}
+            for name in names - {"__all__"}:
+                where[name].add(str(path.relative_to(ROOT)))
+    several = {name: found for name, found in where.items() if len(found) > 1}
+    assert several.keys() == SHARED_NAMES, several
 
 
 def shown_in_the_reference():

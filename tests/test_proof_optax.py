@@ -392,19 +392,19 @@ def test_lookahead_trains_as_its_refusal_says():
 # The table in docs/optimizers.md
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optimizers.md"
-HEAD = "| optimizer | what it is given | what to write |\n|---|---|---|\n"
+HEAD = "| optimizer | what it receives | what to write |\n|---|---|---|\n"
 AROUND = "[around `step.fn`](how_to/populations.md#l-bfgs-with-its-line-search)"
 PRIVATE = (
     "[clip in the tower](how_to/gradients.md#privacy-each-examples-gradient-clipped)"
 )
 INSTEAD = {
-    "lbfgs": f"`optax.lbfgs(learning_rate, linesearch=None)`, or as it is {AROUND}",
+    "lbfgs": f"`optax.lbfgs(learning_rate, linesearch=None)`, or unchanged {AROUND}",
     "scale_by_backtracking_linesearch": AROUND,
     "scale_by_zoom_linesearch": AROUND,
     "sophia": "a `hessian_diagonal_fn` that does not differentiate the loss",
     "differentially_private_aggregate": PRIVATE,
     "dpsgd": PRIVATE,
-    "lookahead": "pairs of parameters; the refusal says the four lines",
+    "lookahead": "pairs of parameters; the error shows the four lines",
 }
 NEEDS = {
     "lookahead": "the gradient of pairs",
@@ -413,10 +413,10 @@ NEEDS = {
     **dict.fromkeys(OF_EXAMPLES, "each example's gradient"),
 }
 MORE = {
-    "muon": "as it stands; what is no matrix gets Adam",
-    "sam": "as it stands, each `sync_period` steps one of SAM; of one batch, and for "
-    "`opaque_mode=True`, [two passes](how_to/your_own_step.md#several-passes-sam)",
-    "scale_by_muon": "as it stands, for matrices",
+    "muon": "unchanged; leaves that are not matrices use Adam",
+    "sam": "unchanged, one SAM step every `sync_period` steps; on a single batch, and "
+    "for `opaque_mode=True`, [two passes](how_to/your_own_step.md#several-passes-sam)",
+    "scale_by_muon": "unchanged, for matrices",
 }
 
 
@@ -449,7 +449,7 @@ def row_of(name):
         if is_refused(name, params):
             return (f"`optax.{module}{name}`", f"refused: {NEEDS[name]}", INSTEAD[name])
         loss = ", loss" if takes_the_loss(name, params) else ""
-    return f"`optax.{module}{name}`", f"gradient{loss}", MORE.get(name, "as it stands")
+    return f"`optax.{module}{name}`", f"gradient{loss}", MORE.get(name, "unchanged")
 
 
 def table():

@@ -21,7 +21,7 @@ import towerjax as tj
 from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.hlo import Shape, parse
 from towerjax.step.report.memory import alive_at_peak, memory_of
-from towerjax.step.report.step_report import timed
+from towerjax.step.report.step_report import time_calls
 from towerjax.types.tables import Table, as_html, as_text, in_flops
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
@@ -293,7 +293,7 @@ def test_a_call_is_done_when_its_results_are_there():
         calls.append(number)
         return number + 1, Late()
 
-    timing = timed(call, 0, calls=3)
+    timing = time_calls(call, 0, calls=3)
     assert calls == [0, 1, 2, 3]  # the first of which does not count
     assert timing.calls == 3 and timing.dispatch_s < 0.02 <= timing.step_s
 

@@ -23,8 +23,8 @@ import towerjax as tj
 from towerjax.data.feed import batches
 from towerjax.loop import progress as shown
 from towerjax.loop.evaluate import evaluate
+from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
-from towerjax.loop.running import Loop
 from towerjax.mesh.interrupt import InterruptGuard
 
 EPS = np.finfo(np.float32).eps
@@ -669,10 +669,10 @@ def test_a_run_goes_on_from_the_state_that_a_hook_returns(train_step):
 
 def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypatch):
     waits, dispatched = [], []
-    look, dispatch = Loop._look_at_oldest, type(train_step).dispatch
+    look, dispatch = Loop._process_oldest, type(train_step).dispatch
     monkeypatch.setattr(
         Loop,
-        "_look_at_oldest",
+        "_process_oldest",
         lambda loop: (waits.append(len(dispatched)), look(loop)),
     )
     monkeypatch.setattr(
@@ -842,7 +842,7 @@ def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_ca
 
 @pytest.mark.parametrize("steps", [None, 3])
 def test_no_data_at_all_is_told_of(train_step, steps):
-    text = "batches is empty.* a run that stopped left them, it had done all its steps"
+    text = "batches is empty.* error.batches is empty if the run had done all its steps"
     with pytest.raises(ValueError, match=text) as caught:
         run(train_step, init(train_step), iter([]), steps=steps, progress=False)
     assert caught.value.history.steps.tolist() == []

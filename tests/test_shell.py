@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from towerjax.loop.records import as_json
+from towerjax.loop.writers import as_json
 from towerjax.tools.cli import main
 from towerjax.tools.shell import show
 

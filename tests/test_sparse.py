@@ -9,7 +9,7 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import rows_of
+from towerjax.collectives.sparse_rows import all_rows_of
 
 R = tj.Reduction
 SHAPE = (6, 2)
@@ -76,7 +76,7 @@ def test_towers_may_have_unequally_many_rows(T, D, reduction):
 @REDUCTIONS
 def test_a_dense_tower_among_sparse_ones_has_all_rows(reduction):
     array = np.arange(12, dtype=np.float32).reshape(SHAPE)
-    towers = [of_tower(0), rows_of(array), of_tower(2, rows=1)]
+    towers = [of_tower(0), all_rows_of(array), of_tower(2, rows=1)]
     mixed = tj.PerTower((towers[0], array, towers[2]))
     assert_joined(mirrored(3).reduce(reduction, mixed), towers, reduction)
 
@@ -276,9 +276,9 @@ def test_rows_of_one_index_all_count():
 
 def test_all_rows_of_an_array_are_the_array():
     array = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    np.testing.assert_array_equal(rows_of(array).to_dense(), array)
-    with pytest.raises(ValueError, match="rows_of got a scalar"):
-        rows_of(1.0)
+    np.testing.assert_array_equal(all_rows_of(array).to_dense(), array)
+    with pytest.raises(ValueError, match="all_rows_of got a scalar"):
+        all_rows_of(1.0)
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 100])

@@ -13,9 +13,9 @@ import pytest
 
 import towerjax as tj
 from towerjax.collectives.sparse_rows import (
+    all_rows_of,
     is_rows,
     map_values,
-    rows_of,
     sum_duplicates,
 )
 
@@ -249,8 +249,8 @@ def test_another_dense_update_is_refused(name):
     optimizer = REFUSED[name]
     with pytest.raises(
         ValueError,
-        match=r"grads\['a'\] is of rows, but this optimizer's dense update is another"
-        r" one: .*Write lazy=True .*; or give a dense gradient: leave the leaf out of"
+        match=r"grads\['a'\] is of rows, but this optimizer's dense update differs"
+        r": .*Write lazy=True .*; or give a dense gradient: leave the leaf out of"
         r" `sparse`, or use rows.to_dense\(\)",
     ):
         tj.sparse.update_with_rows(optimizer, grads, optimizer.init(params), params)
@@ -300,7 +300,7 @@ def test_only_the_table_at_fault_is_named():
 )
 def test_a_state_without_rows_is_refused(optimizer, leaf, lazy):
     params = arrays(0)
-    text = f"grads['a'] is of rows, but the optimizer keeps {leaf} of it, which has not"
+    text = f"grads['a'] is of rows, but the optimizer keeps {leaf} for it, which has no"
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.sparse.update_with_rows(
             optimizer, gradients(0), optimizer.init(params), params, lazy=lazy
@@ -465,7 +465,7 @@ def test_a_map_of_values_leaves_indices_alone():
     assert map_values(lambda x, y: x.astype(y), tree, dtypes)["t"].dense_shape == (N, D)
     product = map_values(lambda x, y: x * y, tree, tree)["t"]
     np.testing.assert_array_equal(product.values, tree["t"].values ** 2)
-    assert rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]
+    assert all_rows_of(jnp.ones((2, 1))).indices.tolist() == [0, 1]
 
 
 # What is compiled.

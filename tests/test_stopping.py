@@ -13,7 +13,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.loop.run import run
-from towerjax.loop.stopping import Watch, _restored, copied
+from towerjax.loop.stopping import Watch, _restore_copy, copy_state
 
 NAN, INF = math.nan, math.inf
 
@@ -138,7 +138,7 @@ def test_patience_of_any_values_is_as_counted_by_hand():
         watch, last = Watch(early, None, strategy.placement), None
         for number, value in enumerate(values, 1):
             if watch.stopped is None:
-                watch.see(number, {"x": value}, None)
+                watch.add(number, {"x": value}, None)
                 last = number if watch.stopped else None
         assert last == by_hand(values, *arguments), (values, early)
 
@@ -273,7 +273,7 @@ def test_a_restored_state_shares_no_memory_with_what_is_kept():
     # On the CPU an array may lie in NumPy's memory, where that is aligned.
     memory = np.zeros(4096 + 64, np.uint8)
     kept = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
-    restored = _restored({"w": kept}, {"w": jax.device_put(kept, jax.devices()[1])})
+    restored = _restore_copy({"w": kept}, {"w": jax.device_put(kept, jax.devices()[1])})
     kept[:] = 7.0
     assert not np.asarray(restored["w"]).any()
     assert restored["w"].devices() == {jax.devices()[1]}
@@ -288,7 +288,7 @@ def test_a_copy_is_compiled_once(steps, compiled):
 
 def test_variables_on_different_devices_are_copied_each_in_its_place():
     there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
-    copies = copied(there, "devices", tj.Mirrored(towers=2).placement)
+    copies = copy_state(there, "devices", tj.Mirrored(towers=2).placement)
     for i, (copy, original) in enumerate(zip(copies, there, strict=True)):
         assert copy.devices() == original.devices() == {jax.devices()[i % 2]}
         original.delete()
@@ -356,7 +356,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     "metric, text",
     [
         ("loss", r"has no such metric, but \['column', 'told'\]. Name one"),
-        ("column", r"its value is an array\[1\], of which none is"),
+        ("column", r"its value is an array\[1\], not one number"),
     ],
 )
 def test_a_metric_that_is_not_there_is_told_at_the_first_evaluation(

@@ -302,7 +302,7 @@ def checked(rate):
         (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
         (lambda rate: small(rate)[0], {"rate": [0.1]}, {}, "it returns .step, state."),
         (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a"),
-        (checked, {"rate": [0.1]}, {}, "looks at one training"),
+        (checked, {"rate": [0.1]}, {}, r"one training.*Build the step without\."),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     ],
 )

@@ -402,7 +402,7 @@ REFUSED = {
     "several means": (dict(loss_fn=two_means), "sum of several means"),
     "metrics": (dict(loss_fn=with_metrics), r"TowerOutput\(metrics=...\)"),
     "extra": (dict(loss_fn=with_extra), r"TowerOutput\(extra=...\)"),
-    "meeting": (dict(loss_fn=meeting), "meet in a step: psum"),
+    "meeting": (dict(loss_fn=meeting), "communicate in a step: psum"),
     "sharded": (dict(state="sharded"), "state='sharded'"),
     "check": (dict(check=tj.Check(every=2)), "check=... needs all towers"),
     "ids": (dict(example_ids=lambda b: b["x"]), "example_ids=... needs all towers"),

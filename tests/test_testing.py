@@ -142,6 +142,8 @@ def test_a_replicated_model_has_an_oracle():
         one_tower(dropping)
     with pytest.raises(ValueError, match="got a function"):
         one_tower(model_fn)
+    with pytest.raises(ValueError, match="got a ModelTrainStep"):
+        one_tower(model.train_step())
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.estimator.data import Passes, as_batch
+from towerjax.estimator.data import Epochs, as_batch
 
 RATE = 0.1
 EPS = np.finfo(np.float32).eps
@@ -353,7 +353,7 @@ class Shaky:
 
 def test_data_that_raises_and_can_go_on_is_gone_on_with():
     made = iter([Shaky("abc", 2), Shaky("de", None)])
-    passes = iter(Passes("data", lambda: next(made), epochs=2))
+    passes = iter(Epochs("data", lambda: next(made), epochs=2))
     assert next(passes)["features"] == "a"
     with pytest.raises(LookupError):
         next(passes)
@@ -365,7 +365,7 @@ def test_data_that_an_exception_ended_does_not_go_on_with_the_next_epoch():
         yield "a"
         raise LookupError("gone")
 
-    passes = iter(Passes("data", loader, epochs=2))
+    passes = iter(Epochs("data", loader, epochs=2))
     assert next(passes)["features"] == "a"
     with pytest.raises(LookupError):
         next(passes)

@@ -18,8 +18,8 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.records import Record, plain
 from towerjax.loop.run import run
+from towerjax.loop.writers import Record, json_value
 
 RATE = 0.125
 
@@ -70,7 +70,7 @@ def oracle(num_steps):
     return losses, ws, w
 
 
-def lines_of(path):
+def read_lines(path):
     """Each line, by a parser that takes nothing but JSON."""
 
     def refuse(name):
@@ -105,7 +105,7 @@ def test_what_is_written_is_the_history_and_gradient_descent(
         writers=[tj.JsonLines(path)],
         progress=False,
     )
-    lines = lines_of(path)
+    lines = read_lines(path)
     train = [line for line in lines if line["kind"] == "train"]
     losses, ws, w = oracle(10)
     assert steps_of(lines) == list(range(1, 11))
@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_a_string_that_float_reads(tmp_path):
     cut[1], cut[2] = np.full(5, np.nan, np.float32), np.full(5, np.inf, np.float32)
     options = {"writers": [tj.JsonLines(path)], "progress": False}
     _, history = run(step, init(step), cut, **options)
-    losses = [line["metrics"]["loss"] for line in lines_of(path)]
+    losses = [line["metrics"]["loss"] for line in read_lines(path)]
     assert losses[1:3] == ["NaN", "Infinity"]
     np.testing.assert_array_equal([*map(float, losses)], history.metrics["loss"])
 
@@ -159,9 +159,9 @@ def test_what_is_not_finite_is_a_string_that_float_reads(tmp_path):
     ],
 )
 def test_numbers_are_written_exactly(value, written):
-    assert plain("x", value) == written
-    assert type(plain("x", value)) is type(written)
-    json.dumps(plain("x", value), allow_nan=False)
+    assert json_value("x", value) == written
+    assert type(json_value("x", value)) is type(written)
+    json.dumps(json_value("x", value), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_numbers_are_written_exactly(value, written):
 )
 def test_what_is_no_real_number_is_refused(value):
     with pytest.raises(ValueError, match="the metric 'x' is .*, not real numbers"):
-        plain("x", value)
+        json_value("x", value)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def test_a_resumed_run_appends(step, tmp_path):
     writers = [tj.JsonLines(tmp_path / "run.jsonl")]
     state, _ = run(step, init(step), data(3), writers=writers, progress=False)
     run(step, state, data(6, 3), writers=writers, progress=False)
-    lines = lines_of(tmp_path / "run.jsonl")
+    lines = read_lines(tmp_path / "run.jsonl")
     assert steps_of(lines) == [1, 2, 3, 4, 5, 6]
     written = [line["metrics"]["loss"] for line in lines]
     np.testing.assert_allclose(written, oracle(6)[0], rtol=1e-5)
@@ -195,7 +195,7 @@ def test_steps_that_are_done_again_are_there_once(evaluate, tmp_path, torn):
     first = path.read_bytes().splitlines()
     path.write_bytes(path.read_bytes() + torn)
     run(step, at_two, data(4, 2), **options)  # from what was saved after step 2
-    lines = lines_of(path)
+    lines = read_lines(path)
     assert steps_of(lines) == [1, 2, 3, 4]
     assert steps_of(lines, "eval") == [2, 4]
     assert path.read_bytes().splitlines()[:3] == first[:3]  # 1, 2, evaluated
@@ -214,7 +214,7 @@ def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
     write(0, ("train", 1, 5), ("train", 2, 4), ("eval", 2, 3))
     write(2, ("eval", 2, 7), ("train", 3, 2), ("eval", 3, 1))
     write(2, ("train", 3, 2))
-    found = [(x["kind"], x["step"], x["metrics"]["loss"]) for x in lines_of(path)]
+    found = [(x["kind"], x["step"], x["metrics"]["loss"]) for x in read_lines(path)]
     train = [("train", 1, 5), ("train", 2, 4)]
     assert found == [*train, ("eval", 2, 7), ("train", 3, 2)]
 
@@ -229,7 +229,7 @@ def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
     assert path.read_bytes() == before
     writers = [tj.JsonLines(path, replace=True)]
     run(step, state, data(2), writers=writers, progress=False)
-    assert steps_of(lines_of(path)) == [1, 2]
+    assert steps_of(read_lines(path)) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +272,10 @@ def test_a_folder_is_no_file(tmp_path):
     for path in (3, ""):
         with pytest.raises(ValueError, match="must be a file's path"):
             tj.JsonLines(path)
+    with pytest.raises(ValueError, match="replace='a' must be True or False"):
+        tj.JsonLines("run.jsonl", "a")
+    with pytest.raises(ValueError, match="replace=1 must be True or False"):
+        tj.TensorBoard("logs", replace=1)
 
 
 PROGRAM = """
@@ -311,7 +315,7 @@ def test_a_killed_process_leaves_whole_lines(step, tmp_path):
             process.kill()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        steps = steps_of(lines_of(path))
+        steps = steps_of(read_lines(path))
         # Step 20 was told to the hook, so its line was there.
         assert steps == list(range(1, len(steps) + 1)) and len(steps) >= 20
 

@@ -4,22 +4,22 @@ from towerjax import collectives, estimator, layers, loop, metrics, tools, tower
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.data.feed import batches
 from towerjax.layers import sparse
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.checkpoint.saver import Checkpointer
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History
-from towerjax.loop.records import JsonLines
 from towerjax.loop.run import run
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.tensorboard import TensorBoard
+from towerjax.loop.writers import JsonLines
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, shared
-from towerjax.proof.found import ReplicationError
+from towerjax.proof.findings import ReplicationError
 from towerjax.step import sync
-from towerjax.step.amiss import DesyncError, NonFiniteError
 from towerjax.step.checking import Check
+from towerjax.step.faults import DesyncError, NonFiniteError
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
 from towerjax.step.state import TrainState
@@ -87,5 +87,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What people start with, without the modules behind it."""
+    """The public names, without the modules of the package."""
     return __all__

@@ -1,4 +1,4 @@
-"""``python -m towerjax`` is ``towerjax``."""
+"""Run the command ``towerjax`` as ``python -m towerjax``."""
 
 import sys
 

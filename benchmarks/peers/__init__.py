@@ -1,4 +1,4 @@
-"""Who else trains the same model from the same batch? Keras, TensorFlow, PyTorch.
+"""The same training by other libraries: Keras, TensorFlow and PyTorch.
 
 Each is a peer of ``towerjax bench`` in a checkout: ``benchmarks.peers:torch``.
 """

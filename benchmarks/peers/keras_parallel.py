@@ -1,4 +1,4 @@
-"""How fast is Keras 3 on JAX under ``DataParallel``? By ``train_on_batch``.
+"""Time Keras 3 on JAX under ``DataParallel``, by ``train_on_batch``.
 
 Unlike the other contenders it takes the batch from the host in each step.
 """

@@ -1,4 +1,4 @@
-"""What has a peer to do? Parameters, batch and losses as the hand-written step's."""
+"""The work of a peer: parameters, batch and losses of the hand-written step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How fast is TensorFlow's ``MirroredStrategy``? One ``tf.function`` a step."""
+"""Time TensorFlow's ``MirroredStrategy``, with one ``tf.function`` a step."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""How fast is PyTorch's ``DistributedDataParallel``? A process for each device."""
+"""Time PyTorch's ``DistributedDataParallel``, with a process for each device."""
 
 import importlib
 import json

@@ -1,1 +1,1 @@
-"""Which seeded bugs does the suite find? See README.md."""
+"""Seeded bugs, and whether the suite finds them. See README.md."""

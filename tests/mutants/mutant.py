@@ -1,4 +1,4 @@
-"""What is a mutant? One function of towerjax with other text in one place."""
+"""A mutant: one function of towerjax with other text in one place."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which mutants do their tests kill? One forked process for each."""
+"""Run mutants against their tests, one forked process for each."""
 
 import concurrent.futures
 import dataclasses

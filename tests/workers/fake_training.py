@@ -21,7 +21,7 @@ count = int(os.environ["TOWERJAX_NUM_PROCESSES"])
 job = os.environ["TOWERJAX_COORDINATOR"]
 cluster = pathlib.Path(__file__).parents[2] / "towerjax/mesh/cluster"
 heartbeat = runpy.run_path(str(cluster / "heartbeat.py"))
-heartbeat["begin"]()
+heartbeat["start"]()
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
 
@@ -53,7 +53,7 @@ saved, value = read("saved", "0 start").split()
 for number in range(int(saved) + 1, steps + 1):
     if me == victim and number == at_step:
         strike()
-    heartbeat["tell"](heartbeat["STEP"])
+    heartbeat["notify_launcher"](heartbeat["STEP"])
     write(f"{job}-{me}", str(number))
     while any(int(read(f"{job}-{other}", "0")) < number for other in range(count)):
         time.sleep(0.002)

@@ -1,10 +1,10 @@
-"""How does a sum over towers travel? The cross-tower ops.
+"""Cross-tower ops: ways to compute a sum over towers on several devices.
 
-A cross-tower op is a frozen dataclass with ``needs_every_tower`` (does it want
-each local tower's values apart, ``[k, ...]``, or their sum?) and
-``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if it has options
-that not every set of devices can honour; ``init_state`` and ``sum_with_state`` if it
-keeps something from step to step.
+A cross-tower op is a frozen dataclass with ``needs_every_tower`` (whether it takes
+each local tower's values separately, ``[k, ...]``, instead of their sum) and
+``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if its options do
+not fit every set of devices; ``init_state`` and ``sum_with_state`` if it keeps a state
+from step to step.
 """
 
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps

@@ -1,4 +1,4 @@
-"""What is a cross-tower op? The interface, and a sum over the towers' rows with one."""
+"""The interface of cross-tower ops, and sums over towers with one of them."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -12,19 +12,20 @@ from towerjax.types import PyTree
 
 
 class CrossTowerOps(Protocol):
-    """How the sum over towers is made, for example `AllReduce`."""
+    """Computes the sum over towers, for example `AllReduce`."""
 
     @property
     def needs_every_tower(self) -> bool:
-        """Does ``sum_over_towers`` take leaves ``[k, ...]``, one row a local tower?"""
+        """Whether ``sum_over_towers`` takes leaves ``[k, ...]``, a row a tower."""
         ...
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers, inside a device function.
 
         Args:
-          tree: This device's towers' values, apart or added.
-          axes: The axes that the towers meet over.
+          tree: The sum of the values of this device's towers; with
+            ``needs_every_tower`` their values, a row for each.
+          axes: The axes of the towers.
 
         Returns:
           The sums, the same on each device.
@@ -34,32 +35,32 @@ class CrossTowerOps(Protocol):
 
 @runtime_checkable
 class ChecksDevices(Protocol):
-    """A cross-tower op with options that not every set of devices can honour."""
+    """A cross-tower op whose options do not fit every set of devices."""
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Raise a ValueError when the op cannot be used on these, in tower order."""
+        """Raise a ValueError unless the op can use these devices, in tower order."""
         ...
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A cross-tower op that sums a gradient in a way of its own, with a state.
+    """A cross-tower op that sums gradients in another way, and keeps a state.
 
     Used in the last pass of a step, for what towers return as ``"grads"``. The state is
     ``state.own``, a ``TowerLocal`` whose reduction is SUM.
     """
 
     def init_state(self, gradient: PyTree) -> PyTree:
-        """What one tower keeps before the first step.
+        """One tower's state before the first step.
 
         Args:
-          gradient: Arrays or shapes like the gradient's: of the parameters.
+          gradient: Arrays or shapes like the gradient's, which are the parameters'.
 
         Returns:
-          Arrays, or None; once on each tower they are leaves ``[T, ...]``.
+          Arrays, or None; the state of all towers has leaves ``[T, ...]``.
 
         Raises:
-          ValueError: Of such a gradient there is nothing to do.
+          ValueError: The op has nothing to do for such a gradient.
         """
         ...
 
@@ -69,26 +70,26 @@ class KeepsState(Protocol):
         """The sum over all towers, inside a device function.
 
         Args:
-          tree: This device's towers' values, added.
+          tree: The sum of the values of this device's towers.
           is_gradient: A bool for each leaf.
-          state: What this device's towers keep, leaves ``[k, ...]``.
-          axes: The axes that the towers meet over.
+          state: The state of this device's towers, leaves ``[k, ...]``.
+          axes: The axes of the towers.
 
         Returns:
-          ``(sums, state, metrics)``: the sums; what this device's towers keep now; and
-          metrics, the same on each device.
+          ``(sums, state, metrics)``: the sums; the next state of this device's towers;
+          and metrics, the same on each device.
         """
         ...
 
 
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
-    """The sum over all towers that a step makes itself, as `CrossTowerOps` does it."""
+    """Sum over all towers by the op, in the name scope that marks a step's own sums."""
     with jax.named_scope(SUMMED_BY_STEP):
         return ops.sum_over_towers(tree, axes)
 
 
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
-    """The sum over all towers of values that lie as one row a local tower."""
+    """The sum over all towers of leaves ``[k, ...]``, one row a local tower."""
     if not ops.needs_every_tower:
         rows = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
     return sum_over_towers(ops, rows, axes).tree()

@@ -1,4 +1,4 @@
-"""Which cross-tower op is meant? One that suits these devices, or that a text names."""
+"""Choose a cross-tower op for given devices, or parse the text that names one."""
 
 import ast
 import dataclasses
@@ -15,8 +15,8 @@ from towerjax.types.options import is_whole
 _OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
 
 
-def ops_of(text: str) -> CrossTowerOps:
-    """The cross-tower op that a text writes."""
+def parse_ops(text: str) -> CrossTowerOps:
+    """The cross-tower op that a text such as ``"AllReduce()"`` constructs."""
     kinds = {kind.__name__: kind for kind in _OPS}
     try:
         call: Any = ast.parse(text, mode="eval").body
@@ -50,12 +50,12 @@ class OpsChoice:
 def choose_cross_tower_ops(
     devices: Sequence[Any], links: Sequence[Sequence[int]] | None = None
 ) -> OpsChoice:
-    """The cross-tower op that suits the devices, and why.
+    """Choose the cross-tower op that suits the devices, and say why.
 
     With ``links``: `AllReduce` where each device is linked to each other one, or
     where no groups are; `Hierarchical` where neighbours make groups of equal size
-    that are fully linked inside and not across. Without: `Hierarchical` for several
-    processes with equally many neighbouring devices each, else `AllReduce`.
+    that are fully linked inside, not to each other. Without: `Hierarchical` for several
+    processes with the same number >= 2 of neighbouring devices, else `AllReduce`.
 
     Args:
       devices: Names or ``jax.Device`` objects in tower order; the names may be of
@@ -118,13 +118,13 @@ def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> 
             f"The {count} devices are directly linked to each other inside groups of"
             f" {size} but not across, so only 1/{size} of the sums goes across."
         )
-    return OpsChoice(ops, reason + _absent(names))
+    return OpsChoice(ops, reason + _note_absent(names))
 
 
 def _choose_by_processes(names: tuple[str, ...]) -> OpsChoice:
     platform = names[0].split(":")[0]
     present = platform_devices(platform)
-    if absent := _absent(names):
+    if absent := _note_absent(names):
         reason = f"Nothing is known of the {len(names)} devices but that they are "
         return OpsChoice(AllReduce(), f"{reason}{platform.upper()}s.{absent}")
     owners = [present[int(name.split(":")[1])].process_index for name in names]
@@ -148,8 +148,8 @@ def _choose_by_processes(names: tuple[str, ...]) -> OpsChoice:
     return OpsChoice(AllReduce(), reason)
 
 
-def _absent(names: tuple[str, ...]) -> str:
-    """A sentence on devices that this machine does not have, or none."""
+def _note_absent(names: tuple[str, ...]) -> str:
+    """A sentence that names the devices that this machine lacks; "" for none."""
     num_present = len(platform_devices(names[0].split(":")[0]))
     missing = [name for name in names if int(name.split(":")[1]) >= num_present]
     if not missing:

@@ -1,4 +1,4 @@
-"""How does a sum travel? As all-reduces, in two stages, or over one device."""
+"""Cross-tower ops: all-reduce, packed, hierarchical, and by one device."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Sums, sum_packed
-from towerjax.collectives.reduce import from_first
+from towerjax.collectives.reduce import take_first
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, short_repr
@@ -19,16 +19,16 @@ from towerjax.types.options import check_whole
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-    """One all-reduce over flat buffers: the fastest, right up to rounding.
+    """One all-reduce over flat buffers: the fastest, exact up to rounding.
 
     Small leaves of a dtype share a flat buffer with those near them, because an
-    all-reduce pays per operand; larger ones travel alone, because copying them costs
-    more than that.
+    all-reduce costs time per operand; larger ones are sent alone, because copying them
+    costs more than that.
 
     Attributes:
-      pack_below_bytes: How many bytes a leaf that shares a buffer has at most; 0 packs
-        none. A buffer's leaves lie within 8 times as many bytes of the tree, so that
-        what the first gradients are made of does not wait in memory for the last.
+      pack_below_bytes: The most bytes of a leaf that shares a buffer; 0 packs none.
+        A buffer's leaves lie within 8 times as many bytes of the tree, so that operands
+        of the first gradients do not stay in memory until the last.
 
     Raises:
       ValueError: ``pack_below_bytes`` is negative or no int.
@@ -59,7 +59,7 @@ def _all_reduce(buffers: list[jax.Array]) -> list[jax.Array]:
 class Packed:
     """One all-reduce of packs whose number or size you choose; a pack has one dtype.
 
-    Shapes and order come back as they were. With no option: one pack a dtype. XLA
+    Shapes and order are kept. With no option: one pack a dtype. XLA
     may send several packs in one message, up to its own limit for combining them.
 
     Attributes:
@@ -67,8 +67,8 @@ class Packed:
         packs of ``total // num_packs`` elements; the last one has the remainder
         too. A pack without elements is not sent.
       bytes_per_pack: Consecutive leaves of a dtype fill a pack up to so many bytes;
-        a larger leaf travels alone. Not with ``num_packs``.
-      max_group: A pack has at most so many leaves. Not with ``num_packs``.
+        a larger leaf is sent alone. Not with ``num_packs``.
+      max_group: The most leaves of a pack. Not with ``num_packs``.
 
     Raises:
       ValueError: An option is not a positive int, or options exclude each other.
@@ -81,7 +81,7 @@ class Packed:
       The packers of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018),
       ``ConcatAndSplitPacker`` and ``AggregateSmallTensorPacker``,
       https://github.com/tensorflow/tensorflow/blob/v1.11.0/tensorflow/contrib/distribute/python/cross_tower_ops.py;
-      here limits are in bytes, and a group has no more leaves than it may.
+      here limits are in bytes, and a group never has more leaves than ``max_group``.
     """
 
     num_packs: int | None = None
@@ -121,17 +121,17 @@ class Packed:
 
 
 def _all_reduce_in_packs(number: int, buffers: list[jax.Array]) -> list[jax.Array]:
-    packs = [cut(buffer.reshape(-1), number) for buffer in buffers]
+    packs = [split_into_packs(buffer.reshape(-1), number) for buffer in buffers]
     return [jnp.concatenate(parts) for parts in lax.psum(packs, DEVICE_AXIS)]
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
-    """How many elements each pack has: equally many, and the last the rest too."""
+    """The number of elements of each pack: equal, and the last has the rest too."""
     size = total // num_packs
     return [size] * (num_packs - 1) + [total - size * (num_packs - 1)]
 
 
-def cut(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
+def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
     """The packs of a buffer, without those that have no elements."""
     parts, start = [], 0
     for size in pack_sizes(buffer.size, num_packs):
@@ -147,12 +147,12 @@ class Hierarchical:
 
     A reduce-scatter leaves each device of a group with its own ``1/L`` of the
     group's sums; an all-reduce adds these over the ``D/L`` groups, and an all-gather
-    in the group hands them round. So ``1/L`` of the bytes go between groups, where
-    links are slow. Leaves are padded to a multiple of ``L``.
+    in the group shares them. So ``1/L`` of the bytes go between groups, where
+    links are slow. Flat buffers are padded to a multiple of ``L``.
 
     Attributes:
-      group_size: ``L``, devices in a group, which are neighbours in tower order;
-        it divides ``D``. None is the devices of one process.
+      group_size: ``L``, the number of devices in a group, neighbours in tower order;
+        it divides ``D``. None takes the devices of one process.
 
     Raises:
       ValueError: ``group_size`` is not a positive int, or does not divide the
@@ -178,25 +178,23 @@ class Hierarchical:
         check_whole("Hierarchical.group_size", self.group_size, or_none=True)
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, when the groups come out even; see `ChecksDevices`."""
+        """Raise unless ``group_size`` divides the number of devices."""
         if self.group_size is not None:
-            _check_divides(self.group_size, len(devices))
+            _check_group_size(self.group_size, len(devices))
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        size = self.group_size
-        if size is None:
-            size = _devices_of_a_process(axes)
-        _check_divides(size, axes.num_devices)
+        size = self.group_size or _devices_per_process(axes)
+        _check_group_size(size, axes.num_devices)
 
-        def travel(buffers: list[jax.Array]) -> list[jax.Array]:
+        def sum_buffers(buffers: list[jax.Array]) -> list[jax.Array]:
             flat = [buffer.reshape(-1) for buffer in buffers]
-            return [_sum_in_two(buffer, size, axes.num_devices) for buffer in flat]
+            return [_sum_in_stages(buffer, size, axes.num_devices) for buffer in flat]
 
-        return sum_packed(tree, axes, travel)
+        return sum_packed(tree, axes, sum_buffers)
 
 
-def _devices_of_a_process(axes: TowerAxes) -> int:
+def _devices_per_process(axes: TowerAxes) -> int:
     if axes.num_devices % axes.num_processes:
         raise ValueError(
             f"Hierarchical(): {axes.num_processes} processes do not have equally many"
@@ -206,7 +204,7 @@ def _devices_of_a_process(axes: TowerAxes) -> int:
     return axes.num_devices // axes.num_processes
 
 
-def _check_divides(size: int, num_devices: int) -> None:
+def _check_group_size(size: int, num_devices: int) -> None:
     if num_devices % size:
         fitting = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise ValueError(
@@ -217,12 +215,12 @@ def _check_divides(size: int, num_devices: int) -> None:
         )
 
 
-def _sum_in_two(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
+def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
     """``[n]`` -> ``[n]``, added over all devices."""
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
     starts = range(0, num_devices, size)
-    # One group of all is said by None: that is known to be the whole axis.
+    # None for one group of all devices: the proof takes None for the whole axis.
     inside = [[start + i for i in range(size)] for start in starts]
     across = [[start + i for start in starts] for i in range(size)]
     groups = inside if len(inside) > 1 else None
@@ -239,10 +237,10 @@ class ReduceToOneDevice:
     """Sums added on one device and sent from there to all.
 
     In round ``s`` the devices whose distance from that one is an odd multiple of
-    ``2**s`` send what they have to the device ``2**s`` nearer, which adds it:
-    ``ceil(log2(D))`` rounds for ``D`` devices. The additions are in one fixed
-    order. For links that are much better to one device than between the others;
-    elsewhere slower than `AllReduce`.
+    ``2**s`` send their sums to the device ``2**s`` nearer, which adds them:
+    ``ceil(log2(D))`` rounds for ``D`` devices. The additions are in one fixed order. An
+    all-reduce in which the others give zeros sends the sums to all. For links that are
+    much better to one device than between others; elsewhere slower than `AllReduce`.
 
     Attributes:
       device: The name of the device, one of the strategy's; None is its first.
@@ -271,7 +269,7 @@ class ReduceToOneDevice:
             object.__setattr__(self, "device", canonical_device_name(self.device))
 
     def check_devices(self, devices: Sequence[str]) -> None:
-        """Nothing, when the device is one of these; see `ChecksDevices`."""
+        """Raise unless ``device`` is one of these; see `ChecksDevices`."""
         if self.device is not None and self.device not in devices:
             raise ValueError(
                 f"ReduceToOneDevice.device={self.device!r} is not one of the"
@@ -282,20 +280,20 @@ class ReduceToOneDevice:
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         root = 0
-        if axes.devices:  # else they are absent, and which one it is does not matter
+        if axes.devices:  # the root of absent devices, which have no names, is free
             self.check_devices(axes.devices)
             root = axes.devices.index(self.device) if self.device else 0
 
-        def travel(buffers: list[jax.Array]) -> list[jax.Array]:
+        def sum_buffers(buffers: list[jax.Array]) -> list[jax.Array]:
             number = lax.axis_index(DEVICE_AXIS) - root
-            added = [_added_at(root, buffer, axes.num_devices) for buffer in buffers]
-            return [from_first(x, number, (DEVICE_AXIS,)) for x in added]
+            added = [_sum_at_root(root, buffer, axes.num_devices) for buffer in buffers]
+            return [take_first(x, number, (DEVICE_AXIS,)) for x in added]
 
-        return sum_packed(tree, axes, travel)
+        return sum_packed(tree, axes, sum_buffers)
 
 
-def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:
-    """On device ``root`` the sum over devices, elsewhere parts of it."""
+def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
+    """The sum over devices on device ``root``, and partial sums elsewhere."""
     distance = (lax.axis_index(DEVICE_AXIS) - root) % num_devices
     reach = 1
     while reach < num_devices:
@@ -305,7 +303,7 @@ def _added_at(root: int, value: jax.Array, num_devices: int) -> jax.Array:
             for sender in senders
         ]
         received = lax.ppermute(value, DEVICE_AXIS, pairs)
-        # Who receives nothing is given zeros, and -0.0 + 0.0 is not -0.0.
+        # ppermute gives zeros to the other devices, and -0.0 + 0.0 is not -0.0.
         receives = (distance % (2 * reach) == 0) & (distance + reach < num_devices)
         value = jnp.where(receives, value + received, value)
         reach *= 2

@@ -1,4 +1,4 @@
-"""How does a sum get the same bits on any devices? In one binary tree over towers."""
+"""Sum over towers in one fixed binary tree, with the same bits on any devices."""
 
 import dataclasses
 import math
@@ -20,11 +20,11 @@ class PinnedTree:
     Tower values are added pairwise in tower order, then the pairs, and so on: the
     order depends on ``T`` alone. With ``local="scan"``, which also runs the same
     program for each tower, a whole training run has the same bits on every ``D``
-    that divides ``T``. Each device adds ``1/D`` of the numbers for all and then
-    hands them round, which moves the bytes of a ring all-reduce.
+    that divides ``T``. Each device adds ``1/D`` of the numbers of all towers, and an
+    all-gather shares the sums, which moves the bytes of a ring all-reduce.
 
-    Where ``k = T / D`` is a power of two a device's own towers are a subtree and
-    are added before they travel; otherwise each tower's values travel, ``k`` times
+    Where ``k = T / D`` is a power of two, a device's own towers are a subtree and are
+    added before they are sent; otherwise each tower's values are sent, ``k`` times
     the bytes. A device holds ``k`` gradients at once.
 
     ``python -m benchmarks.same_bits`` tries it on many models and
@@ -56,9 +56,9 @@ def _add_in_tower_order(rows: jax.Array, axes: TowerAxes) -> jax.Array:
     if not size:
         return jnp.zeros(0, rows.dtype)
     if not axes.device_axis:
-        # A collective keeps XLA from fusing these additions into the update, which
-        # would then round otherwise. Where there is none, a barrier does not, and a
-        # branch does. Both are the same, so the predicate does not matter.
+        # Fused into the update, these additions would round otherwise. A collective
+        # keeps XLA from fusing them; on one device a branch does, a barrier does not.
+        # Both branches are the same, so the predicate does not matter.
         return lax.cond(rows[0, 0] > 0, add_pairwise, add_pairwise, rows)
     if num_local & (num_local - 1) == 0:
         rows = add_pairwise(rows)[None]

@@ -1,4 +1,4 @@
-"""What is one value of T towers' values? A Reduction, applied inside or outside."""
+"""Apply a Reduction to the values of T towers, inside a tower or outside."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from jax import lax
 
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key, key_data, like_key, widened
+from towerjax.types.leaves import is_key, key_data, like_key, widen_dtype
 from towerjax.types.options import is_whole
 
 
@@ -29,7 +29,7 @@ def check_reduction(reduction: Any) -> None:
 
 
 def check_addable(reduction: Any, value: PyTree) -> None:
-    """Raise unless the reduction gives one value of such values."""
+    """Raise unless the reduction can reduce values of such dtypes."""
     check_reduction(reduction)
     if reduction is not Reduction.ONLY_FIRST_TOWER and any(
         map(is_key, jax.tree.leaves(value))
@@ -41,7 +41,7 @@ def check_addable(reduction: Any, value: PyTree) -> None:
 
 
 def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """One value of the towers' values that lie side by side, added in tower order."""
+    """Reduce leaves ``[T, ...]`` to one value, adding neighbours in pairs."""
     check_reduction(reduction)
 
     def one(x: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
         if reduction is Reduction.ONLY_FIRST_TOWER:
             return x[0]
         dtype = reduced_dtype(reduction, x.dtype)
-        total = add_pairwise(x.astype(addable(dtype)))
+        total = add_pairwise(x.astype(sum_dtype(dtype)))
         if reduction is Reduction.MEAN:
             total = total / x.shape[0]
         return total.astype(dtype)
@@ -60,18 +60,18 @@ def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
 def reduce_over_towers(
     reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
 ) -> PyTree:
-    """As `reduce_stacked`, from inside a tower; the same on each."""
+    """Reduce the towers' values inside a tower; the result is the same on each."""
     check_addable(reduction, value)
 
     def one(x: jax.Array) -> jax.Array:
-        x = strong(x)
+        x = drop_weak_type(x)
         dtype = reduced_dtype(reduction, x.dtype)
-        if not x.size:  # the same on all, and nothing to meet for
+        if not x.size:  # the same on all towers without a collective
             return jnp.zeros(x.shape, dtype)
         if reduction is Reduction.ONLY_FIRST_TOWER:
-            return from_first(x, tower_id, axes.names) if axes.names else x
-        # Under vmap JAX would add bfloat16 in bfloat16, and elsewhere in float32.
-        x = x.astype(addable(dtype))
+            return take_first(x, tower_id, axes.names) if axes.names else x
+        # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
+        x = x.astype(sum_dtype(dtype))
         total = lax.psum(x, axes.names) if axes.names else x
         if reduction is Reduction.MEAN:
             total = total / axes.num_towers
@@ -81,24 +81,24 @@ def reduce_over_towers(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def from_first(x: jax.Array, number: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """The value of the tower or device whose number is 0 on each, bit for bit."""
+def take_first(x: jax.Array, number: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The value of the tower or device with ``number == 0``, bit for bit, on each."""
     bits = as_bits(x)
     bits = jnp.where(number == 0, bits, jnp.zeros_like(bits))
     return from_bits(lax.psum(bits, names), x.dtype)
 
 
-@from_first.defjvp
-def _from_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
+@take_first.defjvp
+def _take_first_jvp(names: tuple[str, ...], primals: Any, tangents: Any) -> Any:
     x, number = primals
     if tangents[0].dtype == jax.dtypes.float0:
-        return from_first(x, number, names), tangents[0]
+        return take_first(x, number, names), tangents[0]
     tangent = jnp.where(number == 0, tangents[0], jnp.zeros_like(tangents[0]))
-    return from_first(x, number, names), lax.psum(tangent, names)
+    return take_first(x, number, names), lax.psum(tangent, names)
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Numbers as integers of the same bits: of floats a sum changes -0.0 and NaNs."""
+    """The same bits as integers, since a sum of floats changes -0.0 and NaNs."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -118,30 +118,29 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     return lax.complex(parts[..., 0], parts[..., 1])
 
 
-def strong(x: Any) -> jax.Array:
-    """The array with a dtype that others do not override."""
+def drop_weak_type(x: Any) -> jax.Array:
+    """The array without a weak type."""
     x = jnp.asarray(x)
     return jnp.asarray(x, x.dtype)
 
 
 def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     """The dtype of a reduced value."""
-    # A sum or mean of floats is of their dtype.
     if reduction is Reduction.ONLY_FIRST_TOWER or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
     reduce = jnp.sum if reduction is Reduction.SUM else jnp.mean
     return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
-def addable(dtype: Any) -> Any:
-    """The dtype to add in: 16-bit floats in float32, booleans as integers."""
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype to add in: float32 for 16-bit floats, int32 for booleans."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return widened(dtype)
+        return widen_dtype(dtype)
     return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
 def add_pairwise(rows: jax.Array) -> jax.Array:
-    """The rows added in one fixed order: neighbours, then their sums, and so on."""
+    """Add the rows in one fixed order: neighbours, then their sums, and so on."""
     while rows.shape[0] > 1:
         paired = rows.shape[0] // 2 * 2
         sums = rows[0:paired:2] + rows[1:paired:2]
@@ -150,7 +149,7 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
 
 
 def check_axis(axis: Any) -> None:
-    """Raise unless it is the number of one dim."""
+    """Raise unless ``axis`` is one whole number."""
     if not is_whole(axis):
         raise ValueError(
             f"axis={axis!r} must be an int, one dim of a tower's value. For several"
@@ -159,7 +158,7 @@ def check_axis(axis: Any) -> None:
 
 
 def check_dim(value: PyTree, axis: int) -> None:
-    """Raise unless every leaf has the dim."""
+    """Raise unless every leaf has the dim ``axis``."""
     check_axis(axis)
     for name, x in named_leaves("value", value):
         if not -jnp.ndim(x) <= axis < jnp.ndim(x):
@@ -170,27 +169,27 @@ def check_dim(value: PyTree, axis: int) -> None:
 
 
 def join_rows(rows: jax.Array, axis: int) -> jax.Array:
-    """Values that lie side by side, joined along a dim of theirs."""
+    """Concatenate the rows of ``[T, ...]`` along dim ``axis`` of a row."""
     axis %= rows.ndim - 1
     shape = list(rows.shape[1:])
     shape[axis] *= rows.shape[0]
     return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
-def rows_of_all_devices(rows: PyTree, axes: TowerAxes) -> PyTree:
-    """Leaves ``[k, ...]`` of each device as ``[D * k, ...]``, the same on each."""
+def all_gather_rows(rows: PyTree, axes: TowerAxes) -> PyTree:
+    """Gather each device's leaves ``[k, ...]`` to ``[D * k, ...]`` on all devices."""
     if not axes.device_axis:
         return rows
     return jax.tree.map(lambda x: lax.all_gather(x, DEVICE_AXIS, tiled=True), rows)
 
 
 def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
-    """The towers' values side by side, from inside a tower; the same on each."""
+    """Gather the towers' values to leaves ``[T, ...]``, inside a tower."""
 
     def one(x: jax.Array) -> jax.Array:
-        x = strong(x)
+        x = drop_weak_type(x)
         shape = (axes.num_towers, *x.shape)
-        # One axis at a time: JAX gathers over a vmap axis and a mesh axis apart.
+        # JAX cannot gather over a vmap axis and a mesh axis in one call.
         for name in reversed(axes.names):
             x = lax.all_gather(x, name)
         return x.reshape(shape)

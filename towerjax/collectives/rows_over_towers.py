@@ -1,4 +1,4 @@
-"""How do rows of a large array travel? As values and indices, never added up."""
+"""Reduce and join the towers' IndexedRows without adding rows to each other."""
 
 import dataclasses
 from typing import Any
@@ -16,18 +16,18 @@ from towerjax.collectives.reduce import (
 )
 from towerjax.collectives.sparse_rows import (
     IndexedRows,
+    all_rows_of,
     is_rows,
-    rows_of,
-    wide_indices,
+    widen_indices,
 )
 from towerjax.mesh.placement import TowerAxes
 from towerjax.types import PyTree, Reduction
 
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
-    """One ``IndexedRows`` of all towers'."""
+    """Reduce the towers' ``IndexedRows`` to one."""
     check_reduction(reduction)
-    rows = _all_rows(towers)
+    rows = _as_indexed_rows(towers)
     for tower, x in enumerate(rows):
         if x.dense_shape != rows[0].dense_shape:
             raise ValueError(
@@ -39,22 +39,22 @@ def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
     indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
     joined = IndexedRows(values, indices, rows[0].dense_shape)
-    return _divided(reduction, joined, len(rows))
+    return _take_mean(reduction, joined, len(rows))
 
 
-def _all_rows(towers: list[Any]) -> list[IndexedRows]:
-    """Each tower's rows, of which an array stands for all its rows."""
+def _as_indexed_rows(towers: list[Any]) -> list[IndexedRows]:
+    """Each tower's ``IndexedRows``; an array becomes all its rows."""
     for tower, x in enumerate(towers):
         if not isinstance(x, IndexedRows | jax.Array | np.ndarray):
             raise ValueError(
                 f"Tower {tower} has a {type(x).__name__} where others have IndexedRows."
                 " Give IndexedRows, or an array [N, ...] for all its rows."
             )
-    return [x if is_rows(x) else rows_of(x) for x in towers]
+    return [x if is_rows(x) else all_rows_of(x) for x in towers]
 
 
 def check_joins(value: PyTree, axis: int) -> None:
-    """Raise unless the towers' values can be joined along a dim of them."""
+    """Raise unless the towers' values can be joined along dim ``axis``."""
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_rows)
     shapes = [
         jax.ShapeDtypeStruct(x.dense_shape, np.int32) if is_rows(x) else x
@@ -70,8 +70,8 @@ def check_joins(value: PyTree, axis: int) -> None:
 
 
 def join_tower_rows(towers: list[Any]) -> IndexedRows:
-    """The rows of all towers' arrays, joined along dim 0."""
-    rows = _all_rows(towers)
+    """The ``IndexedRows`` of all towers' arrays joined along dim 0."""
+    rows = _as_indexed_rows(towers)
     for tower, x in enumerate(rows):
         if x.dense_shape[1:] != rows[0].dense_shape[1:]:
             raise ValueError(
@@ -82,7 +82,7 @@ def join_tower_rows(towers: list[Any]) -> IndexedRows:
         x.check_range()
     ends = np.cumsum([x.dense_shape[0] for x in rows]).tolist()
     indices = [
-        _shifted(x, end - x.dense_shape[0], ends[-1])
+        _shift_indices(x, end - x.dense_shape[0], ends[-1])
         for x, end in zip(rows, ends, strict=True)
     ]
     values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
@@ -91,20 +91,20 @@ def join_tower_rows(towers: list[Any]) -> IndexedRows:
 
 
 def join_stacked_rows(rows: IndexedRows, num_towers: int) -> IndexedRows:
-    """As `join_tower_rows`, of towers' rows that lie side by side."""
+    """As `join_tower_rows`, for the towers' rows stacked in one ``IndexedRows``."""
     size, *rest = rows.dense_shape
     first = size * jnp.arange(num_towers)[:, None]
-    indices = _shifted(rows, first, num_towers * size).reshape(-1)
+    indices = _shift_indices(rows, first, num_towers * size).reshape(-1)
     values = jnp.asarray(rows.values).reshape(indices.size, *rest)
     return IndexedRows(values, indices, (num_towers * size, *rest))
 
 
-def _shifted(rows: IndexedRows, first: Any, size: int) -> jax.Array:
-    """Where the rows are in an array of ``size``, in which theirs begins at ``first``.
+def _shift_indices(rows: IndexedRows, first: Any, size: int) -> jax.Array:
+    """Indices in an array of ``size`` rows, where this tower's rows begin at ``first``.
 
-    What names no row of theirs names none, and not one of the next tower's.
+    An index out of range becomes ``size``, so that it names no row of another tower.
     """
-    indices = wide_indices(rows.indices)
+    indices = widen_indices(rows.indices)
     exist = (indices >= 0) & (indices < rows.dense_shape[0])
     return jnp.where(exist, indices + jnp.asarray(first, indices.dtype), size)
 
@@ -112,7 +112,7 @@ def _shifted(rows: IndexedRows, first: Any, size: int) -> jax.Array:
 def reduce_stacked_rows(
     reduction: Reduction, rows: IndexedRows, num_towers: int
 ) -> IndexedRows:
-    """As `reduce_rows`, of towers' rows that lie side by side."""
+    """As `reduce_rows`, for the towers' rows stacked in one ``IndexedRows``."""
     check_reduction(reduction)
     shape = np.shape(rows.indices)
     if len(shape) != 2 or shape[0] != num_towers:
@@ -126,10 +126,10 @@ def reduce_stacked_rows(
         return IndexedRows(values[0], indices[0], rows.dense_shape)
     values = values.reshape(indices.size, *values.shape[2:])
     joined = IndexedRows(values, indices.reshape(-1), rows.dense_shape)
-    return _divided(reduction, joined, num_towers)
+    return _take_mean(reduction, joined, num_towers)
 
 
-def _divided(reduction: Reduction, rows: IndexedRows, num_towers: int) -> IndexedRows:
+def _take_mean(reduction: Reduction, rows: IndexedRows, num_towers: int) -> IndexedRows:
     values, dtype = rows.values, reduced_dtype(reduction, rows.values.dtype)
     if reduction is Reduction.MEAN:
         values = values / num_towers
@@ -139,9 +139,9 @@ def _divided(reduction: Reduction, rows: IndexedRows, num_towers: int) -> Indexe
 def reduce_tree_over_towers(
     reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
 ) -> PyTree:
-    """As `reduce_over_towers`, of a tree that may hold ``IndexedRows``."""
+    """As `reduce_over_towers`, for a tree that may hold ``IndexedRows``."""
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_rows)
-    # All that is dense at once, so that one call checks all of it.
+    # One call reduces all dense leaves, so that errors name all of them.
     dense = [None if is_rows(x) else x for x in leaves]
     dense = reduce_over_towers(reduction, dense, tower_id, axes)
 

@@ -1,4 +1,4 @@
-"""What are some rows of a large array? Values and indices, not yet added up."""
+"""Some rows of a large array, as values and indices, not yet added up."""
 
 import dataclasses
 import sys
@@ -10,22 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.collectives.reduce import addable
+from towerjax.collectives.reduce import sum_dtype
 from towerjax.types import PyTree
-from towerjax.types.leaves import native
+from towerjax.types.leaves import native, promote_dtypes
 
 
 def sum_duplicates(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows with those of the same index added up, by ascending index.
+    """Add rows of the same index and sort them by index.
 
-    ``u = min(r, N)`` is known before tracing; how many different indices there are is
-    not. So rows of zeros fill up, whose indices ``N, N + 1, ...`` name no row: a
-    scatter with ``mode="drop"`` leaves them out, and all indices are different.
+    The number of different indices is not known before tracing, so the result has
+    ``u = min(r, N)`` rows. Padding rows are zeros with the indices ``N, N + 1, ...``,
+    which a scatter with ``mode="drop"`` leaves out, so that all indices differ.
     """
-    values, indices = existing_rows(values, indices, num_rows)
-    rows, wide = values.shape[0], addable(values.dtype)
+    values, indices = poison_missing(values, indices, num_rows)
+    rows, wide = values.shape[0], sum_dtype(values.dtype)
     size = min(rows, num_rows)
     order = jnp.argsort(indices, stable=True)
     indices, values = indices[order], values[order].astype(wide)
@@ -40,9 +40,9 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The array with some rows replaced; in place, where it is donated.
+    """Replace some rows of the array; in place, where it is donated.
 
-    But for 16-bit floats on CPUs before JAX 0.12, which XLA scatters in a float32 copy.
+    Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
     """
     return array.at[indices].set(
         rows.astype(array.dtype),
@@ -52,25 +52,25 @@ def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array
     )
 
 
-def existing_rows(
+def poison_missing(
     values: jax.Array, indices: jax.Array, num_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The rows, with indices that all exist; poisoned, to be seen, if some did not."""
-    indices = wide_indices(indices)
+    """Clip the indices; the values become NaN or the like if an index names no row."""
+    indices = widen_indices(indices)
     exist = ((indices >= 0) & (indices < num_rows)).all()
-    values = jnp.where(exist, values, poison(values.dtype))
+    values = jnp.where(exist, values, poison_value(values.dtype))
     return values, jnp.clip(indices, 0, num_rows - 1)
 
 
-def wide_indices(indices: jax.Array) -> jax.Array:
-    """Indices in a dtype that counts the rows of any array."""
+def widen_indices(indices: jax.Array) -> jax.Array:
+    """Indices in int32, or in int64 if they have 64 bits, which can count any rows."""
     indices = jnp.asarray(indices)
     wide = jnp.int64 if indices.dtype.itemsize == 8 else jnp.int32
     return indices.astype(wide)
 
 
-def poison(dtype: Any) -> Any:
-    """What ``jnp.take`` fills in for a row that there is not."""
+def poison_value(dtype: Any) -> Any:
+    """The value that ``jnp.take`` fills in for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     info = jnp.iinfo(dtype)
@@ -88,20 +88,19 @@ class IndexedRows:
 
     A row that is named twice counts twice: rows of the same index are added when they
     are applied. So the SUM of several towers' rows is all of them, end to end, and
-    nothing of size ``N`` travels.
+    nothing of size ``N`` is sent.
 
-    An index below 0 or from ``N`` on names no row, which would be dropped, or wrapped
-    round, without a word. It raises a ValueError where indices are known before
-    tracing: NumPy's here, JAX's when they are applied. Where they are traced, all of
-    the result becomes what ``jnp.take`` fills in: NaN, or for integers the smallest
-    (signed) or largest (unsigned). To fill up to a fixed ``r``, add rows of zeros at
-    an index that there is.
+    An index below 0 or from ``N`` on names no row; JAX would drop or wrap it silently.
+    It raises a ValueError where indices are known before tracing: NumPy's here, JAX's
+    when they are applied. Where they are traced, all of the result becomes what
+    ``jnp.take`` fills in: NaN, or for integers the smallest (signed) or largest
+    (unsigned). To pad to a fixed ``r``, add rows of zeros at a valid index.
 
     Attributes:
       values: ``[r, ...]``, the rows.
       indices: ``[r]``, an integer dtype, which rows of the array they are.
       dense_shape: ``[N, ...]``, the shape of the array; static. Leading dims of both
-        ``values`` and ``indices``, such as ``[T]``, are several of them side by side.
+        ``values`` and ``indices``, such as ``[T]``, make a stack of ``IndexedRows``.
 
     Raises:
       ValueError: Shapes do not fit, indices are no integers, values are booleans, or
@@ -121,7 +120,7 @@ class IndexedRows:
     dense_shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     def __post_init__(self) -> None:
-        """Check what is known: leaves may be tracers, or of no array at all."""
+        """Check what is known: leaves may be tracers, or objects that are no arrays."""
         object.__setattr__(self, "dense_shape", tuple(self.dense_shape))
         object.__setattr__(self, "values", native(self.values))
         object.__setattr__(self, "indices", native(self.indices))
@@ -142,7 +141,7 @@ class IndexedRows:
             self.check_range()
 
     def to_dense(self) -> jax.Array:
-        """The array ``dense_shape`` that holds these rows, and 0 elsewhere.
+        """The array of shape ``dense_shape`` with these rows, and 0 elsewhere.
 
         Returns:
           An array of the dtype of the values.
@@ -171,13 +170,13 @@ class IndexedRows:
         _check_fits(self, array)
         values, num_rows = jnp.asarray(self.values), array.shape[0]
         _check_holds(array.dtype, values.dtype)
-        indices, wide = wide_indices(self.indices), addable(array.dtype)
+        indices, wide = widen_indices(self.indices), sum_dtype(array.dtype)
         added = array.astype(wide).at[indices].add(values.astype(wide))
         added = added.astype(array.dtype)
         if not isinstance(indices, Tracer):
             return added
         exist = ((indices >= 0) & (indices < num_rows)).all()
-        return jnp.where(exist, added, poison(array.dtype))
+        return jnp.where(exist, added, poison_value(array.dtype))
 
     def check_range(self, name: str = "IndexedRows") -> None:
         """Raise unless each index names a row, where indices are known.
@@ -186,7 +185,7 @@ class IndexedRows:
           name: What errors call these rows.
 
         Raises:
-          ValueError: One does not; traced indices are not looked at.
+          ValueError: One does not; traced indices are not checked.
         """
         if isinstance(self.indices, Tracer):
             return
@@ -200,28 +199,28 @@ class IndexedRows:
                 " that there is."
             )
 
-    # NumPy's arrays then leave `array + rows` to `__radd__`, as JAX's do.
+    # None makes NumPy leave `array + rows` to `__radd__`, as JAX does.
     __array_ufunc__ = None
 
     def __radd__(self, array: Any) -> jax.Array:
         """``array + rows``, of the array's dtype; so ``optax.apply_updates`` adds rows.
 
         As `add_to`, but nothing of size ``N`` is read or written: an index that names
-        no row poisons these rows alone, at the nearest indices; and a wider float may
-        be added, in its own dtype and rounded once, as optax adds updates.
+        no row makes these rows alone NaN, at the nearest indices; and a wider float
+        may be added, in its own dtype and rounded once, as optax adds updates.
         """
         array = jnp.asarray(array)
         _check_fits(self, array)
         values, num_rows = jnp.asarray(self.values), array.shape[0]
-        wide = addable(jnp.promote_types(array.dtype, values.dtype))
+        wide = sum_dtype(promote_dtypes(array.dtype, values.dtype))
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             _check_holds(array.dtype, values.dtype)
         elif jnp.issubdtype(wide, jnp.complexfloating):
-            _check_holds(addable(array.dtype), values.dtype)
+            _check_holds(sum_dtype(array.dtype), values.dtype)
         if wide == array.dtype:
-            values, indices = existing_rows(values, self.indices, num_rows)
+            values, indices = poison_missing(values, self.indices, num_rows)
             return array.at[indices].add(values.astype(wide))
-        # Only these rows in the wider dtype, each once, or roundings would add up.
+        # Each row is added in the wider dtype and rounded once.
         values, indices = sum_duplicates(values.astype(wide), self.indices, num_rows)
         rows = array.at[indices].get(mode="fill", fill_value=0).astype(wide) + values
         return set_rows(array, indices, rows)
@@ -238,11 +237,11 @@ def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
 
 
 def _check_holds(dtype: Any, values: Any) -> None:
-    if jnp.promote_types(dtype, values) != dtype:
+    if promote_dtypes(dtype, values) != dtype:
         raise ValueError(
             f"IndexedRows of {values} cannot be added to an array of {dtype}, which"
             f" does not hold them. Cast the values, rows.values.astype({str(dtype)!r}),"
-            f" or the array to {jnp.promote_types(dtype, values)}."
+            f" or the array to {promote_dtypes(dtype, values)}."
         )
 
 
@@ -263,13 +262,13 @@ def _check_values(rows: IndexedRows) -> None:
 
 
 def is_rows(x: Any) -> bool:
-    """Is it ``IndexedRows``?"""
+    """Whether ``x`` is ``IndexedRows``."""
     return isinstance(x, IndexedRows)
 
 
 def is_sparse(x: Any) -> bool:
-    """Is it an array of which only some entries are stored?"""
-    # Imported by who has such an array; it takes as long as all of towerjax.
+    """Whether ``x`` is a sparse array of ours, of JAX or of SciPy."""
+    # Whoever has such an array has imported it; importing it here is slow.
     module = sys.modules.get("jax.experimental.sparse")
     return (
         is_rows(x)
@@ -283,16 +282,16 @@ def dense_shape(x: Any) -> tuple[int, ...]:
     return x.dense_shape if is_rows(x) else x.shape
 
 
-def rebuilt(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
-    """A sparse array of the kind of another."""
+def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
+    """A sparse array of the class of ``leaf``."""
     if is_rows(leaf):
         return IndexedRows(values, indices, shape)
     aux = {"shape": shape, "indices_sorted": False, "unique_indices": False}
     return type(leaf).tree_unflatten(aux, (values, indices))
 
 
-def in_parts(rows: PyTree, parts: int) -> PyTree:
-    """A tower's rows in parts, side by side."""
+def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
+    """Split a tower's rows into ``parts`` micro-batches, stacked along dim 0."""
 
     def split(x: Any) -> Any:
         return x.reshape((parts, x.shape[0] // parts) + x.shape[1:])
@@ -302,22 +301,22 @@ def in_parts(rows: PyTree, parts: int) -> PyTree:
             return split(x)
         shape = (num_rows(x) // parts, *dense_shape(x)[1:])
         values, indices = map(split, jax.tree.leaves(x))
-        return rebuilt(x, values, indices, shape)
+        return rebuild(x, values, indices, shape)
 
     return jax.tree.map(one, rows, is_leaf=is_sparse)
 
 
-def rows_of(dense: jax.Array) -> IndexedRows:
-    """All rows of an array."""
+def all_rows_of(dense: jax.Array) -> IndexedRows:
+    """``IndexedRows`` of all rows of an array."""
     dense = jnp.asarray(dense)
     if not dense.ndim:
-        raise ValueError("rows_of got a scalar, which has no rows; give [N, ...].")
+        raise ValueError("all_rows_of got a scalar, which has no rows; give [N, ...].")
     indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
     return IndexedRows(dense, indices, dense.shape)
 
 
 def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """``fn`` of each array of a tree, and of the values of each ``IndexedRows``."""
+    """Apply ``fn`` to each array of a tree and to the values of ``IndexedRows``."""
 
     def one(x: Any, *rest: Any) -> Any:
         rest = tuple(r.values if is_rows(r) else r for r in rest)
@@ -329,6 +328,6 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 
 
 def num_rows(rows: Any) -> int:
-    """How many rows a tower's part of a batch has."""
+    """The number of rows of a tower's part of a batch."""
     first = jax.tree.leaves(rows, is_leaf=is_sparse)[0]
     return dense_shape(first)[0]

@@ -1,1 +1,1 @@
-"""How does data become placed global batches?"""
+"""Global batches: cut from data, split over towers, padded, and placed on devices."""

@@ -1,9 +1,9 @@
-"""How does a data set reach all towers of all processes? In rounds, one a step.
+"""Distribute a data set over the towers of all processes, in rounds of one step each.
 
 A round is one global batch split over the towers, or one element for each tower.
-Several processes either go through the same data, of which each places its own
-towers' part, or each has a part of its own; then they tell each other, by the job's
-coordinator, how much each has, so that none waits for a peer whose data has ended.
+Several processes either read the same data, of which each places its own towers' part,
+or each reads a part of its own. Then they exchange the sizes of each round through the
+job's coordinator, so that none waits for a peer whose data has ended.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from towerjax.data.shard import (
     refuse_wrapping,
 )
 from towerjax.data.sources import (
+    DataPass,
     InputContext,
-    Pass,
-    ResumablePass,
+    ResumableDataPass,
     Stream,
     as_arrays,
     check_source,
     is_function,
-    opened,
+    open_source,
 )
-from towerjax.data.sparse_rows import Room, SparseRows, room_for
+from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import Placement, place_own_rows, place_rows
 from towerjax.mesh.processes import Exchange, from_first_process
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.options import check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_whole
 
 Split: TypeAlias = Literal["batch", "elements"]
 
@@ -61,7 +61,7 @@ class InputOptions:
         check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)
-        plain_wholes(self)
+        cast_ints(self)
         if self.split not in get_args(Split):
             raise ValueError(
                 f"split={self.split!r} is not one of 'batch' (an element is a global"
@@ -74,15 +74,16 @@ class InputOptions:
 class _WholeBatches:
     """A round is one batch, split over the towers.
 
-    As of `_Elements`: ``pull`` gives the next round and its sizes, None where the data
-    ends; ``rows`` how many each tower needs for it; ``build`` the round with so many,
-    leaves ``[towers * rows, ...]``; ``counts`` how many of each tower's are examples.
+    The methods are those of `_Elements` too: ``pull`` returns the next round and its
+    sizes, or None at the end of the data; ``rows`` the rows that each tower needs;
+    ``build`` the round padded to them, leaves ``[towers * rows, ...]``; ``counts`` how
+    many of each tower's rows are examples.
     """
 
     towers: int
     options: InputOptions
     may_be_empty: bool
-    rooms: list[Room] = dataclasses.field(default_factory=list)
+    capacities: list[Capacity] = dataclasses.field(default_factory=list)
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         shares = self.towers * self.options.micro_batches
@@ -95,7 +96,7 @@ class _WholeBatches:
                     " split='elements') where each tower takes an element, or wrap"
                     " lists in np.asarray."
                 )
-            if self.may_be_empty:  # no process knows how much room others need
+            if self.may_be_empty:  # sparse leaves: no process knows others' capacities
                 refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and _is_empty(batch):
@@ -118,8 +119,8 @@ class _WholeBatches:
             )
         batch = pad_rows(jax.tree.map(lambda x: x[:size], batch), size)
         parts = self.options.micro_batches
-        room = room_for(sparse.needed(rows // parts), self.rooms)
-        return sparse.put_back(batch, self.towers, parts, room)
+        capacity = capacity_for(sparse.needed(rows // parts), self.capacities)
+        return sparse.put_back(batch, self.towers, parts, capacity)
 
     def counts(self, sizes: list[int], rows: int) -> np.ndarray:
         return counts_of_towers(sizes[0], rows, self.towers)
@@ -134,15 +135,15 @@ class _Elements:
     may_be_empty: bool
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
-        # Copied one by one: a loader may reuse its buffer for the next.
+        # Each copied at once: a loader may reuse its buffer for the next element.
         taken = [
-            _element(jax.tree.map(feed.own_copy, x))
+            _with_example_dim(jax.tree.map(feed.own_copy, x))
             for x in itertools.islice(elements, self.towers)
         ]
         sizes = [count_examples(rows) for rows, _ in taken]
         for rows, _ in taken:
             refuse_wrapping(rows)
-        _refuse_unlike([rows for rows, _ in taken])
+        _refuse_unlike_elements([rows for rows, _ in taken])
         missing = self.towers - len(taken)
         if not taken or (missing and self.options.remainder == "drop"):
             return None
@@ -169,13 +170,13 @@ class _Elements:
 
 
 def _is_empty(batch: PyTree) -> bool:
-    """Is it this process's part, without rows, of a round that others have rows of?"""
+    """Whether this process's part of a round has no rows; those of others may."""
     leaves = jax.tree.leaves(batch)
     return bool(leaves) and all(np.shape(x)[:1] == (0,) for x in leaves)
 
 
-def _element(element: PyTree) -> tuple[PyTree, bool]:
-    """An element with a dim over examples, and whether it had none."""
+def _with_example_dim(element: PyTree) -> tuple[PyTree, bool]:
+    """The element with a dim over examples, and whether that had to be added."""
     if bare := any(np.ndim(x) == 0 for x in jax.tree.leaves(element)):
         element = jax.tree.map(
             lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
@@ -183,8 +184,8 @@ def _element(element: PyTree) -> tuple[PyTree, bool]:
     return element, bare
 
 
-def _refuse_unlike(elements: list[PyTree]) -> None:
-    """Raise unless elements differ in their sizes alone."""
+def _refuse_unlike_elements(elements: list[PyTree]) -> None:
+    """Raise unless elements differ only in dim 0."""
 
     def kind(element: PyTree) -> str:
         leaves = named_leaves("element", element)
@@ -199,30 +200,30 @@ def _refuse_unlike(elements: list[PyTree]) -> None:
             )
 
 
-class _Part(NamedTuple):
-    """What to place, ``[T]`` numbers of examples, is it bare, the place after it."""
+class _Round(NamedTuple):
+    """A round to place; ``counts`` ``[T]`` and ``bare`` are those of `PlacedBatch`."""
 
     tree: PyTree
     counts: np.ndarray
     bare: bool
-    after: dict[str, Any]
+    after: dict[str, Any]  # the cursor after the round
 
 
 class DistributedDataset:
     """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
 
-    Go through it as often as its source allows; each time it starts anew. Steps and
+    Each iteration starts from the beginning, as often as the source allows. Steps and
     `run` take its elements as they take batches.
 
     Attributes:
-      prefetches: A thread of its own places batches in advance.
+      prefetches: Its own thread places batches in advance.
     """
 
     prefetches = True
 
     @property
-    def comes_again(self) -> bool:
-        """Does another process surely go through the same? Of a list it does."""
+    def is_reproducible(self) -> bool:
+        """Whether a restarted job gets the same batches: known of a sequence only."""
         return isinstance(self._source, Sequence)
 
     def __init__(
@@ -243,28 +244,28 @@ class DistributedDataset:
         self._name = from_first_process(name) if self._asks_peers else name
         self._passes = 0
 
-    def __iter__(self) -> Pass:
-        """A pass through the batches, some of them in advance.
+    def __iter__(self) -> DataPass:
+        """A pass through the batches, some of them placed in advance.
 
-        It has ``get_state`` and ``set_state`` where the source's iterator has them, as
-        that of `batches`, and every process goes through the same.
+        It has ``get_state`` and ``set_state`` where the source is an iterable whose
+        iterator has them, as that of `batches` has.
         """
         self._passes += 1
         number, elements = self._passes, None
         if not is_function(self._source):
-            elements = opened(self._source, self._context)
+            elements = open_source(self._source, self._context)
         begin = functools.partial(self._stream, number, elements)
         if hasattr(elements, "get_state") and hasattr(elements, "set_state"):
-            return ResumablePass(begin, elements)
-        return Pass(begin)
+            return ResumableDataPass(begin, elements)
+        return DataPass(begin)
 
     def _stream(self, number: int, elements: Any, rows: int) -> Stream:
         stopped = threading.Event()
         return feed.prefetch(
-            self._parts(number, stopped, elements, rows),
+            self._pull_rounds(number, stopped, elements, rows),
             self._place,
             depth=self._options.prefetch,
-            on_stop=stopped.set,  # the thread may wait for a peer
+            on_stop=stopped.set,  # ends the thread's wait for a peer
         )
 
     def per_tower(self) -> Iterator[PyTree]:
@@ -275,16 +276,16 @@ class DistributedDataset:
           examples.
 
         Raises:
-          ValueError: Rows were padded, which nothing here would tell from examples.
+          ValueError: There is padding, which the leaves could not mark.
         """
         for placed in self:
             yield placed.unpadded()
 
-    def _parts(
+    def _pull_rounds(
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
-    ) -> Iterator[_Part]:
+    ) -> Iterator[_Round]:
         if source is None:
-            source = opened(self._source, self._context)
+            source = open_source(self._source, self._context)
         elements = map(as_arrays, source)
         peers = last = None
         if self._asks_peers:
@@ -296,16 +297,15 @@ class DistributedDataset:
                 return
             taken = last = last if pulled is None else pulled[0]
             rows = self._rows(sizes_of_all, most_rows)
-            if rows == 0:  # nothing is left of a round that one process has no part of
+            if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
             counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
-            bare = rows == 1 and isinstance(taken, list)
-            bare = bare and all(was_bare for _, was_bare in taken or ())
+            bare = rows == 1 and isinstance(taken, list) and all(x for _, x in taken)
             tree = self._rounds.build(taken, rows)
             place = getattr(source, "get_state", lambda: None)()
             after = {"elements": place, "rows": most_rows}
-            yield _Part(tree, np.concatenate(counts), bare, after)
+            yield _Round(tree, np.concatenate(counts), bare, after)
 
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
@@ -316,16 +316,16 @@ class DistributedDataset:
             return pulled, [None if pulled is None else pulled[1]]
         try:
             pulled = self._rounds.pull(elements)
-        except Exception as error:  # the others would wait for this part
-            peers.all({"failed": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # the other processes wait for this part
+            peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
             raise
-        told = peers.all({"sizes": None if pulled is None else pulled[1]})
-        for process, part in enumerate(told):
+        answers = peers.all_gather({"sizes": None if pulled is None else pulled[1]})
+        for process, part in enumerate(answers):
             if "failed" in part:
                 raise ValueError(
                     f"The input of process {process} failed: {part['failed']}"
                 )
-        return pulled, [part["sizes"] for part in told]
+        return pulled, [part["sizes"] for part in answers]
 
     def _is_end(self, sizes_of_all: list[Any], *, is_first: bool) -> bool:
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
@@ -361,13 +361,13 @@ class DistributedDataset:
             return np.zeros(towers, np.int32)
         return self._rounds.counts(sizes, rows)
 
-    def _place(self, part: _Part) -> tuple[PlacedBatch, dict[str, Any]]:
+    def _place(self, part: _Round) -> tuple[PlacedBatch, dict[str, Any]]:
         if self._asks_peers:
             arrays = place_own_rows(part.tree, self._placement)
-            placed = self._placer.placed(arrays, part.counts)
+            placed = self._placer.wrap_arrays(arrays, part.counts)
         else:
             arrays = place_rows(part.tree, self._placement, Layout.PER_TOWER)
-            placed = self._placer.placed(arrays, part.counts, batch=part.tree)
+            placed = self._placer.wrap_arrays(arrays, part.counts, batch=part.tree)
         if part.bare:
             placed = dataclasses.replace(placed, bare=True)
         return placed, part.after

@@ -1,4 +1,4 @@
-"""How does data become batches, in order, placed ahead of the step that takes them?"""
+"""Cut data into batches, and prefetch: place batches in a thread ahead of the steps."""
 
 import atexit
 import dataclasses
@@ -17,18 +17,18 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
-from towerjax.types.options import check_flag, check_whole, is_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_flag, check_whole, is_whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """How data is cut; the same cut of the same data gives the same batches."""
+class Batching:
+    """How data is cut into batches: cut and data determine every batch."""
 
     examples: int  # N
     batch_size: int  # B
-    epochs: int | None  # how often to go through the data; None never ends
+    epochs: int | None  # None never ends
     seed: int | None  # None keeps the order
-    drop_remainder: bool  # is the smaller last batch of each epoch left out?
+    drop_remainder: bool  # leave out the smaller last batch of each epoch
 
     @property
     def batches_per_epoch(self) -> int:
@@ -38,13 +38,13 @@ class Cut:
 
 
 class Batches(Iterator[PyTree]):
-    """The batches of a data set, and where one is among them; `batches` makes it.
+    """An iterator over the batches of a data set, with a position; `batches` makes it.
 
-    An iterator which can go on anywhere at once, whether it shuffles or not: the order
-    of an epoch is made of the seed and the epoch's number alone.
+    It can continue at any position without reading what comes before: the order of an
+    epoch depends on nothing but the seed and the epoch's number.
     """
 
-    def __init__(self, data: PyTree, cut: Cut, position: int = 0) -> None:
+    def __init__(self, data: PyTree, cut: Batching, position: int = 0) -> None:
         self._data, self._cut, self._position = data, cut, position
         rows, self._shared = without_shared(data)
         self._sparse, self._dense = SparseRows.put_aside(rows)
@@ -62,7 +62,7 @@ class Batches(Iterator[PyTree]):
             rows = self._order(cut.seed, epoch)[rows]
         batch = jax.tree.map(lambda x: x[rows], self._dense)
         if self._sparse.leaves:
-            batch = self._sparse.taken(np.arange(cut.examples)[rows], batch)
+            batch = self._sparse.take(np.arange(cut.examples)[rows], batch)
         if self._shared:
             batch = with_shared(batch, [Shared(x) for x in self._shared])
         self._position += 1
@@ -71,7 +71,7 @@ class Batches(Iterator[PyTree]):
     def __len__(self) -> int:
         """How many batches are left."""
         epochs = self._cut.epochs
-        if epochs is None:  # a TypeError, as Python asks: list and tqdm go without
+        if epochs is None:  # list and tqdm catch a TypeError and go without a length
             raise TypeError(
                 "tj.batches(..., epochs=None) never end, so they have no len. Say"
                 " epochs=1 for the batches of an epoch."
@@ -86,11 +86,11 @@ class Batches(Iterator[PyTree]):
 
     @property
     def position(self) -> int:
-        """How many batches were taken, counted from the first of the first epoch."""
+        """The number of batches before the next one, from the first epoch on."""
         return self._position
 
     def at(self, position: int) -> "Batches":
-        """The same batches from another place on; this one stays where it is."""
+        """The same batches from another position on; this iterator does not move."""
         epochs = self._cut.epochs
         last = None if epochs is None else epochs * self._cut.batches_per_epoch
         whole = is_whole(position)
@@ -102,11 +102,11 @@ class Batches(Iterator[PyTree]):
         return Batches(self._data, self._cut, int(position))
 
     def get_state(self) -> dict[str, Any]:
-        """Where it is, and in what, as JSON can hold it."""
+        """The position and the cut, as JSON can hold them."""
         return {"position": self._position, **dataclasses.asdict(self._cut)}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue at a position that `get_state` gave."""
         cut = dataclasses.asdict(self._cut)
         others = {
             name: (state.get(name), now)
@@ -146,16 +146,16 @@ def batches(
       batch_size: ``B``, examples of a batch over all towers.
       epochs: How often to go through the data; None never ends.
       seed: None keeps the order, and batches are views of the data. A number
-        shuffles anew each epoch, the same way for the same ``(seed, epoch)``.
-      drop_remainder: Leave the smaller last batch of each epoch out?
+        shuffles each epoch, the same way for the same ``(seed, epoch)``.
+      drop_remainder: Leave out the smaller last batch of each epoch.
 
     Returns:
-      An iterator of pytrees ``[B, ...]``, which knows where it is: ``.at(step)`` goes
-      on from there at once, also where it shuffles, and `run` sets it back to the last
-      batch that was used. Its ``len`` is the number of batches that are left.
+      An iterator of pytrees ``[B, ...]`` with a position: ``.at(step)`` gives the
+      batches from that one on, shuffled ones too, and `run` sets the position to the
+      last batch that was used. Its ``len`` is the number of batches that are left.
 
     Raises:
-      ValueError: At once: the data is malformed, or a number is out of range.
+      ValueError: The data is malformed, or a number is out of range.
 
     Example:
       >>> [b.tolist() for b in batches(np.arange(5), 2)]
@@ -171,13 +171,16 @@ def batches(
             f"drop_remainder leaves nothing of {num_examples} examples in batches of"
             f" {batch_size}."
         )
-    cut = Cut(num_examples, batch_size, epochs, seed, drop_remainder)
-    plain_wholes(cut)  # JSON has none of NumPy's
+    cut = Batching(num_examples, batch_size, epochs, seed, drop_remainder)
+    cast_ints(cut)  # JSON cannot hold NumPy's integers
     return Batches(data, cut)
 
 
 def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
-    """Lists of ``size`` batches; the last may be shorter."""
+    """Lists of ``size`` batches; the last may be shorter.
+
+    What a source gave before it raised is yielded before the exception.
+    """
     iterator = iter(iterable)
     failure: BaseException | None = None
     while failure is None:
@@ -195,12 +198,12 @@ def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
 
 
 def own_copy(leaf: Any) -> Any:
-    """A copy of an array that a loader may write again."""
+    """A copy of a NumPy array, whose memory a loader may overwrite."""
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def anew(name: str, data: Any, why: str) -> Any:
-    """Data that can be gone through several times; another iterator is refused."""
+def as_reusable(name: str, data: Any, why: str) -> Any:
+    """Data that can be iterated several times; raise for a one-pass iterator."""
     if isinstance(data, Batches):
         return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):
@@ -213,8 +216,7 @@ def anew(name: str, data: Any, why: str) -> Any:
 
 
 def close(iterator: Any) -> None:
-    """Close an iterator that can be closed."""
-    # A loader that hangs in a thread cannot be; the thread's end says so.
+    """Close an iterator that has ``close`` and is not running in a thread."""
     if not getattr(iterator, "gi_running", False):
         getattr(iterator, "close", lambda: None)()
 
@@ -226,19 +228,18 @@ def prefetch(
     depth: int,
     on_stop: Callable[[], None] = lambda: None,
 ) -> Generator[Placed, None, None]:
-    """What an iterable gives, pulled and placed by a thread while devices work.
+    """The elements of an iterable, placed in order by a thread while devices work.
 
-    Order is kept. An exception of the iterable, or of ``place``, arrives where it
-    occurred, after all that came before it. Closing the generator stops the
-    thread, which at most finishes the element it is at; one that was pulled in
-    advance is gone then.
+    An exception of the iterable, or of ``place``, is raised after all earlier elements
+    are yielded. Closing the generator stops the thread after at most one more element;
+    elements that were placed in advance are lost.
     """
     if depth == 0:
         yield from map(place, iterable)
         return
     feeder = _Feeder(iterable, place, depth, on_stop)
     try:
-        # A thread that still runs while Python ends can abort the process.
+        # A thread that still runs at Python's exit can abort the process.
         atexit.register(feeder.stop)
         feeder.thread.start()
         while True:
@@ -248,13 +249,13 @@ def prefetch(
             if placed is _END:
                 return
             yield placed
-            del placed
+            del placed  # it would stay on the devices until the next one arrives
     finally:
         feeder.stop()
 
 
 class _Feeder:
-    """The thread that fills a queue, and how to stop it."""
+    """A thread that fills a queue with placed elements."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class _Feeder:
     ) -> None:
         self._iterable, self._place, self._on_stop = iterable, place, on_stop
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Counts what may still be made, so that depth bounds the memory exactly.
+        # Counts the elements that may still be pulled, so that depth bounds the memory.
         self._room = threading.Semaphore(depth)
         self._stopped = threading.Event()
         self.thread = threading.Thread(
@@ -288,23 +289,23 @@ class _Feeder:
             self._ready.put((_END, failure))
 
     def next(self) -> tuple[Any, BaseException | None]:
-        """``(placed, failure)``, waiting for it."""
+        """Wait for the next ``(placed, failure)``."""
         item = self._ready.get()
         self._room.release()
         return item
 
     def stop(self, *, patience_s: float = 5.0) -> None:
-        """End the thread; a loader that hangs cannot be interrupted, so say it."""
+        """End the thread; warn where a loader hangs, which cannot be interrupted."""
         if self._stopped.is_set():
             return
         try:
             atexit.unregister(self.stop)
             self._on_stop()
-        finally:  # Ctrl-C could strike before
+        finally:  # also after Ctrl-C above
             self._stopped.set()
             self._room.release()
         if self.thread.ident in (None, threading.get_ident()):
-            return  # it never began; or this is it, collecting garbage, and it ends now
+            return  # never started; or the garbage collector called this in the thread
         self.thread.join(patience_s)
         if self.thread.is_alive():
             warnings.warn(

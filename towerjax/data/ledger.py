@@ -1,4 +1,4 @@
-"""Which batches were taken and not used? Kept, so that none is lost when a run ends."""
+"""Keep the batches that a run took and did not use, so that none is lost at its end."""
 
 import collections
 import itertools
@@ -22,8 +22,8 @@ class Unused(Iterator[PyTree]):
     """Batches that a run took and did not use, then the rest of their source.
 
     Attributes:
-      used_before: How many came before the next one, in another process too.
-      comes_again: Does another process surely go through the same, from the first on?
+      used_before: How many batches came before the next one, earlier runs included.
+      is_reproducible: Whether a restarted job gets the same batches, from the first on.
     """
 
     def __init__(
@@ -31,34 +31,33 @@ class Unused(Iterator[PyTree]):
         batches: Iterable[PyTree],
         rest: Iterator[PyTree],
         used_before: int,
-        comes_again: bool,
+        is_reproducible: bool,
     ) -> None:
         self._batches, self._rest = collections.deque(batches), rest
-        self.used_before, self.comes_again = used_before, comes_again
+        self.used_before, self.is_reproducible = used_before, is_reproducible
 
     def __next__(self) -> PyTree:
-        """The next batch, perhaps on the devices already."""
+        """The next batch, which a run may have placed on the devices."""
         batch = self._batches.popleft() if self._batches else next(self._rest)
         self.used_before += 1
         return batch
 
     def close(self) -> None:
-        """Close the source, where it can be closed."""
+        """Drop the kept batches and close the source."""
         self._batches.clear()
         close(self._rest)
 
 
 class Ledger(Iterator[PyTree]):
-    """An iterator that remembers what it gave until that was used.
+    """An iterator over a source that remembers each batch until a step has used it.
 
-    A source with ``get_state`` and ``set_state``, such as `Batches` or an iterator of
-    Grain, is set back to the last batch that was used; of others the batches are kept.
+    A source with ``get_state`` and ``set_state``, such as `Batches` or a Grain
+    iterator, is set back to the last used batch; for others the batches are kept.
     """
 
     def __init__(self, source: Iterable[PyTree], *, copies: bool) -> None:
         self._source, self._copies = source, copies
         self._iterator: Any = iter(source)
-        # Does the source say where it is, and can it be told?
         self.has_cursor = all(
             hasattr(self._iterator, name) for name in ("get_state", "set_state")
         )
@@ -69,9 +68,9 @@ class Ledger(Iterator[PyTree]):
 
     def __next__(self) -> PyTree:
         """The next batch."""
-        # In one go: between two operations Ctrl-C could strike and lose the batch.
+        # One C call: Ctrl-C between two operations would lose the batch.
         self._taken.extend(map(_Taken, itertools.islice(self._iterator, 1)))
-        # Not by its length, which another thread shortens meanwhile.
+        # len(_taken) would not do: `use` shortens it in another thread.
         if not self._taken or self._taken[-1] is self._newest:
             raise StopIteration
         self._newest = taken = self._taken[-1]
@@ -83,14 +82,14 @@ class Ledger(Iterator[PyTree]):
         return batch
 
     @property
-    def can_be_counted(self) -> bool:
-        """Does the source surely begin with the same batches in another process?"""
+    def is_reproducible(self) -> bool:
+        """Whether the source is known to give a restarted job the same batches."""
         return isinstance(self._source, Sequence) or bool(
-            getattr(self._source, "comes_again", False)
+            getattr(self._source, "is_reproducible", False)
         )
 
     def go_to(self, used: int, cursor: Any = None) -> None:
-        """Go on after batches that another process used."""
+        """Skip the batches that an earlier process used."""
         if cursor is not None:
             self._iterator.set_state(cursor)
             self.cursor = self._iterator.get_state()
@@ -107,42 +106,42 @@ class Ledger(Iterator[PyTree]):
 
     @property
     def prefetches(self) -> bool:
-        """Has the source a thread of its own that places batches in advance?"""
+        """Whether the source has its own thread that places batches in advance."""
         return bool(getattr(self._source, "prefetches", False))
 
     def placing(self, place: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
-        """``place``, of which the ledger keeps the result instead of the batch."""
+        """``place``, whose result the ledger keeps in place of the host's batch."""
 
-        def placed(batch: PyTree) -> Any:
+        def place_and_keep(batch: PyTree) -> Any:
             out = place(batch)
             if not self.has_cursor:
                 self._taken[-1].batch = out
             return out
 
-        return placed
+        return place_and_keep
 
     def use(self, number: int) -> None:
-        """Note that the oldest batches were used."""
+        """Forget the oldest ``number`` batches, which steps have used."""
         used = [self._taken.popleft() for _ in range(number)]
         self.cursor = used[-1].cursor
         self.used += number
 
     def rest(self) -> Iterator[PyTree]:
-        """All batches that were not used, once nothing takes any more."""
+        """All unused batches; call it when no thread takes from the source any more."""
         if self.has_cursor:
             self._iterator.set_state(self.cursor)
             self._taken.clear()
             return self._iterator
         kept = (taken.batch for taken in self._taken)
-        return Unused(kept, self._iterator, self.used, self.can_be_counted)
+        return Unused(kept, self._iterator, self.used, self.is_reproducible)
 
     def close(self) -> None:
-        """Close what was opened here: an iterator that was passed in stays open."""
+        """Close the iterator if this ledger made it; one passed in stays open."""
         if self._iterator is not self._source:
             close(self._iterator)
 
     def settle(self) -> None:
-        """Set a source back to what was used, and close what was opened."""
+        """Set the source back to its last used batch, and close what was opened."""
         if self.has_cursor and self._taken:
             self.rest()
         self.close()

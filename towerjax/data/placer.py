@@ -1,4 +1,4 @@
-"""How does a batch get onto the devices of its towers? Fitted, placed, counted."""
+"""Check, pad and place global batches on the devices of their towers."""
 
 import dataclasses
 import functools
@@ -19,20 +19,20 @@ from towerjax.data.shard import (
     fingerprint_of,
     fit_batch,
     fit_shapes,
-    kind_of,
+    flatten_with_key,
     may_wrap,
     refuse_unlike,
     refuse_wrapping,
-    rows_of_towers,
+    split_rows,
     without_shared,
 )
-from towerjax.data.sparse_rows import Room, SparseRows, room_for
+from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import (
     Placement,
     are_placed,
+    argument_converter,
     place_own,
     place_rows,
-    way_by_call,
 )
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import is_key, native, refuse_traced, refuse_unheld
@@ -43,42 +43,41 @@ BATCH_LAYOUT = {
     "num_valid": Layout.PER_TOWER,
     "shared": Layout.MIRRORED,
 }
-"""What a program takes of a batch: ``PlacedBatch.args``."""
+"""The layouts of ``PlacedBatch.args``, which are a program's arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBatch:
     """A global batch, or several stacked ones, on the devices of its towers."""
 
-    # What a program takes of it: (arrays, num_valid, shared) with leaves [B, ...], [T]
-    # int32, each tower's number of examples, and a list of what is Shared; for K steps
-    # (arrays, num_valid, shared, count) with [K, B, ...], [K, T], [K, ...], ().
+    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Shared);
+    # for K steps (arrays [K, B, ...], num_valid [K, T], shared [K, ...], count ()).
     args: tuple[PyTree, ...]
     # [T], or [count, T] for several steps: how many of each tower's rows are examples.
     counts: np.ndarray
-    rows: int  # b, how many rows each tower has
-    signature: Signature  # as batch_signature gives it, of arrays and shared
+    rows: int  # b, the rows of each tower
+    signature: Signature  # of arrays and shared
     placement: Placement  # the towers and devices that it was placed for
-    # Of the first batch of a kind, when every one of several processes has it whole:
-    # what must be the same on all of them.
+    # Of the first batch of a signature, where several processes have the whole batch:
+    # it must be the same on all.
     fingerprint: str | None = None
-    bare: bool = False  # is each tower's part one element without a dim over examples?
+    bare: bool = False  # each tower's part is one element without a dim over examples
 
     def __post_init__(self) -> None:
-        """Counted once: the loops look at each step."""
+        """Count the examples once: loops read them at each step."""
         steps = self.counts.reshape(-1, self.counts.shape[-1])
         examples = tuple(int(n) for n in steps.sum(axis=1))
         object.__setattr__(self, "num_examples", examples)
         object.__setattr__(self, "padded", bool((steps < self.rows).any()))
 
-    num_examples: tuple[int, ...] = dataclasses.field(init=False)
-    padded: bool = dataclasses.field(init=False)
+    num_examples: tuple[int, ...] = dataclasses.field(init=False)  # of each step
+    padded: bool = dataclasses.field(init=False)  # has padding rows
 
-    def of(self, arrays: PyTree) -> "PlacedBatch":
-        """A batch like this one in all but its arrays, made in a moment."""
-        alike = object.__new__(PlacedBatch)
-        alike.__dict__.update(self.__dict__, args=(arrays, *self.args[1:]))
-        return alike
+    def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
+        """This batch with other arrays; faster than ``dataclasses.replace``."""
+        batch = object.__new__(PlacedBatch)
+        batch.__dict__.update(self.__dict__, args=(arrays, *self.args[1:]))
+        return batch
 
     @property
     def arrays(self) -> PyTree:
@@ -87,7 +86,7 @@ class PlacedBatch:
 
     @property
     def num_steps(self) -> int | None:
-        """``K``, how many steps fit in; None for a batch of a single step."""
+        """``K``, the steps of one call; None for a batch of a single step."""
         return None if len(self.args) == 3 else self.args[1].shape[0]
 
     def check(self, placement: Placement) -> None:
@@ -118,12 +117,12 @@ class PlacedBatch:
         num_towers = self.counts.shape[-1]
 
         def split(x: jax.Array) -> jax.Array:
-            return x if self.bare else rows_of_towers(x, num_towers)
+            return x if self.bare else split_rows(x, num_towers)
 
         return jax.tree.map(lambda x: PerTower(split(x)), self.arrays)
 
     def unpadded(self) -> PerTower:
-        """`per_tower` of a batch without padding, which nothing there would tell."""
+        """`per_tower`; raise where there is padding, which it could not mark."""
         if self.padded:
             raise ValueError(
                 f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
@@ -134,29 +133,29 @@ class PlacedBatch:
         return self.per_tower()
 
 
-def _taken_apart(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
+def _flatten(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
     counts = batch.counts.astype(np.int32)
     rest = batch.rows, batch.signature, batch.placement, batch.bare
     return (batch.args,), (counts.tobytes(), counts.shape, rest)
 
 
-def _put_together(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
+def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
     (args,), (counts, shape, (rows, signature, placement, bare)) = parts, known
     counts = np.frombuffer(counts, np.int32).reshape(shape)
     return PlacedBatch(args, counts, rows, signature, placement, bare=bare)
 
 
-# For ``jax.jit(step.fn)``, which JAX hands trees alone.
-jax.tree_util.register_pytree_node(PlacedBatch, _taken_apart, _put_together)
+# A pytree, so that it may be an argument of ``jax.jit(step.fn)``.
+jax.tree_util.register_pytree_node(PlacedBatch, _flatten, _unflatten)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Alike:
-    """What batches of one kind have in common: how they are placed, and are counted."""
+class _Plan:
+    """What `Placer.place` reuses for batches of the same key of `flatten_with_key`."""
 
-    batch: PlacedBatch  # without its arrays, which it would keep alive
+    batch: PlacedBatch  # without arrays, which would stay alive
     may_wrap: bool
-    ways: list[Callable[[Any], Any]]  # how each leaf is handed to a call
+    converts: list[Callable[[Any], Any]]  # each makes a leaf an argument of a call
 
 
 class Placer:
@@ -166,15 +165,14 @@ class Placer:
         self, placement: Placement, *, shares: int, remainder: Remainder
     ) -> None:
         self.placement = placement
-        self._shares: int = shares
+        self._shares: int = shares  # towers times micro-batches
         self._remainder: Remainder = remainder
-        # Rows once padded -> the most examples in them: of all batches so far, also of
-        # one that the step refused afterwards.
+        # Padded size -> most examples, over all batches so far, refused ones included.
         self.full_sizes: dict[int, int] = {}
-        self._rooms: list[Room] = []
+        self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[Signature, Signature] = {}
-        self._alike: dict[Any, _Alike] = {}
+        self._plans: dict[Any, _Plan] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
@@ -183,35 +181,38 @@ class Placer:
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step.
 
-        A smaller batch than one before is padded up to the smallest such, under
-        ``remainder="pad"``, so that it needs no program of its own. With ``by_call``
-        it is for one call, which places what is not.
+        Under ``remainder="pad"`` a batch is padded to the smallest earlier size that
+        holds it, so that it needs no program of its own. With ``by_call`` its leaves
+        may stay on the host: the compiled call places them.
         """
         if isinstance(batch, PlacedBatch):
-            return self._given(batch)
-        leaves, treedef, kind = kind_of(batch)
-        if (known := self._alike.get(kind)) is not None:
+            return self._check_placed(batch)
+        leaves, treedef, key = flatten_with_key(batch)
+        if (known := self._plans.get(key)) is not None:
             if known.may_wrap:
                 refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
                 self.placement.require_present()
-                handed = [way(x) for way, x in zip(known.ways, leaves, strict=True)]
-                return known.batch.of(treedef.unflatten(handed))
-            return known.batch.of(place_rows(batch, self.placement, Layout.PER_TOWER))
+                pairs = zip(known.converts, leaves, strict=True)
+                arrays = treedef.unflatten([convert(x) for convert, x in pairs])
+            else:
+                arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
+            return known.batch.with_arrays(arrays)
         refuse_traced(batch)
         rows, shared = without_shared(batch)
-        [rows], [counts] = self._fitted([rows])
+        [rows], [counts] = self._fit_all([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
-        placed = self.placed(arrays, counts, self._placed_shared(shared), rows)
-        if kind is not None and kind_of(rows)[2] == kind:  # it is placed as it came
-            alike = dataclasses.replace(placed, fingerprint=None)
+        placed = self.wrap_arrays(arrays, counts, self._place_shared(shared), rows)
+        if key is not None and flatten_with_key(rows)[2] == key:  # placed unchanged
+            template = dataclasses.replace(placed, fingerprint=None)
             sharding = self.placement.sharding(Layout.PER_TOWER)
-            ways = [way_by_call(x, sharding) for x in leaves]
-            self._alike[kind] = _Alike(alike.of(None), may_wrap(batch), ways)
+            converts = [argument_converter(x, sharding) for x in leaves]
+            template = template.with_arrays(None)
+            self._plans[key] = _Plan(template, may_wrap(batch), converts)
         return placed
 
-    def _given(self, batch: PlacedBatch) -> PlacedBatch:
-        """A batch that was placed before, once it is one that can be shared."""
+    def _check_placed(self, batch: PlacedBatch) -> PlacedBatch:
+        """A batch that was placed before; raise unless it fits this step."""
         batch.check(self.placement)
         micro_batches = self._shares // self.placement.num_towers
         if batch.rows % micro_batches:
@@ -223,34 +224,34 @@ class Placer:
         return batch
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
-        """What a program takes of one batch, in shapes: nothing is placed."""
+        """The shapes of a program's arguments for one batch; nothing is placed."""
         batch, shared = without_shared(batch)
         rows = fit_shapes(batch, self._shares, self._remainder)
         count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
         return rows, count, shared
 
-    def traced(self, batch: PyTree) -> PlacedBatch:
-        """One batch, which JAX may trace, for one step: nothing is placed."""
+    def fit_traced(self, batch: PyTree) -> PlacedBatch:
+        """One batch of arrays or tracers for one step; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.refuse_several()
-            return self._given(batch)
+            return self._check_placed(batch)
         rows, shared = without_shared(batch)
-        rows, examples = fit_batch(rows, self._shares, self._remainder)
+        rows, num_valid = fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
-        counts = self._split_counts(rows, examples)
-        return self._made((rows, jnp.asarray(counts), shared), counts, None)
+        counts = self._split_counts(rows, num_valid)
+        return self._wrap((rows, jnp.asarray(counts), shared), counts, None)
 
-    def placed(
+    def wrap_arrays(
         self,
         arrays: PyTree,
         counts: np.ndarray,
         shared: Sequence[PyTree] = (),
         batch: PyTree = None,
     ) -> PlacedBatch:
-        """A batch that lies on the devices already."""
-        args = (arrays, self._kept(counts, Layout.PER_TOWER), [*shared])
-        return self._made(args, counts, batch)
+        """A `PlacedBatch` of arrays that are on the devices already."""
+        args = (arrays, self._place_counts(counts, Layout.PER_TOWER), [*shared])
+        return self._wrap(args, counts, batch)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps."""
@@ -263,8 +264,8 @@ class Placer:
         if any(isinstance(batch, PlacedBatch) for batch in batches):
             return self._stack_placed([self.place(x) for x in batches], steps)
         parts = [without_shared(batch) for batch in batches]
-        rows, counts = self._fitted([rows for rows, _ in parts])
-        shared = [self._placed_shared(held) for _, held in parts]
+        rows, counts = self._fit_all([rows for rows, _ in parts])
+        shared = [self._place_shared(held) for _, held in parts]
         counts = np.stack(counts)
         pairs = zip(rows, shared, strict=True)
         refuse_unlike([batch_signature(*pair) for pair in pairs])
@@ -273,21 +274,23 @@ class Placer:
             lambda *x: (jnp if is_key(x[0]) else np).stack(x), *filled
         )
         arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
-        return self._several(arrays, counts, shared, steps, stacked)
+        return self._wrap_several(arrays, counts, shared, steps, stacked)
 
     def _stack_placed(self, batches: Sequence[PlacedBatch], steps: int) -> PlacedBatch:
-        refuse_unlike([batch.signature for batch in batches])
         for batch in batches:
-            batch.check(self.placement)
+            batch.refuse_several()
+        refuse_unlike([batch.signature for batch in batches])
         arrays = [batch.arrays for batch in batches]
         arrays += [arrays[-1]] * (steps - len(arrays))
         counts = np.stack([batch.counts for batch in batches])
         sharding = self.placement.sharding(Layout.PER_TOWER_STEPS)
-        stacked = jax.tree.map(lambda *x: _stack(x, sharding=sharding), *arrays)
+        stacked = jax.tree.map(
+            lambda *x: _stack_on_devices(x, sharding=sharding), *arrays
+        )
         shared = [batch.args[2] for batch in batches]
-        return self._several(stacked, counts, shared, steps, None)
+        return self._wrap_several(stacked, counts, shared, steps, None)
 
-    def _several(
+    def _wrap_several(
         self,
         arrays: PyTree,
         counts: np.ndarray,
@@ -300,14 +303,14 @@ class Placer:
         num_valid = place_rows(num_valid, self.placement, Layout.PER_TOWER_STEPS)
         shared = shared + [shared[-1]] * (steps - len(shared))
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
-        number = self._kept(np.array(len(counts), np.int32), Layout.MIRRORED)
+        number = self._place_counts(np.array(len(counts), np.int32), Layout.MIRRORED)
         args = (arrays, num_valid, held, number)
-        return self._made(args, counts, batch)
+        return self._wrap(args, counts, batch)
 
-    def _made(
+    def _wrap(
         self, args: tuple[PyTree, ...], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
-        """With the one signature of all its kind; the first has its fingerprint too."""
+        """A `PlacedBatch`, with ``batch``'s fingerprint if first of its signature."""
         new = batch_signature(args[0], args[2])
         signature, fingerprint = self._signatures.setdefault(new, new), None
         if batch is not None and signature is new and self.placement.num_processes > 1:
@@ -315,29 +318,29 @@ class Placer:
         first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
         if is_sparse(first):
             rows = num_rows(first)
-        else:  # after the dim over steps, where there is one
+        else:  # counts.ndim - 1 dims over steps come first
             rows = first.shape[counts.ndim - 1] // self.placement.num_towers
         return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
 
-    def _fitted(
+    def _fit_all(
         self, batches: Sequence[PyTree]
     ) -> tuple[list[PyTree], list[np.ndarray]]:
-        """The batches of one call, alike in their sparse leaves, and their counts."""
+        """The batches of one call, padded to the same shapes, and their counts."""
         aside = [SparseRows.put_aside(batch) for batch in batches]
-        fitted = self._fit([batch for _, batch in aside])
+        fitted = self._fit_dense([batch for _, batch in aside])
         counts = [self._split_counts(*pair) for pair in fitted]
-        needed: Room = {}
+        needed: Capacity = {}
         for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
             size = jax.tree.leaves(batch)[0].shape[0] // self._shares
             for i, count in sparse.needed(size).items():
                 needed[i] = max(needed.get(i, 0), count)
         towers = self.placement.num_towers
-        of_all = towers, self._shares // towers, room_for(needed, self._rooms)
+        common = towers, self._shares // towers, capacity_for(needed, self._capacities)
         pairs = zip(aside, fitted, strict=True)
-        return [sparse.put_back(b, *of_all) for (sparse, _), (b, _) in pairs], counts
+        return [sparse.put_back(b, *common) for (sparse, _), (b, _) in pairs], counts
 
-    def _fit(self, batches: list[PyTree]) -> list[tuple[PyTree, int]]:
-        """All padded alike: up to the smallest size so far that holds the largest."""
+    def _fit_dense(self, batches: list[PyTree]) -> list[tuple[PyTree, int]]:
+        """Pad all batches to the smallest earlier size that holds the largest."""
         leaves = jax.tree.leaves(batches)
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
@@ -357,18 +360,18 @@ class Placer:
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
         return counts_of_towers(num_valid, rows, num_towers)
 
-    def _placed_shared(self, held: list[PyTree]) -> list[PyTree]:
-        """What is no rows, on all devices; what lies there already as it is."""
+    def _place_shared(self, held: list[PyTree]) -> list[PyTree]:
+        """The values of `Shared` leaves, on all devices; copies only where needed."""
         refuse_unheld("tj.Shared in the batch", held)
 
         def one(x: Any) -> Any:
-            lies_there = are_placed(x, self.placement, Layout.MIRRORED)
-            return x if lies_there else place_own(x, self.placement, Layout.MIRRORED)
+            is_placed = are_placed(x, self.placement, Layout.MIRRORED)
+            return x if is_placed else place_own(x, self.placement, Layout.MIRRORED)
 
         return jax.tree.map(one, held)
 
-    def _kept(self, counts: np.ndarray, layout: Layout) -> jax.Array:
-        """Counts on the towers' devices; the few that occur are placed once."""
+    def _place_counts(self, counts: np.ndarray, layout: Layout) -> jax.Array:
+        """Counts on the devices, placed once each: few different ones occur."""
         key = layout, counts.tobytes()
         if key not in self._counts:
             if len(self._counts) > 64:
@@ -378,6 +381,6 @@ class Placer:
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
-def _stack(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
-    """Arrays that lie on the devices, stacked there."""
+def _stack_on_devices(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
+    """Stack arrays on the devices, without a copy to the host."""
     return lax.with_sharding_constraint(jnp.stack(leaves), sharding)

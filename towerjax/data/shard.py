@@ -1,4 +1,4 @@
-"""How does a global batch become tower slices? Checks, padding, weights."""
+"""Split a global batch over towers: checks, padding, row counts and row weights."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from towerjax.types.leaves import (
     key_data,
     listed,
     map_parts,
+    overflow_of,
     problem_of,
     refuse_unheld,
     shown,
-    wrapping,
 )
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
 
 def check_remainder(remainder: str) -> None:
-    """Raise unless the rule for uneven batches is one that there is."""
+    """Raise unless ``remainder`` is a known rule for uneven batches."""
     if remainder not in get_args(Remainder):
         raise ValueError(
             f"remainder={remainder!r} is not one of 'pad' (rows of weight 0 fill the"
@@ -39,7 +39,7 @@ def check_remainder(remainder: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Signature:
-    """What must stay the same from step to step for one program to serve them all."""
+    """The tree, shapes and dtypes of a batch: one program serves one signature."""
 
     treedef: Any
     leaves: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each
@@ -49,11 +49,11 @@ class Signature:
         return hash((self.treedef, self.leaves))
 
     def __hash__(self) -> int:
-        """Looked up at every step, so computed once."""
+        """The hash, computed once: every step looks a program up by it."""
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """The same tree of the same shapes and dtypes?"""
+        """Whether tree, shapes and dtypes are the same."""
         return self is other or (
             isinstance(other, Signature)
             and self.treedef == other.treedef
@@ -62,14 +62,14 @@ class Signature:
 
 
 def batch_signature(rows: PyTree, shared: list[PyTree] | None = None) -> Signature:
-    """The signature of a batch, as `without_shared` gives it."""
+    """The signature of a batch that `without_shared` has taken apart."""
     batch = with_shared(rows, shared) if shared else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
 
 def fingerprint_of(batch: PyTree) -> str:
-    """What the batch holds, in short: to be compared between processes."""
+    """The batch's tree, shapes and a hash of its values, to compare processes by."""
     leaves, treedef = jax.tree.flatten(batch)
     digest = hashlib.sha256()
     for leaf in leaves:
@@ -79,7 +79,7 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """The rows of a batch, and what its `Shared` leaves held."""
+    """The batch without the values of its `Shared` leaves, and these values."""
     held: list[PyTree] = []
 
     def put_aside(x: Shared) -> Shared:
@@ -90,13 +90,13 @@ def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
 
 
 def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
-    """The inverse of `without_shared`, but that the trees stand there bare."""
+    """The inverse of `without_shared`, except that ``held`` goes in as it is."""
     left = iter(held)
     return map_parts(Shared, lambda x: next(left), rows)
 
 
 def count_examples(batch: PyTree) -> int:
-    """``B``: how many examples the batch holds, once its leaves agree on that."""
+    """``B``, the number of examples; raise unless all leaves have as many rows."""
     refuse_other_than_rows(batch)
     leaves = named_leaves("batch", batch)
     if not leaves:
@@ -139,7 +139,7 @@ def count_examples(batch: PyTree) -> int:
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
-    """Raise where sparse or shared leaves come to what takes rows of arrays alone."""
+    """Raise where a leaf is sparse or `Shared`, for callers that take only arrays."""
 
     def is_shared(x: Any) -> bool:
         return isinstance(x, Shared) and x.value is not None
@@ -148,33 +148,34 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]
     if found:
         raise ValueError(
-            f"{listed(found)}, which is no rows to split or join here. What takes"
-            " tj.Shared is a step, an evaluation, a prediction, a model and tj.batches."
+            f"{listed(found)}, which has no rows to split or join here. tj.Shared is"
+            " for the batches of a step, an evaluation, a prediction, a model and"
+            " tj.batches."
         )
     found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]
     if found:
         raise ValueError(
             f"{listed(found)}, whose entries would be taken for examples here. Make"
-            " it dense: x.todense(), or x.to_dense() of IndexedRows. What splits such"
-            " leaves, by their values, is a call of a step or a model, and tj.batches;"
-            " not step.fn or step.check."
+            " it dense: x.todense(), or x.to_dense() of IndexedRows. A call of a step"
+            " or a model, and tj.batches, split such leaves by their values, not"
+            " step.fn or step.check."
         )
 
 
 def may_wrap(batch: PyTree) -> bool:
-    """Has it integers on the host that are wider than those on the devices?"""
+    """Whether the batch has host integers that are wider than the devices' 32 bits."""
     leaves = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)]
     return any(x.dtype.kind in "iu" and x.dtype.itemsize > 4 for x in leaves)
 
 
 def refuse_wrapping(batch: PyTree) -> None:
-    """Raise where integers would wrap round on their way to the devices."""
+    """Raise where an integer would wrap round when it is placed on the devices."""
     if not may_wrap(batch):
-        return  # names are made where they may be needed
+        return  # named_leaves below is slow
     bad = [
         f"{name} holds {x} of {leaf.dtype}"
         for name, leaf in named_leaves("batch", batch)
-        if (x := wrapping(leaf)) is not None
+        if (x := overflow_of(leaf)) is not None
     ]
     if bad:
         raise ValueError(
@@ -194,10 +195,10 @@ def _describe(leaf: Any) -> str:
 def fit_batch(
     batch: PyTree, shares: int, remainder: Remainder, *, full_size: int = 0
 ) -> tuple[PyTree, int]:
-    """The batch with a number of rows that all towers can share, and its examples.
+    """The batch, padded or cut so that ``shares`` divides it, and how many examples.
 
-    Padding repeats the last row, so that a padded row is as harmless as a real
-    one; it never counts, because its weight is 0.
+    Under ``"pad"`` up to ``full_size`` examples are padded to that size. Padding, whose
+    weight is 0, repeats the last row, because a row of zeros may give NaN.
     """
     size = count_examples(batch)
     refuse_wrapping(batch)
@@ -224,10 +225,10 @@ def fit_batch(
 
 
 def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
-    """As `fit_batch`, of shapes alone."""
+    """The shapes that `fit_batch` would give."""
     refuse_unheld("batch", batch, shapes=True)
     leaves, treedef = jax.tree.flatten(batch)
-    # A broadcast zero takes no memory, and is checked as a batch is.
+    # A broadcast zero passes the checks of a batch and takes no memory.
     stand_ins = [
         np.broadcast_to(np.zeros((), np.bool_), x.shape) if hasattr(x, "shape") else x
         for x in leaves
@@ -255,23 +256,23 @@ def pad_rows(batch: PyTree, size: int) -> PyTree:
     return jax.tree.map(pad, batch)
 
 
-def rows_of_towers(batch: PyTree, num_towers: int) -> PyTree:
-    """Each tower's rows, side by side."""
-    # Never -1: where a row has no elements, JAX cannot tell how many rows there are.
+def split_rows(batch: PyTree, num_towers: int) -> PyTree:
+    """Each tower's rows: ``[B, ...]`` becomes ``[T, b, ...]``."""
+    # Never -1: JAX cannot infer the number of rows of an array without elements.
     return jax.tree.map(
         lambda x: x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:]), batch
     )
 
 
-def end_to_end(rows: PyTree) -> PyTree:
-    """The inverse of `rows_of_towers`."""
+def concat_rows(rows: PyTree) -> PyTree:
+    """The inverse of `split_rows`."""
     return jax.tree.map(
         lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), rows
     )
 
 
 def explain_change(expected: Signature, got: Signature) -> str:
-    """Which leaves differ between two signatures, one bullet a leaf."""
+    """The leaves that differ between two signatures, one bullet a leaf."""
     kinds = [
         jax.tree.unflatten(
             x.treedef, [jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves]
@@ -282,7 +283,7 @@ def explain_change(expected: Signature, got: Signature) -> str:
 
 
 def refuse_unlike(signatures: Sequence[Signature]) -> None:
-    """Raise where batches that are stacked are not of one kind."""
+    """Raise where batches that are to be stacked have unlike signatures."""
     for signature in signatures[1:]:
         if signature != signatures[0]:
             raise ValueError(
@@ -294,31 +295,30 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
-    """How many of each tower's rows are examples, when the examples come first."""
+    """``[T]``: how many of each tower's rows are examples, with padding rows last."""
     left = num_valid - rows * np.arange(num_towers, dtype=np.int32)
     return np.clip(left, 0, rows).astype(np.int32)
 
 
 def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
-    """Which rows are examples."""
+    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``."""
     here = first_row + jnp.arange(rows)
     here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
     return (here < num_valid).astype(jnp.float32)
 
 
-def kind_of(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """Its leaves, its tree, and what it is to a placer; None of other than live arrays.
+def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
+    """A batch's leaves, its tree, and a key of all that a `Placer` reads but values.
 
-    To a placer that has seen one, the next of the same kind is like it in all but its
-    values.
+    The key is None where a leaf is no NumPy array or live ``jax.Array``.
     """
     leaves, treedef = jax.tree.flatten(batch)
-    kinds: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
+    key: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:
         if type(x) is np.ndarray:
-            kinds.append((x.shape, x.dtype))
+            key.append((x.shape, x.dtype))
         elif isinstance(x, jax.Array) and not (isinstance(x, Tracer) or x.is_deleted()):
-            kinds.append((x.shape, x.dtype, x.sharding))
+            key.append((x.shape, x.dtype, x.sharding))
         else:
             return leaves, treedef, None
-    return leaves, treedef, tuple(kinds)
+    return leaves, treedef, tuple(key)

@@ -1,4 +1,4 @@
-"""What can be gone through, and where does a pass through it stand?"""
+"""The sources that a data set may be made of, and the passes through them."""
 
 import dataclasses
 import inspect
@@ -15,10 +15,10 @@ from towerjax.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What a function that makes one process's input is told.
+    """The argument of a function that makes one process's input.
 
     Attributes:
-      process_index: Which process, from 0.
+      process_index: The process, from 0.
       num_processes: ``P``.
       num_towers: ``T``, of all processes.
 
@@ -33,7 +33,7 @@ class InputContext:
 
     @property
     def towers_here(self) -> int:
-        """``T / P``: how many towers this process feeds."""
+        """``T / P``: the number of towers that this process feeds."""
         return self.num_towers // self.num_processes
 
     def part_of(self, batch_size: int) -> int:
@@ -58,7 +58,7 @@ class InputContext:
 
 
 def check_source(source: Any) -> bool:
-    """Does each process get a part of its own from it?"""
+    """Whether the source makes each process's own part; raise if it is no source."""
     if isinstance(source, Mapping | np.ndarray | jax.Array | str | bytes):
         raise ValueError(
             f"distribute_dataset goes through an iterable of batches, but got a"
@@ -90,7 +90,7 @@ def _required_arguments(fn: Callable[..., Any]) -> int:
     return sum(p.kind in positional and p.default is p.empty for p in parameters)
 
 
-def opened(source: Any, context: InputContext) -> Iterator[Any]:
+def open_source(source: Any, context: InputContext) -> Iterator[Any]:
     """An iterator through the source."""
     if is_function(source):
         made = source(context) if _required_arguments(source) else source()
@@ -101,12 +101,12 @@ def opened(source: Any, context: InputContext) -> Iterator[Any]:
                 " batches, or a loader."
             )
         source = made
-    # tf.data offers its elements without their tensors.
+    # tf.data gives NumPy arrays instead of tensors by this method.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
 
 def is_function(source: Any) -> bool:
-    """Is it none that can be gone through itself?"""
+    """Whether the source is to be called, since it cannot be iterated."""
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
@@ -116,12 +116,12 @@ def as_arrays(element: PyTree) -> PyTree:
 
 
 def _as_array(leaf: Any) -> Any:
-    """Tensors of other libraries by what they offer; everything else as it is."""
+    """A tensor of another library as an array; any other leaf as it is."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
-    if hasattr(leaf, "detach"):  # PyTorch: out of its graph, off its device
+    if hasattr(leaf, "detach"):  # PyTorch
         leaf = leaf.detach().cpu()
-        if "bfloat16" in str(leaf.dtype):  # which NumPy does not know
+        if "bfloat16" in str(leaf.dtype):  # NumPy does not know it
             return jnp.from_dlpack(leaf)
     if hasattr(leaf, "numpy"):
         return np.asarray(leaf.numpy())
@@ -133,21 +133,21 @@ def _as_array(leaf: Any) -> Any:
 Stream: TypeAlias = Generator[tuple[PlacedBatch, Any], None, None]
 
 
-class Pass(Iterator[PlacedBatch]):
-    """One time through a data set; a thread of its own places batches in advance."""
+class DataPass(Iterator[PlacedBatch]):
+    """One iteration over a data set, whose thread places batches in advance."""
 
     def __init__(self, begin: Callable[[int], Stream]) -> None:
         self._begin, self._stream = begin, begin(0)
         self._after: Any = None
-        self._failure: str | None = None  # which ended the stream
+        self._failure: str | None = None  # the exception that ended the stream
 
     def __next__(self) -> PlacedBatch:
         """The next batch, on its devices."""
         if self._failure is not None:
             raise ValueError(
-                f"This pass through the data ended with {self._failure}, and does not"
-                " go on. Begin another, iter(dataset): one of an iterator that can go"
-                " on begins after what it gave last."
+                f"This pass through the data ended with {self._failure}, and cannot"
+                " continue. Begin another, iter(dataset): over an iterator that is not"
+                " exhausted it begins after the last element."
             )
         try:
             placed, self._after = next(self._stream)
@@ -162,8 +162,8 @@ class Pass(Iterator[PlacedBatch]):
         self._stream.close()
 
 
-class ResumablePass(Pass):
-    """A pass that says where it is, and can be told: its source can."""
+class ResumableDataPass(DataPass):
+    """A pass with a cursor, over a source that has one."""
 
     def __init__(self, begin: Callable[[int], Stream], elements: Any) -> None:
         super().__init__(begin)
@@ -171,11 +171,11 @@ class ResumablePass(Pass):
         self._after = {"elements": elements.get_state(), "rows": 0}
 
     def get_state(self) -> dict[str, Any]:
-        """The source's place after the last batch, and how many rows towers have."""
+        """The source's cursor after the last batch, and the rows of each tower."""
         return self._after
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue after the batch that `get_state` was called after."""
         if set(state) != {"elements", "rows"}:
             raise ValueError(
                 f"A place in a distributed data set has 'elements' and 'rows', but got"

@@ -1,4 +1,4 @@
-"""How do the sparse leaves of a batch reach the towers? Each row with its entries."""
+"""Split the sparse leaves of a batch over towers: each row keeps its entries."""
 
 import dataclasses
 import functools
@@ -8,27 +8,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuilt
+from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuild
 from towerjax.data.shard import refuse_wrapping
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import listed, refuse_unheld
 
-Room = dict[int, int]
-"""Number of a leaf -> how many entries each part of the batch has room for."""
+Capacity = dict[int, int]
+"""Index of a leaf -> capacity: the entries that each part of the batch is padded to."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entries:
-    """A sparse leaf on the host, entry by entry."""
+    """The entries of a sparse leaf, on the host."""
 
-    leaf: Any  # the leaf; read for its kind
+    leaf: Any  # the leaf; read for its type
     values: np.ndarray  # [e, ...]
-    indices: np.ndarray  # [e, n], of which the first says the row
+    indices: np.ndarray  # [e, n]; column 0 is the row
     shape: tuple[int, ...]  # [B, ...]
 
     @classmethod
-    def of(cls, name: str, leaf: Any) -> "Entries":
-        """Those of a leaf that are in its shape."""
+    def from_leaf(cls, name: str, leaf: Any) -> "Entries":
+        """The entries of a leaf, without the padding among them."""
         if is_rows(leaf):
             leaf.check_range(name)
             values, indices = leaf.values, np.asarray(leaf.indices)[:, None]
@@ -40,62 +40,68 @@ class Entries:
                 f"{name} has the index {indices.min()}, but entries are counted from 0."
                 " Add the size of the dim to indices that count from its end."
             )
-        # By an index from the dim's size on, JAX marks what only fills up.
+        # JAX marks a padding entry by an index beyond the dim.
         inside = (indices < np.array(shape[: indices.shape[1]])).all(axis=1)
         indices = indices.astype(np.promote_types(indices.dtype, np.int32))
         return cls(leaf, np.asarray(values)[inside], indices[inside], shape)
 
     @functools.cached_property
     def by_row(self) -> tuple[np.ndarray, np.ndarray]:
-        """The entries' order by row, and where in it each of ``B + 1`` rows begins."""
+        """The entries sorted by row, and where each of ``B + 1`` rows begins there."""
         order = np.argsort(self.indices[:, 0], kind="stable")
         rows = np.arange(self.shape[0] + 1)
         return order, np.searchsorted(self.indices[order, 0], rows)
 
-    def taken(self, rows: np.ndarray) -> Any:
-        """The leaf of some of the rows, in this order."""
+    def take(self, rows: np.ndarray) -> Any:
+        """The leaf with only the given rows, in this order."""
         order, starts = self.by_row
         counts = starts[rows + 1] - starts[rows]
         before = np.cumsum(counts) - counts
-        own = order[np.arange(counts.sum()) + np.repeat(starts[rows] - before, counts)]
-        indices = self.indices[own].copy()
+        entries = order[
+            np.arange(counts.sum()) + np.repeat(starts[rows] - before, counts)
+        ]
+        indices = self.indices[entries].copy()
         indices[:, 0] = np.repeat(np.arange(len(rows)), counts)
-        return self._leaf(self.values[own], indices, len(rows))
+        return self._rebuild(self.values[entries], indices, len(rows))
 
-    def most(self, size: int) -> int:
-        """The most entries that ``size`` rows in a row have; 1 where none has any."""
+    def max_per_block(self, size: int) -> int:
+        """The entries of the fullest block of ``size`` rows; at least 1."""
         return int(np.bincount(self.indices[:, 0] // size).max(initial=1))
 
-    def dealt(self, size: int, parts: int, room: int, rows: int) -> Any:
-        """The entries of each part of the batch, side by side; others are left out."""
+    def split(self, size: int, parts: int, capacity: int, rows: int) -> Any:
+        """The leaf in ``parts`` of ``size`` rows, each padded to ``capacity`` entries.
+
+        ``rows``, the rows of its shape, are those of one tower, as the tower sees it.
+        """
         order, starts = self.by_row
-        ends = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
-        values = np.zeros((parts, room, *self.values.shape[1:]), self.values.dtype)
+        bounds = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
+        values = np.zeros((parts, capacity, *self.values.shape[1:]), self.values.dtype)
         width = self.indices.shape[1]
+        # Padding: a row of zeros at index 0, or for JAX an index beyond the dims.
         outside = 0 if is_rows(self.leaf) else np.array((size, *self.shape[1:width]))
-        indices = np.empty((parts, room, width), self.indices.dtype)
+        indices = np.empty((parts, capacity, width), self.indices.dtype)
         indices[:] = outside
         for part in range(parts):
-            own = order[ends[part] : ends[part + 1]]
-            values[part, : len(own)] = self.values[own]
-            indices[part, : len(own)] = self.indices[own]
-            indices[part, : len(own), 0] -= part * size
-        return self._leaf(
+            entries = order[bounds[part] : bounds[part + 1]]
+            values[part, : len(entries)] = self.values[entries]
+            indices[part, : len(entries)] = self.indices[entries]
+            indices[part, : len(entries), 0] -= part * size
+        return self._rebuild(
             values.reshape(-1, *values.shape[2:]), indices.reshape(-1, width), rows
         )
 
-    def _leaf(self, values: Any, indices: np.ndarray, rows: int) -> Any:
+    def _rebuild(self, values: Any, indices: np.ndarray, rows: int) -> Any:
         if is_rows(self.leaf):
             indices = indices[:, 0]
-        return rebuilt(self.leaf, values, indices, (rows, *self.shape[1:]))
+        return rebuild(self.leaf, values, indices, (rows, *self.shape[1:]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseRows:
     """The sparse leaves of a batch, put aside while its dense leaves are fitted."""
 
-    treedef: Any  # of the batch, a sparse leaf counting as one
-    leaves: Mapping[int, Any]  # number of the leaf -> its Entries
+    treedef: Any  # of the batch, where a sparse leaf is one leaf
+    leaves: Mapping[int, Any]  # index of the leaf -> its Entries, or a batched BCOO
 
     @classmethod
     def put_aside(cls, batch: PyTree) -> tuple["SparseRows", PyTree]:
@@ -112,58 +118,58 @@ class SparseRows:
             if getattr(leaf, "n_batch", 0):
                 values[i] = leaves[i] = _row_by_row(leaf)
             else:
-                sparse[i] = Entries.of(named[i][0], leaf)
+                sparse[i] = Entries.from_leaf(named[i][0], leaf)
                 values[i] = sparse[i].values
                 leaves[i] = np.zeros(sparse[i].shape[0], np.bool_)
         refuse_wrapping(jax.tree.unflatten(treedef, values))
         return cls(treedef, sparse), jax.tree.unflatten(treedef, leaves)
 
-    def needed(self, size: int) -> Room:
-        """How many entries the fullest part of the batch has, of each leaf."""
+    def needed(self, size: int) -> Capacity:
+        """The entries of the fullest part of the batch, for each leaf."""
         entries = {i: x for i, x in self.leaves.items() if isinstance(x, Entries)}
-        return {i: x.most(size) for i, x in entries.items()}
+        return {i: x.max_per_block(size) for i, x in entries.items()}
 
-    def taken(self, rows: np.ndarray, batch: PyTree) -> PyTree:
-        """Some rows of the batch."""
-        return self._joined(batch, len(rows), lambda x, i: x.taken(rows))
+    def take(self, rows: np.ndarray, batch: PyTree) -> PyTree:
+        """The batch with only the given rows; ``batch`` holds its dense leaves."""
+        return self._replace(batch, len(rows), lambda x, i: x.take(rows))
 
     def put_back(
-        self, batch: PyTree, num_towers: int, parts: int, room: Room
+        self, batch: PyTree, num_towers: int, parts: int, capacity: Capacity
     ) -> PyTree:
-        """The fitted batch with each tower's entries in the places of the stand-ins."""
+        """The fitted batch, its stand-ins replaced by each tower's entries."""
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
         size, parts = rows // parts, num_towers * parts
-        return self._joined(
-            batch, rows, lambda x, i: x.dealt(size, parts, room[i], rows)
+        return self._replace(
+            batch, rows, lambda x, i: x.split(size, parts, capacity[i], rows)
         )
 
-    def _joined(self, batch: PyTree, rows: int, leaf_of: Any) -> PyTree:
+    def _replace(self, batch: PyTree, rows: int, leaf_of: Any) -> PyTree:
         items = self.treedef.flatten_up_to(batch)
         for i, leaf in self.leaves.items():
             if isinstance(leaf, Entries):
                 items[i] = leaf_of(leaf, i)
             else:
                 data, indices = items[i]
-                items[i] = rebuilt(leaf, data, indices, (rows, *leaf.shape[1:]))
+                items[i] = rebuild(leaf, data, indices, (rows, *leaf.shape[1:]))
         return jax.tree.unflatten(self.treedef, items)
 
 
-def room_for(needed: Room, rooms: list[Room]) -> Room:
-    """The first of the rooms so far that is large enough, or a new one."""
-    for room in rooms:
-        if all(room.get(i, 0) >= count for i, count in needed.items()):
-            return room
-    room = dict(rooms[-1]) if rooms else {}
+def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
+    """The first earlier capacity that is large enough, else new powers of 2."""
+    for capacity in capacities:
+        if all(capacity.get(i, 0) >= count for i, count in needed.items()):
+            return capacity
+    capacity = dict(capacities[-1]) if capacities else {}
     for i, count in needed.items():
-        room[i] = max(room.get(i, 1), 1 << (count - 1).bit_length())
-    rooms.append(room)
-    return room
+        capacity[i] = max(capacity.get(i, 1), 1 << (count - 1).bit_length())
+    capacities.append(capacity)
+    return capacity
 
 
 def _row_by_row(leaf: Any) -> tuple[np.ndarray, ...]:
-    """The arrays of a ``BCOO`` with batch dims, where one row stood for all."""
+    """The arrays of a ``BCOO`` with batch dims, with a row for each example."""
     arrays = map(np.asarray, (leaf.data, leaf.indices))
     return tuple(np.broadcast_to(x, (leaf.shape[0], *x.shape[1:])) for x in arrays)
 

@@ -1,4 +1,4 @@
-"""How is one model function trained, evaluated and served on all devices?"""
+"""Train, evaluate, predict with and export one model function on all devices."""
 
 from towerjax.estimator.export import Exported as Exported
 from towerjax.estimator.export import export_model as export_model

@@ -1,4 +1,4 @@
-"""What is a model function asked with, and which options has a model?"""
+"""A model's options, and the arguments with which its function is called."""
 
 import copy
 import dataclasses
@@ -12,7 +12,8 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.towers.cross_tower.constant import key_of
-from towerjax.towers.executors import tower_explained
+from towerjax.towers.executors import explain_errors
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_flag, check_function, check_whole
@@ -40,8 +41,8 @@ class ModelOptions:
         check_flag("donate", self.donate)
         check_whole("max_programs", self.max_programs, or_none=True)
 
-    def check_state(self, strategy: Any) -> None:
-        """Raise where a strategy and these options say two things of the variables."""
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise where the strategy's state layout or ops do not fit these options."""
         if isinstance(strategy.cross_tower_ops, KeepsState):
             raise ValueError(
                 f"cross_tower_ops={strategy.cross_tower_ops!r} keeps a state, for which"
@@ -56,25 +57,25 @@ class ModelOptions:
 
 
 _BY_NAME = ("features", "labels", "mode")
-_WHERE_ASKED = ("params", "config", "tower")
+_OPTIONAL = ("params", "config", "tower")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFn:
-    """A model function, of any first name, and what it asks for."""
+    """A model function, and which of params, config and tower its signature has."""
 
     fn: Callable[..., Any]
-    asks_for: frozenset[str]  # of params, config and tower
-    # Those of them with a value where none is given: a default, or functools.partial's.
-    has_own: frozenset[str] = frozenset()
+    accepts: frozenset[str]  # of params, config and tower
+    # Those with a default, or a value of functools.partial, used where None is given.
+    has_default: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
-        """A function whose signature is that of a model function."""
+        """Wrap ``fn``; raise unless its signature is that of a model function."""
         check_function("model_fn", fn, "model_fn(variables, features, labels, mode)")
         parameters = dict(inspect.signature(fn).parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return cls(fn, frozenset(_WHERE_ASKED))
+            return cls(fn, frozenset(_OPTIONAL))
         first, *named = list(parameters) or [""]
         missing = [name for name in _BY_NAME if name not in (first, *named)]
         if first in _BY_NAME:  # as TensorFlow's model functions are written
@@ -82,7 +83,7 @@ class ModelFn:
         unknown = [
             name
             for name in named
-            if name not in _BY_NAME + _WHERE_ASKED
+            if name not in _BY_NAME + _OPTIONAL
             and parameters[name].default is inspect.Parameter.empty
         ]
         if missing or unknown:
@@ -93,20 +94,20 @@ class ModelFn:
                 " function is def model_fn(variables, features, labels, mode,"
                 " params=None, config=None, tower=None), the last three as you like."
             )
-        asks_for = frozenset(_WHERE_ASKED) & set(named)
+        accepts = frozenset(_OPTIONAL) & set(named)
         empty = inspect.Parameter.empty
-        has_own = {name for name in asks_for if parameters[name].default is not empty}
-        return cls(fn, asks_for, frozenset(has_own) - {"tower"})
+        has_default = {x for x in accepts if parameters[x].default is not empty}
+        return cls(fn, accepts, frozenset(has_default) - {"tower"})
 
     @property
     def name(self) -> str:
-        """What the function is called."""
+        """The function's name."""
         return getattr(self.fn, "__name__", repr(self.fn))
 
-    def refuse_unasked(self, given: Mapping[str, Any]) -> None:
-        """Raise where an argument is given that the function would never see."""
+    def refuse_unaccepted(self, given: Mapping[str, Any]) -> None:
+        """Raise where an argument is given that the signature does not have."""
         for name, value in given.items():
-            if value is not None and name not in self.asks_for:
+            if value is not None and name not in self.accepts:
                 raise ValueError(
                     f"{name} was given, but model_fn has no parameter {name!r}. Add"
                     f" {name}=None to its signature, or leave {name} out."
@@ -120,17 +121,17 @@ class ModelFn:
         tower: Tower,
         given: Mapping[str, Any],
     ) -> ModelSpec:
-        """What it returns for one tower."""
-        values = {**copied(given), "tower": tower}
-        asked = {
+        """Call the function for one tower; raise unless it returns a fitting spec."""
+        values = {**copy_arguments(given), "tower": tower}
+        accepted = {
             name: values[name]
-            for name in self.asks_for
-            if values[name] is not None or name not in self.has_own
+            for name in self.accepts
+            if values[name] is not None or name not in self.has_default
         }
         data = {"features": batch["features"], "labels": batch.get("labels")}
         try:
-            with tower_explained():
-                spec = self.fn(variables, **data, mode=mode, **asked)
+            with explain_errors():
+                spec = self.fn(variables, **data, mode=mode, **accepted)
         except (TypeError, AttributeError) as error:
             if "labels" not in batch:
                 error.add_note(f"No labels were given: labels is None in {mode!r}.")
@@ -149,30 +150,30 @@ class ModelFn:
         return spec
 
 
-def where_given(**arguments: Any) -> dict[str, Any]:
-    """The arguments that are not None, to hand on."""
+def not_none(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Keys that change when the values do: another program is compiled for them."""
+    """Keys of the values, by which programs are cached: values are compiled in."""
     try:
         return tuple(key_of(name, value) for name, value in given.items())
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"{error}. {_PLAIN}") from error
+        raise ValueError(f"{error}. {_PLAIN_VALUES}") from error
 
 
-def copied(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the arguments, so that what one call changes no other one sees."""
+def copy_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of the arguments, so that no call sees another call's changes."""
     try:
         return copy.deepcopy(dict(given))
     except TypeError as error:
         raise ValueError(
-            f"A copy is made of {', '.join(given)}: {error}. {_PLAIN}"
+            f"A copy is made of {', '.join(given)}: {error}. {_PLAIN_VALUES}"
         ) from error
 
 
-_PLAIN = (
+_PLAIN_VALUES = (
     "params and config are plain values, fixed when the step is compiled: numbers,"
     " strings, mappings, sequences or dataclasses; put arrays into variables, or write"
     " float(...)."

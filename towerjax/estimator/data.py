@@ -1,4 +1,4 @@
-"""How does a model's data become batches? Pairs made one tree, epochs joined."""
+"""Iterate over a model's data: pairs as one tree, epoch after epoch."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,21 +7,21 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.data.feed import anew, close
+from towerjax.data.feed import as_reusable, close
 from towerjax.data.ledger import Unused
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.types import PyTree
 from towerjax.types.options import check_whole
 
-_END: Any = object()
+_EXHAUSTED: Any = object()
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-"""Batches ``(features, labels)`` or features alone, or a function that gives them."""
+"""Batches ``(features, labels)`` or features, or a function that returns them."""
 
 
 def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
-    """``(features, labels)`` as one tree, as the steps of a model take it."""
+    """``(features, labels)`` as the dict that the steps of a model take."""
     if isinstance(element, PlacedBatch):
         arrays = as_batch(element.arrays, with_labels=with_labels)
         args = (arrays, *element.args[1:])
@@ -48,19 +48,19 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Passes:
-    """Passes over a data set, as batches of one tree; each ``iter`` starts anew."""
+class Epochs:
+    """Epochs of a data set, as an iterable of dicts; each ``iter`` starts again."""
 
-    name: str  # what the caller calls the data
+    name: str  # the name of the caller's argument
     data: Data
     epochs: int | None = 1  # None never ends
-    most: int | None = None  # no more batches than this, in all
+    most: int | None = None  # at most so many batches, over all epochs
     with_labels: bool = True
 
-    comes_again = True  # a pass of another process begins with the same batches
+    is_reproducible = True  # assumed: a restarted job gets the same batches
 
     def __post_init__(self) -> None:
-        """Check the data as far as that takes none of it."""
+        """Check the data without taking a batch from it."""
         check_whole("epochs", self.epochs, or_none=True)
         check_whole("steps", self.most, or_none=True)
         if _is_one_batch(self.data):
@@ -76,96 +76,96 @@ class Passes:
             )
         if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
-            data = anew(self.name, self.data, f"epochs{epochs} goes through it again")
-            object.__setattr__(self, "data", data)
+            why = f"epochs{epochs} goes through it again"
+            object.__setattr__(self, "data", as_reusable(self.name, self.data, why))
 
     @property
     def used_before(self) -> int:
-        """How many batches a run used of those that it left."""
+        """How many batches an interrupted run had used, where ``data`` is its rest."""
         return getattr(self.data, "used_before", 0)
 
     @property
     def prefetches(self) -> bool:
-        """Has the data a thread of its own that places batches in advance?"""
+        """Whether the data has its own thread that places batches in advance."""
         return bool(getattr(self.data, "prefetches", False))
 
     def __iter__(self) -> Iterator[PyTree]:
-        """The batches; what a pass opened is closed with it."""
-        return _Through(self)
+        """The batches; closing the iterator closes what it opened."""
+        return _EpochsIterator(self)
 
-    def made(self) -> Iterable[Any]:
+    def open_epoch(self) -> Iterable[Any]:
         """The data of one epoch."""
         if isinstance(self.data, Iterable):
             return self.data
-        made = self.data()
-        if _is_one_batch(made) or not isinstance(made, Iterable):
+        opened = self.data()
+        if _is_one_batch(opened) or not isinstance(opened, Iterable):
             raise ValueError(
-                f"The function {self.name} returned a {type(made).__name__}, which is"
+                f"The function {self.name} returned a {type(opened).__name__}, which is"
                 " no iterable of batches. Return a list, or tj.batches(...)."
             )
-        return made
+        return opened
 
 
-class _Through(Iterator[PyTree]):
-    """Once through all passes; where data raises and can go on, this can too."""
+class _EpochsIterator(Iterator[PyTree]):
+    """One iteration over all epochs; it can continue after data that raised."""
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes, self._epoch, self._left = passes, 0, passes.most
+    def __init__(self, source: Epochs) -> None:
+        self._source, self._epoch, self._left = source, 0, source.most
         self._elements: Iterator[Any] | None = None  # of this epoch
         self._is_empty = self._failed = False
-        # A run made batches of it before.
-        self._is_ready = isinstance(passes.data, Unused)
+        # Its batches are dicts, or placed, already.
+        self._is_ready = isinstance(source.data, Unused)
 
     def __next__(self) -> PyTree:
-        """The next batch, of the next epoch where one ends."""
+        """The next batch; begins the next epoch where one has ended."""
         while self._left != 0:
             if self._elements is None:
-                self._elements, self._is_empty = iter(self._passes.made()), True
+                self._elements, self._is_empty = iter(self._source.open_epoch()), True
             try:
-                element = next(self._elements, _END)
+                element = next(self._elements, _EXHAUSTED)
             except BaseException:
                 self._failed = True
                 raise
-            if element is _END:
+            if element is _EXHAUSTED:
                 self._end_epoch()
                 continue
             self._is_empty = self._failed = False
-            left, self._left = self._left, 0  # nothing follows what is malformed
+            left, self._left = self._left, 0  # a malformed batch ends the iteration
             if not self._is_ready:
-                element = as_batch(element, with_labels=self._passes.with_labels)
+                element = as_batch(element, with_labels=self._source.with_labels)
             self._left = None if left is None else left - 1
             return element
         self.close()
         raise StopIteration
 
     def _end_epoch(self) -> None:
-        passes = self._passes
+        source = self._source
         self._close_elements()
         self._epoch += 1
-        # What an exception ended, as it does a generator, has not come to its end.
+        # A generator that raised looks exhausted, but its epoch was not complete.
         if self._failed or (self._is_empty and self._epoch == 1):
             self._left = 0
         elif self._is_empty:
             raise ValueError(
-                f"{passes.name} gave no batches in epoch {self._epoch}: it was gone"
+                f"{source.name} gave no batches in epoch {self._epoch}: it was gone"
                 " through before. A function must make them anew each time."
             )
-        elif self._epoch == passes.epochs:
+        elif self._epoch == source.epochs:
             self._left = 0
 
     def close(self) -> None:
-        """Close what was opened here: an iterator that was passed in stays open."""
+        """Close the iterator of this epoch, unless the caller passed it in."""
         self._left = 0
         self._close_elements()
 
     def _close_elements(self) -> None:
         elements, self._elements = self._elements, None
-        if elements is not None and elements is not self._passes.data:
+        if elements is not None and elements is not self._source.data:
             close(elements)
 
 
 def _is_one_batch(data: Any) -> bool:
     arrays = Mapping | np.ndarray | jax.Array | PlacedBatch | str | bytes
-    if isinstance(data, tuple) and len(data) == 2:  # (features, labels) by itself?
+    if isinstance(data, tuple) and len(data) == 2:  # perhaps (features, labels)
         return isinstance(data[0], arrays)
     return isinstance(data, arrays)

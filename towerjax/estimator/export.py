@@ -1,4 +1,4 @@
-"""How does a trained model leave Python? As programs with its variables inside."""
+"""Export a trained model as serialized programs that contain its variables."""
 
 import dataclasses
 import json
@@ -27,9 +27,9 @@ from towerjax.estimator.variables import check_copies
 from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.state import TrainState
-from towerjax.towers.one_axis import on_these_devices
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
+from towerjax.towers.tower_axis import lower_tower_axis
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import PyTree, named_leaves
@@ -41,7 +41,7 @@ from towerjax.types.leaves import (
     map_parts,
     native,
 )
-from towerjax.types.options import check_does, optional
+from towerjax.types.options import check_methods, require
 from towerjax.types.version import __version__
 
 _FORMAT = 1
@@ -53,7 +53,7 @@ class Exported:
     """An exported model, as `load_exported` returns it: one program a signature.
 
     Attributes:
-      signatures: Name -> what its outputs are: ``kind`` (``"predict"``,
+      signatures: Name -> a description of its outputs: ``kind`` (``"predict"``,
         ``"regression"``, ``"classification"``) and, for classes with names,
         ``classes``.
     """
@@ -66,14 +66,15 @@ class Exported:
 
         Args:
           features: As the model was exported for, with any number of rows.
-          signature: Its name; may be left out where there is one.
+          signature: Its name; optional where there is only one.
 
         Returns:
           Name -> array: a classification's ``scores`` and ``classes``, a regression's
-          ``value``, what a ``PredictOutput`` held.
+          ``value``, the ``outputs`` of a ``PredictOutput``.
 
         Raises:
-          ValueError: There is no such signature, or features are of another kind.
+          ValueError: There is no such signature, or features differ in their tree,
+            shapes or dtypes.
         """
         if signature is None and len(self._programs) == 1:
             signature = next(iter(self._programs))
@@ -84,32 +85,32 @@ class Exported:
         refuse_wrapping({"features": features})
         features = jax.tree.map(lambda x: jnp.asarray(native(x)), features)
         program = self._programs[signature]
-        _check_kind(features, program)
+        _check_features(features, program)
         return program.call(features)
 
 
-def _check_kind(features: PyTree, program: Any) -> None:
-    """Raise unless features are, but for their rows, what it was exported for."""
+def _check_features(features: PyTree, program: Any) -> None:
+    """Raise unless features have the program's tree, shapes and dtypes, rows aside."""
     ((expected,), _) = jax.tree.unflatten(program.in_tree, program.in_avals)
-    kinds, asked = _kinds(features), _kinds(expected)
-    if kinds != asked:
+    given, expected = _describe_leaves(features), _describe_leaves(expected)
+    if given != expected:
         raise ValueError(
-            f"The model was exported for {_listed(asked)}, but got {_listed(kinds)}."
+            f"The model was exported for {_join(expected)}, but got {_join(given)}."
         )
     empty = [name for name, x in named_leaves("features", features) if not x.shape[0]]
     if empty:
         raise ValueError(f"{', '.join(empty)} has no rows.")
 
 
-def _kinds(features: PyTree) -> dict[str, str]:
+def _describe_leaves(features: PyTree) -> dict[str, str]:
     return {
         name: f"{x.dtype}[{', '.join(['b', *map(str, x.shape[1:])][: x.ndim])}]"
         for name, x in named_leaves("features", features)
     }
 
 
-def _listed(kinds: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {kind}" for name, kind in kinds.items()) or "nothing"
+def _join(leaves: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {x}" for name, x in leaves.items()) or "nothing"
 
 
 def export_model(
@@ -122,28 +123,28 @@ def export_model(
     config: Any = None,
     platforms: Sequence[str] = _PLATFORMS,
 ) -> None:
-    """Write the model's exported outputs as programs that need no Python of the model.
+    """Write the model's exported outputs as programs that run without the model's code.
 
     Each of ``export_outputs`` that the model function returns in ``Mode.PREDICT``
     becomes a program of one tower, with the variables inside, for any number of rows;
     without ``export_outputs``, the predictions become one, called ``"predictions"``.
-    Tower-local variables are read as one value. The directory appears whole or not at
-    all; of several processes, the first writes it.
+    Tower-local variables are reduced to one value. The directory appears whole or not
+    at all; of several processes, the first writes it.
 
     Args:
       model: The model.
       variables: As the model takes them.
-      features: Arrays or shapes ``[B, ...]``; only kinds are read, not ``B``.
-      directory: Where to; must not exist.
-      params: Hyperparameters, where the model function asks for them.
-      config: What else it asks for.
-      platforms: Where the programs shall run, as JAX calls them.
+      features: Arrays or shapes ``[B, ...]``; only shapes and dtypes are read, not
+        ``B``.
+      directory: Where to write; must not exist.
+      params: Hyperparameters, if the model function has the parameter ``params``.
+      config: Anything else, if it has the parameter ``config``.
+      platforms: JAX's names of the platforms on which the programs shall run.
 
     Raises:
       ValueError: The directory exists, the model function returns nothing to export,
-        an argument is not what it must be, variables are not as ``model.init`` makes
-        them, or the package flatbuffers, by which JAX writes programs, is not
-        installed.
+        an argument has a wrong type, variables are not as ``model.init`` makes them,
+        or the package flatbuffers, with which JAX writes programs, is missing.
 
     Example:
       >>> import tempfile, optax, towerjax as tj
@@ -158,19 +159,19 @@ def export_model(
     target = pathlib.Path(directory)
     if target.exists():
         raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
-    _check_arguments(model, features, platforms)
+    _check_export(model, features, platforms)
     _require_flatbuffers()
     given = {"params": params, "config": config}
-    model.model_fn.refuse_unasked(given)
+    model.model_fn.refuse_unaccepted(given)
     variables = _as_one_tower(variables, model.strategy.num_towers)
-    specs = _symbolic(features)
+    specs = _symbolic_shapes(features)
     programs = {}
     try:
         signatures = _signatures(model, variables, specs, given)
         for name in signatures:
 
             def serve(features: PyTree, name: str = name) -> PyTree:
-                return _outputs(_spec_of(model, variables, features, given), name)
+                return _outputs(_call_model(model, variables, features, given), name)
 
             exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
             programs[name] = exported(specs).serialize()
@@ -185,8 +186,8 @@ def export_model(
         _write(target, programs, signatures)
 
 
-def _check_arguments(model: Any, features: PyTree, platforms: Any) -> None:
-    check_does("model", model, "model_fn", MAKE_MODEL)
+def _check_export(model: Any, features: PyTree, platforms: Any) -> None:
+    check_methods("model", model, "model_fn", MAKE_MODEL)
     refuse_other_than_rows(features, "features")
     bad = [
         f"{name} is a {type(x).__name__}"
@@ -210,14 +211,14 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     """A model that `export_model` wrote.
 
     Args:
-      directory: Where it is.
+      directory: The directory that `export_model` wrote.
 
     Returns:
       An `Exported`.
 
     Raises:
-      ValueError: It is no exported model, or of a later format; or a file is missing,
-        too many, or not what was written, to the last byte; names it.
+      ValueError: The directory holds no exported model, or one of another format; a
+        file is missing, unknown or changed; or the package flatbuffers is missing.
 
     Example:
       >>> load_exported("nowhere")
@@ -247,12 +248,12 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
         raise ValueError(f"{str(index)!r} is damaged. Export the model anew.")
     check_manifest(source, "exported model", "Export the model anew.")
     programs = {
-        name: _program(source, entry.get("file")) for name, entry in signatures.items()
+        name: _read_program(source, x.get("file")) for name, x in signatures.items()
     }
     return Exported(signatures, programs)
 
 
-def _program(source: pathlib.Path, name: Any) -> Any:
+def _read_program(source: pathlib.Path, name: Any) -> Any:
     file = source / str(name)
     if file.resolve().parent != source.resolve():
         raise ValueError(
@@ -268,13 +269,13 @@ def _program(source: pathlib.Path, name: Any) -> Any:
 
 
 def _require_flatbuffers() -> None:
-    optional("flatbuffers", "A program that JAX writes or reads", "'towerjax[export]'")
+    require("flatbuffers", "A program that JAX writes or reads", "'towerjax[export]'")
 
 
 def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
     """The variables as one tower sees them in PREDICT, on the default device.
 
-    JAX arrays: NumPy's own take no traced index, as in ``table[ids]``.
+    JAX arrays, because NumPy arrays take no traced index, as in ``table[ids]``.
     """
     nodes = jax.tree.leaves(variables, is_leaf=is_local)
     check_copies([x for x in nodes if is_local(x)], num_towers)
@@ -288,8 +289,8 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(on_host, map_parts(TowerLocal, one, variables))
 
 
-def _symbolic(features: PyTree) -> PyTree:
-    """Shapes in which the number of rows is left open."""
+def _symbolic_shapes(features: PyTree) -> PyTree:
+    """Shapes with a symbolic number of rows."""
     (rows,) = jax.export.symbolic_shape("b")
 
     def of(x: Any) -> jax.ShapeDtypeStruct:
@@ -298,10 +299,10 @@ def _symbolic(features: PyTree) -> PyTree:
     return jax.tree.map(of, features)
 
 
-def _spec_of(
+def _call_model(
     model: ReplicatedModel, variables: PyTree, features: PyTree, given: Any
 ) -> ModelSpec:
-    """What the model function says of these features, on one tower."""
+    """Call the model function in PREDICT, on one tower."""
     axes = TowerAxes(1, 1, device_axis=False, in_turn=False, platform="")
     state, local = None, None
     if isinstance(variables, TrainState):
@@ -309,17 +310,17 @@ def _spec_of(
     rows = jax.tree.leaves(features)[0].shape[0]
     size = {"num_valid": jnp.int32(rows), "rows": rows}
 
-    def alone(batch: PyTree) -> ModelSpec:
+    def call(batch: PyTree) -> ModelSpec:
         tower = tower_of(OneDevice(), axes, jnp.int32(0), state, local=local, **size)
         return model.model_fn.call(variables, batch, Mode.PREDICT, tower, given)
 
-    return on_these_devices(alone, axes)({"features": features})
+    return lower_tower_axis(call, axes)({"features": features})
 
 
 def _signatures(
     model: ReplicatedModel, variables: PyTree, specs: PyTree, given: Any
 ) -> dict[str, dict[str, Any]]:
-    spec = jax.eval_shape(lambda x: _spec_of(model, variables, x, given), specs)
+    spec = jax.eval_shape(lambda x: _call_model(model, variables, x, given), specs)
     found: dict[str, dict[str, Any]] = {}
     for name, output in (spec.export_outputs or {}).items():
         if isinstance(output, PredictOutput):

@@ -1,4 +1,4 @@
-"""How do the losses of T towers become one? Exactly, over the global batch."""
+"""Reduce the towers' losses and gradients, exactly over the global batch."""
 
 import dataclasses
 import enum
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.meeting import meet
-from towerjax.metrics.rows import element_weights, numbers
+from towerjax.estimator.split_program import meet
+from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import SUMMED_BY_STEP
 from towerjax.towers.outputs import as_tower_output
@@ -19,14 +19,14 @@ from towerjax.types import PyTree, Reduction, Sum
 
 
 class LossReduction(enum.Enum):
-    """What the one loss of several towers' losses is.
+    """How the losses of several towers are reduced to one.
 
     ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the scalars of the
     towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``:
     the sum over the global batch divided once, by the number of elements whose weight
     is not 0 or by the number of elements; the tower's loss is a ``Weighted``, as
-    `compute_weighted_loss` and ``Weighted.mean`` make it, and says what it is divided
-    by. ``NONE``: no one loss, which `replicate_model_fn` refuses.
+    `compute_weighted_loss` and ``Weighted.mean`` make it, whose weight is the divisor.
+    ``NONE``: no reduction, which `replicate_model_fn` refuses.
 
     Source:
       ``tf.losses.Reduction`` of TensorFlow 1.
@@ -41,14 +41,11 @@ class LossReduction(enum.Enum):
     __repr__ = enum.Enum.__str__
 
 
-_OF_SCALARS = {
-    LossReduction.SUM: Reduction.SUM,
-    LossReduction.MEAN: Reduction.MEAN,
-}
+_OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.MEAN}
 
 
 def check_loss_reduction(reduction: Any) -> None:
-    """Raise unless it says what the one loss of several is."""
+    """Raise unless it is a `LossReduction` other than NONE."""
     if not isinstance(reduction, LossReduction):
         hint = " A strategy is devices=..." if hasattr(reduction, "placement") else ""
         raise ValueError(
@@ -71,22 +68,22 @@ def compute_weighted_loss(
     reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
     valid: jax.typing.ArrayLike | None = None,
 ) -> Weighted | jax.Array:
-    """One tower's loss of its elements' losses, for the reduction over towers.
+    """One tower's loss from its elements' losses, for the reduction over towers.
 
     Args:
       losses: ``[b, ...]``, one for each element.
       weights: ``[b]``, ``[b, 1]`` or any leading part of the shape of ``losses``,
         >= 0; None counts every element once. An element of weight 0 is left out even
         when its loss is NaN.
-      reduction: What it is divided by: for ``SUM_BY_NONZERO_WEIGHTS`` the number of
-        elements whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of
-        elements, for ``MEAN`` the sum of the weights, for ``SUM`` nothing.
+      reduction: The divisor: for ``SUM_BY_NONZERO_WEIGHTS`` the number of elements
+        whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of elements, for
+        ``MEAN`` the sum of the weights, for ``SUM`` none.
       valid: ``[b]``, 1 where the row is an example and 0 where it is padding:
-        ``tower.weight``. Padding counts neither above nor below.
+        ``tower.weight``. Padding counts neither in the numerator nor the denominator.
 
     Returns:
-      ``Weighted`` for the two that are exact over the global batch; a scalar for SUM
-      and MEAN.
+      ``Weighted`` for the two reductions that are exact over the global batch; a scalar
+      for SUM and MEAN.
 
     Raises:
       ValueError: Shapes do not fit, a weight is known to be negative, or the
@@ -100,50 +97,50 @@ def compute_weighted_loss(
       ``tf.losses.compute_weighted_loss`` of TensorFlow 1.
     """
     check_loss_reduction(reduction)
-    losses = numbers(losses)
-    rows = _spread(valid, losses)
-    weighted = Weighted.mean(losses, _spread(weights, losses) * rows)
+    losses = as_floats(losses)
+    rows = _like_losses(valid, losses)
+    weighted = Weighted.mean(losses, _like_losses(weights, losses) * rows)
     if reduction is LossReduction.SUM:
         return jnp.asarray(weighted.sum)
     if reduction is LossReduction.MEAN:
         return weighted.value
     if reduction is LossReduction.SUM_BY_NONZERO_WEIGHTS:
-        rows = jnp.where(_spread(weights, losses) != 0, rows, 0)
+        rows = jnp.where(_like_losses(weights, losses) != 0, rows, 0)
     return Weighted(weighted.sum, rows.sum())
 
 
-def _spread(weights: Any, losses: jax.Array) -> jax.Array:
-    """Weights of the shape of the losses, once they are checked; None is 1."""
+def _like_losses(weights: Any, losses: jax.Array) -> jax.Array:
+    """Weights, checked and broadcast to the shape of the losses; None is 1."""
     weights = element_weights("Weighted.mean", losses.shape, weights, "values")
     return weights.astype(losses.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TowersOfStep:
-    """What must be known where a loss or a gradient of all towers is made."""
+    """Reduces losses and gradients over the towers of one step."""
 
     tower: Tower
     reduction: LossReduction
-    compat: str | None  # "tf1" divides by the number of towers, whatever weights are
-    trace: Any  # the model function's, outside of its jit, scan ...
-    micro_batches: int = 1  # in how many parts each works off its rows
-    # Losses that optimizers have reduced with gradients, and what they came to.
+    compat: str | None  # "tf1" divides by the number of towers, whatever the weights
+    trace: Any  # the model function's own, not that of a jit or scan inside it
+    micro_batches: int = 1
+    # Pairs (tower's loss, reduced loss) of the losses that optimizers have reduced.
     reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property
     def is_alone(self) -> bool:
-        """Are all rows one tower's, at once? Then every loss says enough."""
+        """Whether one tower has all rows in one part, so that any loss is exact."""
         return self.num_parts == 1
 
     @property
     def takes_scalars(self) -> bool:
-        """Does a scalar loss say all that is needed?"""
+        """Whether a loss needs no denominator."""
         is_scalar = self.compat == "tf1" or self.reduction in _OF_SCALARS
         return is_scalar or self.is_alone
 
     def addend(self, loss: Any) -> Weighted | Means:
-        """A tower's loss as what towers add up."""
-        scalar, is_weighted = _OF_SCALARS.get(self.reduction), is_of_means(loss)
+        """A tower's loss in the form in which towers add losses up."""
+        scalar, is_weighted = _OF_SCALARS.get(self.reduction), has_denominator(loss)
         if self.is_alone:
             scalar = None if is_weighted else Reduction.MEAN
         elif self.compat == "tf1":
@@ -161,9 +158,9 @@ class TowersOfStep:
         return as_tower_output(loss, scalar, self.tower).loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
-        """The one loss, and all towers' gradients added up; the same on each tower.
+        """The reduced loss, and the sum of the towers' gradients; the same everywhere.
 
-        A loss that is a ``Sum`` is a part of the one loss, divided already.
+        A loss that is a ``Sum`` is one tower's part of a loss that is divided already.
         """
         reduction, is_split = self.reduction, not self.is_alone
         if isinstance(loss, Sum):
@@ -171,27 +168,27 @@ class TowersOfStep:
             addend: Any = Weighted(loss.value, jnp.zeros_like(loss.value))
         else:
             addend = self.addend(jnp.float32(0) if loss is None else loss)
-        if is_split and self.takes_scalars:  # of towers with examples, as the loss is
+        if is_split and self.takes_scalars:  # towers without examples do not count
             counts = jnp.asarray(addend.weight) > 0
             grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
-        total, grads = self._added(addend, grads)
+        total, grads = self._sum_towers(addend, grads)
         total = one_loss(reduction, total, is_split=is_split)
         if loss is not None and get_opaque_trace_state() == self.trace:
             self.reduced.append((loss, total))
         return total, grads
 
-    def weights_of_all(self, weights: list[Any]) -> tuple[list[Any], int]:
-        """The weights of all towers added up, and of how many parts these are."""
-        _, weights = self._added(None, weights)
+    def sum_weights(self, weights: list[Any]) -> tuple[list[Any], int]:
+        """The sum of the weights over all towers, and the number of parts added."""
+        _, weights = self._sum_towers(None, weights)
         return weights, self.num_parts
 
     @property
     def num_parts(self) -> int:
-        """In how many parts the rows of a step are worked off."""
+        """The number of parts of a step's rows: towers times micro-batches."""
         return self.tower.num_towers * self.micro_batches
 
-    def _added(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
-        """All towers' added up, where they can meet."""
+    def _sum_towers(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
+        """Sum losses and gradients over towers; raise where towers cannot meet."""
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_parts)
         in_turn = self.tower.strategy.placement.axes.in_turn
@@ -201,24 +198,24 @@ class TowersOfStep:
             return self.tower.reduce(Reduction.SUM, (loss, grads))
 
     def total_of(self, loss: Any) -> Weighted | None:
-        """The one loss of a loss that an optimizer has reduced already."""
-        found = (total for seen, total in self.reduced if _are_one(seen, loss))
+        """The reduced loss, if an optimizer has reduced this tower's loss already."""
+        found = (total for seen, total in self.reduced if _is_same_loss(seen, loss))
         return next(found, None)
 
 
-def is_of_means(loss: Any) -> bool:
-    """Does the loss say what it is divided by?"""
+def has_denominator(loss: Any) -> bool:
+    """Whether the loss has a denominator, or several: `Weighted` or `Means`."""
     return isinstance(loss, Weighted | Means)
 
 
 def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
-    """The one loss of all towers' losses, added up."""
+    """The reduced loss, from the sum over towers; under SUM its weight is 1."""
     if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))
     return total
 
 
-def _are_one(seen: Any, loss: Any) -> bool:
+def _is_same_loss(seen: Any, loss: Any) -> bool:
     if isinstance(seen, Weighted) and isinstance(loss, Weighted):
         return seen.sum is loss.sum and seen.weight is loss.weight
     return seen is loss

@@ -1,7 +1,7 @@
-"""How does an optimizer of one tower become one of all? It reduces before it updates.
+"""``TowerOptimizer``: reduce gradients over towers, then update.
 
-What it has to know of the towers travels with its state: inside the towers of
-`replicate_model_fn` the state says which towers these are, and outside it says nothing.
+Its state carries what it must know of the towers: inside `replicate_model_fn` the field
+``towers`` holds them, elsewhere it is None and nothing is reduced.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.step.gradient import part_of, refuse_moving_weights
-from towerjax.step.optimizers import given_loss
+from towerjax.step.optimizers import pass_loss
 from towerjax.step.state import TrainState
-from towerjax.step.update import checked_like
+from towerjax.step.update import check_types
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import has_tracers, map_parts, widened
+from towerjax.types.leaves import has_tracers, map_parts, widen_dtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerOptimizerState:
-    """The wrapped optimizer's state, and the towers; None outside of towers."""
+    """The wrapped optimizer's state, and the towers; None outside a model function."""
 
     inner: PyTree
     towers: TowersOfStep | None = dataclasses.field(
@@ -38,15 +38,15 @@ class TowerOptimizerState:
     )
 
 
-def in_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
-    """The tree in which each `TowerOptimizerState` says which towers it runs in."""
+def set_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
+    """The tree with ``towers`` set in each `TowerOptimizerState`."""
     return map_parts(
         TowerOptimizerState, lambda x: dataclasses.replace(x, towers=towers), tree
     )
 
 
-def _transformation(optimizer: Any) -> optax.GradientTransformation:
-    """What is wrapped, or what a function that is passed makes."""
+def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
+    """The optax transformation to wrap, or the one that a given function returns."""
     is_made = isinstance(optimizer, optax.GradientTransformation)
     made = optimizer if is_made or not callable(optimizer) else optimizer()
     if isinstance(made, TowerOptimizer):
@@ -70,16 +70,16 @@ def _transformation(optimizer: Any) -> optax.GradientTransformation:
 class TowerOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer that reduces gradients over towers before it updates.
 
-    Inside the towers of `replicate_model_fn` its ``update`` adds up the towers'
-    gradients, divides as the loss reduction says, and hands the one gradient to the
+    Inside a model function of `replicate_model_fn` its ``update`` adds up the towers'
+    gradients, divides as the loss reduction says, and passes the one gradient to the
     wrapped optimizer, so that clipping by global norm, schedules and layer-wise
-    scaling mean what they mean on one device. Everywhere else it hands gradients on
-    unchanged. It is an optax transformation like any other: ``optax.chain`` takes it,
-    and what stands before it in a chain sees one tower's gradient.
+    scaling mean what they mean on one device. Everywhere else it only divides by the
+    weight of a ``Weighted`` loss, if given one. It is an optax transformation like any
+    other: ``optax.chain`` takes it, and one before it sees one tower's gradient.
 
     Attributes:
-      optimizer: What is wrapped.
-      lazy: Are rows updated alone, where gradients are rows?
+      optimizer: The wrapped optimizer.
+      lazy: Whether only the rows in an ``IndexedRows`` gradient are updated.
 
     Example:
       >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -103,7 +103,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         lazy: bool = False,
     ) -> "TowerOptimizer":
         """Wrap the optimizer."""
-        inner = given_loss(_transformation(optimizer))
+        inner = pass_loss(_as_transformation(optimizer))
 
         def init(params: PyTree) -> Any:
             return TowerOptimizerState(inner.init(params))
@@ -116,8 +116,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             loss: Weighted | jax.Array | None = None,
             **extra_args: Any,
         ) -> tuple[PyTree, Any]:
-            _check_is_own(state, init, params)
-            grads, value = _reduced(updates, loss, state.towers)
+            _check_own_state(state, init, params)
+            grads, value = _reduce_gradients(updates, loss, state.towers)
             if value is not None:
                 extra_args.setdefault("value", value)
             out, after = update_with_rows(
@@ -130,7 +130,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """What makes a copy: ``params`` with an optimizer in them are copied."""
+        """The arguments of a copy: a model's ``params`` may hold an optimizer."""
         return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
@@ -147,17 +147,17 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           loss_fn: ``params -> loss``, a scalar or ``Weighted``, or one with
             ``tj.shared`` terms; with ``has_aux`` ``params -> (loss, aux)``.
           params: Floating arrays.
-          has_aux: Does ``loss_fn`` return something besides?
+          has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
           sparse: The leaves whose gradient shall be ``IndexedRows`` of the rows that
             were looked up, as for ``tj.sparse.sparse_value_and_grad``.
 
         Returns:
-          ``(loss, grads)``, or ``((loss, aux), grads)``. Hand the loss to
-          `apply_gradients`: a ``Weighted`` says what the gradient is divided by.
+          ``(loss, grads)``, or ``((loss, aux), grads)``. Pass the loss to
+          `apply_gradients`: the gradient is divided by the weight of a ``Weighted``.
 
         Raises:
-          ValueError: The loss is no scalar and no ``Weighted`` of scalars, or a sum of
-            several means, whose gradient `minimize` makes.
+          ValueError: The loss is neither a scalar nor a ``Weighted`` of scalars; or it
+            is a sum of several means, which `minimize` can differentiate.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -172,7 +172,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 " differentiate: optimizer.minimize(loss_fn, variables)."
             )
 
-        (_, out), grads = _gradient(loss_fn, params, _sum_of, has_aux, sparse)
+        (_, out), grads = _differentiate(loss_fn, params, _summed_loss, has_aux, sparse)
         return out, grads
 
     def apply_gradients(
@@ -190,14 +190,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           grads: A tower's gradients, like ``params``.
           opt_state: As ``init`` or the last call returned it.
           params: The parameters.
-          loss: The tower's loss that these are the gradients of.
+          loss: The tower's loss, whose sum has the gradient ``grads``.
           **extra_args: For the wrapped optimizer.
 
         Returns:
           ``(params, opt_state)``.
 
         Raises:
-          ValueError: As ``update``; the optimizer changes the type of either.
+          ValueError: As ``update``; or the optimizer changes the type of either.
 
         Example:
           >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -209,8 +209,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         updates, after = self.update(grads, opt_state, params, loss=loss, **extra_args)
         next_params = optax.apply_updates(params, updates)
         return (
-            checked_like(params, next_params, "params", "the optimizer's updates"),
-            checked_like(opt_state, after, "opt_state", "the optimizer"),
+            check_types(params, next_params, "params", "the optimizer's updates"),
+            check_types(opt_state, after, "opt_state", "the optimizer"),
         )
 
     def minimize(
@@ -224,8 +224,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """The loss, and the state after one step on it.
 
         Args:
-          loss_fn: As for `compute_gradients`; the loss may be a sum of several means,
-            for whose weights it is called once more.
+          loss_fn: As for `compute_gradients`; a loss that is a sum of several means is
+            computed twice, first for its weights.
           state: A `TrainState` of this optimizer.
           has_aux: As for `compute_gradients`.
           sparse: As for `compute_gradients`.
@@ -246,8 +246,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         if not isinstance(state, TrainState):
             raise ValueError(
                 f"TowerOptimizer.minimize got variables of type {type(state).__name__};"
-                " it takes minimize(loss_fn, variables) with a tj.TrainState. Of other"
-                " trees: optimizer.compute_gradients and optimizer.apply_gradients."
+                " it takes minimize(loss_fn, variables) with a tj.TrainState. For other"
+                " trees use optimizer.compute_gradients and optimizer.apply_gradients."
             )
         try:
             out, grads = self.compute_gradients(
@@ -255,7 +255,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             )
             loss = out[0] if has_aux else out
         except UnknownWeights:
-            out, grads, loss = _of_several(loss_fn, state, has_aux, sparse)
+            out, grads, loss = _differentiate_means(loss_fn, state, has_aux, sparse)
         params, opt_state = self.apply_gradients(
             grads, state.opt_state, state.params, loss=loss
         )
@@ -264,14 +264,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         )
 
 
-def _gradient(
+def _differentiate(
     loss_fn: Callable[..., Any],
     params: PyTree,
     differentiated: Callable[[Any], jax.Array],
     has_aux: bool,
     sparse: Selection,
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
-    """The gradient of what is made of the loss, with its value and what it returned."""
+    """``((differentiated(loss), loss_fn's result), gradient)``."""
 
     def of_loss(params: PyTree) -> tuple[jax.Array, Any]:
         out = loss_fn(params)
@@ -289,15 +289,15 @@ def _gradient(
     return jax.value_and_grad(of_loss, has_aux=True)(params)
 
 
-def _sum_of(loss: Any) -> jax.Array:
-    """What is differentiated: the sum of a ``Weighted``, or the scalar."""
-    loss = _one(loss)
+def _summed_loss(loss: Any) -> jax.Array:
+    """The sum of a ``Weighted``, or the scalar loss."""
+    loss = _as_one_mean(loss)
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 
 
-def _one(loss: Any) -> Any:
-    """A loss that is no sum of several means."""
+def _as_one_mean(loss: Any) -> Any:
+    """The loss, a `Means` of one term as ``Weighted``; raise for several means."""
     if not isinstance(loss, Means):
         return loss
     one = one_mean(as_tower_output(loss, None).loss)
@@ -306,36 +306,36 @@ def _one(loss: Any) -> Any:
     return one
 
 
-def _of_several(
+def _differentiate_means(
     loss_fn: Callable[..., Any], state: TrainState, has_aux: bool, sparse: Selection
 ) -> tuple[Any, PyTree, Any]:
-    """What a loss function of several means returns, its gradient; and that loss."""
+    """``(result, gradient, loss)`` of a loss function that returns several means."""
     towers = state.opt_state.towers
-    if towers is None or towers.takes_scalars:  # of its own rows' weights
+    if towers is None or towers.takes_scalars:  # divided by this tower's weights
         known = None
     else:
         first = loss_fn(state.params)
         terms = (first[0] if has_aux else first).terms
-        known = towers.weights_of_all([term.weight for term in terms])
+        known = towers.sum_weights([term.weight for term in terms])
 
     def part(loss: Any) -> jax.Array:
         return loss.value if known is None else part_of(loss, *known)
 
-    (value, out), grads = _gradient(loss_fn, state.params, part, has_aux, sparse)
+    (value, out), grads = _differentiate(loss_fn, state.params, part, has_aux, sparse)
     return out, grads, value if known is None else Sum(value)
 
 
-def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
-    """Raise for a state that ``init`` cannot have made."""
+def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:
+    """Raise unless ``init`` of these params makes such a state."""
     if not isinstance(state, TowerOptimizerState):
         raise ValueError(
             f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
             " with its own init(params)."
         )
     if not has_tracers(params):
-        return  # looked at once, where a step is traced, and not at each eager call
+        return  # checked once, while a step is traced, and not at each eager call
     own = jax.tree.structure(jax.eval_shape(init, params).inner)
-    if own != jax.tree.structure(state.inner):  # optax may hand it on, and never say so
+    if own != jax.tree.structure(state.inner):  # some optax update raises no error
         raise ValueError(
             f"TowerOptimizer.update got the state of another optimizer, or of other"
             f" params: {jax.tree.structure(state.inner)}, not {own}. Make it with its"
@@ -343,32 +343,32 @@ def _check_is_own(state: Any, init: Callable[..., Any], params: PyTree) -> None:
         )
 
 
-def _scaled(grads: PyTree, scale: jax.Array) -> PyTree:
+def _scale_gradients(grads: PyTree, scale: jax.Array) -> PyTree:
     return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
-def _reduced(
+def _reduce_gradients(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
-    """The gradient of the one loss, of the towers' gradients; and that loss."""
-    loss = _one(loss)
+    """The gradient of the loss of all towers, and that loss."""
+    loss = _as_one_mean(loss)
     if towers is None:
         if not isinstance(loss, Weighted):
             return grads, loss
-        return _scaled(grads, Weighted(1.0, loss.weight).value), loss.value
+        return _scale_gradients(grads, Weighted(1.0, loss.weight).value), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
-            "TowerOptimizer.update was not told the loss, and under loss_reduction="
-            f"{towers.reduction!r} it says what gradients are divided by. Write"
+            "TowerOptimizer.update got no loss, by whose weight gradients are divided"
+            f" under loss_reduction={towers.reduction!r}. Write"
             " optimizer.update(grads, state, params, loss=loss), or use minimize."
         )
-    wide = map_values(lambda g: g.astype(widened(g.dtype)), grads)
+    wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:
-        wide = _scaled(wide, Weighted(1.0, loss.weight).value)
+        wide = _scale_gradients(wide, Weighted(1.0, loss.weight).value)
     total, summed = towers.meet(loss, wide)
-    # Behind a barrier, so that all quotients are products with the same number.
+    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
     scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
     summed = map_values(
-        lambda g, own: g.astype(own.dtype), _scaled(summed, scale), grads
+        lambda g, own: g.astype(own.dtype), _scale_gradients(summed, scale), grads
     )
     return summed, None if loss is None else total.value

@@ -1,4 +1,4 @@
-"""How does a model function run on all devices? replicate_model_fn makes it so."""
+"""``replicate_model_fn``: run a model function on all devices."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +13,25 @@ from towerjax.estimator.arguments import (
     Compat,
     ModelFn,
     ModelOptions,
-    copied,
+    copy_arguments,
     static_keys,
 )
 from towerjax.estimator.data import as_batch
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.pipeline import (
+from towerjax.estimator.model_engine import (
     ModelEngine,
     ModelStep,
     ModelTrainStep,
     call_runner,
 )
-from towerjax.estimator.spec import Mode, ModelSpec, joined_rows
+from towerjax.estimator.spec import Mode, ModelSpec, concat_outputs
 from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
     init_variables,
     spread,
-    stored,
+    store,
 )
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check
@@ -44,7 +44,7 @@ from towerjax.types import Layout, PyTree
 from towerjax.types.options import check_choice
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
-_PARTS = {
+_SPEC_PARTS = {
     Mode.TRAIN: ("loss", "train_op", "eval_metrics", "predictions", "export_outputs"),
     Mode.EVAL: ("loss", "eval_metrics", "predictions", "export_outputs"),
     Mode.PREDICT: ("predictions", "export_outputs"),
@@ -70,9 +70,9 @@ class ReplicatedModel:
         return f"ReplicatedModel({self.model_fn.name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
-        """The variables on all towers, a copy, placed where the calls want them.
+        """Copy the variables to the devices where the model's calls expect them.
 
-        On several processes every one starts with the values of process 0.
+        With several processes, all start from the values of process 0.
 
         Args:
           variables: Any pytree of arrays, such as a `TrainState`; a ``TowerLocal`` in
@@ -86,7 +86,7 @@ class ReplicatedModel:
         """
         placed = init_variables(variables, self.strategy)
         policy = self.options.variable_placement
-        return stored(placed, self.strategy.placement, policy)
+        return store(placed, self.strategy.placement, policy)
 
     def __call__(
         self,
@@ -97,7 +97,7 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """What the model function says of the global batch.
+        """Call the model function on the global batch.
 
         Args:
           variables: As `init` or the last call's ``train_op`` gave them; or a pytree of
@@ -105,8 +105,8 @@ class ReplicatedModel:
           features: Arrays ``[B, ...]``, or a tree of them; also ``IndexedRows``.
           labels: The same, or None.
           mode: The mode.
-          params: Hyperparameters, where the model function asks for them.
-          config: What else it asks for.
+          params: Hyperparameters, if the model function has the parameter ``params``.
+          config: Anything else, if it has the parameter ``config``.
 
         Returns:
           A `ModelSpec` of global values: ``loss`` of the kind that the model function
@@ -121,14 +121,14 @@ class ReplicatedModel:
         """
         check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
-        return self.run(variables, batch, mode, _PARTS[mode], params, config)
+        return self.run(variables, batch, mode, _SPEC_PARTS[mode], params, config)
 
     def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers.
 
         Args:
           batch: ``{"features": ..., "labels": ...}``, leaves ``[B, ...]``.
-          mode: The mode, each of which has a batch size of its own.
+          mode: The mode; each mode pads to its own batch sizes.
 
         Returns:
           A ``PlacedBatch``.
@@ -142,9 +142,7 @@ class ReplicatedModel:
             return batch
         if mode not in self._placers:
             self._placers[mode] = Placer(
-                placement,
-                shares=placement.num_towers,
-                remainder=self.options.remainder,
+                placement, shares=placement.num_towers, remainder=self.options.remainder
             )
         return self._placers[mode].place(batch)
 
@@ -157,20 +155,20 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> ModelSpec:
-        """As a call, of what `place_batch` returns, for the wanted parts alone.
+        """Call the model function on a placed batch, for the wanted parts of the spec.
 
         Returns:
-          A `ModelSpec` whose other parts, which are not computed, are None.
+          A `ModelSpec`; the other parts are not computed and None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
         runner, state = self._runner(variables, mode, tuple(wanted), params, config)
         *after, loss, metrics, predictions, exports, traced = runner(state, batch)
         outputs = on_every_process((predictions, exports), placement)
-        predictions, exports = joined_rows(outputs, batch)
-        of_state, train_op = isinstance(variables, TrainState), None
+        predictions, exports = concat_outputs(outputs, batch)
+        is_state, train_op = isinstance(variables, TrainState), None
         if after:
-            after = as_variables(TrainState(**after[0], **after[1]), of_state=of_state)
-            train_op = stored(after, placement, policy)
+            after = as_variables(TrainState(**after[0], **after[1]), is_state=is_state)
+            train_op = store(after, placement, policy)
         return ModelSpec.tree_unflatten(
             (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
         )
@@ -195,10 +193,10 @@ class ReplicatedModel:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
 
         Raises:
-          ValueError: An option is wrong, or the model function does not ask for it.
+          ValueError: An option is wrong, or the model function does not take it.
         """
         given = {"params": params, "config": config}
-        self.model_fn.refuse_unasked(given)
+        self.model_fn.refuse_unaccepted(given)
         options = StepOptions(
             micro_batches=micro_batches,
             remainder=self.options.remainder,
@@ -243,14 +241,14 @@ class ReplicatedModel:
         params: Any = None,
         config: Any = None,
     ) -> Program:
-        """The compiled program of such a call; compiles it if need be.
+        """The compiled program of a call with these arguments; compiles it if need be.
 
         Returns:
           A ``Program``: ``.call.as_text()`` is the compiler's text.
         """
         check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
-        runner, state = self._runner(variables, mode, _PARTS[mode], params, config)
+        runner, state = self._runner(variables, mode, _SPEC_PARTS[mode], params, config)
         return runner.program(state, batch)
 
     def _engine(
@@ -260,7 +258,7 @@ class ReplicatedModel:
         given: Mapping[str, Any],
         options: StepOptions,
     ) -> ModelEngine:
-        given = copied(given)  # which may change before a later trace
+        given = copy_arguments(given)  # the caller's may change before a later trace
         how = (self.model_fn, self.strategy, self.options)
         return ModelEngine(*how, mode, tuple(wanted), given, options)
 
@@ -272,7 +270,7 @@ class ReplicatedModel:
         params: Any,
         config: Any,
     ) -> tuple[Runner, tuple[Any, Any]]:
-        """The programs of such a call, and the state on all devices that they take."""
+        """The runner of such a call, and the state on all devices as its argument."""
         placement, policy = self.strategy.placement, self.options.variable_placement
         variables = spread(variables, self.strategy, policy)
         if not self._counters:
@@ -281,19 +279,19 @@ class ReplicatedModel:
         state = split_state(as_state(variables, self._counters))
         given = {"params": params, "config": config}
         leaves, treedef = jax.tree.flatten(variables)
-        kinds = [(x.shape, x.dtype) for x in leaves]
+        shapes = [(x.shape, x.dtype) for x in leaves]
         key = mode, wanted, treedef, static_keys(given)
-        # Compared, not hashed: a tenth of the time for many leaves.
+        # Comparing takes a tenth of the time of hashing many leaves.
         known = self._runners.setdefault(key, [])
         for seen, runner in known:
-            if seen == kinds:
+            if seen == shapes:
                 return runner, state
-        self.model_fn.refuse_unasked(given)
+        self.model_fn.refuse_unaccepted(given)
         options = StepOptions(donate=self.options.donate)
         engine = self._engine(mode, wanted, given, options)
-        of_state = isinstance(variables, TrainState)
-        runner = call_runner(dataclasses.replace(engine, of_state=of_state))
-        known.append((kinds, runner))
+        is_state = isinstance(variables, TrainState)
+        runner = call_runner(dataclasses.replace(engine, is_state=is_state))
+        known.append((shapes, runner))
         return runner, state
 
 
@@ -308,37 +306,37 @@ def replicate_model_fn(
     donate: bool = False,
     max_programs: int | None = None,
 ) -> ReplicatedModel:
-    """The model function on all devices: called as it is, with the global batch.
+    """Replicate a model function: it is called as before, with the global batch.
 
     The batch is split over the towers, each calls the model function on its own rows,
-    and what they return becomes one: the loss as ``loss_reduction`` says, the variables
-    by the one update of each ``TowerOptimizer``, metrics merged, outputs joined row by
-    row. On one tower nothing is split, scaled or sent.
+    and the results are merged: the loss by ``loss_reduction``, the variables by the
+    one update of each ``TowerOptimizer``, metrics by their ``merge``, outputs joined
+    row by row. On one tower nothing is split, scaled or sent.
 
     Args:
       model_fn: ``(variables, features, labels, mode, params=None, config=None,
-        tower=None) -> ModelSpec``, pure, written for one device. ``params`` and
-        ``config`` are handed on, and ``tower`` (a ``Tower``) is given, only where its
-        signature asks for them; each tower gets its own copy of the first two. Where
-        the caller gives none, the signature's own default stands.
-      loss_reduction: What the one loss of all towers is. The default is exact over the
-        global batch and wants a ``Weighted`` loss.
-      devices: A strategy; or devices, of which each gets a tower; None takes all.
-      variable_placement: Where variables lie between two calls.
+        tower=None) -> ModelSpec``, pure, written for one device. ``params``, ``config``
+        and ``tower`` (a ``Tower``) are passed only if its signature has them; each
+        tower gets its own copy of the first two. Where the caller gives none, the
+        default in the signature holds.
+      loss_reduction: How the towers' losses are reduced. The default is exact over the
+        global batch and needs a ``Weighted`` loss.
+      devices: A strategy; or a list of devices, with a tower each; None takes all.
+      variable_placement: Where variables are kept between two calls.
       remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
-        0, ``"drop"`` the rows over, or ``"error"``. Where padding would count, because
-        the loss does not read ``tower.weight``, it is refused.
+        0, ``"drop"`` the last rows, or ``"error"``. Padding is refused where it would
+        count, because the loss does not read ``tower.weight``.
       compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
         the towers' losses by the number of towers, and classes are stacked.
-      donate: May ``train_op`` take over the buffers of ``variables``?
-      max_programs: How many kinds of batch may compile for each mode; None: 8.
+      donate: Whether ``train_op`` may reuse the buffers of ``variables``.
+      max_programs: How many batch signatures may compile for each mode; None: 8.
 
     Returns:
       A `ReplicatedModel`.
 
     Raises:
-      ValueError: An option is not one that there is, or ``model_fn`` does not take what
-        it is called with.
+      ValueError: An option is unknown, or the signature of ``model_fn`` is not that of
+        a model function.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -362,5 +360,5 @@ def replicate_model_fn(
         loss_reduction, variable_placement, remainder, compat, donate, max_programs
     )
     strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
-    options.check_state(strategy)
+    options.check_strategy(strategy)
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

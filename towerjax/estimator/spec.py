@@ -1,4 +1,4 @@
-"""What does a model function return, and what becomes of its rows?"""
+"""``ModelSpec``, the result of a model function, and how its rows are joined."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import end_to_end, refuse_other_than_rows
+from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.step.returned import without_padding
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
@@ -18,7 +18,7 @@ from towerjax.types.options import check_choice
 
 
 class Mode(enum.Enum):
-    """What a model function is called for."""
+    """The mode in which a model function is called."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -33,7 +33,7 @@ class PredictOutput:
     """Outputs to be exported as they are.
 
     Attributes:
-      outputs: Name -> array ``[b, ...]``, row for row; or one array.
+      outputs: Name -> array ``[b, ...]``, a row for each example; or one array.
 
     Example:
       >>> import numpy as np
@@ -64,7 +64,7 @@ class RegressionOutput:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class ClassificationOutput:
-    """A classification's output to be exported; one of the two at least.
+    """A classification's output to be exported: scores, classes or both.
 
     Attributes:
       scores: ``[b, n]``, one for each class, or None.
@@ -72,7 +72,7 @@ class ClassificationOutput:
         strings, the same for every row; or None.
 
     Raises:
-      ValueError: Neither is given.
+      ValueError: Both are None.
 
     Example:
       >>> import numpy as np
@@ -98,8 +98,8 @@ class ClassificationOutput:
 
     @classmethod
     def tree_unflatten(cls, names: Any, children: Any) -> "ClassificationOutput":
-        """The inverse, unchecked: leaves may be anything."""
-        return _unchecked(
+        """The inverse, unchecked, because JAX puts placeholders in place of leaves."""
+        return _make_unchecked(
             cls, scores=children[0], classes=children[1] if names is None else names
         )
 
@@ -112,7 +112,7 @@ def _are_names(classes: Any) -> bool:
     return is_some and all(isinstance(name, str) for name in classes)
 
 
-def _unchecked(cls: Any, **values: Any) -> Any:
+def _make_unchecked(cls: Any, **values: Any) -> Any:
     made = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(made, name, value)
@@ -125,10 +125,11 @@ class ModelSpec:
     """What a model function returns: the values of one mode, a pytree.
 
     Attributes:
-      mode: The mode that it was called for.
-      predictions: Name -> array, row for row. In every mode; needed in PREDICT.
+      mode: The mode of the call.
+      predictions: Name -> array with a row for each example, in any mode; needed in
+        PREDICT.
       loss: ``Weighted``, or a scalar, of this tower; needed in TRAIN and EVAL.
-      train_op: The next variables, like ``variables``; needed in TRAIN, and left alone
+      train_op: The next variables, like ``variables``; needed in TRAIN, and ignored
         in other modes.
       eval_metrics: Name -> a metric state of this tower: ``Weighted``, or one of
         ``tj.metrics``.
@@ -138,7 +139,7 @@ class ModelSpec:
         ``tj.estimator.train_and_evaluate`` calls after each step, with host values.
 
     Raises:
-      ValueError: What the mode needs is missing, or a part is not what it must be.
+      ValueError: A part that the mode needs is missing, or a part has a wrong type.
 
     Example:
       >>> import numpy as np
@@ -159,7 +160,7 @@ class ModelSpec:
     hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what the mode needs."""
+        """Check that each part is there where the mode needs it, and of its type."""
         check_choice("mode", self.mode, tuple(Mode))
         _check_needed(self)
         _check_mapping("predictions", self.predictions, "{'probabilities': ...}")
@@ -180,13 +181,12 @@ class ModelSpec:
                     " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
                     " tj.estimator.ClassificationOutput."
                 )
-        several = isinstance(self.hooks, Sequence)
-        if not several or not all(map(callable, self.hooks)):
+        hooks = self.hooks
+        if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
             raise ValueError(
-                f"hooks={self.hooks!r} must be a tuple of functions (step number,"
-                " metrics)."
+                f"hooks={hooks!r} must be a tuple of functions (step number, metrics)."
             )
-        object.__setattr__(self, "hooks", tuple(self.hooks))
+        object.__setattr__(self, "hooks", tuple(hooks))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Arrays are children; mode and hooks are not."""
@@ -195,9 +195,9 @@ class ModelSpec:
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> "ModelSpec":
-        """The inverse, unchecked: leaves may be anything."""
+        """The inverse, unchecked, because JAX puts placeholders in place of leaves."""
         values = dict(zip(_CHILDREN, children, strict=True))
-        return _unchecked(cls, mode=aux[0], hooks=aux[1], **values)
+        return _make_unchecked(cls, mode=aux[0], hooks=aux[1], **values)
 
 
 _CHILDREN = ("predictions", "loss", "train_op", "eval_metrics", "export_outputs")
@@ -233,8 +233,8 @@ def _check_mapping(name: str, value: Any, example: str) -> None:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Several:
-    """An output of several rows for each of the batch's: ``Rows`` ``[b, n, ...]``."""
+class SeveralRows:
+    """An output with ``n`` rows for each example: ``Rows`` ``[b, n, ...]``."""
 
     rows: Any
 
@@ -242,12 +242,12 @@ class Several:
 def typed_rows(
     name: str, outputs: PyTree, rows: int, *, stacked_classes: bool
 ) -> PyTree:
-    """One tower's outputs, whose types say what becomes of them."""
+    """One tower's outputs in the types that a pass merges: `Rows` or `PerTower`."""
     refuse_other_than_rows(outputs, name)
     refuse_unheld(name, outputs)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
     if stacked_classes:
-        outputs = map_parts(ClassificationOutput, _with_own_classes, outputs)
+        outputs = map_parts(ClassificationOutput, _keep_classes_per_tower, outputs)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"
         for leaf, x in named_leaves(name, outputs, is_leaf=is_per_tower)
@@ -262,21 +262,20 @@ def typed_rows(
     def one(x: Any) -> Any:
         if is_per_tower(x):
             return x
-        several = len(x) != rows
         shape = (rows, len(x) // rows, *x.shape[1:])
-        return Several(Rows(x.reshape(shape))) if several else Rows(x)
+        return Rows(x) if len(x) == rows else SeveralRows(Rows(x.reshape(shape)))
 
     return jax.tree.map(one, outputs, is_leaf=is_per_tower)
 
 
-def joined_rows(outputs: PyTree, batch: PlacedBatch) -> PyTree:
-    """The outputs of the examples alone, bare."""
+def concat_outputs(outputs: PyTree, batch: PlacedBatch) -> PyTree:
+    """The outputs as bare arrays, in the order of the examples, without padding."""
     outputs = without_padding(outputs, batch)
-    outputs = map_parts(Several, lambda x: end_to_end(x.rows), outputs)
+    outputs = map_parts(SeveralRows, lambda x: concat_rows(x.rows), outputs)
     return map_parts(PerTower, lambda x: x.values, outputs)
 
 
-def _with_own_classes(x: ClassificationOutput) -> ClassificationOutput:
+def _keep_classes_per_tower(x: ClassificationOutput) -> ClassificationOutput:
     if isinstance(x.classes, tuple):
         return x
     return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))

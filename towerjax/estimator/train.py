@@ -1,4 +1,4 @@
-"""How is a model trained, evaluated and asked, over whole data sets?"""
+"""Train a model, evaluate it and predict with it, over whole data sets."""
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
@@ -6,21 +6,21 @@ from typing import Any
 
 import jax
 
-from towerjax.data.feed import anew
-from towerjax.estimator.arguments import where_given
-from towerjax.estimator.data import Data, Passes
-from towerjax.estimator.pipeline import MAKE_STATE
+from towerjax.data.feed import as_reusable
+from towerjax.estimator.arguments import not_none
+from towerjax.estimator.data import Data, Epochs
+from towerjax.estimator.model_engine import MAKE_STATE
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
-from towerjax.loop.evaluate import evaluate as over_batches
+from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.engine import OnNonfinite
-from towerjax.step.given_state import check_is_state
 from towerjax.step.state import TrainState
+from towerjax.step.state_checks import check_is_state
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.options import check_does, check_flag, check_whole
+from towerjax.types.options import check_flag, check_methods, check_whole
 
 
 def train_and_evaluate(
@@ -37,44 +37,44 @@ def train_and_evaluate(
     config: Any = None,
     **options: Any,
 ) -> tuple[TrainState, History]:
-    """The variables after training, and the history of it.
+    """Train a model, with evaluations; the variables after training and its history.
 
-    How long: neither ``steps`` nor ``epochs`` is one pass over the data; ``epochs``
-    that many passes; ``steps`` exactly so many steps, for which data that can be
-    gone through again is, as often as it takes; both whichever ends first. Step
-    numbers go on from ``variables.step``; data begins anew with each call.
+    How long: without ``steps`` and ``epochs`` one pass over the data; ``epochs`` is
+    that many passes; ``steps`` exactly so many steps, for which the data is repeated
+    if it can be; with both, whichever ends first. Step numbers continue from
+    ``variables.step``; each call starts from the beginning of the data.
 
     Args:
-      model: As `replicate_model_fn` returns it, or another that has its
+      model: As `replicate_model_fn` returns it, or another object with its
         ``train_step`` and ``eval_step``.
-      train_data: Batches ``(features, labels)``, of which labels may be None; what
-        is not a tuple of two is features. An iterable, a function that returns
+      train_data: Batches ``(features, labels)``, of which labels may be None; a batch
+        that is no tuple of two is features. An iterable, a function that returns
         one, called once an epoch, or a `DistributedDataset`.
-      eval_data: The same, gone through whole at each evaluation.
-      variables: Where to start; donated where they lie on the devices already, and
-        copied from elsewhere.
-      steps: How many steps to do.
-      epochs: How many passes to do.
+      eval_data: The same; each evaluation uses all of it.
+      variables: The variables to start from; donated where they are on the devices
+        already, else copied.
+      steps: The number of steps.
+      epochs: The number of passes.
       hooks: As in `run`; called after those of the model.
       on_nonfinite: As in `build_train_step`: what a loss that is not finite does.
-      params: Hyperparameters, where the model function asks for them.
-      config: What else it asks for.
+      params: Hyperparameters, if the model function has the parameter ``params``.
+      config: Anything else, if it has the parameter ``config``.
       **options: As in `run`: ``eval_every``, ``eval_params``, ``early_stopping``,
         ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``, ``checkpointer``,
-        ``progress``, ``writers``. ``best`` with ``restore=True`` returns the best; for
-        a ``checkpointer`` the place in the data is counted off, so that a function that
-        gives it must give the same batches in another process.
+        ``progress``, ``writers``. ``best`` with ``restore=True`` returns the best. A
+        ``checkpointer`` counts batches to find its place in the data, so a function
+        of data must return the same batches in a restarted job.
 
     Returns:
       ``(variables, history)``.
 
     Raises:
       ValueError: An option is wrong, or data is malformed, ends too early, or cannot
-        be gone through again where that is asked for.
+        be repeated where an option needs that.
       NonFiniteError: A loss was not finite.
 
-    Any exception on the way carries ``error.state`` and ``error.batches``, to go on
-    with as ``variables`` and ``train_data``, and ``error.history``.
+    An exception during training carries ``error.state`` and ``error.batches``, to
+    continue with as ``variables`` and ``train_data``, and ``error.history``.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -97,14 +97,15 @@ def train_and_evaluate(
     Flexibility in High-Level Machine Learning Frameworks", 2017,
     https://doi.org/10.1145/3097983.3098171 (the idea of the call).
     """
-    check_does("model", model, "train_step", MAKE_MODEL)
+    check_methods("model", model, "train_step", MAKE_MODEL)
     check_is_state(variables, MAKE_STATE)
     hooks = check_hooks(hooks)
-    eval_passes = _eval_passes(eval_data, options)
-    passes = _train_passes(train_data, steps, epochs)
-    given = where_given(params=params, config=config)
-    refusal: dict[str, Any] = {"on_nonfinite": on_nonfinite}
-    step = model.train_step(**given, **(refusal if on_nonfinite != "raise" else {}))
+    eval_epochs = _eval_epochs(eval_data, options)
+    train_epochs = _train_epochs(train_data, steps, epochs)
+    given = not_none(params=params, config=config)
+    # A model of another class may lack the option.
+    changed = None if on_nonfinite == "raise" else on_nonfinite
+    step = model.train_step(**given, **not_none(on_nonfinite=changed))
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
         for hook in step.hooks:
@@ -113,26 +114,26 @@ def train_and_evaluate(
     return run(
         step,
         variables,
-        passes,
+        train_epochs,
         steps=steps if epochs is None else None,
-        evaluate=None if eval_passes is None else model.eval_step(**given),
-        eval_batches=eval_passes,
+        evaluate=None if eval_epochs is None else model.eval_step(**given),
+        eval_batches=eval_epochs,
         hooks=(model_hooks, *hooks),
         **options,
     )
 
 
-def _train_passes(data: Data, steps: int | None, epochs: int | None) -> Passes:
+def _train_epochs(data: Data, steps: int | None, epochs: int | None) -> Epochs:
     passes = 1 if epochs is None else epochs
     if epochs is None and steps is not None and not hasattr(data, "__next__"):
         passes = None
-    return Passes("train_data", data, passes, most=steps)
+    return Epochs("train_data", data, passes, most=steps)
 
 
-def _eval_passes(data: Data | None, options: dict[str, Any]) -> Passes | None:
+def _eval_epochs(data: Data | None, options: dict[str, Any]) -> Epochs | None:
     if data is not None:
         why = "every evaluation needs all of it"
-        return Passes("eval_data", anew("eval_data", data, why))
+        return Epochs("eval_data", as_reusable("eval_data", data, why))
     for name in ("eval_every", "eval_params", "early_stopping", "best"):
         if (value := options.get(name)) is not None:
             raise ValueError(f"{name}={value} needs eval_data, but that is None.")
@@ -149,19 +150,19 @@ def evaluate(
     params: Any = None,
     config: Any = None,
 ) -> dict[str, Any]:
-    """The model's loss and metrics over a whole data set, however it is cut.
+    """The model's loss and metrics over a whole data set, for any batch size.
 
     States merge over batches in float64 on the host and are computed once. A scalar
-    loss, which says nothing of what it is divided by, is the mean over batches.
+    loss, which has no denominator, is averaged over batches.
 
     Args:
       model: As `replicate_model_fn` returns it.
       variables: As the model takes them; kept.
       data: Batches ``(features, labels)``, or a function that returns them.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many evaluations may run without being waited for.
-      params: Hyperparameters, where the model function asks for them.
-      config: What else it asks for.
+      in_flight: How many evaluations may be dispatched before one is waited for.
+      params: Hyperparameters, if the model function has the parameter ``params``.
+      config: Anything else, if it has the parameter ``config``.
 
     Returns:
       ``{"loss": ..., name: value}``, as ``tj.evaluate`` returns them.
@@ -180,12 +181,12 @@ def evaluate(
       >>> round(evaluate(model, np.float32(2), [(x, x)])["loss"], 4)
       4.6667
     """
-    check_does("model", model, "eval_step", MAKE_MODEL)
-    given = where_given(params=params, config=config)
-    return over_batches(
+    check_methods("model", model, "eval_step", MAKE_MODEL)
+    given = not_none(params=params, config=config)
+    return evaluate_batches(
         model.eval_step(**given),
         variables,
-        Passes("data", data),
+        Epochs("data", data),
         prefetch=prefetch,
         in_flight=in_flight,
     )
@@ -202,12 +203,12 @@ def predict(
     params: Any = None,
     config: Any = None,
 ) -> Iterator[Any]:
-    """What the model predicts for each batch, or each example, in their order.
+    """The model's predictions for each batch, or each example, in order.
 
-    Lazy: endless data gives endless predictions. So that the devices stay busy, up to
+    Lazy: endless data gives endless predictions. To keep the devices busy, up to
     ``prefetch + in_flight`` batches are taken for the first prediction. When the data
-    raises, the predictions before come first. Closing the iterator stops the thread
-    and closes what a function of data made.
+    raises, all earlier predictions come first. Closing the iterator stops the thread
+    and closes an iterable that a function of data returned.
 
     Args:
       model: As `replicate_model_fn` returns it, or another that has its
@@ -215,19 +216,19 @@ def predict(
       variables: As the model takes them; kept.
       data: Batches of features, or ``(features, labels)``, whose labels are left
         out; a function that returns such an iterable; or a `DistributedDataset`.
-      per_example: Yield one example's predictions at a time?
+      per_example: Whether to yield one example's predictions at a time.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many predictions may run without being waited for.
-      params: Hyperparameters, where the model function asks for them.
-      config: What else it asks for.
+      in_flight: How many predictions may be dispatched before one is waited for.
+      params: Hyperparameters, if the model function has the parameter ``params``.
+      config: Anything else, if it has the parameter ``config``.
 
     Returns:
       An iterator of the model's predictions as NumPy arrays, ``[B, ...]`` of a
-      batch, ``[...]`` of an example. Padding is gone.
+      batch, ``[...]`` of an example. Padding is cut off.
 
     Raises:
-      ValueError: At once: an option is wrong. Later: the variables or a batch are
-        malformed.
+      ValueError: From the call: an option is wrong. From the iterator: the variables
+        or a batch are malformed, or ``per_example`` finds unequal numbers of rows.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -241,13 +242,13 @@ def predict(
       >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
-    check_does("model", model, "predict_step", MAKE_MODEL)
+    check_methods("model", model, "predict_step", MAKE_MODEL)
     check_flag("per_example", per_example)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
-    passes = Passes("data", data, with_labels=False)
-    step = model.predict_step(**where_given(params=params, config=config))
-    outputs = outputs_on_host(step, variables, passes, prefetch, in_flight)
+    batches = Epochs("data", data, with_labels=False)
+    step = model.predict_step(**not_none(params=params, config=config))
+    outputs = outputs_on_host(step, variables, batches, prefetch, in_flight)
     return _examples(outputs) if per_example else outputs
 
 

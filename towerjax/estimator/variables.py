@@ -1,4 +1,4 @@
-"""Which tree are a model's variables, and where do they wait between calls?"""
+"""A model's variables: as a `TrainState`, and where they are kept between calls."""
 
 import dataclasses
 import enum
@@ -12,14 +12,14 @@ from towerjax.mesh.devices import Device, host_device
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.state import TrainState, state_layout
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower_local import is_local, layouts_of, stacked_local
+from towerjax.towers.tower_local import is_local, layouts_of, stack_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import is_key, listed, map_parts, refuse_unheld
 
 
 def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
-    """The variables as a state; of other trees with this step and key."""
+    """The variables as a state; other trees get step and key from ``counters``."""
     if isinstance(variables, TrainState):
         return variables
     local: list[TowerLocal] = []
@@ -32,23 +32,23 @@ def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
     return TrainState(params=bare, opt_state=(), local=local, **counters)
 
 
-def as_variables(state: TrainState, *, of_state: bool) -> PyTree:
-    """The inverse of `as_state`."""
-    if of_state:
+def as_variables(state: TrainState, *, is_state: bool) -> PyTree:
+    """The inverse of `as_state`; ``is_state``: the variables were a `TrainState`."""
+    if is_state:
         return state
     local = iter(state.local)
     return map_parts(TowerLocal, lambda x: next(local), state.params)
 
 
 class VariablePlacement(enum.Enum):
-    """Where variables lie between two steps.
+    """Where variables are kept between two steps.
 
     ``MIRRORED``: a copy on every device. ``ON_ONE_DEVICE``: one copy, on the GPU where
     the strategy has exactly one, else in the host's memory: a local parameter server.
     ``ROUND_ROBIN``: one copy, variable ``k`` (in tree order) on device ``k mod D``. A
-    step works on copies on all devices, so that numbers are the same for all three, and
-    each copy that is sent costs its bytes at every step. Tower-local variables stay
-    with their towers.
+    step works on copies on all devices, so the numbers are the same for all three, but
+    the last two send the variables at every step. Tower-local variables stay with their
+    towers.
 
     Source:
       ``VariableDistributionMode`` of ``tf.contrib.estimator.replicate_model_fn``.
@@ -62,7 +62,7 @@ class VariablePlacement(enum.Enum):
 
 
 def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
-    """The devices that variables are dealt out to, one after another."""
+    """The devices that keep the variables, in turn."""
     here = jax.process_index()
     devices = [d for d in placement.jax_devices if d.process_index == here]
     if policy is VariablePlacement.ROUND_ROBIN:
@@ -71,8 +71,8 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
     return gpus if len(gpus) == 1 else [host_device()]
 
 
-def layouts_in(variables: PyTree, strategy: Strategy) -> PyTree:
-    """Where each part of the variables lies in a step of the strategy."""
+def variable_layouts(variables: PyTree, strategy: Strategy) -> PyTree:
+    """The layout of each part of the variables during a step."""
     if isinstance(variables, TrainState):
         return state_layout(strategy)
     if strategy.state != "mirrored":
@@ -89,27 +89,25 @@ def init_variables(variables: PyTree, strategy: Strategy) -> PyTree:
     refuse_unheld("variables", variables)
     placement = strategy.placement
     stacked = map_parts(
-        TowerLocal, lambda x: stacked_local(x, placement.num_towers), variables
+        TowerLocal, lambda x: stack_local(x, placement.num_towers), variables
     )
-    return place(stacked, placement, layouts_in(stacked, strategy))
+    return place(stacked, placement, variable_layouts(stacked, strategy))
 
 
-def stored(
-    variables: PyTree, placement: Placement, policy: VariablePlacement
-) -> PyTree:
-    """The variables where the policy keeps them between steps."""
+def store(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
+    """Move the variables to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
         return variables
     devices = itertools.cycle(variable_devices(placement, policy))
 
     def one(x: Any) -> Any:
-        return x if is_local(x) else _only_on(x, next(devices))
+        return x if is_local(x) else _move_to(x, next(devices))
 
     return jax.tree.map(one, variables, is_leaf=is_local)
 
 
-def _only_on(x: jax.Array, device: Device) -> jax.Array:
-    """The copy on that device, without a copy where there is one."""
+def _move_to(x: jax.Array, device: Device) -> jax.Array:
+    """``x`` on that device only; moved there unless it has a shard there."""
     copies = {shard.device: shard.data for shard in x.addressable_shards}
     if device in copies:
         return copies[device]
@@ -117,20 +115,19 @@ def _only_on(x: jax.Array, device: Device) -> jax.Array:
 
 
 def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> PyTree:
-    """The variables on all devices, for a step."""
+    """Copy the variables to all devices, for a step."""
     placement = strategy.placement
     nodes = jax.tree.leaves(variables, is_leaf=is_local)
     local = [x for x in nodes if is_local(x)]
     check_copies(local, placement.num_towers)
     leaves = jax.tree.leaves(variables) if local else nodes
-    # JAX 0.10 does not raise but abort the process when several CPU devices are given
-    # a donated array.
+    # JAX 0.10 aborts the process where several CPU devices get a donated array.
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         raise ValueError(
             "The variables were donated to an earlier call. Go on with the train_op"
             " which that call returned, or say donate=False to keep both."
         )
-    tree = layouts_in(variables, strategy)
+    tree = variable_layouts(variables, strategy)
     layouts = jax.tree.leaves(jax.tree.broadcast(tree, variables))
     expected = jax.tree.leaves(placement.shardings(tree, variables))
     pairs = zip(leaves, expected, strict=True)
@@ -140,9 +137,9 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
     refuse_unheld("variables", variables)
     if policy is not VariablePlacement.MIRRORED:
         mirrored = [leaves[i] for i in away if layouts[i] is Layout.MIRRORED]
-        # By their ids: an array that is there twice stays one.
+        # By id: an array that is in the tree twice is copied once.
         copies = {id(x): x for x in mirrored if _is_stored_copy(x, placement)}
-        copies = {key: _copied_to_all(x, placement) for key, x in copies.items()}
+        copies = {key: _copy_to_all(x, placement) for key, x in copies.items()}
         leaves = [copies.get(id(x), x) for x in leaves]
         away = [i for i in away if not _is_at(leaves[i], expected[i])]
     moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
@@ -152,14 +149,14 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
 
 
 def _is_stored_copy(leaf: Any, placement: Placement) -> bool:
-    """Is it as `stored` leaves it: one copy, the same on each of several processes?"""
+    """Whether `store` placed the leaf: on one device of each process."""
     if not isinstance(leaf, jax.Array) or not leaf.committed or is_key(leaf):
         return False
     return placement.num_devices > 1 and len(leaf.sharding.device_set) == 1
 
 
-def _copied_to_all(leaf: jax.Array, placement: Placement) -> jax.Array:
-    """A mirrored array of one copy, device to device and from no other process."""
+def _copy_to_all(leaf: jax.Array, placement: Placement) -> jax.Array:
+    """Mirror an array, device to device, each process from its own copy."""
     here = jax.process_index()
     copies = [
         jax.device_put(leaf, device)

@@ -1,1 +1,1 @@
-"""What helps inside models: batch norm, tables with sparse gradients."""
+"""Parts of models: batch norm over towers, tables with sparse gradients."""

@@ -1,4 +1,4 @@
-"""The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
+"""The training loop: `run`, evaluation, history, writers, checkpoints."""
 
 from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
 from towerjax.loop.checkpoint.safetensors import load_safetensors as load_safetensors

@@ -1,4 +1,4 @@
-"""What does a whole data set say? Every batch evaluated, divided once, exactly."""
+"""Evaluate a whole data set: merge the metrics of its batches, divide once."""
 
 import collections
 import contextlib
@@ -12,33 +12,33 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.inference import InferenceStep
 from towerjax.types import PyTree
-from towerjax.types.options import check_does, check_whole
+from towerjax.types.options import check_methods, check_whole
 
-Batches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
-"""Batches that can be gone through again, or a function that gives them anew."""
+AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
+"""An iterable of batches that can be iterated again, or a function that makes one."""
 
 
 class EvaluationStep(Protocol):
-    """An evaluation as `evaluate` drives it; `build_eval_step` makes one."""
+    """The step that `evaluate` calls; `build_eval_step` returns one."""
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """A batch on the devices of its towers; called by a thread."""
+        """Place a batch on the devices of its towers; called in a thread."""
         ...
 
     def __call__(self, state: Any, batch: PlacedBatch, /) -> Any:
-        """Metrics by name, mergeable by ``+``; the state is kept."""
+        """Return metric states by name; the state is not donated."""
         ...
 
 
 def evaluate(
     step: EvaluationStep,
     state: Any,
-    batches: Batches,
+    batches: AnyBatches,
     *,
     prefetch: int = 2,
     in_flight: int = 2,
 ) -> dict[str, Any]:
-    """The metrics over a whole data set, exact however it is cut into batches.
+    """The metrics over a whole data set, exact for any batch size.
 
     ``sum_b s_b / sum_b w_b`` over the batches' ``Weighted`` metrics, added in float64
     on the host and divided once; other metric states merge in the same way and are
@@ -46,11 +46,11 @@ def evaluate(
     that of the last batch.
 
     Args:
-      step: As `build_eval_step` returns it, or another `EvaluationStep`.
+      step: What `build_eval_step` returns, or another `EvaluationStep`.
       state: A ``TrainState``, or parameters alone.
-      batches: Global batches, or a function that gives them.
+      batches: Global batches, or a function that returns them.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many evaluations may run without being waited for.
+      in_flight: How many dispatched calls may run before one is waited for.
 
     Returns:
       Name -> float, or an array for a metric that has dims. ``compute`` of a state
@@ -76,7 +76,7 @@ def evaluate(
     made = outputs_on_host(step, state, batches, prefetch, in_flight)
     with contextlib.closing(made) as outputs:
         for metrics in outputs:
-            totals = _with_metrics(totals or {}, metrics)
+            totals = _add_metrics(totals or {}, metrics)
     if totals is None:
         raise ValueError(
             "There are no batches to evaluate. An iterator is empty the second time:"
@@ -86,39 +86,39 @@ def evaluate(
 
 
 def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
-    """Raise unless one can go through batches, or call for them."""
-    goes = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    """Raise unless batches can be iterated, or called where that is allowed."""
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
     if isinstance(batches, Mapping | PlacedBatch):
-        is_what = "one batch"
-    elif goes or (or_function and callable(batches)):
+        kind = "one batch"
+    elif is_iterable or (or_function and callable(batches)):
         return
     else:
-        is_what = f"a {type(batches).__name__}"
+        kind = f"a {type(batches).__name__}"
     more = ", or a function that gives one" * or_function
     raise ValueError(
-        f"{name} is {is_what}, but is to be an iterable of batches{more}. Pass"
+        f"{name} is {kind}, but is to be an iterable of batches{more}. Pass"
         " [batch], or tj.batches(data, batch_size)."
     )
 
 
 def check_evaluate(evaluate: Any) -> None:
-    """Raise unless it is an `EvaluationStep`."""
+    """Raise unless ``evaluate`` is an `EvaluationStep`."""
     example = (
         "tj.build_eval_step(metric_fn, strategy) of a metric_fn(params, batch, tower)"
         " that returns {name: tj.Weighted.mean(..., tower.weight)}"
     )
-    check_does("evaluate", evaluate, "place_batch __call__", example)
+    check_methods("evaluate", evaluate, "place_batch __call__", example)
 
 
 def outputs_on_host(
-    step: EvaluationStep, state: Any, batches: Batches, prefetch: int, in_flight: int
+    step: EvaluationStep, state: Any, batches: AnyBatches, prefetch: int, in_flight: int
 ) -> Generator[Any, None, None]:
-    """What a step gives for each batch; those before a broken batch come first."""
+    """Yield a step's outputs for each batch; raise a batch's error after them."""
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()
     if isinstance(step, InferenceStep):
-        state = step.place(state)  # once, and not with each batch
+        state = step.place(state)  # once, not for each batch
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch
@@ -145,7 +145,7 @@ def outputs_on_host(
         raise failure
 
 
-def _with_metrics(totals: dict[str, Any], metrics: Any) -> dict[str, Any]:
+def _add_metrics(totals: dict[str, Any], metrics: Any) -> dict[str, Any]:
     if not isinstance(metrics, Mapping):
         raise ValueError(
             f"evaluate returned a {type(metrics).__name__} instead of metrics by name."

@@ -1,4 +1,4 @@
-"""What does a run leave behind? Its metrics, its evaluations, its rates."""
+"""The history of a run: its metrics, its evaluations, its rates."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ class RunSummary:
       devices: ``D``.
       steps: Steps done.
       examples: Examples in them, padding not counted.
-      compile_seconds: How long the calls waited for compiling.
-      steps_per_second: Without the time for compiling and evaluating.
-      examples_per_second: The same.
+      compile_seconds: How long the calls waited for compilation.
+      steps_per_second: Without the time of compilation and evaluation.
+      examples_per_second: Without the time of compilation and evaluation.
 
     Example:
       >>> print(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5))
@@ -48,7 +48,7 @@ class RunSummary:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class History:
-    """What `run` saw; ``n`` is the number of its steps.
+    """The metrics and evaluations of `run`; ``n`` is the number of its steps.
 
     A step's number is how many steps the state had done after it, so the first
     step of a new state is 1.
@@ -56,15 +56,15 @@ class History:
     Attributes:
       steps: ``[n]`` int, the steps' numbers.
       metrics: Name -> ``[n, ...]``, row ``i`` for ``steps[i]``. A metric whose
-        shape changed on the way is an array of objects.
+        shape changed between steps is an array of objects.
       evaluations: ``(step number, {name: float or array})``, in order.
       skipped: The numbers of the steps that left the parameters as they were,
         because a loss or gradient was not finite.
       input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
-        while calls in flight went on; of several steps a call, at the first.
+        while dispatched calls ran; of several steps a call, at the first.
       summary: How much and how fast.
-      best: The best evaluation and a copy of its state, where `run` was told to
-        keep it and there was one that is not NaN.
+      best: The best evaluation and a copy of its state, if `run` was given ``best``
+        and one evaluation was not NaN.
       stopped: Why the run ended early, in words; None when all steps were done.
     """
 
@@ -87,10 +87,10 @@ class History:
 
         Args:
           rows: The most steps to show, evenly chosen; those with an evaluation
-            come on top.
+            are shown besides.
 
         Returns:
-          A table: a row a step, a column a metric.
+          A table with a row for each shown step and a column for each metric.
         """
         return as_rich([Table(str(self.summary), *self._cells(rows))])
 
@@ -104,7 +104,7 @@ class History:
         return in_html(str(self.summary), head, cells, last=("", *curves))
 
     def _cells(self, rows: int) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-        """The columns' names, and a row of texts for each step that is shown."""
+        """The names of the columns, and a row of texts for each shown step."""
         evaluated = dict(self.evaluations)
         names = list(dict.fromkeys(name for e in evaluated.values() for name in e))
         head = ("step", *self.metrics, *(f"evaluated {name}" for name in names))
@@ -126,7 +126,7 @@ class History:
 
 
 class HistoryLog:
-    """A history being written."""
+    """Collects a `History` while the run is under way."""
 
     def __init__(self, start: int) -> None:
         self.number = start
@@ -139,13 +139,13 @@ class HistoryLog:
 
     @property
     def num_steps(self) -> int:
-        """Steps written so far."""
+        """How many steps were added so far."""
         return self.number - self._start
 
     def add(
-        self, metrics: Mapping[str, Any], refused: bool, examples: int, wait_s: float
+        self, metrics: Mapping[str, Any], is_refused: bool, examples: int, wait_s: float
     ) -> None:
-        """Write one step."""
+        """Add one step; ``is_refused``: it left the parameters as they were."""
         if not self._columns:
             self._columns = {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
@@ -159,7 +159,7 @@ class HistoryLog:
         self.number += 1
         self.examples += examples
         self._waits_s.append(wait_s)
-        if refused:
+        if is_refused:
             self._skipped.append(self.number)
 
     def history(
@@ -168,7 +168,7 @@ class HistoryLog:
         best: BestEvaluation | None = None,
         stopped: str | None = None,
     ) -> History:
-        """What is written so far."""
+        """The `History` of the steps added so far."""
         return History(
             steps=np.arange(self._start + 1, self.number + 1),
             metrics={name: _column(values) for name, values in self._columns.items()},

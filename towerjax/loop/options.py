@@ -1,11 +1,11 @@
-"""What may be asked of the loop? Its options, and whether they fit together."""
+"""The options of `run`, and the checks that they fit together."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from towerjax.loop.evaluate import (
-    Batches,
+    AnyBatches,
     EvaluationStep,
     check_batches,
     check_evaluate,
@@ -13,23 +13,23 @@ from towerjax.loop.evaluate import (
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
-from towerjax.types.options import check_function, check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_function, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
 class WithState:
-    """A hook of `run` that sees the state, every so many steps.
+    """A hook of `run` that is given the state, every so many steps.
 
-    Called as ``function(step number, state, metrics)``, on every process, after each
-    step whose number is a multiple of ``every``; with several steps a call, after the
-    call that reaches it. `run` waits for the steps so far, which it does not elsewhere.
-    The state is the run's own, which the next step takes over: copy what you keep
+    It is called as ``function(step number, state, metrics)``, on every process, after
+    each step whose number is a multiple of ``every``; with several steps a call, after
+    the call that reaches it. `run` first waits for the dispatched steps, which it does
+    not do for other hooks. The next step donates the state: copy what you keep
     (``jax.tree.map(jnp.copy, state.params)``).
 
     Attributes:
-      function: A ``TrainState`` that it returns is what the run goes on from, but for
-        its number; what else it returns is not looked at.
-      every: How many steps lie between two calls.
+      function: If it returns a ``TrainState``, the run continues with that state,
+        except for its step number; other returned values are ignored.
+      every: The number of steps between two calls.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
@@ -52,7 +52,7 @@ class WithState:
         form = "function(number, state, metrics)"
         check_function("WithState.function", self.function, form)
         check_whole("WithState.every", self.every)
-        plain_wholes(self)
+        cast_ints(self)
 
 
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
@@ -60,7 +60,7 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 
 
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
-    """The hooks, once they are some."""
+    """Return the hooks as a tuple, or raise if one cannot be called."""
     if callable(hooks) or isinstance(hooks, WithState):
         raise ValueError(f"hooks={hooks!r} must be a list: write hooks=[...].")
     for i, hook in enumerate(hooks):
@@ -71,7 +71,7 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """How the loop goes; see `run`. A resumed run may be at its end (``may_end``)."""
+    """The options of the loop, see `run`; ``may_end`` allows ``steps`` to be 0."""
 
     steps: int | None
     eval_every: int | None
@@ -87,7 +87,7 @@ class LoopOptions:
         check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)
-        plain_wholes(self)
+        cast_ints(self)
         intervals = [("eval_every", self.eval_every)]
         intervals += [("WithState.every", hook.every) for hook in self.with_state]
         for name, every in intervals:
@@ -100,23 +100,23 @@ class LoopOptions:
 
     @property
     def with_state(self) -> list[WithState]:
-        """The hooks that see the state."""
+        """The hooks that are given the state."""
         return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """What to evaluate, on what, and what follows from it; see `run`."""
+class EvalOptions:
+    """The options of `run` for evaluation, early stopping and the best state."""
 
     step: EvaluationStep | None
-    batches: Batches | None
+    batches: AnyBatches | None
     every: int | None
     early_stopping: EarlyStopping | None
     best: Best | None
     params: Callable[[TrainState], PyTree] | None = None
 
     def __post_init__(self) -> None:
-        """Check that they fit together."""
+        """Check that the options fit together."""
         if (self.step is None) != (self.batches is None):
             raise ValueError(
                 "evaluate and eval_batches belong together, but only"
@@ -128,7 +128,7 @@ class Evaluation:
         if self.params is not None:
             check_function("eval_params", self.params, "eval_params(state)")
         self._check_kinds()
-        plain_wholes(self)
+        cast_ints(self)
         if self.step is None:
             self._refuse_without_evaluation()
         if self.early_stopping is not None and self.every is None:

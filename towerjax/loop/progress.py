@@ -1,4 +1,4 @@
-"""What does a person see of a run? A bar on a terminal or in a notebook, or lines."""
+"""Show the progress of a run: a bar on a terminal or in a notebook, or lines."""
 
 import html
 import sys
@@ -14,16 +14,16 @@ class Display:
     """Where the progress of a run is shown; this one is silent."""
 
     seconds_between: float = float("inf")
-    """How long a shown text stands before the next one."""
+    """The least time between two shown texts."""
 
     def show(self, done: int, total: int | None, text: str) -> None:
-        """Replace what is shown."""
+        """Replace the shown text and bar."""
 
     def note(self, text: str) -> None:
         """Add a line that stays."""
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """End the display, so that later output starts on a new line."""
 
 
 class Lines(Display):
@@ -41,7 +41,7 @@ class Lines(Display):
 
 
 class TerminalBar(Display):
-    """A rich bar; what is printed meanwhile appears above it."""
+    """A rich bar; other printed output appears above it."""
 
     seconds_between = 0.1
 
@@ -51,7 +51,7 @@ class TerminalBar(Display):
 
         console = Console(file=sys.stdout, force_terminal=True)
         columns = (BarColumn(), TextColumn("{task.description}", markup=False))
-        # It is redrawn when there is news; a thread of its own would only compete.
+        # Redrawn by `show` alone: rich's refresh thread would compete with the run.
         self._bar = Progress(*columns, console=console, auto_refresh=False)
         self._task = self._bar.add_task("compiling", total=None)
         self._bar.start()
@@ -95,26 +95,26 @@ class NotebookBar(Lines):
 
 
 def in_notebook() -> bool:
-    """Does this process serve a notebook? IPython is never imported for this."""
+    """Whether this process serves a notebook; does not import IPython."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
 
 
 def choose_display(progress: bool | None) -> Display:
-    """Where to show progress."""
+    """The display that ``progress`` of `run` asks for."""
     if progress is not None and not isinstance(progress, bool):
         raise ValueError(
             f"progress={progress!r} must be None (a bar where there is a screen, else"
             " lines), True (a bar) or False (nothing)."
         )
     if progress is False or (progress is None and jax.process_index() > 0):
-        return Display()  # one process of a job speaks for all
+        return Display()  # process 0 shows the progress of all
     return display_here(bar=bool(progress))
 
 
 def display_here(*, bar: bool) -> Display:
-    """A bar where there is a screen, else lines; asks for no device."""
+    """A bar if asked for or if one can be seen, else lines; starts no JAX backend."""
     if in_notebook():
         return NotebookBar()
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)
@@ -122,7 +122,7 @@ def display_here(*, bar: bool) -> Display:
 
 
 class Progress:
-    """What a run tells a person, no more often than one can read."""
+    """Shows the steps and evaluations of a run, at the pace of its display."""
 
     def __init__(self, display: Display, start: int, steps: int | None) -> None:
         self._display, self._start, self._steps = display, start, steps
@@ -131,7 +131,7 @@ class Progress:
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
-        """Steps up to this one are done."""
+        """Show that the steps up to this one are done, or keep that for later."""
         self._waiting = (number, metrics, rate)
         now_s = time.monotonic()
         if now_s >= self._next_s:
@@ -154,10 +154,10 @@ class Progress:
         in_short: str = "",
         stopped: str | None = None,
     ) -> None:
-        """An evaluation is done."""
+        """Add a line for an evaluation, and one for the reason if the run stops."""
         is_last = self._steps is not None and number == self._start + self._steps
         if is_last or stopped or time.monotonic() >= self._next_s:
-            self._show()  # else a log would hold a line of both for each evaluation
+            self._show()  # not always: a log would hold two lines for each evaluation
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self._display.note(f"evaluation after step {number}  {shown}")
@@ -166,11 +166,11 @@ class Progress:
             self._display.note(f"stopped after step {number}: {stopped}")
 
     def note(self, text: str) -> None:
-        """Something that stays in sight."""
+        """Add a line that stays."""
         self._display.note(text)
 
     def close(self) -> None:
-        """Show the last step, and leave the screen in order."""
+        """Show the last step, and end the display."""
         try:
             self._show()
         finally:
@@ -180,7 +180,7 @@ class Progress:
 def describe_step(
     number: int, start: int, steps: int | None, metrics: Mapping[str, Any], rate: float
 ) -> str:
-    """The line of one step."""
+    """The text of one step: number, loss, rate, time left."""
     total = "" if steps is None else f"/{start + steps}"
     parts = [f"step {number}{total}"]
     if "loss" in metrics:

@@ -1,32 +1,26 @@
-"""The loop: batches in, steps dispatched, metrics kept, evaluated now and then."""
+"""`run`, the training loop: check its arguments, assemble its parts, hand errors on."""
 
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
-from towerjax.data.feed import anew
+from towerjax.data.feed import as_reusable
 from towerjax.data.ledger import Ledger
-from towerjax.loop.checkpoint.saver import Checkpointer
-from towerjax.loop.evaluate import Batches, EvaluationStep, check_batches
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
+from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_batches
 from towerjax.loop.history import History
-from towerjax.loop.options import (
-    Evaluation,
-    Hook,
-    LoopOptions,
-    WithState,
-    check_hooks,
-)
+from towerjax.loop.loop import Loop
+from towerjax.loop.options import EvalOptions, Hook, LoopOptions, WithState, check_hooks
 from towerjax.loop.progress import Progress, choose_display
-from towerjax.loop.records import Writer, check_writers, opened
-from towerjax.loop.running import Loop
 from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.writers import Writer, check_writers, open_all
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
 from towerjax.types import PyTree
-from towerjax.types.options import check_does
+from towerjax.types.options import check_methods
 
 
 def run(
@@ -36,7 +30,7 @@ def run(
     *,
     steps: int | None = None,
     evaluate: EvaluationStep | None = None,
-    eval_batches: Batches | None = None,
+    eval_batches: AnyBatches | None = None,
     eval_every: int | None = None,
     eval_params: Callable[[TrainState], PyTree] | None = None,
     early_stopping: EarlyStopping | None = None,
@@ -49,47 +43,46 @@ def run(
     hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
 ) -> tuple[TrainState, History]:
-    """The state after the steps, and the history of every one of them.
+    """Train for a number of steps; return the last state and the history.
 
-    Batches are placed by a thread while the devices work, and calls are dispatched
-    without waiting for their results, up to ``in_flight`` of them. Step numbers
-    count the steps that the state has done, so that they go on where a restored
-    state stopped.
+    A thread places batches while the devices work, and calls are dispatched without
+    waiting for their results, up to ``in_flight`` of them. Step numbers count the
+    steps that the state has done, so that they continue those of a restored state.
 
     Args:
-      step: As `build_train_step` returns it.
-      state: Where to start; donated, unless the step was built otherwise.
+      step: What `build_train_step` returns.
+      state: The state to start from; donated, unless the step was built otherwise.
       batches: Global batches, e.g. of `batches`, or a `DistributedDataset`; may be
         endless with ``steps``. No more than ``steps`` are taken (a distributed data
         set takes some in advance from its source).
-      steps: How many steps to do; None goes to the end of the data.
-      evaluate: As `build_eval_step` returns it, or another `EvaluationStep`.
-      eval_batches: The data to evaluate on, all of it each time: something that can
-        be gone through again, such as `batches` gives, or a function that returns an
+      steps: How many steps to do; None runs to the end of the data.
+      evaluate: What `build_eval_step` returns, or another `EvaluationStep`.
+      eval_batches: The data to evaluate on, all of it each time: an iterable that can
+        be iterated again, such as `batches` returns, or a function that returns an
         iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end. With several steps a call, after the call
         that reaches the multiple.
-      eval_params: ``state -> parameters or state``: what is evaluated instead, such as
-        averaged parameters that the state keeps, in its place in the state, or another
-        state. What ``best`` and checkpoints keep is the state.
-      early_stopping: Ends the run when evaluations stop getting better.
+      eval_params: ``state -> parameters or state``: what to evaluate instead of the
+        state: other parameters in it, such as averaged ones that it keeps, or another
+        state. ``best`` and checkpoints keep the run's state.
+      early_stopping: Ends the run when evaluations stop improving.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
         steps are shorter than a call; a shorter last call needs no other program.
-      prefetch: How many placed batches may wait; 0 places them in line.
-      in_flight: How many calls may run without being waited for.
-      checkpointer: Saves the run, and lets it go on from the newest checkpoint:
-        ``steps`` counts from the state that is passed, and what is left is done. At
-        SIGTERM the run is saved and ends with ``SystemExit(checkpointer.exit_code)``;
-        see ``docs/checkpoints.md``.
+      prefetch: How many placed batches may wait; 0 places them without a thread.
+      in_flight: How many dispatched calls may run before one is waited for.
+      checkpointer: Saves the run, and resumes it from the newest checkpoint:
+        ``steps`` counts from the state that is passed, and the remaining ones are
+        done. At SIGTERM the run is saved and ends with
+        ``SystemExit(checkpointer.exit_code)``; see ``docs/checkpoints.md``.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
-        True is always a bar, False is silence.
-      hooks: Each called as ``hook(step number, metrics)`` with host values, for every
-        step in order, once its metrics are there: some calls later. A
-        `towerjax.loop.WithState` sees the state, too, every so many steps.
+        True always shows a bar, False nothing.
+      hooks: Each is called as ``hook(step number, metrics)`` with host values, for
+        every step in order, once its metrics are there: some calls later. A
+        `towerjax.loop.WithState` is given the state, too, every so many steps.
       writers: Such as `JsonLines`; each is given every step and every evaluation.
-        Of several processes that share the towers the first one writes.
+        Of several processes that share the towers process 0 writes.
 
     Returns:
       ``(state, history)``.
@@ -98,16 +91,17 @@ def run(
       ValueError: An option is wrong, a batch is malformed, there is no batch, or
         there are fewer than ``steps``; the evaluation lacks a metric that is named.
       NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
-        finite. That step changed nothing; steps then in flight are done. Says which
+        finite. That step changed nothing; steps then in flight are done. Names the
         tower and leaf, if the step can ``locate``: its batch is run once more.
       CheckpointError: Checkpoints cannot be written, or the newest is damaged or of
-        another model: before the first step.
+        another model. Raised before the first step.
       DesyncError: The step has a check, and devices' copies of the state differed.
 
-    Any exception on the way (also of the loader, a hook, a writer, or Ctrl-C) carries
-    what there is: ``run(step, error.state, error.batches, ...)`` goes on as if nothing
-    had been, and ``error.history`` is what the run saw. Writers have every step of that
-    history, and are closed. See ``docs/all_or_nothing.md``.
+    Any exception during the run (also of the loader, a hook, a writer, or Ctrl-C) has
+    ``error.state``, ``error.batches`` and ``error.history``:
+    ``run(step, error.state, error.batches, ...)`` continues as if it had not been
+    raised. Writers have every step of that history, and are closed. See
+    ``docs/all_or_nothing.md``.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj
@@ -120,13 +114,14 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    check_does(
+    check_methods(
         "step", step, "strategy start place_batch dispatch", "tj.build_train_step(...)"
     )
     numbers = (steps, eval_every, steps_per_call, prefetch, in_flight)
     options = LoopOptions(*numbers, hooks=check_hooks(hooks))
-    held_out = anew("eval_batches", eval_batches, "every evaluation needs all of it")
-    evaluation = Evaluation(
+    why = "every evaluation needs all of it"
+    held_out = as_reusable("eval_batches", eval_batches, why)
+    evaluation = EvalOptions(
         evaluate, held_out, eval_every, early_stopping, best, eval_params
     )
     writers = check_writers(writers)
@@ -147,21 +142,20 @@ def run(
                     exit_code = checkpointer.exit_code
             start = step_number(state)
             shown = Progress(choose_display(progress), start, options.steps)
-            parts = options, evaluation, shown, ledger, exit_code
-            loop = Loop(step, state, *parts)
+            loop = Loop(step, state, options, evaluation, shown, ledger, exit_code)
             with contextlib.closing(shown), loop.guard.installed():
-                loop.writers = opened(writers, start, placement)
-                loop.go_on(saving)
+                loop.writers = open_all(writers, start, placement)
+                loop.resume_from(saving)
                 loop.run()
         return loop.state, loop.history()
     except BaseException as error:
         if loop is not None:
-            loop.hand_over(error)
+            loop.attach_results(error)
         raise
 
 
 def _check_checkpointer(
-    checkpointer: Checkpointer | None, evaluation: Evaluation
+    checkpointer: Checkpointer | None, evaluation: EvalOptions
 ) -> None:
     if checkpointer is None:
         return
@@ -187,10 +181,10 @@ def _require_same_length(
     placement: Placement,
     batches: Iterable[PyTree],
     options: LoopOptions,
-    evaluation: Evaluation,
+    evaluation: EvalOptions,
     start: int,
 ) -> None:
-    """Raise, on every process, unless all of them will do the same steps."""
+    """Raise, on every process, unless all processes will do the same steps."""
     if placement.num_processes == 1:
         return
     length = operator.length_hint(batches, -1)

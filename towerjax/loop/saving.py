@@ -1,4 +1,4 @@
-"""When is a run saved, and where does it go on? Begun between steps, in a thread."""
+"""Save a run between steps, write in a thread, and resume it from a checkpoint."""
 
 import concurrent.futures
 import contextlib
@@ -10,30 +10,30 @@ import jax
 
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder
+from towerjax.loop.checkpoint.checkpointer import ARRAYS, Checkpointer
 from towerjax.loop.checkpoint.folder import CheckpointError, write_manifest
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
-    array_files,
+    array_checkpointer,
+    arrays_by_name,
     check_same_model,
-    decoded_cursor,
-    described,
-    encoded_cursor,
+    decode_cursor,
+    encode_cursor,
+    finite_scalars,
+    leaves_of,
     library_versions,
-    plain_arrays,
-    scalars,
 )
-from towerjax.loop.checkpoint.saver import ARRAYS, Checkpointer
 from towerjax.loop.options import LoopOptions
 from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import asked_to_end, first_process_says
+from towerjax.mesh.processes import call_on_first_process, is_preempted
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
 
 
 class Saving:
-    """The checkpoints of a run, and the one it began with; ``stack`` ends them."""
+    """Saves and resumes one run; ``stack`` closes its thread, files and lock."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Saving:
         self._options, self._step, self._ledger = options, step, ledger
         self._is_first = jax.process_index() == 0
         self._check_batches()
-        encoded_cursor(ledger.cursor)
-        needed = sum(x.nbytes for x in plain_arrays(state).values())
+        encode_cursor(ledger.cursor)
+        needed = sum(x.nbytes for x in arrays_by_name(state).values())
 
         def prepare() -> None:
-            folder.prepare(options.path, needed)
-            stack.enter_context(folder.held(options.path))
+            folder.prepare_directory(options.path, needed)
+            stack.enter_context(folder.lock(options.path))
 
-        first_process_says(prepare)
-        self._files = stack.enter_context(contextlib.closing(array_files()))
+        call_on_first_process(prepare)
+        self._files = stack.enter_context(contextlib.closing(array_checkpointer()))
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
         )
-        stack.callback(self._thread.shutdown)  # first, and then it writes no more
+        stack.callback(self._thread.shutdown)  # called first: no write comes after it
         self._writing: concurrent.futures.Future[None] | None = None
-        # The newest that is saved, and its evaluation.
+        # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
@@ -69,22 +69,21 @@ class Saving:
 
     def _check_batches(self) -> None:
         ledger, way = self._ledger, self._options.batches
-        if way == "cursor" and not (ledger.has_cursor or ledger.can_be_counted):
+        if way == "cursor" and not (ledger.has_cursor or ledger.is_reproducible):
             raise CheckpointError(
-                "Checkpointer(batches='cursor'): these batches cannot say where they"
-                " are, so that a resumed run could go on there, and those that"
-                " distribute_dataset has of a function never can. Say batches='count'"
-                " if they come in the same order each time, or 'anew'; or pass"
-                " tj.batches(...) itself, an iterator with get_state and set_state, or"
-                " a list."
+                "Checkpointer(batches='cursor') saves the position of the batches, but"
+                " these have no get_state and set_state; distribute_dataset of a"
+                " function never has. Say batches='count' if they come in the same"
+                " order each time, or 'anew'; or pass tj.batches(...) itself, an"
+                " iterator with get_state and set_state, or a list."
             )
 
     def resume(
         self, state: TrainState, options: LoopOptions
     ) -> tuple[TrainState, LoopOptions]:
-        """The state of the newest checkpoint, if it is beyond the one passed."""
+        """Restore the newest checkpoint if it is of a later step than ``state``."""
         start = step_number(state)
-        newest = first_process_says(lambda: max(self._options.steps, default=-1))
+        newest = call_on_first_process(lambda: max(self._options.steps, default=-1))
         if newest < 0:
             return state, options
         record = self._options.record(newest)
@@ -94,35 +93,35 @@ class Saving:
             self._saved = newest, record.evaluation
         if newest <= start:
             return state, options
-        left = _left_of(options.steps, start, record)
+        left = _steps_left(options.steps, start, record)
         state = self._options.restore(self._step, state, number=newest)
-        self._move(record)
+        self._seek(record)
         self._step.expect_batch_rows(record.batch_rows)
         self.resumed, self._before = record, newest
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
-    def _move(self, record: CheckpointRecord) -> None:
+    def _seek(self, record: CheckpointRecord) -> None:
         used, cursor = record.batches["used"], record.batches["cursor"]
         if self._options.batches == "anew":
             return
-        told = self._options.batches == "cursor" and self._ledger.has_cursor
-        if told and cursor is None:
+        uses_cursor = self._options.batches == "cursor" and self._ledger.has_cursor
+        if uses_cursor and cursor is None:
             raise CheckpointError(
-                f"These batches can be told where to go on, but the checkpoint of step"
-                f" {record.step} was saved with others, which could not. Pass those; or"
-                f" say batches='count', to leave out the first {used}."
+                f"These batches have get_state and set_state, but the checkpoint of"
+                f" step {record.step} was saved with others, which had not. Pass those;"
+                f" or say batches='count', to skip the first {used}."
             )
-        self._ledger.go_to(used, decoded_cursor(cursor) if told else None)
+        self._ledger.go_to(used, decode_cursor(cursor) if uses_cursor else None)
 
     def is_due(self, number: int) -> bool:
-        """Is it time to save?"""
+        """Whether a multiple of ``every`` is reached or the last evaluation is best."""
         every, before = self._options.every or number + 1, self._before
         self._before = number
         return number // every > before // every or self._is_best
 
-    def saw(self, number: int, values: Mapping[str, Any]) -> None:
-        """Note an evaluation, and whether it is the best so far."""
-        numbers, name = scalars(values), self._options.best
+    def add_evaluation(self, number: int, values: Mapping[str, Any]) -> None:
+        """Keep an evaluation, and whether it is the best so far."""
+        numbers, name = finite_scalars(values), self._options.best
         self._evaluated, self._is_best = (number, numbers), False
         if name is None:
             return
@@ -134,7 +133,7 @@ class Saving:
         if name not in numbers:
             return
         self.wait()
-        best = first_process_says(lambda: self._options.best_step)
+        best = call_on_first_process(lambda: self._options.best_step)
         before = None if best is None else self._options.record(best).evaluation[name]
         sign = sign_of(self._options.mode)
         self._is_best = before is None or sign * numbers[name] < sign * before
@@ -147,25 +146,25 @@ class Saving:
         *,
         evaluation_due: bool = False,
     ) -> None:
-        """Begin to save, unless this step was saved, and with its evaluation if any.
+        """Begin to save, unless this step and its evaluation, if any, are saved.
 
-        Once this returns a step may take the state's buffers over.
+        Once this returns a step may donate the state's buffers.
         """
         self._is_best = False
         (at, values), ledger = self._evaluated, self._ledger
         evaluation = values if at == number else {}
-        saved, told = self._saved
-        if number == saved and evaluation in ({}, told):
+        saved, known = self._saved
+        if number == saved and evaluation in ({}, known):
             return
         self.wait()
-        cursor = encoded_cursor(ledger.cursor) if ledger.has_cursor else None
+        cursor = encode_cursor(ledger.cursor) if ledger.has_cursor else None
         strategy, seen = self._step.strategy, state.seen
         record = CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
             devices=strategy.placement.devices,
-            leaves=tuple(described(state)),
+            leaves=tuple(leaves_of(state)),
             batches={"used": ledger.used, "cursor": cursor},
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=evaluation,
@@ -174,22 +173,22 @@ class Saving:
             fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
             versions=library_versions(),
         )
-        path = folder.making(self._options.path, number)
-        with self._explained(number):
+        path = folder.unfinished_folder(self._options.path, number)
+        with self._wrap_errors(number):
             if self._is_first:
-                folder.begin(self._options.path, number)
-            self._files.save(path / ARRAYS, plain_arrays(state))
+                folder.make_folder(self._options.path, number)
+            self._files.save(path / ARRAYS, arrays_by_name(state))
         self._writing = self._thread.submit(self._finish, record)
         self._saved = number, evaluation
 
     def _finish(self, record: CheckpointRecord) -> None:
-        """In the thread: wait for the arrays, then let the checkpoint count."""
+        """In the thread: wait for the arrays, then commit the checkpoint."""
         directory, number = self._options.path, record.step
-        with self._explained(number):
+        with self._wrap_errors(number):
             self._files.wait_until_finished()
             if not self._is_first:
                 return
-            path = folder.making(directory, number)
+            path = folder.unfinished_folder(directory, number)
             record.write(path)
             write_manifest(path)
             folder.commit(directory, number)
@@ -202,12 +201,12 @@ class Saving:
                 folder.remove(self._options.path, number)
 
     @contextlib.contextmanager
-    def _explained(self, number: int) -> Any:
+    def _wrap_errors(self, number: int) -> Any:
         try:
             yield
         except Exception as error:
             self._saved = -1, {}
-            path = folder.making(self._options.path, number)
+            path = folder.unfinished_folder(self._options.path, number)
             if self._is_first:
                 folder.discard(path)
             why = str(error)  # TensorStore's has its whole configuration
@@ -218,18 +217,18 @@ class Saving:
             ) from error
 
     def wait(self) -> None:
-        """Until the last checkpoint counts."""
+        """Wait until the last checkpoint is committed."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
-    def check_asked_to_end(self, number: int) -> None:
+    def check_preempted(self, number: int) -> None:
         """Raise on all of several processes if one of them was sent SIGTERM.
 
-        A launcher is told that a step was begun, and that the run can be asked to end.
+        Also report a step to the launcher, which waits for one before it regrows.
         """
-        heartbeat.tell(heartbeat.STEP)
-        if self._step.strategy.placement.num_processes > 1 and asked_to_end(number):
+        heartbeat.notify_launcher(heartbeat.STEP)
+        if self._step.strategy.placement.num_processes > 1 and is_preempted(number):
             raise Terminated(self._options.exit_code)
 
     def describe(self, number: int) -> str:
@@ -238,8 +237,8 @@ class Saving:
         return f"step {number} in {where!r}. The same run again goes on from there."
 
 
-def _left_of(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
-    """How many steps a resumed run has to do."""
+def _steps_left(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
+    """How many steps a resumed run has left."""
     if steps is None:
         return None
     left = start + steps - record.step

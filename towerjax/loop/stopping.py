@@ -1,4 +1,4 @@
-"""Which evaluation was the best, and when is it time to stop?"""
+"""Stop a run whose evaluations no longer improve, and keep its best state."""
 
 import dataclasses
 import math
@@ -21,25 +21,25 @@ from towerjax.types.options import (
     check_whole,
 )
 
-Mode: TypeAlias = Literal["min", "max"]
+Direction: TypeAlias = Literal["min", "max"]
 Keep: TypeAlias = Literal["devices", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stop once the evaluations have stopped getting better.
+    """Stop a run once its evaluations no longer improve.
 
     An evaluation is an improvement when its value is less than the best before it
     minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
     never is, nor is the infinity on the wrong side. After ``patience`` evaluations
-    in a row without one the run ends. A resumed run begins to count anew,
+    in a row without an improvement the run ends. A resumed run counts from 0 again,
     unless a `Checkpointer` saved the count.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
       patience: Evaluations in a row without an improvement, >= 1.
-      mode: Is less better, or more?
-      min_delta: By how much, >= 0.
+      mode: ``"min"`` if less is better, ``"max"`` if more is.
+      min_delta: The least change that is an improvement, >= 0.
 
     Example:
       >>> EarlyStopping("accuracy", patience=3, mode="max")
@@ -51,7 +51,7 @@ class EarlyStopping:
 
     metric: str
     patience: int
-    mode: Mode = "min"
+    mode: Direction = "min"
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
@@ -70,12 +70,12 @@ class Best:
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
-      mode: Is less better, or more? NaN never is better.
-      keep: Where the copy lies. ``"devices"``: beside the state, which takes its
+      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN never is better.
+      keep: Where the copy is. ``"devices"``: on the state's devices, which takes its
         memory once more; a copy moves no bytes off the device. ``"host"``: NumPy
-        arrays (keys stay where they are); each new best is read from the devices.
-      restore: Does `run` return the best state instead of the last one? Again as a
-        copy, so that ``history.best.state`` stays usable.
+        arrays (keys stay on the devices); each new best is read from the devices.
+      restore: Whether `run` returns a copy of the best state instead of the last
+        state; ``history.best.state`` stays usable.
 
     Example:
       >>> Best("loss", keep="host")
@@ -83,7 +83,7 @@ class Best:
     """
 
     metric: str
-    mode: Mode = "min"
+    mode: Direction = "min"
     keep: Keep = "devices"
     restore: bool = False
 
@@ -94,13 +94,13 @@ class Best:
 
 
 def _check_metric(what: str, metric: Any, mode: Any) -> None:
-    """Raise unless it names a metric and says whether less of it is better."""
+    """Raise unless ``metric`` is a name and ``mode`` says whether less is better."""
     check_text(f"{what}.metric", metric, "the name of a metric, such as 'loss'")
-    check_choice(f"{what}.mode", mode, get_args(Mode))
+    check_choice(f"{what}.mode", mode, get_args(Direction))
 
 
-def sign_of(mode: Mode) -> int:
-    """By what a metric is multiplied so that less of it is better."""
+def sign_of(mode: Direction) -> int:
+    """The factor by which a metric is multiplied so that less is better."""
     return 1 if mode == "min" else -1
 
 
@@ -109,12 +109,12 @@ class BestEvaluation:
     """The best evaluation of a run; see `Best`.
 
     Attributes:
-      step: The number of the step before it.
-      value: Of the metric that was looked at.
+      step: The number of the last step before it.
+      value: The value of the metric of `Best`.
       values: The whole evaluation, name -> float or array.
-      state: A copy of the state that was evaluated, a ``TrainState`` on the devices
-        or of NumPy arrays. None only in ``error.history``, when the copy failed:
-        then ``error.state`` is that state.
+      state: A copy of the evaluated state, a ``TrainState`` on the devices or of
+        NumPy arrays. None only in ``error.history``, when the copy failed: then
+        ``error.state`` is that state.
 
     Example:
       >>> BestEvaluation(20, 0.5, {"loss": 0.5}, None).value
@@ -128,7 +128,7 @@ class BestEvaluation:
 
 
 class Watch:
-    """What the evaluations of a run come to."""
+    """Counts the evaluations of a run for early stopping, and keeps the best."""
 
     def __init__(
         self,
@@ -141,11 +141,12 @@ class Watch:
         self._early_stopping, self._best = early_stopping, best
         self._placement = placement
         self._lowest: tuple[float, int | None] = (math.inf, None)
-        self._without, self._counted = 0, -1  # after which step was the last counted?
+        # Evaluations without an improvement; the step before the last counted one.
+        self._unimproved, self._counted = 0, -1
 
     @property
-    def memory(self) -> dict[str, Any]:
-        """What early stopping has counted, as JSON can hold it; empty without it."""
+    def counts(self) -> dict[str, Any]:
+        """The counts of early stopping, for JSON; empty without early stopping."""
         option, (lowest, number) = self._early_stopping, self._lowest
         if option is None:
             return {}
@@ -155,27 +156,27 @@ class Watch:
             "mode": option.mode,
             "lowest": lowest,
             "lowest_after": number,
-            "without": self._without,
+            "without": self._unimproved,
             "counted_after": self._counted,
         }
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on counting where another process stopped."""
+    def restore_counts(self, counts: Mapping[str, Any]) -> None:
+        """Restore the counts of a saved run, if they are of the same metric."""
         option = self._early_stopping
-        asked = option and (option.metric, option.mode)
-        if not asked or asked != (memory.get("metric"), memory.get("mode")):
+        expected = option and (option.metric, option.mode)
+        if not expected or expected != (counts.get("metric"), counts.get("mode")):
             return
-        if memory["lowest"] is not None:
-            self._lowest = memory["lowest"], memory["lowest_after"]
-        self._without = memory["without"]
-        self._counted = memory["counted_after"]
+        if counts["lowest"] is not None:
+            self._lowest = counts["lowest"], counts["lowest_after"]
+        self._unimproved = counts["without"]
+        self._counted = counts["counted_after"]
         self._stop_if_enough()
 
-    def see(self, number: int, values: dict[str, Any], state: TrainState) -> None:
-        """Look at an evaluation."""
+    def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
+        """Count an evaluation, and keep its state if it is the best."""
         for option in (self._early_stopping, self._best):
             if option is not None:
-                _value(option, values)  # all names before the first copy
+                _metric_value(option, values)  # check all names before the first copy
         if self._early_stopping is not None:
             self._count(self._early_stopping, number, values)
         if self._best is not None:
@@ -184,23 +185,23 @@ class Watch:
     def _count(
         self, option: EarlyStopping, number: int, values: Mapping[str, Any]
     ) -> None:
-        if number == self._counted:  # a finished run that is started again
+        if number == self._counted:  # a finished run was resumed and evaluates again
             return
         self._counted = number
-        # As a cost, of which less is better; a comparison with NaN is never true.
-        cost = sign_of(option.mode) * _value(option, values)
+        # Less cost is better; a comparison with NaN is false.
+        cost = sign_of(option.mode) * _metric_value(option, values)
         if cost < self._lowest[0] - option.min_delta:
-            self._lowest, self._without = (cost, number), 0
+            self._lowest, self._unimproved = (cost, number), 0
             return
-        self._without += 1
+        self._unimproved += 1
         self._stop_if_enough()
 
     def _stop_if_enough(self) -> None:
         option, (lowest, lowest_number) = self._early_stopping, self._lowest
-        if option is None or self._without < option.patience:
+        if option is None or self._unimproved < option.patience:
             return
-        text = f"{option.metric} did not improve in {self._without}"
-        text += " evaluation" if self._without == 1 else " evaluations in a row"
+        text = f"{option.metric} did not improve in {self._unimproved}"
+        text += " evaluation" if self._unimproved == 1 else " evaluations in a row"
         if lowest_number is not None:
             shown = format_value(sign_of(option.mode) * lowest)
             text += f": best {shown} after step {lowest_number}"
@@ -209,20 +210,20 @@ class Watch:
     def _keep(
         self, option: Best, number: int, values: dict[str, Any], state: TrainState
     ) -> None:
-        value = _value(option, values)
+        value = _metric_value(option, values)
         best = sign_of(option.mode) * self.best.value if self.best else math.inf
         if not sign_of(option.mode) * value < best:
             return
-        # The old copy goes first: two of them and the state may not fit.
+        # The old copy is freed first: two copies and the state may not fit.
         self.best = BestEvaluation(number, value, values, None)
-        copy = copied(state, option.keep, self._placement)
+        copy = copy_state(state, option.keep, self._placement)
         self.best = dataclasses.replace(self.best, state=copy)
 
-    def to_return(self, state: TrainState) -> TrainState:
-        """The state that a run returns."""
+    def final_state(self, state: TrainState) -> TrainState:
+        """The state that `run` returns."""
         if self._best is None or not self._best.restore or self.best is None:
             return state
-        return _restored(self.best.state, state)
+        return _restore_copy(self.best.state, state)
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
         """The last evaluation in a few words, and the best."""
@@ -241,7 +242,7 @@ class Watch:
         return text
 
 
-def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
+def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
     what = f"{type(option).__name__}(metric={option.metric!r})"
     if option.metric not in values:
         raise ValueError(
@@ -251,16 +252,16 @@ def _value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
     value = values[option.metric]
     if np.ndim(value) != 0:
         raise ValueError(
-            f"{what}: its value is an array{list(np.shape(value))}, of which none is"
-            " the best. Name a scalar metric, such as its mean."
+            f"{what}: its value is an array{list(np.shape(value))}, not one number."
+            " Name a scalar metric, such as its mean."
         )
     return float(value)
 
 
-def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
+def copy_state(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
     """A copy of a state, which outlives the donation of the state."""
     if keep == "devices":
-        return jax.tree.map(jnp.copy, state)  # which keeps shardings
+        return jax.tree.map(jnp.copy, state)  # jnp.copy keeps shardings
 
     def on_host(leaf: jax.Array) -> Any:
         if is_key(leaf):
@@ -272,15 +273,15 @@ def copied(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
     return jax.tree.map(on_host, state)
 
 
-def _restored(kept: Any, like: TrainState) -> TrainState:
-    """A copy of a kept state where another one lies."""
+def _restore_copy(kept: Any, like: TrainState) -> TrainState:
+    """A copy of a kept state with the shardings of another state."""
 
-    def restored(kept: Any, now: jax.Array) -> Any:
+    def restore(kept: Any, now: jax.Array) -> Any:
         if isinstance(kept, jax.Array):
             return jnp.copy(kept)
-        # Copied: on the CPU an array may share the memory of what it is made from.
+        # Copied: on the CPU a JAX array may share memory with the NumPy array.
         return jax.make_array_from_callback(
             kept.shape, now.sharding, lambda at: kept[at].copy()
         )
 
-    return jax.tree.map(restored, kept, like)
+    return jax.tree.map(restore, kept, like)

@@ -1,4 +1,4 @@
-"""How does a run reach TensorBoard? As scalars in an event file, written in line."""
+"""Write the scalars of a run to a TensorBoard event file."""
 
 import dataclasses
 import os
@@ -10,8 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.loop.records import Record
-from towerjax.types.options import check_number, check_path, check_whole, optional
+from towerjax.loop.writers import Record
+from towerjax.types.options import (
+    check_flag,
+    check_number,
+    check_path,
+    check_whole,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +25,19 @@ class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
     Needs ``tensorboardX``, which is imported when a run opens this. Values are
-    float32, as TensorBoard stores scalars. A metric that is an array is one curve an
-    element, ``eval/column/0``, ``eval/confusion/1/2``; one of more than
+    float32, as TensorBoard stores scalars. A metric that is an array has a curve for
+    each element, ``eval/column/0``, ``eval/confusion/1/2``; one of more than
     ``max_elements`` is refused, never left out.
 
-    Each run writes a file of its own. It begins with a mark that steps from there on
-    are done again, so that TensorBoard hides what a lost run wrote of them. A run
+    Each run writes its own file, which begins with a mark that the steps from its
+    start are done again, so that TensorBoard hides those that a lost run wrote. A run
     that starts at step 0 refuses a folder that has event files.
 
     Attributes:
       logdir: The folder; it is made.
       max_elements: The most curves of one metric.
       flush_s: How many seconds of curves a killed process may lose.
-      replace: May a run that starts at step 0 hide those before it?
+      replace: Whether a run that starts at step 0 may hide earlier runs.
 
     Example:
       >>> TensorBoard("logs", flush_s=1.0)
@@ -47,6 +53,7 @@ class TensorBoard:
         check_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
         check_number("flush_s", self.flush_s, "seconds >= 0")
+        check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> "OpenTensorBoard":
         """A new event file.
@@ -58,7 +65,7 @@ class TensorBoard:
           The open file.
 
         Raises:
-          ValueError: ``tensorboardX`` is missing, or the folder holds other runs.
+          ValueError: No ``tensorboardX``; ``logdir`` is a file or holds other runs.
         """
         logdir = pathlib.Path(self.logdir)
         if logdir.exists() and not logdir.is_dir():
@@ -67,7 +74,7 @@ class TensorBoard:
             )
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
         writer, proto = (
-            optional(f"tensorboardX.{name}", *needs)
+            require(f"tensorboardX.{name}", *needs)
             for name in ("event_file_writer", "proto.event_pb2")
         )
         logdir.mkdir(parents=True, exist_ok=True)
@@ -78,7 +85,7 @@ class TensorBoard:
                 " folder, go on with that run's state, or say"
                 " TensorBoard(logdir, replace=True)."
             )
-        # Its name has the second; a second run in it would overwrite the first.
+        # tensorboardX puts the second into the name, which two runs may share.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         events = writer.EventsWriter(str(logdir / "events"), suffix)
         return OpenTensorBoard(self, events, proto, start)
@@ -87,8 +94,8 @@ class TensorBoard:
 class OpenTensorBoard:
     """An event file that is being written.
 
-    Not by ``tensorboardX.SummaryWriter``, whose thread keeps an error of the disk
-    to itself and then lets the run wait for ever.
+    ``tensorboardX.SummaryWriter`` is not used: after an error of the disk its thread
+    raises nothing and the run waits for ever.
     """
 
     def __init__(
@@ -126,7 +133,7 @@ class OpenTensorBoard:
                 f" as many curves; max_elements={most}. Return a summary of it, raise"
                 " max_elements, or write it with tj.JsonLines(path)."
             )
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, and shown so
+        with np.errstate(over="ignore"):  # values beyond float32 become infinite
             numbers = array.astype(np.float64).astype(np.float32)
         for index, number in np.ndenumerate(numbers):
             yield "/".join([tag, *map(str, index)]), float(number)

@@ -1,1 +1,1 @@
-"""Where are towers and values? Devices, placement, processes."""
+"""The devices of towers and values, their placement, and the processes of a job."""

@@ -1,4 +1,4 @@
-"""Which devices are not here? XLA compiles for them all the same, from shapes."""
+"""Name devices that this machine lacks, for which XLA compiles from shapes."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from towerjax.types import short_repr
 from towerjax.types.options import check_whole
 
-# What XLA's text of a GPU says of each kind, of SXM modules.
+# The fields of a GpuTargetConfigProto that differ between GPUs, here of SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core
     shared_memory_per_block_optin l2_cache_size clock_rate_ghz memory_bandwidth
     device_memory_size""".split()
@@ -102,7 +102,7 @@ class Absent:
         if len(self) % self.num_hosts:
             raise ValueError(
                 f"{self.num_hosts} hosts cannot share {self.number} GPUs evenly. Say"
-                " hosts=... of which number is a multiple."
+                f" hosts= a number that divides {self.number}."
             )
 
     def __len__(self) -> int:
@@ -118,35 +118,35 @@ class Absent:
 
     @staticmethod
     def is_topology(target: str) -> bool:
-        """Does it name TPUs?"""
+        """Whether the target names TPUs."""
         return _TPU.fullmatch(target) is not None
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts they belong to; of TPUs the compiler alone knows: 1."""
+        """How many hosts have the GPUs; 1 for TPUs, whose hosts the compiler knows."""
         return self.hosts or -(-(self.number or 1) // 8)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """``"gpu:0"`` and so on, as devices that are here are called."""
+        """``"gpu:0"`` and so on, the names that present devices would have."""
         return tuple(f"{self.platform}:{i}" for i in range(len(self)))
 
     @property
     def kind(self) -> str:
-        """What to call one in a report."""
+        """The name of one device in a report."""
         if found := re.search(r'device_description_str: "([^"]*)"', self.text):
             return found[1]
         return self.target if self.platform == "tpu" else "GPU"
 
     @property
     def memory_bytes(self) -> int | None:
-        """What one holds, where the target says it."""
+        """The memory of one device; None where the target does not say."""
         found = re.search(r"device_memory_size: (\d+)", self.text)
         return int(found[1]) if found else None
 
     @property
     def text(self) -> str:
-        """XLA's text of a GPU; of TPUs the topology."""
+        """The ``GpuTargetConfigProto`` as text; the topology for TPUs."""
         if self.target not in _GPUS:
             return self.target
         major, *numbers = _GPUS[self.target]
@@ -160,15 +160,15 @@ class Absent:
         Raises:
           ValueError: The compiler is not installed, or knows no such target.
         """
-        jax.devices()  # first, so that the default devices are those that are here
-        make = _tpus if self.platform == "tpu" else _gpus
+        jax.devices()  # first, so that the default devices are the present ones
+        make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         found = tuple(make(self))
         if len(found) != len(self):
-            raise ValueError(f"{self} is {len(found)} devices by its compiler.")
+            raise ValueError(f"{self} has {len(found)} devices by its compiler.")
         return found
 
 
-def _gpus(absent: Absent) -> list[Any]:
+def _gpu_devices(absent: Absent) -> list[Any]:
     each = len(absent) // absent.num_hosts
     options: dict[str, Any] = {
         "target_config": absent.text,
@@ -176,14 +176,14 @@ def _gpus(absent: Absent) -> list[Any]:
     }
     try:
         found = topologies.get_topology_desc(platform="cuda", **options)
-    except NotImplementedError:  # JAX has not taken the compiler up: it found no driver
-        _take_up_compiler()
+    except NotImplementedError:  # JAX found no driver and did not register the plugin
+        _register_compiler()
         found = topologies.get_topology_desc(platform="cuda", **options)
     return list(found.devices)
 
 
-def _take_up_compiler() -> None:
-    """Register the wheel's compiler, without the check that there is a driver."""
+def _register_compiler() -> None:
+    """Register the CUDA plugin, which JAX skips on a machine without a driver."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
     if not compilers:
@@ -191,13 +191,13 @@ def _take_up_compiler() -> None:
             "Compiling for GPUs that are not here needs their compiler, a wheel of"
             " JAX's own version: pip install 'towerjax[gpu-compiler]'."
         )
-    with _environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+    with _set_by_default("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
         compilers[0].load().initialize()
 
 
 @contextlib.contextmanager
-def _environment(variable: str) -> Iterator[None]:
-    """The variable is "1" meanwhile, if nobody has set it."""
+def _set_by_default(variable: str) -> Iterator[None]:
+    """Set an environment variable to "1" within the block, unless it is set."""
     is_ours = variable not in os.environ
     os.environ.setdefault(variable, "1")
     try:
@@ -207,10 +207,10 @@ def _environment(variable: str) -> Iterator[None]:
             del os.environ[variable]
 
 
-def _tpus(absent: Absent) -> list[Any]:
+def _tpu_devices(absent: Absent) -> list[Any]:
     try:
-        # Without a lock that lets one process alone have the TPUs: nothing runs.
-        with _environment("ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        # libtpu's lock, of one process at a time, is not needed: nothing runs.
+        with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
             found = topologies.get_topology_desc(absent.target, platform="tpu")
     except RuntimeError as error:
         if "TPU support not installed" not in str(error):
@@ -222,11 +222,11 @@ def _tpus(absent: Absent) -> list[Any]:
     return list(found.devices)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not where the compiler for GPUs finds no driver because there is no GPU."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """False for JAX's error that the CUDA plugin failed, on a machine without GPUs."""
     is_of_cuda = record.exc_info and "xla_cuda" in record.getMessage()
     return not is_of_cuda or bool(glob.glob("/dev/nvidia*"))
 
 
-# JAX takes the compiler for a driver that fails, and logs a traceback in each program.
-logging.getLogger("jax._src.xla_bridge").addFilter(_is_news)
+# With the compiler's wheel installed JAX logs that error in every program.
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_worth_logging)

@@ -1,4 +1,4 @@
-"""Which device does a name mean, and how many calls may run at once on it?"""
+"""Translate device names to JAX devices, and bound the calls in flight on them."""
 
 import collections
 import functools
@@ -16,7 +16,7 @@ Device: TypeAlias = Any
 _NAME = re.compile(
     r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
 )
-"""``"gpu:0"``, and what TensorFlow called it in a job of one process."""
+"""``"gpu:0"``, and TensorFlow's names of it in a job of one process."""
 
 
 _WITHOUT_CPU = (
@@ -26,7 +26,7 @@ _WITHOUT_CPU = (
 
 
 def canonical_device_name(device: Any) -> str:
-    """``"platform:index"``, counted within it; ``"cuda:0"``, ``"rocm:0"`` are gpus."""
+    """``"platform:index"``, the index within the platform; cuda and rocm are gpu."""
     if isinstance(device, jax.Device):
         peers = jax.devices(device.platform)
         return f"{_canonical_platform(device.platform)}:{peers.index(device)}"
@@ -77,12 +77,12 @@ def platform_devices(platform: str) -> list[Device]:
     """The devices of a platform; an empty list where JAX has no such platform."""
     try:
         return jax.devices(platform)
-    except RuntimeError:  # JAX's word for a platform that it does not have
+    except RuntimeError:  # JAX has no such platform
         return []
 
 
 def host_device() -> Device:
-    """This process's first CPU; JAX has CPUs beside others, unless told not to."""
+    """This process's first CPU device."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
@@ -90,7 +90,7 @@ def host_device() -> Device:
 
 
 def first_of_each_process(gpus: int) -> tuple[str, ...]:
-    """The names of the first so many GPUs of each process, process after process."""
+    """The names of the first ``gpus`` GPUs, or of the first CPU, of each process."""
     platform, wanted = ("gpu", gpus) if gpus else ("cpu", 1)
     devices = platform_devices(platform)
     if not (gpus or devices):
@@ -108,7 +108,7 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 
 def find_device(name: str) -> Device:
-    """The device of that canonical name."""
+    """The JAX device with a canonical name."""
     platform, _, index = name.partition(":")
     found = platform_devices(platform)
     if int(index) < len(found):
@@ -135,11 +135,11 @@ def find_device(name: str) -> Device:
 
 
 class InFlight:
-    """The results of the last few calls, so that not too many run at once.
+    """The results of the last few calls, to bound how many run at once.
 
     Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
     devices deadlock and abort the process. A depth of 16 costs nothing measurable
-    and leaves room for programs of other makers.
+    and leaves room for programs of other libraries.
     """
 
     def __init__(self, *, bounded: bool) -> None:
@@ -148,7 +148,7 @@ class InFlight:
         )
 
     def add(self, *results: PyTree) -> None:
-        """Note the first array of a call's results; wait for the one 16 calls ago."""
+        """Keep the first array of a call's results; wait for the one 16 calls ago."""
         if self._results is None:
             return
         for result in results:
@@ -161,5 +161,5 @@ class InFlight:
 
 @functools.cache
 def in_flight_on(devices: tuple[str, ...]) -> InFlight:
-    """One count for all steps on the same devices: the limit is the devices' own."""
+    """The one `InFlight` of all steps on these devices: the limit is per device."""
     return InFlight(bounded=devices[0].startswith("cpu:") and len(devices) > 1)

@@ -1,4 +1,4 @@
-"""When may a signal strike? Not while a donated state has no successor yet."""
+"""Hold signals back while a state is donated and its successor is not assigned."""
 
 import contextlib
 import signal
@@ -8,28 +8,29 @@ from typing import Any
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended a run that saves itself."""
+    """Raised by SIGTERM in a run that has a `Checkpointer`."""
 
 
 class InterruptGuard:
-    """``with guard:`` lets signals wait until the block is done.
+    """``with guard:`` holds Ctrl-C back until the block is done; SIGTERM too.
 
-    A step takes over the buffers of the state it is given. An interrupt between the
-    call and the assignment of its result would lose both states.
+    A step donates the buffers of the state it is given. An interrupt between the
+    call and the assignment of its result would lose both states. SIGTERM is handled
+    only if there is an ``exit_code``, with which it ends the process.
     """
 
     def __init__(self, exit_code: int | None = None) -> None:
         self._exit_code = exit_code
         self._previous: dict[int, Any] = {}
         self._waiting: list[int] = []
-        self._inside = self._looking = 0
-        self._raised = self._over = False
+        self._inside = self._holding = 0
+        self._raised = self._finished = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals for the length of a block, in the main thread only."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = self._found()
+            self._previous = self._previous_handlers()
         for number in self._previous:
             signal.signal(number, self._handle)
         try:
@@ -38,37 +39,36 @@ class InterruptGuard:
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
             self._previous = {}
-            if signal.SIGTERM in self._waiting:  # an exception came before it
+            if signal.SIGTERM in self._waiting:  # held since `finish` or a failed block
                 signal.raise_signal(signal.SIGTERM)
 
-    def _found(self) -> dict[int, Any]:
+    def _previous_handlers(self) -> dict[int, Any]:
         previous = signal.getsignal(signal.SIGINT)
         found: dict[int, Any] = {signal.SIGINT: previous} if callable(previous) else {}
         if self._exit_code is not None:
-            # None is a handler of another language, such as JAX's own.
+            # None stands for a handler set from C, such as JAX's own.
             found[signal.SIGTERM] = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         return found
 
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
-            return  # a second one would end what saves after the first
-        busy = self._must_wait(number)
+            return  # a second one would interrupt the saving after the first
+        is_first = number not in self._waiting
         # A second Ctrl-C is from someone who does not want to wait.
-        first = number not in self._waiting
-        if busy and (first or number == signal.SIGTERM):
-            self._waiting += [number] if first else []
+        if self._must_wait(number) and (is_first or number == signal.SIGTERM):
+            self._waiting += [number] * is_first
         else:
-            self._strike(number, frame)
+            self._deliver(number, frame)
 
     def _must_wait(self, number: int) -> bool:
-        late = number == signal.SIGTERM and (self._looking or self._over)
+        late = number == signal.SIGTERM and (self._holding or self._finished)
         return bool(self._inside or late)
 
     def finish(self) -> None:
-        """The run has ended: SIGTERM waits until all is put away, and is as before."""
-        self._over = True
+        """Hold SIGTERM back until `installed` ends: the run saves and cleans up."""
+        self._finished = True
 
-    def _strike(self, number: int, frame: Any = None) -> None:
+    def _deliver(self, number: int, frame: Any = None) -> None:
         if number != signal.SIGTERM:
             self._previous[number](number, frame)
         else:
@@ -76,18 +76,18 @@ class InterruptGuard:
             raise Terminated(self._exit_code)
 
     def check(self) -> None:
-        """Raise what was raised before and lost: in a destructor nobody hears it."""
+        """Raise again if SIGTERM was raised: Python drops it inside a destructor."""
         if self._raised:
             raise Terminated(self._exit_code)
 
     @contextlib.contextmanager
-    def looking(self) -> Iterator[None]:
-        """Let SIGTERM wait, and Ctrl-C not: results are looked at, hooks called."""
-        self._looking += 1
+    def holding_sigterm(self) -> Iterator[None]:
+        """Hold SIGTERM, not Ctrl-C, back while results are read and hooks called."""
+        self._holding += 1
         try:
             yield
         finally:
-            self._looking -= 1
+            self._holding -= 1
         self._release()
 
     def __enter__(self) -> None:
@@ -102,4 +102,4 @@ class InterruptGuard:
             if self._must_wait(number):
                 continue
             self._waiting.remove(number)
-            self._strike(number)
+            self._deliver(number)

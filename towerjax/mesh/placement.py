@@ -1,4 +1,4 @@
-"""Where do towers and values live? Meshes, layouts, placing a tree.
+"""Place the leaves of pytrees on the devices of the towers, by their layouts.
 
 ``T`` towers lie on ``D`` devices, ``k = T / D`` local towers on each, device after
 device: tower ``t`` is local tower ``t % k`` of device ``t // k``.
@@ -22,14 +22,14 @@ from towerjax.mesh.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import held_dtype, is_key, key_data, like_key, refuse_unheld
 
-# Names that nobody writes by chance: a psum over the device axis alone would leave out
-# the towers of the same device. Users have the tower axis, which is all towers.
+# Names that no user writes by chance: a psum over the device axis alone would leave out
+# the towers of the same device. Users have the tower axis, over all towers.
 DEVICE_AXIS = "towerjax_device"
 LOCAL_AXIS = "towerjax_local"
 TOWER_AXIS = "towerjax_tower"
 
-# XLA:CPU takes over a host array that begins at a multiple of so many bytes; of fewer
-# bytes than the other a second copy costs less than to see to that.
+# XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
+# Below _LARGE bytes a second copy costs less than an aligned allocation.
 _ALIGNED, _LARGE = 64, 2**20
 
 SPECS = {
@@ -41,21 +41,20 @@ SPECS = {
 
 @dataclasses.dataclass(frozen=True)
 class TowerAxes:
-    """Which named axes a tower can meet the others over."""
+    """The named axes over which a tower can communicate, and what they lie on."""
 
     num_devices: int  # D
     num_local: int  # k, towers on a device
     # Is the device axis bound? Not on one device, where nothing has to travel.
     device_axis: bool
     in_turn: bool  # do the local towers run one after another (local="scan")?
-    platform: str  # "cpu", "gpu" ...: the device's, for choices of method
+    platform: str  # "cpu", "gpu" ..., on which the choice of a method depends
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
     num_processes: int = 1  # P; process p has devices p D / P and following
-    tower_axis: str = TOWER_AXIS  # the name of all towers in a tower function
-    # Are all towers on that axis, wherever they lie? In a tower function they are.
+    tower_axis: str = TOWER_AXIS  # the axis over all towers in a tower function
+    # Is the tower axis the one bound axis? In a tower function it is.
     as_one: bool = False
-    # Programs of tower functions, kept while a step is proved and traced; None keeps
-    # none.
+    # Traced tower functions, reused while a step is proved and traced; None: no reuse.
     traced: dict[Any, Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -69,19 +68,19 @@ class TowerAxes:
         if self.as_one:
             return (self.tower_axis,)
         devices = (DEVICE_AXIS,) if self.device_axis else ()
-        together = self.num_local > 1 and not self.in_turn
-        return devices + ((LOCAL_AXIS,) if together else ())
+        has_local_axis = self.num_local > 1 and not self.in_turn
+        return devices + ((LOCAL_AXIS,) if has_local_axis else ())
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """``T`` towers on ``D`` named devices, and how they are run there."""
+    """``T`` towers on ``D`` named devices, and how they run there."""
 
     devices: tuple[str, ...]  # canonical names, ("cpu:0", "cpu:1"); tower order
     num_towers: int  # T, a multiple of len(devices)
     local: str  # "vmap" or "scan"
     executor: str  # "shard_map" or "pmap"
-    axis_name: str = TOWER_AXIS  # the name of all towers in a tower function
+    axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
 
     @property
@@ -108,7 +107,7 @@ class Placement:
 
     @property
     def axes(self) -> TowerAxes:
-        """The axes that a tower meets the others over on these devices."""
+        """The named axes of a tower on these devices."""
         return TowerAxes(
             num_devices=self.num_devices,
             num_local=self.num_towers // self.num_devices,
@@ -122,7 +121,7 @@ class Placement:
 
     @property
     def abstract_axes(self) -> TowerAxes:
-        """The same towers, each on a device of its own, none of which exists."""
+        """The axes of the same towers, each alone on a device that need not exist."""
         alone = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
         return dataclasses.replace(self.axes, devices=(), **alone)
 
@@ -133,7 +132,7 @@ class Placement:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """``P``: how many processes share the devices; 1 where none are here."""
+        """``P``: how many processes own the devices; 1 where a device is missing."""
         if self.absent is not None:
             return self.absent.num_hosts
         present = platform_devices(self.platform)
@@ -147,7 +146,7 @@ class Placement:
         """The devices themselves, in tower order."""
         if self.absent is None:
             devices = tuple(find_device(name) for name in self.devices)
-            _check_processes(devices)
+            _check_owners(devices)
         else:
             devices = self.absent.jax_devices()
         if self.num_processes > 1 and self.executor == "pmap":
@@ -164,7 +163,7 @@ class Placement:
         return Mesh(np.array(self.jax_devices), (DEVICE_AXIS,), axis_types=axis_types)
 
     def require_present(self) -> None:
-        """Raise where values cannot lie as they would have to."""
+        """Raise where nothing can be placed: devices are absent, or a mesh is set."""
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not here, so that nothing can be placed or run on"
@@ -185,7 +184,7 @@ class Placement:
         return NamedSharding(self.mesh, SPECS[layout])
 
     def shardings(self, layouts: PyTree, values: PyTree) -> PyTree:
-        """A tree of layouts, and what they are of -> a sharding for each leaf."""
+        """A sharding for each leaf of ``values``; ``layouts`` is a prefix tree."""
 
         def of(layout: Layout, part: PyTree) -> PyTree:
             if layout is Layout.SHARDED:
@@ -196,7 +195,7 @@ class Placement:
         return jax.tree.map(of, layouts, values)
 
     def _split(self, x: Any) -> NamedSharding:
-        """The longest dim that the devices divide is split over them."""
+        """Split the longest dim whose size is a multiple of ``D``; else mirrored."""
         shape, spec = np.shape(x), SPECS[Layout.MIRRORED]
         dims = [i for i, n in enumerate(shape) if n and n % self.num_devices == 0]
         if dims:
@@ -205,17 +204,16 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
 
-def _check_processes(devices: tuple[Device, ...]) -> None:
-    """Raise unless all are of this process, or of all processes evenly, in order."""
+def _check_owners(devices: tuple[Device, ...]) -> None:
+    """Raise unless this process owns all devices, or all own as many, in order."""
     owners = [device.process_index for device in devices]
-    own, all_processes = jax.process_index(), list(range(jax.process_count()))
-    if set(owners) == {own}:
+    if set(owners) == {jax.process_index()}:
         return
-    counts = {p: owners.count(p) for p in all_processes}
-    if owners != sorted(owners) or len(set(counts.values())) > 1:
+    counts = {owners.count(process) for process in range(jax.process_count())}
+    if owners != sorted(owners) or len(counts) > 1:
         raise ValueError(
             f"The devices belong to the processes {owners}. In a job of"
-            f" {len(all_processes)} processes name as many devices of each, process"
+            f" {jax.process_count()} processes name as many devices of each, process"
             " after process, or leave devices out to use all."
         )
 
@@ -223,22 +221,21 @@ def _check_processes(devices: tuple[Device, ...]) -> None:
 def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     """A copy of the tree on the placement's devices.
 
-    A copy always: ``device_put`` alone may share the caller's buffer, and a
-    donated state would then delete or overwrite the caller's array. Of several
-    processes, each of which calls this, the first one's values are taken. In a trace
-    there is nothing to place yet.
+    Always a copy: ``device_put`` alone may share the caller's buffer, and a
+    donated state would then delete or overwrite the caller's array. All processes
+    call this; process 0's values are taken. In a trace nothing is placed.
     """
     placement.require_present()
     refuse_unheld("value", tree)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
         return jax.tree.map(jnp.asarray, tree)
     if placement.num_processes == 1:
-        copied = jax.tree.map(_own_copy, tree)
+        copied = jax.tree.map(_copy_leaf, tree)
         return jax.device_put(copied, placement.shardings(layouts, copied))
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
     if on_host:
-        own = [_own_copy(key_data(leaves[i])) for i in on_host]
+        own = [_copy_leaf(key_data(leaves[i])) for i in on_host]
         kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
         advice = "Run the same program on every process."
         require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
@@ -250,17 +247,17 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
 def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     """As `place`, but each of several processes places its own values.
 
-    For what is the same on all by construction, and for rows of which each places
-    its own. Asks no other process, so that a thread may call it.
+    For values that are equal on all processes by construction, and for rows. Nothing is
+    sent, so that a thread may call it, unless a global array gets another sharding.
     """
     placement.require_present()
     shardings = placement.shardings(layouts, tree)
     if placement.num_processes == 1:
-        return jax.device_put(jax.tree.map(_own_copy, tree), shardings)
+        return jax.device_put(jax.tree.map(_copy_leaf, tree), shardings)
     return jax.tree.map(_place_on_processes, tree, shardings)
 
 
-def _own_copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     if is_key(leaf):
         return leaf.copy()
     if isinstance(leaf, jax.Array):
@@ -276,37 +273,37 @@ _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
 
 
 def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Each process places the shards of its own devices."""
+    """A global array, of which this process places the shards of its own devices."""
     if is_key(leaf):
         data = _place_on_processes(jax.random.key_data(leaf), sharding)
         return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if _is_global(leaf):
         if leaf.sharding.device_set == sharding.device_set:
             return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-        leaf = jax.jit(jnp.copy, out_shardings=whole)(leaf)
-    host = _own_copy(leaf)
+        mirrored = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+        leaf = jax.jit(jnp.copy, out_shardings=mirrored)(leaf)
+    host = _copy_leaf(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
 def are_placed(tree: PyTree, placement: Placement, layouts: PyTree) -> bool:
-    """Do all leaves lie where their layouts say?"""
+    """Do all leaves have the shardings of their layouts?"""
     shardings = jax.tree.leaves(placement.shardings(layouts, tree))
-    return all(map(lies, jax.tree.leaves(tree), shardings))
+    return all(map(has_sharding, jax.tree.leaves(tree), shardings))
 
 
-def lies(x: Any, sharding: NamedSharding) -> bool:
-    """Is it an array that is split over devices as this says?"""
+def has_sharding(x: Any, sharding: NamedSharding) -> bool:
+    """Is ``x`` a JAX array of that sharding?"""
     is_array = isinstance(x, jax.Array)
     return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Rows on the devices of their towers; host arrays are copied first.
+    """Place rows on the devices of their towers; host arrays are copied first.
 
-    What lies there already is handed on as it is. On the CPU, placing an aligned NumPy
-    array shares its memory, so a loader that reuses its buffer would rewrite a batch
-    in flight.
+    One process returns leaves that have the sharding as they are. On the CPU, placing
+    an aligned NumPy array shares its memory, so a loader that reuses its buffer would
+    rewrite a batch in flight.
     """
     placement.require_present()
     if placement.num_processes > 1:
@@ -315,29 +312,29 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array):
-            return put(_copied_rows(x), sharding)
-        return x if lies(x, sharding) else jax.device_put(x, sharding)
+            return put(_copy_aligned(x), sharding)
+        return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
 
     return jax.tree.map(one, tree)
 
 
-def way_by_call(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
-    """How arrays like this one are handed to a program that is called with them.
+def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
+    """A function that converts arrays like ``x`` to arguments of a compiled program.
 
-    That of one device places copies of host arrays in a tenth of the time that it takes
-    before a call; that of several takes longer than `put`.
+    A program of one device places a NumPy argument in a tenth of the time of `put`; a
+    program of several devices takes longer than `put`.
     """
     if not isinstance(x, jax.Array):
         if sharding.num_devices == 1:
-            return _copied_rows
-        return lambda x: put(_copied_rows(x), sharding)
-    if lies(x, sharding):
+            return _copy_aligned
+        return lambda x: put(_copy_aligned(x), sharding)
+    if has_sharding(x, sharding):
         return lambda x: x
     return functools.partial(jax.device_put, device=sharding)
 
 
-def _copied_rows(x: Any) -> Any:
-    """A copy of a host array, which XLA:CPU takes over as it is where it is large."""
+def _copy_aligned(x: Any) -> Any:
+    """A copy of a host array; a large one is aligned, so that XLA:CPU shares it."""
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
     if x.nbytes < _LARGE:
@@ -351,16 +348,16 @@ def _copied_rows(x: Any) -> Any:
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
-    """This process's rows with its own towers, as its part of a global array."""
+    """Global arrays of which this process's rows are the part of its own towers."""
     placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, _own_copy(x)), tree
+        lambda x: jax.make_array_from_process_local_data(sharding, _copy_leaf(x)), tree
     )
 
 
-def waited(out: PyTree) -> PyTree:
-    """The results, computed where unawaited ones could stop the devices: `InFlight`."""
+def wait_on_cpus(out: PyTree) -> PyTree:
+    """Return ``out``; wait for it first if it is on several CPUs, see `InFlight`."""
     spread = [
         x
         for x in jax.tree.leaves(out)
@@ -374,13 +371,13 @@ def waited(out: PyTree) -> PyTree:
 
 
 def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
-    """The tree whole on each process, so that the host can read it."""
+    """The tree, mirrored, so that the host of each process can read it."""
     if placement.num_processes == 1:
         return tree
     mirrored = placement.sharding(Layout.MIRRORED)
-    return waited(_resharded(tree, sharding=mirrored))
+    return wait_on_cpus(_reshard(tree, sharding=mirrored))
 
 
 @functools.partial(jax.jit, static_argnames="sharding")
-def _resharded(tree: PyTree, *, sharding: NamedSharding) -> PyTree:
+def _reshard(tree: PyTree, *, sharding: NamedSharding) -> PyTree:
     return jax.lax.with_sharding_constraint(tree, sharding)

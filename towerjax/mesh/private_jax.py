@@ -1,4 +1,4 @@
-"""What does JAX offer under no public name? All of it that is used here."""
+"""All uses of JAX's private modules."""
 
 import collections
 import functools
@@ -14,24 +14,24 @@ from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
 
-# What a compiled program raises under ``jax_debug_nans`` and ``jax_debug_infs``.
+# Raised by a compiled program under ``jax_debug_nans`` and ``jax_debug_infs``.
 FoundNonFinite = api_util.InternalFloatingPointError
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """As ``jax.device_put`` of an array of a dtype that devices hold, which calls this.
+    """Do what ``jax.device_put`` does for an array of a dtype that devices hold.
 
-    In a quarter of its time, which for small batches is longer than a step's call. The
-    devices may share the array's memory.
+    It takes a quarter of the time of ``jax.device_put``, which for small batches takes
+    longer than a step's call. The devices may share the array's memory.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
-    with explicit_device_put_scope():  # of which ``jax.transfer_guard`` takes note
+    with explicit_device_put_scope():  # ``jax.transfer_guard`` may allow these alone
         return batched_device_put(aval, sharding, [array[i] for i in parts], devices)
 
 
 @functools.lru_cache(1024)
 def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """The type of such an array, which part of it goes to which device."""
+    """The aval of an array of that sharding, each shard's index, and its device."""
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     parts = sharding.addressable_devices_indices_map(shape)
     aval = jax.device_put(zeros, sharding).aval
@@ -39,16 +39,16 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 
 def carries_gradient(x: Any, of: Any) -> bool:
-    """Does the gradient by ``of``, in whose making this is called, go through ``x``?
+    """Does ``x`` carry a tangent of the differentiation by ``of``, now being traced?
 
-    Not through what ``lax.stop_gradient`` or a comparison gave.
+    False for results of ``lax.stop_gradient`` and of comparisons.
     """
     made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
     return len(made_by) == 2 and made_by[0] is made_by[1]
 
 
-def with_axis(name: str) -> Any:
-    """A context in which a named axis of one is bound, as ``lax.axis_size`` tells."""
+def bind_axis(name: str) -> Any:
+    """A context in which a named axis of size 1 is bound."""
     return extend_axis_env_nd([(name, 1)])
 
 
@@ -58,10 +58,10 @@ def coordinator_client() -> Any:
 
 
 def inline_and_merge(lowered: Any) -> None:
-    """Rewrites a lowered program: no calls are left, and no equal operations.
+    """Inline all calls of a lowered program and merge equal operations, in place.
 
-    They are merged in each computation by itself, as XLA does it. MLIR's own passes do
-    not inline in JAX's build, and merge what a loop computes with what stands before.
+    Operations are merged within a block alone, as XLA does. JAX's build of MLIR has no
+    inliner, and MLIR's CSE would merge operations of a loop body with earlier ones.
     """
     module = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
@@ -77,7 +77,7 @@ def inline_and_merge(lowered: Any) -> None:
 
 
 def _inline_in(block: Any, functions: dict[str, Any]) -> None:
-    """Puts what functions do where they are called."""
+    """Replace each call in a block by the body of its function."""
     calls = collections.deque(each.operation for each in block.operations)
     while calls:
         op = calls.popleft()
@@ -101,7 +101,7 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
-# Of computations of their own, or with effects.
+# Operations with effects, and those whose regions are computations of their own.
 _NEVER_MERGED = frozenset(
     f"stablehlo.{name}"
     for name in (
@@ -111,7 +111,7 @@ _NEVER_MERGED = frozenset(
 
 
 def _merge_in(block: Any) -> None:
-    """Makes equal operations of a block one, and of each block inside of them."""
+    """Merge equal operations of a block, and of each block nested in it."""
     first: dict[Any, Any] = {}
     for op in [each.operation for each in block.operations]:
         for region in op.regions:
@@ -119,7 +119,7 @@ def _merge_in(block: Any) -> None:
                 _merge_in(inside)
         if not _may_merge(op):
             continue
-        same = first.setdefault(_key(op, {}), op)
+        same = first.setdefault(_merge_key(op, {}), op)
         if same is not op:
             for result, other in zip(op.results, same.results, strict=True):
                 result.replace_all_uses_with(other)
@@ -127,7 +127,7 @@ def _merge_in(block: Any) -> None:
 
 
 def _may_merge(op: Any) -> bool:
-    """Does an operation only compute, so that one will do for two?"""
+    """Has an operation no effect, so that two equal ones can be one?"""
     if op.name == "stablehlo.custom_call":
         attributes = op.attributes
         return not (
@@ -137,10 +137,10 @@ def _may_merge(op: Any) -> bool:
     return is_plain and op.name not in _NEVER_MERGED
 
 
-def _key(op: Any, inside: dict[Any, int]) -> Any:
-    """What equal operations have in common; values of its own regions are numbered."""
+def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
+    """A key that equal operations share; values defined in its regions are numbered."""
     operands = tuple(inside.get(x, x) for x in op.operands)
-    attributes = _attributes(op)
+    attributes = _attribute_key(op)
     regions = []
     for region in op.regions:
         for block in region.blocks:
@@ -148,15 +148,15 @@ def _key(op: Any, inside: dict[Any, int]) -> Any:
                 x: len(inside) + i for i, x in enumerate(block.arguments)
             }
             for each in block.operations:
-                regions.append(_key(each.operation, inside))
+                regions.append(_merge_key(each.operation, inside))
                 for x in each.operation.results:
                     inside = inside | {x: len(inside)}
     types = tuple(x.type for x in op.results)
     return op.name, operands, attributes, types, tuple(regions)
 
 
-def _attributes(op: Any) -> tuple[Any, ...]:
-    """What an operation says besides its operands, as what can be compared."""
+def _attribute_key(op: Any) -> tuple[Any, ...]:
+    """The attributes of an operation, hashable."""
     if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
-        return (str(op.attributes[0]),)  # JAX's bindings do not hand the numbers out
+        return (str(op.attributes[0]),)  # the bindings cannot read complex elements
     return tuple((name, op.attributes[name]) for name in op.attributes)

@@ -1,6 +1,6 @@
-"""What must several processes agree on, and how do they hear of each other?
+"""Compare and broadcast host values between the processes of a job.
 
-Everything here is called by every process of a job, in the same order.
+Every process of a job calls these functions, in the same order.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from towerjax.types import PyTree
 
 
 def require_same(what: str, text: str, advice: str) -> None:
-    """Raise, on every process, unless it is the same on all of them."""
+    """Raise, on every process, unless ``text`` is the same on all of them."""
     if jax.process_count() == 1:
         return
     _check_devices()
@@ -40,7 +40,7 @@ def require_same(what: str, text: str, advice: str) -> None:
 
 
 def _check_devices() -> None:
-    """Raise unless all processes have as many devices."""
+    """Raise unless all processes have as many devices, as ``multihost_utils`` needs."""
     owners = [device.process_index for device in jax.devices()]
     counts = [owners.count(process) for process in range(jax.process_count())]
     if len(set(counts)) > 1:
@@ -58,11 +58,11 @@ def from_first_process(tree: PyTree) -> PyTree:
     return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
-def asked_to_end(number: int) -> bool:
-    """Was one of several processes sent SIGTERM, and is this where all stop?
+def is_preempted(number: int) -> bool:
+    """Was a process sent SIGTERM, and is this the step after which all stop?
 
-    All call it after each step. JAX holds the signal back in such a job, and lets all
-    processes stop after the same step.
+    All processes call it after each step. In a job of several JAX holds the signal
+    back, and chooses one step for all.
     """
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
@@ -71,14 +71,14 @@ def asked_to_end(number: int) -> bool:
 
 
 class Stopped(Exception):
-    """Nobody wants the answer any more."""
+    """Raised in an `Exchange` whose ``stopped`` event is set."""
 
 
 class Exchange:
-    """Small values handed round between processes, from any thread.
+    """An all-gather of small values between processes, from any thread.
 
-    They travel by the job's coordinator and not by the devices, so that a thread
-    which prepares input never meets a running step.
+    The values go through the coordinator's key-value store and not through the
+    devices, so that a thread which prepares input never waits for a running step.
     """
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
@@ -86,20 +86,20 @@ class Exchange:
         self._client = coordinator_client()
         self._round = 0
 
-    def all(self, own: Any) -> list[Any]:
-        """Every process's value of this round, in the order of processes."""
+    def all_gather(self, own: Any) -> list[Any]:
+        """The value of each process in this round, in the order of processes."""
         prefix, mine = f"towerjax/{self._name}/{self._round}", jax.process_index()
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
-        if self._round > 1:  # all have read the round before the last
+        if self._round > 1:  # all processes have read the round before the last
             old = f"towerjax/{self._name}/{self._round - 2}/{mine}"
             self._client.key_value_delete(old)
         self._round += 1
         return [json.loads(value) for value in values]
 
     def _wait_for(self, key: str, peer: int) -> str:
-        """The peer's value. One that is dead ends the job by JAX's own heartbeat."""
+        """Wait for the peer's value. A dead peer ends the job by JAX's heartbeat."""
         seconds = 0
         while not self._stopped.is_set():
             try:
@@ -118,21 +118,21 @@ class Exchange:
         raise Stopped
 
 
-def first_process_says(make: Callable[[], Any]) -> Any:
-    """What process 0 finds out, on every process; its error too."""
+def call_on_first_process(make: Callable[[], Any]) -> Any:
+    """Call ``make`` on process 0; return its JSON value, or raise, on every process."""
     if jax.process_count() == 1:
         return make()
-    failure, said = None, b""
+    failure, message = None, b""
     if jax.process_index() == 0:
         try:
-            said = json.dumps({"value": make()}).encode()
-        except Exception as error:  # the others wait for what it says
-            failure, said = error, json.dumps({"error": str(error)}).encode()
-    size = int(from_first_process(np.array(len(said))))
-    own = np.frombuffer(said, np.uint8) if said else np.zeros(size, np.uint8)
-    heard = json.loads(from_first_process(own).tobytes())
+            message = json.dumps({"value": make()}).encode()
+        except Exception as error:  # raised below: the others wait for the message
+            failure, message = error, json.dumps({"error": str(error)}).encode()
+    size = int(from_first_process(np.array(len(message))))
+    own = np.frombuffer(message, np.uint8) if message else np.zeros(size, np.uint8)
+    answer = json.loads(from_first_process(own).tobytes())
     if failure is not None:
         raise failure
-    if "error" in heard:
-        raise ValueError(f"Process 0 says: {heard['error']}")
-    return heard["value"]
+    if "error" in answer:
+        raise ValueError(f"Process 0 says: {answer['error']}")
+    return answer["value"]

@@ -1,4 +1,4 @@
-"""How good is the model? Metric states that merge, exact over any split of the data."""
+"""Metric states that merge: the value is exact over any split of the data."""
 
 from towerjax.metrics.classes import false_negatives as false_negatives
 from towerjax.metrics.classes import false_positives as false_positives

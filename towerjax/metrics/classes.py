@@ -1,4 +1,4 @@
-"""How good are predicted classes? Yes and no counted, or a mean over several."""
+"""Metrics of predicted classes: counts of two classes, and means over several."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.metrics.rows import (
+    as_booleans,
+    as_positives,
     check_classes,
+    check_pair,
     element_weights,
     library_of,
-    paired,
-    positives,
+    mark_invalid,
     ratio,
-    spoiled,
-    truths,
 )
 from towerjax.metrics.state import Additive
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike, Sum
 from towerjax.types.options import check_choice
 
-Absent = Literal["left out", "zero"]
+AbsentClasses = Literal["left out", "zero"]
 
 
 def _outcomes(
@@ -31,28 +31,27 @@ def _outcomes(
     weight: ArrayLike | None,
     threshold: float | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which elements are yes, which are predicted so, and what each counts."""
-    labels, predictions = paired(name, labels, predictions)
+    """Which elements are positive, which are predicted so, and their weights."""
+    labels, predictions = check_pair(name, labels, predictions)
     elements = element_weights(name, jnp.shape(labels), weight)
-    true, right = truths(name, "labels", labels, weight)
-    said, told = positives(name, predictions, weight, threshold)
-    return true, said, spoiled(elements, right & told)
+    true, has_label = as_booleans(name, "labels", labels, weight)
+    guess, has_guess = as_positives(name, predictions, weight, threshold)
+    return true, guess, mark_invalid(elements, has_label & has_guess)
 
 
-def _chosen(weight: jax.Array, which: jax.Array) -> jax.Array:
-    """The weights of some elements; one that is NaN spoils whatever is asked."""
+def _weights_where(weight: jax.Array, which: jax.Array) -> jax.Array:
+    """The weights of the elements in ``which``, 0 elsewhere; NaN stays everywhere."""
     return jnp.where(which | jnp.isnan(weight), weight, 0)
 
 
-def _count(
-    true: jax.Array, said: jax.Array, weight: jax.Array, *, is_true: bool, is_said: bool
-) -> Sum:
-    return Sum(_chosen(weight, (true == is_true) & (said == is_said)).sum())
+def _count(found: tuple[jax.Array, ...], *, is_true: bool, is_guess: bool) -> Sum:
+    true, guess, weight = found
+    return Sum(_weights_where(weight, (true == is_true) & (guess == is_guess)).sum())
 
 
 def _share(which: jax.Array, among: jax.Array, weight: jax.Array) -> Weighted:
-    weight = _chosen(weight, among)
-    return Weighted(_chosen(weight, which).sum(), weight.sum())
+    weight = _weights_where(weight, among)
+    return Weighted(_weights_where(weight, which).sum(), weight.sum())
 
 
 def true_positives(
@@ -62,31 +61,31 @@ def true_positives(
     *,
     threshold: float | None = None,
 ) -> Sum:
-    """How many are yes and predicted so: ``tf.metrics.true_positives``.
+    """How many positives are predicted positive: ``tf.metrics.true_positives``.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
-      predictions: The same shape: booleans, integers 0 and 1, or with a threshold
-        scores.
+      predictions: The same shape: booleans, integers 0 and 1, or scores where there
+        is a threshold.
       weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
         example, >= 0; None counts each once. An element of weight 0 is left out
-        whatever it is.
-      threshold: A score above it (not at it) says yes.
+        whatever its value.
+      threshold: A score above it is positive; one equal to it is not.
 
     Returns:
       A ``Sum``, float32 or wider: exact up to ``2**24`` a batch.
 
     Raises:
-      ValueError: Shapes differ, values that are known are neither 0 nor 1, scores
-        come without a threshold, or a known weight is negative. Where such labels
-        are not known before tracing, the value is NaN.
+      ValueError: Shapes differ, a value is neither 0 nor 1, scores come without a
+        threshold, or a weight is negative. Where such a value is not known before
+        tracing, the metric is NaN.
 
     Example:
       >>> float(true_positives([1, 0, 1, 1], [1, 1, 0, 1]).compute())
       2.0
     """
     found = _outcomes("true_positives", labels, predictions, weight, threshold)
-    return _count(*found, is_true=True, is_said=True)
+    return _count(found, is_true=True, is_guess=True)
 
 
 def true_negatives(
@@ -96,7 +95,7 @@ def true_negatives(
     *,
     threshold: float | None = None,
 ) -> Sum:
-    """How many are no and predicted so: ``tf.metrics.true_negatives``.
+    """How many negatives are predicted negative: ``tf.metrics.true_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
 
@@ -105,7 +104,7 @@ def true_negatives(
       1.0
     """
     found = _outcomes("true_negatives", labels, predictions, weight, threshold)
-    return _count(*found, is_true=False, is_said=False)
+    return _count(found, is_true=False, is_guess=False)
 
 
 def false_positives(
@@ -115,7 +114,7 @@ def false_positives(
     *,
     threshold: float | None = None,
 ) -> Sum:
-    """How many are no and predicted yes: ``tf.metrics.false_positives``.
+    """How many negatives are predicted positive: ``tf.metrics.false_positives``.
 
     Arguments, result and errors are those of `true_positives`.
 
@@ -125,7 +124,7 @@ def false_positives(
       1.0
     """
     found = _outcomes("false_positives", labels, predictions, weight, threshold)
-    return _count(*found, is_true=False, is_said=True)
+    return _count(found, is_true=False, is_guess=True)
 
 
 def false_negatives(
@@ -135,7 +134,7 @@ def false_negatives(
     *,
     threshold: float | None = None,
 ) -> Sum:
-    """How many are yes and predicted no: ``tf.metrics.false_negatives``.
+    """How many positives are predicted negative: ``tf.metrics.false_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
 
@@ -144,7 +143,7 @@ def false_negatives(
       2.0
     """
     found = _outcomes("false_negatives", labels, predictions, weight, threshold)
-    return _count(*found, is_true=True, is_said=False)
+    return _count(found, is_true=True, is_guess=False)
 
 
 def precision(
@@ -154,17 +153,17 @@ def precision(
     *,
     threshold: float | None = None,
 ) -> Weighted:
-    """Of those predicted yes, the share that is: ``tf.metrics.precision``.
+    """The share of predicted positives that are positive: ``tf.metrics.precision``.
 
-    A ``Weighted``: 0 where none is predicted yes. Arguments and errors are those of
+    A ``Weighted``: 0 where none is predicted so. Arguments and errors are those of
     `true_positives`.
 
     Example:
       >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
       0.5
     """
-    true, said, weight = _outcomes("precision", labels, predictions, weight, threshold)
-    return _share(true, said, weight)
+    true, guess, weight = _outcomes("precision", labels, predictions, weight, threshold)
+    return _share(true, guess, weight)
 
 
 def recall(
@@ -174,26 +173,26 @@ def recall(
     *,
     threshold: float | None = None,
 ) -> Weighted:
-    """Of those that are yes, the share predicted so: ``tf.metrics.recall``.
+    """The share of positives that are predicted positive: ``tf.metrics.recall``.
 
-    A ``Weighted``: 0 where none is yes. Arguments and errors are those of
+    A ``Weighted``: 0 where none is positive. Arguments and errors are those of
     `true_positives`.
 
     Example:
       >>> float(recall([1, 1, 1, 1], [0, 0, 1, 0]).compute())
       0.25
     """
-    true, said, weight = _outcomes("recall", labels, predictions, weight, threshold)
-    return _share(said, true, weight)
+    true, guess, weight = _outcomes("recall", labels, predictions, weight, threshold)
+    return _share(guess, true, weight)
 
 
 class Confusion(Additive):
-    """How much weight of each label went to each prediction."""
+    """A confusion matrix, in weights."""
 
-    matrix: jax.Array  # [C, C], labels down and predictions across
+    matrix: jax.Array  # [C, C], of [label, prediction]
 
     def compute(self) -> jax.Array:
-        """The mean of intersection over union; see `mean_iou`."""
+        """The mean over classes of intersection over union; see `mean_iou`."""
         matrix = self.matrix
         library = library_of(matrix)
         both = library.diagonal(matrix)
@@ -202,14 +201,14 @@ class Confusion(Additive):
 
 
 class ClassHits(Additive):
-    """Of each class the weight of its examples, and of those that were hit."""
+    """For each class, the weight of its examples and of those predicted right."""
 
     hits: jax.Array  # [C]
     totals: jax.Array  # [C]
-    absent: Absent = dataclasses.field(metadata={"static": True})
+    absent: AbsentClasses = dataclasses.field(metadata={"static": True})
 
     def compute(self) -> jax.Array:
-        """The mean share of hits; see `mean_per_class_accuracy`."""
+        """The mean accuracy over classes; see `mean_per_class_accuracy`."""
         shares = ratio(self.hits, self.totals)
         if self.absent == "zero":
             return shares.mean()
@@ -223,14 +222,14 @@ def _ids_and_weights(
     num_classes: int,
     weight: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Labels, predictions and weights, flat; NaN weight for an id of no class."""
-    labels, predictions = paired(name, labels, predictions)
+    """Labels, predictions and weights, flat; the weight of an unknown class is NaN."""
+    labels, predictions = check_pair(name, labels, predictions)
     elements = element_weights(name, jnp.shape(labels), weight)
     check_classes(name, "labels", labels, weight, num_classes)
     check_classes(name, "predictions", predictions, weight, num_classes)
     ids = [jnp.asarray(x).astype(jnp.int32) for x in (labels, predictions)]
     for x in ids:
-        elements = spoiled(elements, (x >= 0) & (x < num_classes))
+        elements = mark_invalid(elements, (x >= 0) & (x < num_classes))
     labels, predictions = (x.clip(0, num_classes - 1).reshape(-1) for x in ids)
     return labels, predictions, elements.reshape(-1)
 
@@ -243,8 +242,8 @@ def mean_iou(
 ) -> Confusion:
     """Intersection over union, averaged over classes: ``tf.metrics.mean_iou``.
 
-    Of a class: the weight of elements with this label and this prediction, over the
-    weight of those with either. Classes that are neither a label nor a prediction
+    For each class: the weight of elements with this label and this prediction, over
+    the weight of those with either. Classes that are neither a label nor a prediction
     do not count.
 
     Args:
@@ -258,9 +257,9 @@ def mean_iou(
       A `Confusion`, float32 or wider: exact up to ``2**24`` a batch.
 
     Raises:
-      ValueError: Shapes differ, ids are no integers or of no class, or a known
-        weight is negative. Where an id is not known before tracing, one of no class
-        makes the value NaN, unless its weight is 0.
+      ValueError: Shapes differ, ids are no integers or out of range, or a weight is
+        negative. Where ids are not known before tracing, one out of range makes the
+        value NaN, unless its weight is 0.
 
     Example:
       >>> float(mean_iou([0, 0, 1, 1], [0, 1, 1, 1], num_classes=3).compute())
@@ -279,20 +278,20 @@ def mean_per_class_accuracy(
     num_classes: int,
     weight: ArrayLike | None = None,
     *,
-    absent: Absent = "left out",
+    absent: AbsentClasses = "left out",
 ) -> ClassHits:
     """Accuracy of each class, averaged over those that occur as labels.
 
-    ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0:
-    write ``absent="zero"`` for its number. Else it does not count, as in `mean_iou`.
+    ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0, as
+    ``absent="zero"`` does. By default it does not count, as in `mean_iou`.
 
     Args:
       labels: As for `mean_iou`.
       predictions: As for `mean_iou`.
       num_classes: ``C``.
       weight: As for `mean_iou`.
-      absent: A class without examples, of all that is merged, is ``"left out"`` of
-        the mean, or ``"zero"``.
+      absent: A class without examples in the merged state is ``"left out"`` of the
+        mean, or counts as ``"zero"``.
 
     Returns:
       A `ClassHits`.
@@ -304,11 +303,11 @@ def mean_per_class_accuracy(
       >>> float(mean_per_class_accuracy([0, 0, 1, 1], [0, 1, 1, 1], 3).compute())
       0.75
     """
-    check_choice("absent", absent, get_args(Absent))
+    check_choice("absent", absent, get_args(AbsentClasses))
     labels, predictions, weight = _ids_and_weights(
         "mean_per_class_accuracy", labels, predictions, num_classes, weight
     )
     none = jnp.zeros(num_classes, weight.dtype)
-    # A NaN weight spoils the totals even where the prediction is wrong.
+    # A NaN weight makes the totals NaN, also where the prediction is wrong.
     hits = jnp.where(labels == predictions, weight, 0)
     return ClassHits(none.at[labels].add(hits), none.at[labels].add(weight), absent)

@@ -1,4 +1,4 @@
-"""Was each example seen once? Sums over examples, from which ids can be read back."""
+"""Count which examples were seen, in sums from which wrong ids can be decoded."""
 
 import dataclasses
 import functools
@@ -15,25 +15,25 @@ ExampleIds: TypeAlias = Callable[[PyTree], Any]
 """``batch -> ids`` or ``(ids, weights)``, of the rows of a tower's batch."""
 
 TABLES, CELLS = 3, 32
-# How often; the id in four parts and the weight's bits in two, of 16 bits each, so
-# that a sum of a few can be divided; 64 bits that tell any two examples apart.
+# A count; the id in four words and the weight's bits in two, of 16 bits each, so that
+# the sum over a repeated example can be divided; a 64-bit hash in two.
 WORDS = 9
-_MANY = 1 << 20  # rows whose words float64 adds exactly
+_CHUNK = 1 << 20  # rows whose words float64 adds exactly
 
 
 def count_on_host(ids: Any, weights: Any) -> np.ndarray:
-    """The cells of a data set."""
+    """The cells of a data set, made by NumPy."""
     ids = np.asarray(ids)
     if ids.dtype == np.uint64 and ids.size and ids.max() >= 1 << 63:
-        raise ValueError("ids of 2**63 and more are not told apart from negative.")
-    low, high = _halves(ids if ids.ndim == 2 else _checked(ids).astype(np.int64))
+        raise ValueError("ids from 2**63 on have the bits of negative ones: use less.")
+    low, high = _halves(ids if ids.ndim == 2 else _check_ids(ids).astype(np.int64))
     bits = _weight_bits(weights, low)
-    words, index = _words(low, high, bits)
-    words = words[:, (bits << 1) != 0].astype(np.float64)
-    index = index[:, (bits << 1) != 0]
+    is_example = (bits << 1) != 0  # a weight of 0.0 or -0.0 is none
+    words, index = (x[:, is_example] for x in _words(low, high, bits))
+    words = words.astype(np.float64)
     cells = np.zeros((TABLES, CELLS, WORDS), np.uint32)
-    for start in range(0, index.shape[1], _MANY):
-        part = slice(start, start + _MANY)
+    for start in range(0, index.shape[1], _CHUNK):
+        part = slice(start, start + _CHUNK)
         for table in range(TABLES):
             for word in range(WORDS):
                 sums = np.bincount(index[table, part], words[word, part], CELLS)
@@ -42,10 +42,10 @@ def count_on_host(ids: Any, weights: Any) -> np.ndarray:
 
 
 def count_rows(example_ids: ExampleIds, rows: PyTree, weight: jax.Array) -> jax.Array:
-    """What the rows of a tower add to the cells."""
+    """The cells of a tower's rows, made inside a compiled step."""
     given = example_ids(rows)
     ids, weights = given if isinstance(given, tuple) else (given, None)
-    low, high = _halves(_checked(ids))
+    low, high = _halves(_check_ids(ids))
     if low.shape != weight.shape:
         raise ValueError(
             f"example_ids gave {low.shape[0]} ids for a tower's {weight.shape[0]} rows;"
@@ -64,24 +64,24 @@ def count_rows(example_ids: ExampleIds, rows: PyTree, weight: jax.Array) -> jax.
 
 
 def as_addends(cells: jax.Array, num_towers: int) -> jax.Array:
-    """The cells in float32 parts, added exactly in the gradients' own all-reduce."""
+    """The cells as float32 parts, which the gradients' all-reduce adds exactly."""
     bits = _part_bits(num_towers)
     parts = [(cells >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)]
     return jnp.stack(parts).astype(jnp.float32)
 
 
 def from_sums(sums: jax.Array, num_towers: int) -> jax.Array:
-    """The cells of all towers."""
+    """The cells of all towers, from the sums of their `as_addends`."""
     bits, whole = _part_bits(num_towers), sums.astype(jnp.uint32)
     parts = [part << (bits * i) for i, part in enumerate(whole)]
     return functools.reduce(jnp.add, parts)
 
 
 def _part_bits(num_towers: int) -> int:
-    return 24 - (num_towers - 1).bit_length()  # integers up to 2**24 are float32s
+    return 24 - (num_towers - 1).bit_length()  # float32 holds integers up to 2**24
 
 
-def _checked(ids: Any) -> Any:
+def _check_ids(ids: Any) -> Any:
     if not hasattr(ids, "dtype"):
         raise ValueError(f"ids are a {type(ids).__name__}, not an array of integers.")
     if ids.dtype.kind in "iu" and ids.ndim == 1:
@@ -98,7 +98,7 @@ def _checked(ids: Any) -> Any:
 def _halves(ids: Any) -> tuple[Any, Any]:
     """The low and the high 32 bits of each id."""
     if ids.ndim == 2:
-        return _checked(ids)[:, 0], ids[:, 1]
+        return _check_ids(ids)[:, 0], ids[:, 1]
     if ids.dtype.itemsize == 8:
         return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
     if ids.dtype.kind == "u":
@@ -121,50 +121,48 @@ def _weight_bits(weights: Any, like: Any) -> Any:
 
 
 def _words(low: Any, high: Any, bits: Any) -> tuple[Any, Any]:
-    """``[9, n]`` what an example adds, and ``[3, n]`` to which cells. uint32."""
+    """uint32: the words ``[9, n]`` that examples add, and their cells ``[3, n]``."""
     first = low * np.uint32(0) + np.uint32(0x9E3779B9)
     for part in (low, high, bits):
-        first = _mixed(first ^ part)
+        first = _mix(first ^ part)
     second = first + np.uint32(0x85EBCA6B)
     for part in (bits, high, low):
-        second = _mixed(second + part)
+        second = _mix(second + part)
     parts = [half for x in (low, high, bits) for half in (x & 0xFFFF, x >> 16)]
     words = [low * np.uint32(0) + np.uint32(1), *parts, first, second]
-    where = _mixed(second ^ np.uint32(0xC2B2AE35))
+    where = _mix(second ^ np.uint32(0xC2B2AE35))
     index = [(where >> (8 * table)) & (CELLS - 1) for table in range(TABLES)]
     if isinstance(low, np.ndarray):
         return np.stack(words), np.stack(index)
     return words, index
 
 
-def _mixed(x: Any) -> Any:
-    """Each bit of a uint32 spread over all; Chris Wellons' "lowbias32", 2018."""
+def _mix(x: Any) -> Any:
+    """A hash of a uint32: Chris Wellons' "lowbias32", 2018."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
 
-def read_back(
-    cells: np.ndarray,
-) -> tuple[dict[tuple[int, float], int], np.ndarray]:
-    """The examples that cells tell: found alone in one, taken out of all."""
-    cells, found, went_on = cells.copy(), {}, True
-    while went_on:
-        went_on = False
+def decode_cells(cells: np.ndarray) -> tuple[dict[tuple[int, float], int], np.ndarray]:
+    """``{(id, weight): times}``, decoded from cells, and what is left of the cells."""
+    cells, found, progressed = cells.copy(), {}, True
+    while progressed:
+        progressed = False
         for table, cell in np.argwhere(cells.any(axis=-1)):
-            alone = _alone(cells[table, cell])
-            if alone is None:
+            decoded = _decode_cell(cells[table, cell])
+            if decoded is None:
                 continue
-            times, key, words, index = alone
+            times, key, words, index = decoded
             for other in range(TABLES):
                 cells[other, index[other]] -= words
             found[key] = found.get(key, 0) + times
-            went_on = True
+            progressed = True
     return {key: times for key, times in found.items() if times}, cells
 
 
-def _alone(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | None:
-    """How often which example, with its words, when a cell holds no other."""
+def _decode_cell(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | None:
+    """``(times, (id, weight), words, index)`` if a cell holds one example only."""
     times, *parts = (int(x) for x in sums[:7].astype(np.int32))
     if times == 0 or any(part % times for part in parts):
         return None
@@ -186,12 +184,12 @@ def _alone(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleCount:
-    """Which examples were seen how often, in 3.5 KB: sums, of which order is gone.
+    """How often each example was seen: 3.5 KB of sums, for any number of examples.
 
     Each pair of an id and a weight adds its words to one cell in each of three tables.
     All sums are of integers modulo ``2**32``, so they are exact in any order, and two
-    counts are merged by adding them. The difference of two counts gives the ids of
-    some 40 dropped or repeated examples back.
+    counts are merged by adding them. From the difference of two counts the ids of
+    some 40 dropped or repeated examples can be decoded.
 
     Attributes:
       cells: ``[3, 32, 9]`` uint32.
@@ -209,22 +207,22 @@ class ExampleCount:
 
     @classmethod
     def none(cls) -> "ExampleCount":
-        """No example yet."""
+        """The count of no examples."""
         return cls(np.zeros((TABLES, CELLS, WORDS), np.uint32))
 
     @classmethod
     def of(cls, ids: Any, weights: Any = None) -> "ExampleCount":
-        """The count of a data set that is gone through once, made on the host.
+        """The count of one pass through a data set, made on the host.
 
         Args:
           ids: ``[N]`` integers of up to 64 bits, or ``[N, 2]`` uint32, low half first.
           weights: ``[N]`` float32; None is 1 for each. Weight 0 is no example.
 
         Returns:
-          The count, to be added to others or multiplied by a number of epochs.
+          The count, which may be added to others and multiplied by a number of epochs.
 
         Raises:
-          ValueError: ``ids`` are no such integers, or ``weights`` not as many.
+          ValueError: ``ids`` are no such integers, or ``weights`` has another length.
 
         Example:
           >>> hex((ExampleCount.of(range(100)) * 2).fingerprint)
@@ -233,28 +231,28 @@ class ExampleCount:
         return cls(count_on_host(ids, weights))
 
     def __add__(self, other: "ExampleCount") -> "ExampleCount":
-        """Both together."""
+        """The count of both."""
         return ExampleCount(self.cells + other.cells)
 
     def __mul__(self, times: int) -> "ExampleCount":
-        """So many times the same, such as epochs."""
+        """The count of so many passes through the same data, such as epochs."""
         return ExampleCount(np.asarray(self.cells) * np.uint32(times))
 
     @property
     def total(self) -> int:
-        """How many examples, modulo ``2**32``."""
+        """The number of examples, modulo ``2**32``."""
         return int(self._sum(0))
 
     @property
     def fingerprint(self) -> int:
-        """64 bits, the same whenever the same pairs of id and weight were seen."""
+        """A 64-bit hash, the same whenever the same ids and weights were seen."""
         return int(self._sum(7)) | int(self._sum(8)) << 32
 
     def _sum(self, word: int) -> np.uint32:
         return np.asarray(self.cells)[0, :, word].sum(dtype=np.uint32)
 
     def compare(self, expected: "ExampleCount") -> "ExampleReport":
-        """What was seen too often and too rarely.
+        """The examples that were seen too often or too rarely.
 
         Args:
           expected: Such as ``ExampleCount.of(ids) * epochs``.
@@ -263,7 +261,7 @@ class ExampleCount:
           The `ExampleReport`.
         """
         left = np.asarray(self.cells) - np.asarray(expected.cells)
-        found, left = read_back(left)
+        found, left = decode_cells(left)
         return ExampleReport(
             seen=self.total,
             expected=expected.total,
@@ -276,14 +274,14 @@ class ExampleCount:
 
 @dataclasses.dataclass(frozen=True)
 class ExampleReport:
-    """How what was seen differs from what was expected; ``print`` tells it.
+    """The difference between the examples seen and those expected; ``print`` shows it.
 
     Attributes:
       seen: How many examples were seen.
       expected: How many were expected.
       dropped: ``(id, weight, times)`` of each that was seen too rarely.
       repeated: ``(id, weight, times)`` of each that was seen too often.
-      others: There are at least so many more, too many to be told by their ids.
+      others: A lower bound on further differences, whose ids cannot be decoded.
 
     Example:
       >>> ExampleCount.of([7]).compare(ExampleCount.of([7])).is_same
@@ -298,11 +296,11 @@ class ExampleReport:
 
     @property
     def is_same(self) -> bool:
-        """Was each example seen as often as expected?"""
+        """Whether each example was seen as often as expected."""
         return not (self.dropped or self.repeated or self.others)
 
     def __str__(self) -> str:
-        """Every difference, by the example's id."""
+        """Both numbers, and every difference by the example's id."""
         text = f"{self.seen} examples were seen and {self.expected} expected"
         lost, found = list(self.dropped), []
         for id, weight, times in self.repeated:
@@ -342,21 +340,21 @@ class ExamplesError(ValueError):
 def check_examples(
     state: Any, ids: Any, *, weights: Any = None, epochs: int = 1
 ) -> ExampleReport:
-    """The report that each example was seen once an epoch, or an error.
+    """Raise unless each example was seen once an epoch.
 
     Args:
       state: A ``TrainState`` of a step that was built with ``example_ids``, or its
         ``seen``.
       ids: ``[N]`` integers, every example's id; or an `ExampleCount` for anything
-        else than whole epochs.
+        other than whole epochs.
       weights: ``[N]`` float32, where ``example_ids`` gives weights.
-      epochs: How often the data was gone through.
+      epochs: The number of passes through the data.
 
     Returns:
-      The `ExampleReport`, which says how many.
+      The `ExampleReport`, with the number of examples.
 
     Raises:
-      ExamplesError: Some were dropped or repeated; names their ids.
+      ExamplesError: Some were dropped or repeated; the message names their ids.
       ValueError: The state counts no examples.
 
     Example:

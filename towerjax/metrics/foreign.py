@@ -1,4 +1,4 @@
-"""How do metrics of other libraries become states? By their own merge and compute."""
+"""Use metrics of other libraries as states, by their own ``merge`` and ``compute``."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,29 +7,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.reduce import strong
+from towerjax.collectives.reduce import drop_weak_type
 from towerjax.types.leaves import changes, listed
 
 
 def looks_like_state(x: Any) -> bool:
-    """Does its class have ``merge`` and ``compute``?
+    """Whether the class of ``x`` has ``merge`` and ``compute``.
 
-    The object itself may hand on what it holds, as a variable of ``flax.nnx`` does.
+    The object is not asked: a ``flax.nnx`` variable forwards attributes to its value.
     """
-    kind = type(x)
-    return all(callable(getattr(kind, name, None)) for name in ("merge", "compute"))
+    cls = type(x)
+    return all(callable(getattr(cls, name, None)) for name in ("merge", "compute"))
 
 
 def is_collection(x: Any) -> bool:
-    """Is it a ``clu.metrics.Collection``, several metrics in one object?"""
+    """Whether ``x`` is a ``clu.metrics.Collection``, several metrics in one object."""
     return looks_like_state(x) and hasattr(x, "_reduction_counter")
 
 
 def merge_parts(first: Any, second: Any) -> Any:
-    """The metric of two parts of one batch.
+    """Merge the metrics of two parts of one batch.
 
-    ``clu.metrics`` tells parts of a batch from batches: its ``LastValue`` averages
-    over parts and keeps the last batch. Others have ``merge`` for both.
+    ``clu.metrics`` merges parts of a batch in another way than batches: ``LastValue``
+    averages over parts and keeps the last batch. Others have ``merge`` for both.
     """
     of_parts = getattr(first, "_reduce_merge", None)
     return first.merge(second) if of_parts is None else of_parts(second)
@@ -38,14 +38,14 @@ def merge_parts(first: Any, second: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A metric of another library: its arrays, and apart what is no array.
+    """A metric of another library, with its Python numbers kept static.
 
     So a number that decides a shape, such as ``num_thresholds``, stays a number
-    when arrays travel over towers. Made by `from_clu`.
+    when the arrays are traced. Made by `from_clu`.
     """
 
     arrays: list[Any]  # the metric's arrays, in tree order
-    # Its other leaves, and None in the arrays' places.
+    # Its other leaves, in tree order; None for each array.
     numbers: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
 
@@ -57,7 +57,7 @@ class Adapted:
         return jax.tree.unflatten(self.treedef, leaves)
 
     def merge(self, other: "Adapted") -> "Adapted":
-        """The metric of two batches, by the class's ``merge``."""
+        """Merge the metrics of two batches, by the class's ``merge``."""
         return self._like_this(self.metric.merge(other.metric))
 
     def _reduce_merge(self, other: "Adapted") -> "Adapted":
@@ -77,10 +77,10 @@ class Adapted:
 def from_clu(metric: Any) -> Any:
     """A metric of ``clu.metrics`` or ``metrax`` as a metric state.
 
-    A ``Metric`` may be put into the metrics of a step as it is; this does the same
-    beforehand. A ``Collection`` becomes a dict of its metrics: write
-    ``{**from_clu(collection)}``. Values are the library's own: ``clu.metrics.Average``
-    of nothing is NaN. Give it ``tower.weight`` as ``mask`` or ``sample_weights``.
+    A step converts a ``Metric`` among its metrics by itself. A ``Collection`` becomes
+    a dict of its metrics: write ``{**from_clu(collection)}``. Values are the library's
+    own: ``clu.metrics.Average`` of nothing is NaN. Give the metric ``tower.weight`` as
+    ``mask`` or ``sample_weights``.
 
     Args:
       metric: An object made by ``from_model_output(...)`` of its class.
@@ -89,8 +89,8 @@ def from_clu(metric: Any) -> Any:
       A state with ``merge`` and ``compute``, a pytree; or name -> state.
 
     Raises:
-      ValueError: It is a class, or has no ``merge`` and ``compute``; its merge
-        cannot be traced or changes shapes, as that of a ``CollectingMetric``.
+      ValueError: ``metric`` is a class, or has no ``merge`` and ``compute``; or its
+        merge cannot be traced or changes shapes, as that of a ``CollectingMetric``.
 
     Example:
       >>> from clu import metrics as clu_metrics
@@ -115,13 +115,13 @@ def from_clu(metric: Any) -> Any:
             f"from_clu got {metric!r}, which is no pytree with merge and compute. Pass"
             " what from_model_output(...) of a clu.metrics or metrax class returns."
         )
-    return adapted(metric)
+    return adapt(metric)
 
 
-def adapted(metric: Any) -> Adapted:
-    """A state of another class as an `Adapted`.
+def adapt(metric: Any) -> Adapted:
+    """Another library's state as an `Adapted`.
 
-    A Python number that the class's merge leaves as it is stays one; every other
+    A Python number that the class's merge does not change stays a number; every other
     leaf becomes an array.
     """
     leaves, treedef = jax.tree.flatten(metric)
@@ -132,32 +132,31 @@ def adapted(metric: Any) -> Adapted:
         merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
         return [x for x in merged if hasattr(x, "shape")]
 
-    _traced(metric, merge, _adapted(leaves, plain, treedef))
-    if len(merged) == len(leaves):  # else it is told below
+    _trace_merge(type(metric).__name__, merge, _make_adapted(leaves, plain, treedef))
+    if len(merged) == len(leaves):  # else check_merge raises
         plain = [
             is_plain and isinstance(new, type(x)) and new == x
             for x, new, is_plain in zip(leaves, merged, plain, strict=True)
         ]
-    state = _adapted(leaves, plain, treedef)
+    state = _make_adapted(leaves, plain, treedef)
     check_merge(state)
     return state
 
 
-def _adapted(leaves: list[Any], plain: list[bool], treedef: Any) -> Adapted:
+def _make_adapted(leaves: list[Any], plain: list[bool], treedef: Any) -> Adapted:
     pairs = list(zip(leaves, plain, strict=True))
-    arrays = [strong(x) for x, is_plain in pairs if not is_plain]
-    return Adapted(
-        arrays, tuple(x if is_plain else None for x, is_plain in pairs), treedef
-    )
+    arrays = [drop_weak_type(x) for x, is_plain in pairs if not is_plain]
+    numbers = tuple(x if is_plain else None for x, is_plain in pairs)
+    return Adapted(arrays, numbers, treedef)
 
 
 def check_merge(state: Any) -> None:
-    """Raise unless a state merged with one of its kind is another of it."""
-    kind = getattr(state, "metric", state)
-    bad = changes("it", state, _traced(kind, merge_parts, state))
+    """Raise unless merging keeps the state's structure, shapes and dtypes."""
+    name = type(getattr(state, "metric", state)).__name__
+    bad = changes("it", state, _trace_merge(name, merge_parts, state))
     if bad:
         raise ValueError(
-            f"The merge of two {type(kind).__name__} changes the state: {listed(bad)}."
+            f"The merge of two {name} changes the state: {listed(bad)}."
             " Towers are merged in a compiled program, and only arrays travel over"
             " towers, of fixed shapes and dtypes: keep sums or histograms, make a count"
             " an array, jnp.int32(1), and concatenate on the host what a predict step"
@@ -165,12 +164,12 @@ def check_merge(state: Any) -> None:
         )
 
 
-def _traced(kind: Any, merge: Callable[[Any, Any], Any], state: Any) -> Any:
+def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any:
     try:
         return jax.eval_shape(merge, state, state)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The merge of a {type(kind).__name__} cannot be traced, so its towers"
+            f"The merge of a {name} cannot be traced, so its towers"
             f" cannot be merged in a step: {error} A state has arrays of fixed shapes,"
             " and merges them with jax.numpy."
         ) from error

@@ -1,24 +1,25 @@
-"""Which metrics are means over examples? Values, hits and errors."""
+"""Metrics that are means over examples: of values, hits and errors."""
 
 import jax
 import jax.numpy as jnp
 
 from towerjax.metrics.rows import (
     as_array,
+    as_floats,
+    check_pair,
     check_threshold,
     element_weights,
     library_of,
-    numbers,
-    paired,
     ratio,
 )
-from towerjax.metrics.state import Additive, wide
+from towerjax.metrics.state import Additive, widen
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import promote_dtypes
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
-    """The mean of values, each counted by its example's weight: ``tf.metrics.mean``.
+    """The weighted mean of values: ``tf.metrics.mean``.
 
     Args:
       values: ``[b, ...]`` or ``()``, numbers or booleans.
@@ -36,7 +37,7 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
       2.0
     """
-    return _weighted("mean", numbers(as_array(values)), weight)
+    return _weighted("mean", as_floats(as_array(values)), weight)
 
 
 def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighted:
@@ -46,7 +47,7 @@ def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighte
 def accuracy(
     labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
 ) -> Weighted:
-    """How often the prediction is the label: ``tf.metrics.accuracy``.
+    """The share of predictions that equal the label: ``tf.metrics.accuracy``.
 
     Args:
       labels: ``[b, ...]`` class ids or booleans.
@@ -63,7 +64,7 @@ def accuracy(
       >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
       0.75
     """
-    labels, predictions = paired("accuracy", labels, predictions)
+    labels, predictions = check_pair("accuracy", labels, predictions)
     for what, x in (("labels", labels), ("predictions", predictions)):
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
@@ -80,11 +81,11 @@ def accuracy(
 def percentage_below(
     values: ArrayLike, threshold: float, weight: ArrayLike | None = None
 ) -> Weighted:
-    """Which share of the values is below: ``tf.metrics.percentage_below``.
+    """The share of values below a threshold: ``tf.metrics.percentage_below``.
 
     Args:
       values: ``[b, ...]``.
-      threshold: Counted are values less than this.
+      threshold: Values less than it count; a value equal to it does not.
       weight: As for `mean`.
 
     Returns:
@@ -98,14 +99,14 @@ def percentage_below(
       0.25
     """
     check_threshold("percentage_below", threshold)
-    # Else JAX would round the threshold, or wrap it, to the dtype of the values.
-    below = jnp.asarray(wide(as_array(values)) < threshold)
+    # Widened, since JAX would round or wrap the threshold to the dtype of the values.
+    below = jnp.asarray(widen(as_array(values)) < threshold)
     return _weighted("percentage_below", below, weight)
 
 
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
-    labels, predictions = map(numbers, paired(name, labels, predictions))
-    dtype = jnp.promote_types(labels.dtype, predictions.dtype)
+    labels, predictions = map(as_floats, check_pair(name, labels, predictions))
+    dtype = promote_dtypes(labels.dtype, predictions.dtype)
     return abs(predictions.astype(dtype) - labels.astype(dtype))
 
 
@@ -149,7 +150,7 @@ def mean_squared_error(
 
 
 class RootMean(Additive):
-    """The root of a mean, taken once, after everything is added."""
+    """The square root of a mean, taken once, after all sums are added."""
 
     sum: jax.Array
     weight: jax.Array

@@ -1,4 +1,4 @@
-"""Which elements count, and how much? Labels, predictions and weights, checked."""
+"""Check labels, predictions and weights, and weigh each element."""
 
 from typing import Any
 
@@ -7,24 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import native, widened, wrapping
+from towerjax.types.leaves import native, overflow_of, widen_dtype
 from towerjax.types.options import check_whole
 
 
 def library_of(*arrays: Any) -> Any:
-    """``jax.numpy`` where an array is of JAX, else ``numpy``: a value's precision."""
+    """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps its precision."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """``total / weight``, and 0 where the weight is 0: for the ``compute`` of a state.
+    """``total / weight``, and 0 where the weight is 0, for a state's ``compute``.
 
     Args:
       total: Any shape, of NumPy or JAX.
       weight: The same shape, or ``()``.
 
     Returns:
-      That shape, made by the library of the operands. NaN stays NaN.
+      An array of that shape, of the operands' library. NaN stays NaN.
 
     Example:
       >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
@@ -32,11 +32,12 @@ def ratio(total: Any, weight: Any) -> Any:
     """
     library = library_of(total, weight)
     empty = weight == 0
-    return library.where(empty, 0.0, total / library.where(empty, 1, weight))
+    with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
+        return library.where(empty, 0.0, total / library.where(empty, 1, weight))
 
 
-def known(x: Any) -> bool:
-    """Are its values known before tracing, without asking a device?"""
+def is_known(x: Any) -> bool:
+    """Whether the values are on the host, known before tracing."""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
@@ -45,19 +46,19 @@ def as_array(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
 
 
-def numbers(x: Any) -> jax.Array:
-    """What is added up, float32 or wider; no whole number wraps round."""
-    if not (known(x) or jax.tree_util.all_leaves([x])):
+def as_floats(x: Any) -> jax.Array:
+    """An array to be summed, float32 or wider; wide integers do not wrap round."""
+    if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"One array of numbers is averaged, not a {type(x).__name__}. The mean over"
             " rows of each leaf of a tree is tj.Weighted.mean(tree, weight, axis=0)."
         )
-    x = jnp.asarray(native(x) if wrapping(x) is None else np.asarray(x, np.float64))
-    return x.astype(widened(x.dtype))
+    x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
+    return x.astype(widen_dtype(x.dtype))
 
 
 def number_of_rows(leaves: list[jax.Array]) -> int:
-    """Dim 0 of arrays that all have as many rows."""
+    """``b``, the size of dim 0; raise unless all arrays have the same."""
     sizes = {x.shape[:1] for x in leaves}
     if len(sizes) != 1 or sizes == {()}:
         raise ValueError(
@@ -67,8 +68,8 @@ def number_of_rows(leaves: list[jax.Array]) -> int:
     return sizes.pop()[0]
 
 
-def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
-    """Labels and predictions, when there is one prediction for each label."""
+def check_pair(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
+    """Labels and predictions as arrays; raise unless their shapes are equal."""
     labels, predictions = as_array(labels), as_array(predictions)
     shapes = jnp.shape(labels), jnp.shape(predictions)
     if shapes[0] != shapes[1]:
@@ -84,15 +85,15 @@ def paired(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
 def element_weights(
     name: str, shape: tuple[int, ...], weight: Any, what: str = "labels"
 ) -> jax.Array:
-    """How much each element counts."""
+    """The weight of each element, in the given shape."""
     if weight is None:
         return jnp.ones(shape, jnp.float32)
-    if known(weight) and (lowest := np.min(weight, initial=0)) < 0:
+    if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
         raise ValueError(
             f"{name} got a weight of {lowest}; weights must be >= 0. Mask an example"
             " with weight 0."
         )
-    weight = numbers(as_array(weight))
+    weight = as_floats(as_array(weight))
     given, dims = weight.shape, len(shape)
     weight = weight.reshape(given + (1,) * (dims - len(given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
@@ -105,9 +106,9 @@ def element_weights(
     return jnp.broadcast_to(weight, shape)
 
 
-def _counted(x: Any, weight: Any) -> np.ndarray:
-    """``[n]``, the values that are known to count; none where nobody knows."""
-    if not known(x) or not (weight is None or known(weight)):
+def _known_values(x: Any, weight: Any) -> np.ndarray:
+    """``[n]``, the values of nonzero weight; none where they are not known yet."""
+    if not is_known(x) or not (weight is None or is_known(weight)):
         return np.zeros(0)
     x = np.asarray(x)
     if weight is None:
@@ -117,19 +118,19 @@ def _counted(x: Any, weight: Any) -> np.ndarray:
     return x[np.broadcast_to(counts, x.shape)]
 
 
-def spoiled(weight: jax.Array, valid: jax.Array) -> jax.Array:
-    """Weights that make the metric NaN where an element that counts is not valid.
+def mark_invalid(weight: jax.Array, valid: jax.Array) -> jax.Array:
+    """The weights, NaN where an element of nonzero weight is not valid.
 
-    What a compiled program cannot refuse must at least be seen.
+    A compiled program cannot raise, so an invalid element makes the metric NaN.
     """
     return jnp.where(valid | (weight == 0), weight, jnp.nan)
 
 
-def truths(
+def as_booleans(
     name: str, what: str, x: ArrayLike, weight: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Booleans, and which of them were given as such."""
-    counted = _counted(x, weight)
+    """``x`` as booleans, and which elements are valid: booleans, 0 or 1."""
+    counted = _known_values(x, weight)
     if (bad := counted[~np.isin(counted, (0, 1))]).size:
         raise ValueError(
             f"{name} got {what} with the value {bad[0]}; they must be booleans, or 0"
@@ -141,10 +142,10 @@ def truths(
     return x != 0, (x == 0) | (x == 1)
 
 
-def positives(
+def as_positives(
     name: str, predictions: ArrayLike, weight: Any, threshold: float | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Which predictions say yes, and which say anything at all."""
+    """Which predictions are positive, and which are valid."""
     scores = jnp.issubdtype(jnp.result_type(predictions), jnp.floating)
     if scores != (threshold is not None):
         raise ValueError(
@@ -153,15 +154,15 @@ def positives(
             " booleans, and integers 0 and 1, take none."
         )
     if threshold is None:
-        return truths(name, "predictions", predictions, weight)
+        return as_booleans(name, "predictions", predictions, weight)
     check_threshold(name, threshold)
     x = jnp.asarray(predictions)
-    x = x.astype(widened(x.dtype))
+    x = x.astype(widen_dtype(x.dtype))
     return x > threshold, ~jnp.isnan(x)
 
 
 def check_threshold(name: str, threshold: Any) -> None:
-    """Raise unless it is one number, and not one for each row."""
+    """Raise unless the threshold is one number."""
     if np.shape(threshold) or isinstance(threshold, str):
         raise ValueError(
             f"{name} got threshold={threshold!r}; it is one number, such as 0.5. For"
@@ -170,14 +171,14 @@ def check_threshold(name: str, threshold: Any) -> None:
 
 
 def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
-    """Raise unless the scores that are known lie between 0 and 1."""
+    """Raise unless predictions are floating and the known ones are from 0 to 1."""
     dtype = jnp.result_type(predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name} got predictions of dtype {dtype}; they must be floating scores"
             " between 0 and 1."
         )
-    scores = _counted(predictions, weight)
+    scores = _known_values(predictions, weight)
     if (bad := scores[~((scores >= 0) & (scores <= 1))]).size:
         raise ValueError(
             f"{name} got a score of {bad[0]}; scores lie between 0 and 1. Use"
@@ -188,7 +189,7 @@ def check_scores(name: str, predictions: ArrayLike, weight: Any) -> None:
 def check_classes(
     name: str, what: str, ids: ArrayLike, weight: Any, num_classes: int
 ) -> None:
-    """Raise unless ids are integers, and those that are known are of a class."""
+    """Raise unless ids are integers and the known ones are class ids."""
     check_whole(f"{name}: num_classes", num_classes)
     dtype = jnp.result_type(ids)
     if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
@@ -196,7 +197,7 @@ def check_classes(
             f"{name} got {what} of dtype {dtype}; class ids are integers. Write"
             " jnp.argmax(logits, axis=-1) for scores."
         )
-    counted = _counted(ids, weight)
+    counted = _known_values(ids, weight)
     if (bad := counted[(counted < 0) | (counted >= num_classes)]).size:
         raise ValueError(
             f"{name} got {what} with the class id {bad[0]}, but"

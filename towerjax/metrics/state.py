@@ -1,7 +1,6 @@
-"""What is a metric, and how do its states merge, over towers and over batches?"""
+"""Check metric states, merge them over towers and batches, compute their values."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, dataclass_transform
 
@@ -10,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.reduce import strong
+from towerjax.collectives.reduce import drop_weak_type
 from towerjax.metrics.foreign import (
     Adapted,
-    adapted,
+    adapt,
     check_merge,
     is_collection,
     looks_like_state,
@@ -21,13 +20,13 @@ from towerjax.metrics.foreign import (
 )
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.types import Sum
-from towerjax.types.leaves import widened
+from towerjax.types.leaves import promote_dtypes, widen_dtype
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
-def wide(x: Any) -> Any:
-    """The array in a dtype in which counts and sums do not soon run over."""
+def widen(x: Any) -> Any:
+    """The array in at least 32 bits, so that sums do not soon overflow."""
     x = x if hasattr(x, "dtype") else np.asarray(x)
     dtype = x.dtype
     if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -42,9 +41,9 @@ class Additive:
 
     A subclass is made a frozen dataclass and a pytree; do not decorate it. A field
     that is no array, such as a threshold, is marked static by
-    ``dataclasses.field(metadata={"static": True})``, and must be equal in what is
-    merged. A tower returns sums over its rows, each times its weight; what is to be
-    divided, ``compute`` divides, after all of them are added.
+    ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
+    are merged. A tower returns sums over its rows, each row multiplied by its weight;
+    ``compute`` divides, after all sums are added.
 
     Example:
       >>> class Variance(Additive):
@@ -81,16 +80,16 @@ class Additive:
                 f"Cannot merge {mine!r} with {others!r}: they are of different classes,"
                 " or were made with different options. Make both by the same call."
             )
-        return jax.tree.map(lambda x, y: wide(x) + wide(y), self, other)
+        return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
     def compute(self) -> Any:
-        """The value of what has been merged.
+        """The value of the merged state.
 
         Returns:
           One array.
 
         Raises:
-          NotImplementedError: The class does not say.
+          NotImplementedError: The subclass does not define ``compute``.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no compute. Write one that returns an array."
@@ -98,13 +97,13 @@ class Additive:
 
 
 def is_metric(x: Any) -> bool:
-    """Is it a metric state: ``Weighted``, or a pytree with ``merge`` and ``compute``?
+    """Whether ``x`` is a metric state: a pytree with ``merge`` and ``compute``.
 
     Args:
       x: Anything.
 
     Returns:
-      Whether it is. A ``Collection`` of clu is several, and none.
+      A bool; False of a ``Collection`` of clu, which is several metrics.
 
     Example:
       >>> is_metric(Weighted(1.0, 2.0)), is_metric(jnp.zeros(3))
@@ -117,43 +116,41 @@ def is_metric(x: Any) -> bool:
     )
 
 
-def check(name: str, x: Any) -> Any:
-    """A tower's state, before it is stacked, of strong arrays wide enough to add."""
+def check_metric(name: str, x: Any) -> Any:
+    """A tower's state, checked; its leaves strongly typed and wide enough to add."""
     if isinstance(x, Means):
-        terms = (check(f"{name}.terms[{i}]", term) for i, term in enumerate(x.terms))
-        return Means(tuple(terms), strong(x.shared))
+        terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
+        return Means(tuple(terms), drop_weak_type(x.shared))
     if not is_metric(x):
-        raise ValueError(f"{name} is {described(x)}. {_STATES}")
+        raise ValueError(f"{name} is {explain_misuse(x)}. {_STATES}")
     if isinstance(x, Weighted):
-        total, weight = jax.tree.map(strong, x.sum), strong(x.weight)
-        total = jax.tree.map(lambda s: s.astype(widened(s.dtype)), total)
+        total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
+        total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
-        dtype = functools.reduce(jnp.promote_types, dtypes, jnp.dtype(jnp.float32))
-        dtype = jnp.promote_types(dtype, weight.dtype)
+        dtype = promote_dtypes(jnp.float32, weight.dtype, *dtypes)
         if jax.tree_util.all_leaves([total]):
             total = total.astype(dtype)
-        real = jnp.finfo(dtype).dtype  # of a complex sum the weight is a number still
-        return Weighted(total, weight.astype(jnp.promote_types(real, weight.dtype)))
-    if _is_ours(x):
-        return jax.tree.map(lambda leaf: wide(strong(leaf)), x)
+        real = jnp.finfo(dtype).dtype  # the weight of a complex sum is real
+        return Weighted(total, weight.astype(promote_dtypes(real, weight.dtype)))
+    if _is_known_additive(x):
+        return jax.tree.map(lambda leaf: widen(drop_weak_type(leaf)), x)
     try:
-        if any(
-            isinstance(leaf, bool | int | float | str) for leaf in jax.tree.leaves(x)
-        ):
-            x = adapted(x)
-        x = jax.tree.map(strong, x)
+        leaves = jax.tree.leaves(x)
+        if any(isinstance(leaf, bool | int | float | str) for leaf in leaves):
+            x = adapt(x)
+        x = jax.tree.map(drop_weak_type, x)
         check_merge(x)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    return jax.tree.map(wide, x) if is_additive(x) else x
+    return jax.tree.map(widen, x) if is_additive(x) else x
 
 
 def _has_value(x: Any) -> bool:
     return isinstance(x, Means) or is_metric(x)
 
 
-def described(x: Any) -> str:
-    """What something that is no metric state is and, where it helps, what to write."""
+def explain_misuse(x: Any) -> str:
+    """For an error: what ``x`` is, which is no metric state, and what to write."""
     if isinstance(x, type):
         return f"the class {x.__name__}, and no object made from the tower's rows"
     if is_collection(x):
@@ -170,18 +167,18 @@ def described(x: Any) -> str:
     return f"a {type(x).__name__}, which is no metric state"
 
 
-def _is_ours(x: Any) -> bool:
+def _is_known_additive(x: Any) -> bool:
     adds = isinstance(x, Additive) and type(x).merge is Additive.merge
     return adds or isinstance(x, Sum)
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Does merging two parts of a batch add every leaf, and nothing else?
+    """Whether merging two parts of a batch adds every leaf, and does nothing else.
 
-    Known of ``Weighted`` and `Additive`; of other classes read off the traced merge,
-    so that their sums may travel with all others.
+    True of ``Weighted`` and `Additive`; for other classes the jaxpr of their merge
+    shows it. States that add join the step's one reduction.
     """
-    if isinstance(state, Weighted) or _is_ours(state):
+    if isinstance(state, Weighted) or _is_known_additive(state):
         return True
     leaves, treedef = jax.tree.flatten(state)
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
@@ -193,7 +190,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
     try:
         jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return False  # it is merged one after another, where its error is told
+        return False  # merged one after another, where the error is raised again
     added = {
         id(eqn.outvars[0]): sorted(map(id, eqn.invars))
         for eqn in jaxpr.eqns
@@ -207,7 +204,7 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
 
 
 def merge(first: Any, second: Any) -> Any:
-    """The state of two disjoint sets of examples, from their states.
+    """Merge the states of two disjoint sets of examples.
 
     Associative and commutative up to rounding; neither operand is changed.
 
@@ -227,7 +224,7 @@ def merge(first: Any, second: Any) -> Any:
     """
     for name, state in (("first", first), ("second", second)):
         if not is_metric(state):
-            raise ValueError(f"merge got as {name} {described(state)}. {_STATES}")
+            raise ValueError(f"merge got as {name} {explain_misuse(state)}. {_STATES}")
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         raise ValueError(
             f"merge got a {type(first).__name__} and a {type(second).__name__}. Merge"
@@ -237,11 +234,11 @@ def merge(first: Any, second: Any) -> Any:
 
 
 def compute(state: Any) -> Any:
-    """The value of a state, as often as you like.
+    """The value of a state, which is not changed.
 
     Args:
-      state: A ``Weighted``, a sum of such, or any metric state. Of NumPy arrays the
-        value is made in NumPy, in their precision; those of other libraries are given
+      state: A ``Weighted``, a sum of such, or any metric state. NumPy arrays are
+        computed by NumPy, in their precision; states of other libraries are given
         ``jax.Array``.
 
     Returns:
@@ -255,14 +252,14 @@ def compute(state: Any) -> Any:
       2.0
     """
     if not _has_value(state):
-        raise ValueError(f"compute got {described(state)}. {_STATES}")
+        raise ValueError(f"compute got {explain_misuse(state)}. {_STATES}")
     if isinstance(state, Weighted | Means | Sum | Additive | Adapted):
         return state.compute()
     return jax.tree.map(jnp.asarray, state).compute()
 
 
-def merged_rows(rows: Any) -> Any:
-    """The states that lie side by side, which do not add up, merged in their order."""
+def merge_stacked(rows: Any) -> Any:
+    """Merge stacked states, which are not additive, one after another in order."""
     first = jax.tree.map(lambda x: x[0], rows)
     rest = jax.tree.map(lambda x: x[1:], rows)
     if jax.tree.leaves(rest)[0].shape[0] == 0:
@@ -271,9 +268,9 @@ def merged_rows(rows: Any) -> Any:
 
 
 def on_host(state: Any) -> Any:
-    """A batch's state on the host, in 64 bits where its leaves are to be added."""
+    """A batch's state on the host, in 64 bits where merging adds the leaves."""
     state = jax.device_get(state)
-    # Other classes may divide by 0 when they merge, which NumPy warns of.
+    # Others stay JAX arrays: their merge may divide by 0, where NumPy would warn.
     adds = is_additive(state, lambda first, second: first.merge(second))
     convert = _in_64_bits if adds else jnp.asarray
     return jax.tree.map(convert, state)
@@ -288,7 +285,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
 
 
 def add_batch(total: Any, metric: Any) -> Any:
-    """A metric of the batches so far and one more, on the host; of arrays the last."""
+    """Merge a batch's metric into the total, on the host; an array replaces it."""
     if isinstance(metric, Means):
         before = [None] * len(metric.terms) if total is None else total.terms
         return Means(tuple(map(add_batch, before, metric.terms)), metric.shared)
@@ -299,7 +296,7 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 
 def value_on_host(total: Any) -> Any:
-    """The value of a data set's state."""
+    """The value of a data set's state, scalars as Python numbers."""
 
     def plain(x: Any) -> Any:
         x = np.asarray(x)

@@ -1,4 +1,4 @@
-"""How good are scores at every threshold? Histograms, and curves over them."""
+"""Metrics of scores over many thresholds: histograms, and curves over them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics.rows import (
+    as_booleans,
+    check_pair,
     check_scores,
     element_weights,
     library_of,
-    paired,
+    mark_invalid,
     ratio,
-    spoiled,
-    truths,
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widened
+from towerjax.types.leaves import widen_dtype
 from towerjax.types.options import check_choice, check_whole
 
 Curve: TypeAlias = Literal["ROC", "PR"]
@@ -30,36 +30,36 @@ class _Outcomes:
 
     def __init__(self, yes: Any, no: Any) -> None:
         self.library = library_of(yes, no)
-        # Between two thresholds, the lower one first: never negative by a rounding.
+        # Not as differences of the sums below, which rounding could make negative.
         self.yes_between, self.no_between = yes[1:-1], no[1:-1]
-        # Bucket j has the scores that are above j thresholds: the j lowest.
+        # Bucket j holds the scores that are above exactly the j lowest thresholds.
         above = [x[::-1].cumsum()[::-1] for x in (yes, no)]
         self.true_positives, self.false_positives = (x[1:] for x in above)
         self.all_yes, self.all_no = (x[0] for x in above)
 
     @property
     def sensitivity(self) -> Any:
-        """Of those that are yes, the share above each threshold."""
+        """The share of positives that are above each threshold."""
         return ratio(self.true_positives, self.all_yes)
 
     @property
     def specificity(self) -> Any:
-        """Of those that are no, the share not above each threshold."""
+        """The share of negatives that are not above each threshold."""
         below = self.all_no - self.false_positives
         return ratio(below, self.all_no)
 
     @property
     def precision(self) -> Any:
-        """Of those above each threshold, the share that is yes."""
+        """The share of scores above each threshold that are positives'."""
         above = self.true_positives + self.false_positives
         return ratio(self.true_positives, above)
 
 
 class Curves(Additive):
-    """Yes and no by how many of the thresholds their scores are above."""
+    """Histograms of positives' and negatives' scores over ``n`` thresholds."""
 
-    yes: jax.Array  # [n + 1], the weight of positive labels in each bucket
-    no: jax.Array  # [n + 1], of negative ones
+    yes: jax.Array  # [n + 1], the weight of the positives in each bucket
+    no: jax.Array  # [n + 1], the weight of the negatives
     value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -69,26 +69,26 @@ class Curves(Additive):
 
 
 def _rate_at_nearest(found: _Outcomes, name: str, given: str, wanted: float) -> Any:
-    """One rate at the threshold at which the other is nearest to a wanted one."""
+    """The rate ``name`` where the rate ``given`` is nearest to ``wanted``."""
     distance = abs(getattr(found, given) - wanted)
     nearest = distance.min()
-    # Equally near ones differ by a rounding: the best of them, in any precision.
+    # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
     far = distance > nearest + 1e-6
     return found.library.where(far, 0.0, getattr(found, name)).max() + 0 * nearest
 
 
 def _area_under_roc(found: _Outcomes) -> Any:
-    """Trapezoids between the thresholds' points."""
+    """The sum of the trapezoids between the thresholds' points."""
     heights = found.sensitivity
     widths = ratio(found.no_between, found.all_no)
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
 def _area_under_pr(found: _Outcomes) -> Any:
-    """Between two thresholds counts change in proportion, so precision is no line.
+    """The area, where counts, not precision, are linear between two thresholds.
 
-    With ``a`` above the higher threshold and ``b`` above the lower one, of which
-    ``t_a`` and ``t_b`` are yes, the area between them is the integral of
+    With ``a`` scores above the higher threshold and ``b`` above the lower one, of which
+    ``t_a`` and ``t_b`` are positives', the area between them is the integral of
     ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
     """
     true = found.true_positives[1:]
@@ -107,27 +107,27 @@ def _histograms(
     weight: ArrayLike | None,
     thresholds: np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
-    """``(yes, no)``, ``[n + 1]`` each: weights by how many thresholds are passed."""
-    labels, scores = paired(name, labels, predictions)
+    """``(yes, no)``, ``[n + 1]`` each: weights by the thresholds that are passed."""
+    labels, scores = check_pair(name, labels, predictions)
     elements = element_weights(name, jnp.shape(labels), weight)
     check_scores(name, scores, weight)
-    true, right = truths(name, "labels", labels, weight)
+    true, has_label = as_booleans(name, "labels", labels, weight)
     scores = jnp.asarray(scores)
-    scores = scores.astype(widened(scores.dtype))
-    valid = right & (scores >= 0) & (scores <= 1)
-    elements = spoiled(elements, valid).reshape(-1)
+    scores = scores.astype(widen_dtype(scores.dtype))
+    valid = has_label & (scores >= 0) & (scores <= 1)
+    elements = mark_invalid(elements, valid).reshape(-1)
     scores, true = scores.reshape(-1), true.reshape(-1)
     edges = jnp.asarray(thresholds, scores.dtype)
     bucket = jnp.searchsorted(edges, scores, side="left")
     none = jnp.zeros(len(thresholds) + 1, elements.dtype)
-    # A NaN weight spoils both.
-    odd = jnp.isnan(elements)
-    yes = none.at[bucket].add(jnp.where(true | odd, elements, 0))
-    return yes, none.at[bucket].add(jnp.where(true & ~odd, 0, elements))
+    # A NaN weight makes both histograms NaN.
+    is_nan = jnp.isnan(elements)
+    yes = none.at[bucket].add(jnp.where(true | is_nan, elements, 0))
+    return yes, none.at[bucket].add(jnp.where(true & ~is_nan, 0, elements))
 
 
 def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
-    """From just below 0 to just above 1: the first lets all pass, the last none."""
+    """Thresholds from just below 0, which all scores pass, to just above 1."""
     check_whole(f"{name}: num_thresholds", num_thresholds, 2)
     inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
     return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
@@ -143,29 +143,29 @@ def auc(
 ) -> Curves:
     """The area under the ROC or the precision-recall curve: ``tf.metrics.auc``.
 
-    At ``num_thresholds`` even thresholds from 0 to 1, a score above one (not at it)
-    says yes. ROC: trapezoids. PR: between thresholds the counts are interpolated, not
+    There are ``num_thresholds`` even thresholds from 0 to 1; a score is positive at
+    those below it. ROC: trapezoids. PR: between thresholds counts are interpolated, not
     the precision, which TensorFlow calls ``careful_interpolation``; its default is
-    trapezoids, which are too large. More thresholds are nearer to the area of all
-    scores: two scores in one bucket count as equal.
+    trapezoids, which are too large. Two scores between the same thresholds count as
+    equal, so more thresholds give a more exact area.
 
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape, scores between 0 and 1. 16 bits are widened.
       weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
         example, >= 0; None counts each once. An element of weight 0 is left out
-        whatever it is.
+        whatever its value.
       curve: ``"ROC"`` or ``"PR"``.
       num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
 
     Returns:
-      A `Curves` of float32 or wider: exact up to ``2**24`` a batch. The value of one
-      class alone is 0.
+      A `Curves` of float32 or wider: exact up to ``2**24`` a batch. Without
+      positives the value is 0; without negatives 0 for ROC and 1 for PR.
 
     Raises:
-      ValueError: Shapes differ, a value that is known is out of range, or an option
-        is not one that there is. Where a value is not known before tracing, one out
-        of range makes the result NaN, unless its weight is 0.
+      ValueError: Shapes differ, a value is out of range, or an option is unknown.
+        Where values are not known before tracing, one out of range makes the result
+        NaN, unless its weight is 0.
 
     Example:
       >>> float(auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]).compute())
@@ -200,7 +200,7 @@ def sensitivity_at_specificity(
     *,
     num_thresholds: int = 200,
 ) -> Curves:
-    """Sensitivity where specificity is nearest to one that is wanted.
+    """The sensitivity at the threshold whose specificity is nearest to a given one.
 
     ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
     (share of the negatives not above) is nearest, within 1e-6, the greatest
@@ -236,7 +236,7 @@ def specificity_at_sensitivity(
     *,
     num_thresholds: int = 200,
 ) -> Curves:
-    """Specificity where sensitivity is nearest to one that is wanted.
+    """The specificity at the threshold whose sensitivity is nearest to a given one.
 
     ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
     the rates exchanged.
@@ -274,14 +274,14 @@ def precision_at_thresholds(
     Args:
       labels: As for `auc`.
       predictions: As for `auc`.
-      thresholds: ``[n]`` numbers, rising; a score above one says yes.
+      thresholds: ``[n]`` ascending numbers; a score is positive at those below it.
       weight: As for `auc`.
 
     Returns:
-      A `Curves`, whose value is ``[n]``; 0 where none is above.
+      A `Curves`, whose value is ``[n]``; 0 where no score is above.
 
     Raises:
-      ValueError: Thresholds do not rise, or as for `auc`.
+      ValueError: Thresholds do not ascend, or as for `auc`.
 
     Example:
       >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
@@ -300,7 +300,7 @@ def recall_at_thresholds(
 ) -> Curves:
     """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
 
-    0 where none is yes. Arguments, result and errors are those of
+    0 where there are no positives. Arguments, result and errors are those of
     `precision_at_thresholds`.
 
     Example:

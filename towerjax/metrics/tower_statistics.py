@@ -1,4 +1,4 @@
-"""What do the towers know? How noisy the gradient is, and how far towers differ."""
+"""Statistics of the towers' gradients: gradient noise, and how far towers differ."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from towerjax.types.options import check_flag
 
 @dataclasses.dataclass(frozen=True)
 class TowerStatistics:
-    """What towers' own gradients tell: how large a batch is worth it, and who differs.
+    """Gradient noise, which says how large a batch is useful, and statistics per tower.
 
     A part ``p`` is a tower's micro-batch, of weight ``w_p``; ``g_p`` is its gradient,
     ``G = sum_p w_p g_p / W`` that of all ``P`` parts. A mean of weight ``w`` has the
-    noise of one row divided by ``w``, so that without bias
+    variance of one row divided by ``w``, so these estimates have no bias:
 
-    * ``noise = (sum_p w_p |g_p|^2 - W |G|^2) / (P - 1)`` is the trace of the covariance
+    * ``noise = (sum_p w_p |g_p|^2 - W |G|^2) / (P - 1)``, the trace of the covariance
       of one row's gradient,
-    * ``signal = |G|^2 - noise / W`` is the square of the true gradient's norm.
+    * ``signal = |G|^2 - noise / W``, the square of the true gradient's norm.
 
-    Both sums travel in the step's one reduction. Rows count by their weights: one of
+    Both sums are part of the step's one reduction. Rows count by their weights: one of
     weight 2 is two rows. Where the weight counts tokens, so does the noise scale.
 
     Metrics of a step: ``gradient/norm``, ``gradient/noise`` (NaN of one part) and
@@ -35,8 +35,8 @@ class TowerStatistics:
     with ``G``), ``[T]``: these stay on the towers' devices, and nothing is sent.
 
     Attributes:
-      per_tower: Tell of each tower, too? Each tower's gradient is then held until all
-        are merged: ``T / D`` gradients more on a device.
+      per_tower: Whether to give the metrics of each tower. Each tower's gradient is
+        then kept until all are merged: ``T / D`` gradients more on a device.
 
     Example:
       >>> import optax, towerjax as tj
@@ -61,17 +61,17 @@ class TowerStatistics:
         check_flag("TowerStatistics.per_tower", self.per_tower)
 
     def of_tower(self, loss: Any, grads: Any) -> dict[str, Any]:
-        """What a tower function returns besides, for `metrics`.
+        """The leaves that a tower function returns for `metrics`.
 
         Args:
-          loss: As `towerjax.value_and_grad` gives it.
-          grads: The same.
+          loss: The tower's loss, as `towerjax.value_and_grad` gives it.
+          grads: The tower's gradient, as `towerjax.value_and_grad` gives it.
 
         Returns:
           A tree of leaves that the step merges.
 
         Raises:
-          ValueError: The loss is a sum of several means, or of towers' totals.
+          ValueError: The loss is a sum of several means, or has reduction SUM.
         """
         if not isinstance(grads, Weighted):
             raise ValueError(
@@ -79,7 +79,7 @@ class TowerStatistics:
                 " several means or of loss_reduction=SUM. Leave the statistics out, or"
                 " return one tj.Weighted, and other terms as tj.shared(...)."
             )
-        square = _dot(grads.sum, grads.sum)
+        square = _tree_dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)
         sums = {"squares": ratio(square, grads.weight), "parts": counts}
         own = PerTower({"loss": one_mean(loss), "grads": grads})
@@ -89,14 +89,14 @@ class TowerStatistics:
         """The metrics of a step, for an update function.
 
         Args:
-          merged: What the towers' `of_tower` came to.
+          merged: The merged leaves of `of_tower`.
           grads: The merged gradient.
 
         Returns:
-          Names to arrays and ``PerTower`` ones.
+          A dict of arrays and ``PerTower`` arrays.
         """
         sums, total, weight = merged["sums"].value, grads.sum, grads.weight
-        square, parts = _dot(total, total), sums["parts"]
+        square, parts = _tree_dot(total, total), sums["parts"]
         norm, large = ratio(jnp.sqrt(square), weight), ratio(square, weight)
         noise = (sums["squares"] - large) / jnp.maximum(parts - 1, 1)
         noise = jnp.where(parts > 1, noise, jnp.nan)
@@ -104,8 +104,8 @@ class TowerStatistics:
         metrics["gradient/signal"] = ratio(large - noise, weight)
         if self.per_tower:
             loss, own = (merged["own"].values[name] for name in ("loss", "grads"))
-            norms = jnp.sqrt(_dot(own.sum, own.sum, lead=1))
-            dots = _dot(own.sum, jax.tree.map(lambda x: x[None], total), lead=1)
+            norms = jnp.sqrt(_tree_dot(own.sum, own.sum, lead=1))
+            dots = _tree_dot(own.sum, jax.tree.map(lambda x: x[None], total), lead=1)
             metrics["towers/loss"] = PerTower(loss.value)
             metrics["towers/norm"] = PerTower(ratio(norms, own.weight))
             cosines = ratio(ratio(dots, norms), jnp.sqrt(square))
@@ -116,20 +116,20 @@ class TowerStatistics:
     def noise_scale(
         metrics: Mapping[str, ArrayLike], *, smoothing: float = 0.99
     ) -> np.ndarray:
-        """How many rows make noise and signal equal, after each of a run's steps.
+        """The simple noise scale ``B = noise / signal`` after each step, in rows.
 
-        The simple noise scale ``B = noise / signal``: of much smaller batches twice the
-        rows save nearly half of the steps, of much larger ones nearly none. One step's
-        two numbers are noisy, so that each is averaged before they are divided.
+        Batches much smaller than ``B`` need nearly half the steps when doubled, much
+        larger ones nearly as many. One step's noise and signal vary much, so each is
+        averaged over steps before they are divided.
 
         Args:
           metrics: ``history.metrics``.
-          smoothing: How much the average before counts at each step: 0 is each step's
-            own, 0.99 some last hundred steps, 1 all steps alike.
+          smoothing: The decay of the average: 0 takes each step alone, 0.99 about the
+            last hundred steps, 1 all steps alike.
 
         Returns:
-          ``[n]`` float64; NaN before there was a number, infinite or negative where
-          noise hides the signal.
+          ``[n]`` float64; NaN before the first finite numbers, infinite or negative
+          where the noise hides the signal.
 
         Raises:
           ValueError: ``smoothing`` is not from 0 to 1, or there are no statistics.
@@ -156,7 +156,7 @@ class TowerStatistics:
         return np.array(scales)
 
 
-def _dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:
+def _tree_dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:
     def of_leaves(x: jax.Array, y: jax.Array) -> jax.Array:
         return (x * y.conj()).real.sum(axis=tuple(range(lead, x.ndim)))
 

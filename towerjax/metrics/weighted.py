@@ -1,4 +1,4 @@
-"""What may be averaged? Weighted, a numerator with its denominator; a sum of such."""
+"""Weighted, a numerator with its denominator, and Means, a sum of several."""
 
 import dataclasses
 import math
@@ -12,35 +12,35 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.metrics.rows import element_weights, number_of_rows, numbers, ratio
+from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
 from towerjax.proof.scale import SHARED_FACTOR
 from towerjax.types import ArrayLike, PyTree
 from towerjax.types.options import check_choice
 
 
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
-    """Raise where a weight that lacks dims could be of the first ones as well."""
+    """Raise where a weight could be meant for the leading dims or for the last ones."""
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
-            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: it may be of the"
-            " first dims or of the last. Of several side by side, as tj.PerTower makes"
-            " them, map lambda x: x.value with jax.vmap; else give the weight as many"
-            " dims, such as weight[None]."
+            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: the weight could"
+            " belong to the sum's first dims or to its last. For stacked values, as of"
+            " tj.PerTower, map lambda x: x.value by jax.vmap; else give the weight as"
+            " many dims as the sum, such as weight[None]."
         )
 
 
-class _Term:
-    """What follows from the ``+`` and ``*`` of a term of a loss."""
+class _LossTerm:
+    """The operators of a loss term that follow from its ``+`` and ``*``."""
 
-    __array_ufunc__ = None  # so that numbers of NumPy ask for __radd__ and __rmul__
+    __array_ufunc__ = None  # so that NumPy numbers call __radd__ and __rmul__
 
     def __neg__(self: Any) -> Any:
-        """With the other sign."""
+        """The negative."""
         return self * -1
 
     def __sub__(self: Any, other: Any) -> "Means":
-        """The sum with the other's negative."""
+        """The difference, as a sum of means."""
         return self + other * -1
 
     def __rsub__(self: Any, other: Any) -> "Means":
@@ -51,23 +51,23 @@ class _Term:
         return self * (1 / factor)
 
     def __rtruediv__(self, other: Any) -> Any:
-        """Refused: what is divided by a mean is no mean."""
+        """Raise: a number divided by a mean is no mean."""
         raise ValueError(
-            "What is divided by a mean is no mean. Take the mean in an earlier pass of"
-            " tj.build_step, whose .value is a number: see 'A function of a mean' in"
+            "A number divided by a mean is not a mean. Take the mean in an earlier pass"
+            " of tj.build_step, whose .value is a number: see 'A function of a mean' in"
             " docs/how_to/several_losses.md."
         )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weighted(_Term):
+class Weighted(_LossTerm):
     """A numerator and a denominator that travel together.
 
     The only thing that may be averaged: towers, micro-batches and batches merge
     by adding both fields, and ``value`` divides once, at the end. So unequal
     weights, padding and empty towers are exact. ``merge`` pools two sets of rows
-    into one mean; ``+`` makes a sum of two means, which is not that.
+    into one mean; ``+`` makes a sum of two means instead.
 
     Attributes:
       sum: The weighted total, shape ``()`` for a loss or any shape for a metric; or a
@@ -88,7 +88,7 @@ class Weighted(_Term):
     weight: ArrayLike
 
     def __post_init__(self) -> None:
-        """Refuse weights that are negative where that can be known."""
+        """Refuse negative weights where the values are known before tracing."""
         is_known = isinstance(self.weight, int | float | np.ndarray | np.generic)
         if is_known and (lowest := np.min(self.weight, initial=0)) < 0:
             raise ValueError(
@@ -104,7 +104,7 @@ class Weighted(_Term):
         *,
         axis: Literal[0] | None = None,
     ) -> "Weighted":
-        """The mean of ``values`` in which each example counts by its weight.
+        """The weighted mean of ``values``, as its numerator and denominator.
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
         An element of weight 0 is left out even when its value is NaN. Its gradient
@@ -116,8 +116,8 @@ class Weighted(_Term):
             pytree of arrays ``[b, ...]``.
           weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one
             per example, >= 0; with ``axis=0`` ``[b]``. None counts every element once.
-          axis: None is the mean of all elements, a number; 0 that of the rows, such
-            as a mean vector, or a mean gradient of each example's own.
+          axis: None is the mean of all elements, a number; 0 the mean of the rows,
+            such as a mean vector, or the mean of per-example gradients.
 
         Returns:
           A ``Weighted`` of two scalars; with ``axis=0`` its ``sum`` is the tree, of
@@ -136,7 +136,7 @@ class Weighted(_Term):
           [2.0, 2.0]
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
-        values = numbers(values) if axis is None else jax.tree.map(numbers, values)
+        values = as_floats(values) if axis is None else jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)
         shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
@@ -145,14 +145,14 @@ class Weighted(_Term):
             return cls(total, jnp.asarray(math.prod(shape), dtype))
         weights = element_weights("Weighted.mean", shape, weight, "values")
 
-        def summed(x: jax.Array) -> jax.Array:
+        def weighted_sum(x: jax.Array) -> jax.Array:
             own = weights.astype(x.dtype).reshape(shape + (1,) * (x.ndim - len(shape)))
             return jnp.where(own != 0, x * own, 0).sum(axis)
 
-        return cls(jax.tree.map(summed, values), weights.astype(dtype).sum())
+        return cls(jax.tree.map(weighted_sum, values), weights.astype(dtype).sum())
 
     def merge(self, other: "Weighted") -> "Weighted":
-        """Both sums and both weights added, as for every metric state."""
+        """Add both sums and both weights: the mean of both sets of rows."""
         total = jax.tree.map(operator.add, self.sum, other.sum)
         return Weighted(total, self.weight + other.weight)
 
@@ -163,10 +163,10 @@ class Weighted(_Term):
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Weighted":
-        """The mean times a number that all towers share."""
+        """The mean, multiplied by a number that is the same on all towers."""
         if isinstance(factor, Weighted | Means):
             raise ValueError(
-                "A mean times a mean is no mean. Multiply the rows,"
+                "A mean times a mean is not a mean. Multiply the rows,"
                 " tj.Weighted.mean(first * second, weight); or take one mean in an"
                 " earlier pass of tj.build_step, whose .value is a number."
             )
@@ -177,7 +177,7 @@ class Weighted(_Term):
     __rmul__ = __mul__
 
     def compute(self) -> Any:
-        """``value``; in NumPy, in their precision, where all arrays are of NumPy."""
+        """``value``; NumPy arrays are divided by NumPy, in their own precision."""
         kinds, totals = np.ndarray | np.generic, jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
             return self.value
@@ -188,22 +188,22 @@ class Weighted(_Term):
     def value(self) -> Any:
         """``sum / weight``; 0 where the weight is 0, never NaN from an empty set.
 
-        The leaves of a tree are multiplied with the inverse, made once.
+        The leaves of a tree are multiplied by one reciprocal of the weight.
         """
         weight = jnp.asarray(self.weight)
         _refuse_unclear(jax.tree.leaves(self.sum), weight.shape)
         if jax.tree_util.all_leaves([self.sum]):
             return ratio(jnp.asarray(self.sum), weight)
-        # Once and behind a barrier: XLA turns some divisions by the same scalar into
-        # products with its inverse and others not, and then bits depend on D.
+        # One reciprocal behind a barrier: XLA turns only some divisions by a scalar
+        # into products with its reciprocal, and then the bits depend on D.
         scale = lax.optimization_barrier(ratio(1.0, weight))
         return jax.tree.map(lambda x: x * scale.astype(x.dtype), self.sum)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Means(_Term):
-    """A sum of means, each with its own denominator, and of what all towers share.
+class Means(_LossTerm):
+    """A sum of means, each with its own denominator, plus a term that towers share.
 
     Such as ``ce + 0.1 * aux + tj.shared(l2)``: a loss of several terms, exact over
     towers, micro-batches and padding. Made by ``+`` of ``Weighted``.
@@ -223,37 +223,36 @@ class Means(_Term):
 
     @property
     def value(self) -> Any:
-        """Each term's value and what is shared, added."""
+        """The terms' values and the shared term, added."""
         return sum((term.value for term in self.terms), self.shared)
 
     def compute(self) -> Any:
-        """``value``; in NumPy, in their precision, where the terms are of NumPy."""
+        """``value``; NumPy terms are computed by NumPy, in their own precision."""
         return sum((term.compute() for term in self.terms), self.shared)
 
-    def told(self) -> dict[str, Any]:
-        """The terms and what is shared, by the names that metrics have for them."""
+    def by_name(self) -> dict[str, Any]:
+        """The terms and the shared term, by their names among a step's metrics."""
         terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
         return terms | {"loss/shared": self.shared}
 
     def __add__(self, other: Any) -> "Means":
-        """With further terms."""
-        if isinstance(other, int | float) and other == 0:  # where sum() starts
+        """The sum with further terms."""
+        if isinstance(other, int | float) and other == 0:  # the start of sum()
             return self
         if isinstance(other, Weighted):
             other = Means((other,))
         if not isinstance(other, Means):
             raise ValueError(
-                f"A mean + {type(other).__name__}: what is added to a mean says whether"
-                " it is a mean of rows, tj.Weighted.mean(...), or one number that all"
-                " towers share, tj.shared(x). Where towers have met, as in update_fn,"
-                " the number is .value."
+                f"A mean + {type(other).__name__}: add a mean of rows,"
+                " tj.Weighted.mean(...), or one number that all towers share,"
+                " tj.shared(x). After the merge, as in update_fn, the number is .value."
             )
         return Means((*self.terms, *other.terms), self.shared + other.shared)
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Means":
-        """Each term times a number that all towers share."""
+        """Each term, multiplied by a number that is the same on all towers."""
         terms = tuple(term * factor for term in self.terms)
         return Means(terms, self.shared * factor)
 
@@ -261,15 +260,15 @@ class Means(_Term):
 
 
 def shared(value: ArrayLike) -> Means:
-    """A term of a loss that is no mean of rows: the same on every tower, counted once.
+    """A loss term that is the same on every tower and is counted once.
 
-    Such as a penalty on the parameters. That it is the same is proved.
+    Such as a penalty on the parameters. The step proves that it is the same.
 
     Args:
       value: ``()``, floating.
 
     Returns:
-      What is added to a ``Weighted``.
+      A term to add to a ``Weighted``.
 
     Example:
       >>> float((Weighted(6.0, 3.0) + shared(0.5)).value)
@@ -279,7 +278,7 @@ def shared(value: ArrayLike) -> Means:
 
 
 def one_mean(loss: Weighted | Means) -> Weighted | None:
-    """The one mean that a loss is, what is shared included; None of several means."""
+    """The loss as one mean, its shared term included; None if it has several means."""
     if isinstance(loss, Weighted):
         return loss
     term, *others = loss.terms
@@ -289,12 +288,12 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
 
 
 class UnknownWeights(ValueError):
-    """A loss of several means was differentiated where their weights are not known."""
+    """Raised where a sum of means is differentiated and its weights are not known."""
 
     def __init__(self) -> None:
         super().__init__(
-            "A sum of several means has several denominators, of which towers learn in"
-            " a step: differentiate it with tj.value_and_grad in a tower function of"
+            "A sum of several means has several denominators, which only a step adds"
+            " up over towers: differentiate it with tj.value_and_grad in a function of"
             " tj.build_step, by TowerOptimizer.minimize in a model function, or pass it"
             " to tj.build_train_step. Elsewhere return each mean by itself."
         )

@@ -1,1 +1,1 @@
-"""Is everything that is declared MIRRORED the same on every tower, on any devices?"""
+"""Prove that what is declared MIRRORED is the same on every tower, on any devices."""

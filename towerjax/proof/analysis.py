@@ -1,11 +1,11 @@
-"""Which outputs of a per-tower function may differ from tower to tower?
+"""Find the outputs of a tower function that may differ from tower to tower.
 
-The function is traced, not run: we walk its jaxpr and carry a mark along with every
-value, which says along which axes it may differ. A value that differs along none is
-MIRRORED. A dependence starts at a per-tower input or at `axis_index`, and ends at a
-reduction over the tower axes, or at two that together are one: see
-`towerjax.proof.marks`. The same walk finds collectives that only some towers reach, and
-sums of what is the same on all: see `towerjax.proof.scale`.
+The function is traced, not run. The analysis propagates a mark through its jaxpr with
+every value, which says along which axes the value may differ. A value that differs
+along none is MIRRORED. A dependence starts at a per-tower input or at `axis_index`, and
+ends at a reduction over the tower axes, or at two that together are one: see
+`towerjax.proof.marks`. The analysis also finds collectives that only some towers reach,
+and sums of values that are the same on all: see `towerjax.proof.scale`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,47 +17,47 @@ from towerjax.proof.equation import (
     IDENTITIES,
     is_foreign,
     is_hidden,
-    line_of,
     loop_sizes,
     named_axes,
     open_jaxpr,
-    opened,
     refs,
     sub_jaxprs,
+    trace_hidden,
+    user_line,
 )
-from towerjax.proof.found import (
+from towerjax.proof.findings import (
     Analysis,
     Collective,
     Dependence,
     Draw,
     Hang,
-    Meeting,
     Repeat,
+    TowerCall,
 )
 from towerjax.proof.marks import (
     FIXED,
     Context,
     Mark,
-    communicated,
+    apply_collective,
     hang_of,
-    made_at,
-    merged,
-    under,
+    join,
+    mark_of_choice,
+    origin_line,
 )
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
     HAS_EXAMPLES,
-    MEETINGS,
     SHARED_FACTOR,
     SUMMED_FOR_A_VARIABLE,
-    moving_literals,
-    of_equation,
-    of_summed,
+    TOWER_CALLS,
+    scale_of_equation,
+    scale_of_summed,
+    varying_literals,
 )
 
 _Marks = list[Mark]
-# Where what is counted T times meets what differs, no later division can be right.
+# No later division is right once a value counted T times is added to one that differs.
 _ADDITIONS = frozenset("add add_any sub max min select_n".split())
 _NO_AXIS = frozenset([""])
 _A_MIXTURE = "a value that differs from tower to tower, to which it is added"
@@ -72,7 +72,12 @@ def analyse(
     constants: int = 0,
     of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
 ) -> Analysis:
-    """What differs from tower to tower, what communicates, and what would hang."""
+    """Find what differs from tower to tower, what communicates, and what would hang.
+
+    ``inputs`` has a name for each per-tower input, and None for one that is the same on
+    all; the first ``constants`` are constants. ``of_more_towers`` traces the function
+    for another ``T``, which shows the literals that may stand for ``T``.
+    """
     body = open_jaxpr(jaxpr)
     if isinstance(axes, str):
         raise ValueError(f"axes is the string {axes!r}. Write axes=({axes!r},).")
@@ -87,58 +92,56 @@ def analyse(
     sizes = axes if isinstance(axes, Mapping) else _mesh_sizes(body)
     context = Context(towers, sizes, [])
     if of_more_towers is None:
-        return _analysed(body, ins, context)
-    none_counts = _analysed(body, ins, context._replace(moving=()))
-    if not none_counts.repeats:
-        return none_counts
+        return _analyse_once(body, ins, context)
+    strict = _analyse_once(body, ins, context._replace(varying=()))  # no literal is T
+    if not strict.repeats:
+        return strict
     try:
         more = open_jaxpr(of_more_towers())
-    except Exception:  # Code of anybody's, for this number of towers: it may hold it.
-        return _analysed(body, ins, context)
-    moving = moving_literals(body, more)
-    return _analysed(body, ins, context._replace(moving=moving))
+    except Exception:  # User code may hold for this number of towers alone.
+        return _analyse_once(body, ins, context)
+    varying = varying_literals(body, more)
+    return _analyse_once(body, ins, context._replace(varying=varying))
 
 
 def depends(jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]) -> Analysis:
-    """On which named input each output depends; no reduction over towers ends that."""
+    """Which named input each output depends on, reductions over towers included."""
     return analyse(jaxpr, inputs, tuple(_NO_AXIS))
 
 
-def _analysed(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
+def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
     found: list[Any] = []
-    outs, _ = _walk(body, ins, context._replace(found=found))
+    outs, _ = _propagate(body, ins, context._replace(found=found))
     return Analysis(
         outputs=tuple(
-            Dependence(m.source, made_at(m)) if m.axes else None for m in outs
+            Dependence(m.source, origin_line(m)) if m.axes else None for m in outs
         ),
         hangs=tuple(x for x in found if isinstance(x, Hang)),
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
         draws=tuple(x for x in found if isinstance(x, Draw)),
         factors=tuple(x for x in found if isinstance(x, Dependence)),
-        meetings=tuple(x for x in found if isinstance(x, Meeting)),
+        tower_calls=tuple(x for x in found if isinstance(x, TowerCall)),
     )
 
 
 def _mesh_sizes(body: Jaxpr) -> dict[str, int]:
-    """The axes of the mesh that the body stands in; none where it is in none."""
-    avals: list[Any] = [
-        var.aval for var in body.invars if hasattr(var.aval, "sharding")
-    ]
+    """The axes, with sizes, of the meshes of the inputs."""
+    avals: list[Any] = [v.aval for v in body.invars if hasattr(v.aval, "sharding")]
     return {k: n for x in avals for k, n in x.sharding.mesh.shape.items()}
 
 
 def _repeats(outs: _Marks) -> list[Repeat]:
-    """For each sum of what is the same on all, the outputs that hold it whole."""
+    """For each sum of a value that is the same on all, the outputs that hold it."""
     lines: dict[str, list[int]] = {}
     for i, mark in enumerate(outs):
         if mark.scale.site is not None:
-            lines.setdefault(line_of(mark.scale.site), []).append(i)
+            lines.setdefault(user_line(mark.scale.site), []).append(i)
     return [Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
 
 
-def _walk(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
-    """Marks of the outputs, and every mark inside by variable."""
+def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
+    """Propagate marks through a jaxpr: those of its outputs, and all by variable."""
     env = dict(zip(jaxpr.invars, ins, strict=True))
 
     def read(var: Any) -> Mark:
@@ -163,7 +166,7 @@ def _rule_of(
     if eqn.primitive.name in _RULES:
         return _RULES[eqn.primitive.name]
     if inner:
-        # The jaxpr of a kernel or a reducer works on parts of the operands.
+        # The jaxprs of kernels and reducers take parts of the operands.
         sides = [(len(c.invars), c.invars + c.outvars) for c in (eqn, *inner)]
         shapes = [(n, [getattr(v.aval, "shape", 0) for v in vs]) for n, vs in sides]
         return _call if shapes[1:] == shapes[:1] else _opaque
@@ -171,32 +174,32 @@ def _rule_of(
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    names = [x for x in MEETINGS if x in str(eqn.source_info.name_stack)]
+    names = [x for x in TOWER_CALLS if x in str(eqn.source_info.name_stack)]
     if context.towers == _NO_AXIS and names and not context.is_derived(eqn):
-        line = line_of((eqn, context.outer))
-        context.found.extend(Meeting(names[0], line, bool(m.axes)) for m in ins)
-    return communicated(eqn, ins, context)
+        line = user_line((eqn, context.outer))
+        context.found.extend(TowerCall(names[0], line, bool(m.axes)) for m in ins)
+    return apply_collective(eqn, ins, context)
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    mark = merged(ins)
+    mark = join(ins)
     scales = [m.scale for m in ins]
     scale = CONSTANT
     if ins:
-        scale = of_equation(eqn, scales, context.num_towers, context.moving)
+        scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
         if any(m.axes and m.scale.site is None for m in ins):
-            context.found.append(Repeat(line_of(scale.site), (), _A_MIXTURE))
+            context.found.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
             scale = scale.once()
     if not scale.is_constant or mark.axes:
-        # The line is that of the last equation on the way.
+        # The reported line is that of the last equation.
         mark = mark._replace(site=(eqn, context.outer), before=mark)
     mark = mark._replace(scale=scale)
-    return _everywhere(mark, eqn)
+    return _for_each_result(mark, eqn)
 
 
-def _everywhere(mark: Mark, eqn: JaxprEqn) -> _Marks:
-    """Of each result, and of each Ref, which holds what went into the equation."""
+def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
+    """The mark once for each result and for each Ref, which the equation may write."""
     return [mark] * (len(eqn.outvars) + len(refs(eqn)))
 
 
@@ -205,69 +208,69 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if source == "axis_index":
         axes, source = axes.intersection(named_axes(eqn)), "tower.id"
     mark = Mark(axes, source, (eqn, context.outer)) if axes else FIXED
-    return _everywhere(mark, eqn)
+    return _for_each_result(mark, eqn)
 
 
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Random numbers: those of rbg are made for all keys of a ``vmap`` at once."""
+    """Random numbers; under ``vmap``, rbg draws for all keys at once."""
     key: Any = eqn.invars[0].aval
     kind = str(key.dtype)
     derives = eqn.primitive.name in ("random_fold_in", "random_split")
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
-    # A while whose predicate differs makes its carry, keys too, one of each tower.
+    # vmap batches the carry of a while whose predicate differs, keys included.
     if is_rbg and (context.control or any(m.axes for m in ins[: 1 + derives])):
-        context.found.append(Draw(line_of((eqn, context.outer))))
+        context.found.append(Draw(user_line((eqn, context.outer))))
     return _compute(eqn, ins, context)
 
 
-def _name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """What towers assign to a variable, a loss that a step adds up, a mean's factor."""
+def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """A value that towerjax named: see the names in `towerjax.proof.scale`."""
     if eqn.params["name"] == SHARED_FACTOR and ins[0].axes:
-        context.found.append(Dependence(ins[0].source, made_at(ins[0])))
+        context.found.append(Dependence(ins[0].source, origin_line(ins[0])))
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
-        scale = of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
+        scale = scale_of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
         return [ins[0]._replace(scale=scale)]
     if eqn.params["name"] == HAS_EXAMPLES and context.towers == _NO_AXIS:
         return [FIXED]
     [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
     is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
     if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):
-        context.found.append(Repeat(made_at(mark), (), _THE_LOSS))
+        context.found.append(Repeat(origin_line(mark), (), _THE_LOSS))
     return ins
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """What its own code does, where that can be traced; else it may do anything."""
-    program = None if context.is_inside(eqn) else opened(eqn, context.sizes)
+    """Analyse the hidden code if it can be traced; else its results may differ."""
+    program = None if context.is_inside(eqn) else trace_hidden(eqn, context.sizes)
     if program is not None:
-        return _walk(program.jaxpr, ins, context.enter(eqn))[0]
+        return _propagate(program.jaxpr, ins, context.enter(eqn))[0]
     if context.control:
         context.found.append(hang_of(eqn, context))
     return _originate(eqn, ins, context)
 
 
 def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    return _walk(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
+    return _propagate(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Its first operands are what four jaxprs close over, of which `solve` runs."""
+    """The first operands are the constants of four jaxprs, of which `solve` runs."""
     lengths, [solve] = eqn.params["const_lengths"], sub_jaxprs(eqn)
     start = lengths.matvec + lengths.vecmat
     ins = ins[start : start + lengths.solve] + ins[sum(lengths) :]
-    return _walk(solve, ins, context.enter(eqn))[0]
+    return _propagate(solve, ins, context.enter(eqn))[0]
 
 
 def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     inner = context.enter(eqn, predicate=ins[0])
-    outs = [_walk(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
-    return _chosen(eqn, [merged(m) for m in zip(*outs, strict=True)], ins[0], context)
+    outs = [_propagate(branch, ins[1:], inner)[0] for branch in sub_jaxprs(eqn)]
+    return _pick(eqn, [join(m) for m in zip(*outs, strict=True)], ins[0], context)
 
 
-def _chosen(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
+def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
     if predicate.axes:
         predicate = predicate._replace(site=(eqn, context.outer), before=predicate)
-    return [under(mark, predicate) for mark in outs]
+    return [mark_of_choice(mark, predicate) for mark in outs]
 
 
 def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -278,14 +281,14 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     def trip(marks: _Marks) -> _Marks:
         *carry, predicate = marks
         inner = context.enter(eqn, trips=None, predicate=predicate)
-        outs = _walk(body, ins[tests : tests + bodies] + carry, inner)[0]
-        # The test sees the carry as it comes in too, though it may never run again.
-        return outs + _walk(test, ins[:tests] + carry, inner)[0]
+        outs = _propagate(body, ins[tests : tests + bodies] + carry, inner)[0]
+        # The test sees the initial carry too, even if the body never runs.
+        return outs + _propagate(test, ins[:tests] + carry, inner)[0]
 
     carry = ins[tests + bodies :]
-    # The body may not run at all: then the carry comes out as it went in.
+    # The body may not run at all: then the results are the initial carry.
     *outs, predicate = _fixed_point(trip, [*carry, FIXED], context.found)[1]
-    return _chosen(eqn, outs, predicate, context)
+    return _pick(eqn, outs, predicate, context)
 
 
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -294,51 +297,51 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     inner, end = context.enter(eqn, trips=length), consts + carry
 
     def trip(marks: _Marks) -> _Marks:
-        return _walk(body, ins[:consts] + marks + ins[end:], inner)[0]
+        return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.found)
-    # The last trip decides: a carry that the body reduces comes out reduced.
+    # The last trip decides: a carry that the body reduces is reduced.
     return outs if length else ins[consts:end] + outs[carry:]
 
 
 def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _Marks]:
-    """Outputs of a trip, and marks before each trip, once no trip adds to them."""
+    """Repeat a trip until marks stay the same: its outputs, and the marks before it."""
     start = len(found)
     while True:
-        del found[start:]  # so that nothing is recorded once per round
+        del found[start:]  # keep the findings of the last round alone
         outs = trip(marks)
-        more = [merged(pair) for pair in zip(outs, marks, strict=False)]
-        if _grown(more) == _grown(marks):
+        more = [join(pair) for pair in zip(outs, marks, strict=False)]
+        if _without_sites(more) == _without_sites(marks):
             return outs, more
         marks = more
 
 
-def _grown(marks: _Marks) -> list[Any]:
-    """What grows from trip to trip, without who it is from."""
+def _without_sites(marks: _Marks) -> list[Any]:
+    """The parts of marks that decide whether the fixed point is reached."""
     return [(m.axes, m.scale._replace(site=None)) for m in marks]
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """Everything depends on everything: kernels, Refs, unknown control flow."""
+    """Kernels, Refs, unknown control flow: every result depends on every operand."""
 
     def trip(marks: _Marks) -> _Marks:
         choice = {"cond": ins[:1], "while": marks}.get(eqn.primitive.name, [FIXED])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
         for jaxpr in sub_jaxprs(eqn):
-            env = _walk(jaxpr, marks * len(jaxpr.invars), inner)[1]
-            marks = [merged([*marks, *env.values()])]
+            env = _propagate(jaxpr, marks * len(jaxpr.invars), inner)[1]
+            marks = [join([*marks, *env.values()])]
         return marks
 
-    outs, _ = _fixed_point(trip, [merged(ins)], context.found)
+    outs, _ = _fixed_point(trip, [join(ins)], context.found)
     whole = _compute(eqn, outs, context)[0]
     if sub_jaxprs(eqn):
-        # What a kernel or a reducer does with the numbers is not followed.
+        # The scale of what a kernel or a reducer computes is unknown.
         whole = whole._replace(scale=whole.scale.once())
-    return _everywhere(whole, eqn)
+    return _for_each_result(whole, eqn)
 
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
-_RULES |= {"axis_index": _originate, "cond": _cond, "name": _name}
+_RULES |= {"axis_index": _originate, "cond": _cond, "name": _checkpoint_name}
 _RULES |= dict.fromkeys(
     "random_bits random_fold_in random_gamma random_split rng_bit_generator".split(),
     _draw,

@@ -1,4 +1,4 @@
-"""What does the walk know of a value, and what becomes of that at a collective?"""
+"""Marks: what the analysis knows of a value, and how a collective changes it."""
 
 import functools
 import math
@@ -13,19 +13,12 @@ from towerjax.proof.equation import (
     Site,
     groups,
     is_full,
-    line_of,
     named_axes,
     outwards,
+    user_line,
 )
-from towerjax.proof.found import (
-    Collective,
-    Dependence,
-    Draw,
-    Hang,
-    Meeting,
-    Repeat,
-)
-from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, either
+from towerjax.proof.findings import Collective, Found, Hang
+from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, scale_of_sum
 
 
 class Coordinate(NamedTuple):
@@ -34,12 +27,12 @@ class Coordinate(NamedTuple):
     An axis of ``N`` towers is a grid of ``N / L`` blocks of ``L`` neighbours. Groups
     that are the blocks run over the position in the block; the groups ``j, j + L,
     j + 2 L, ...`` run over the number of the block. A value reduced over both is the
-    same on every tower, reduced over one it still depends on the other.
+    same on every tower; reduced over one, it still depends on the other.
     """
 
     axis: str
     block: int  # L
-    within: bool  # is it the position in the block, i % L? Else i // L
+    within: bool  # True: the position in the block, i % L; False: its number, i // L
 
 
 Along: TypeAlias = frozenset[str | Coordinate]
@@ -47,7 +40,7 @@ Along: TypeAlias = frozenset[str | Coordinate]
 
 
 def along_axes(along: Along) -> frozenset[str]:
-    """The axes of which a value may depend on any part."""
+    """The axes that a value may depend on, wholly or by a coordinate."""
     return frozenset(x if isinstance(x, str) else x.axis for x in along)
 
 
@@ -59,7 +52,7 @@ def without_axes(along: Along, axes: Iterable[str]) -> Along:
 def coordinate_of(
     groups: Sequence[Sequence[int]], axis: str, size: int
 ) -> Coordinate | None:
-    """The coordinate that differs inside each group, the other being the same."""
+    """The coordinate that differs inside each group while the other does not."""
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):
@@ -82,65 +75,65 @@ def without_coordinate(along: Along, over: Coordinate) -> Along:
 class Mark(NamedTuple):
     """What is known of a value."""
 
-    axes: Along  # along what it may differ; nothing for a MIRRORED value
-    source: str = ""  # why: an input, "tower.id" or a primitive
+    axes: Along  # what it may depend on; empty for a MIRRORED value
+    source: str = ""  # why it may differ: an input, "tower.id" or a primitive
     site: Site | None = None  # None for an input or a constant
-    before: Any = None  # the mark of the operand that it has this from
-    scale: Scale = Scale()  # how many times over it is counted
+    before: Any = None  # the mark of the operand that the dependence comes from
+    scale: Scale = Scale()  # how many times it is counted
 
 
 FIXED = Mark(frozenset(), scale=CONSTANT)
 """The mark of a constant."""
 
 
-def merged(marks: Iterable[Mark]) -> Mark:
-    """The mark of a value that may be any of several, with the first one's origin."""
-    return functools.reduce(_merge, marks, FIXED)
+def join(marks: Iterable[Mark]) -> Mark:
+    """The mark of a value made of several; the first that differs is its origin."""
+    return functools.reduce(_join_two, marks, FIXED)
 
 
-def _merge(first: Mark, second: Mark) -> Mark:
-    teller = first if first.axes or not second.axes else second
-    axes, scale = first.axes | second.axes, either(first.scale, second.scale)
+def _join_two(first: Mark, second: Mark) -> Mark:
+    origin = first if first.axes or not second.axes else second
+    axes, scale = first.axes | second.axes, scale_of_sum(first.scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
-    return teller._replace(axes=axes, scale=scale._replace(is_constant=constant))
+    return origin._replace(axes=axes, scale=scale._replace(is_constant=constant))
 
 
-def under(mark: Mark, predicate: Mark) -> Mark:
-    """The mark of what a predicate has chosen."""
+def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
+    """The mark of a value that a predicate selects."""
     constant = mark.scale.is_constant and predicate.scale.is_constant
-    return _merge(mark, predicate)._replace(
+    return _join_two(mark, predicate)._replace(
         scale=mark.scale._replace(is_constant=constant)
     )
 
 
-def made_at(mark: Mark | None) -> str:
-    """The last line of the user's on the way to the value; ours may have come after."""
+def origin_line(mark: Mark | None) -> str:
+    """The last line of user code that made the value; library code may follow it."""
     while mark is not None:
-        if line := line_of(mark.site):
+        if line := user_line(mark.site):
             return line
         mark = mark.before
     return ""
 
 
 class Context(NamedTuple):
-    """Where the walk is."""
+    """The position of the analysis in nested jaxprs, and what it has found."""
 
     towers: frozenset[str]  # the tower axes
-    sizes: Mapping[str, int]  # of the axes, as far as that is known
-    found: list[Collective | Dependence | Draw | Hang | Repeat | Meeting]  # so far
-    outer: Site | None = None  # the equation around the jaxpr
-    trips: int | None = 1  # product of the scans around it; None under a while
-    control: Site | None = None  # the innermost around it whose predicate differs
+    sizes: Mapping[str, int]  # of the axes, where known
+    found: list[Found]  # so far
+    outer: Site | None = None  # the equation that holds the jaxpr
+    trips: int | None = 1  # product of the lengths of the scans around; None in a while
+    control: Site | None = None  # the innermost equation whose predicate differs
     # Which literals may stand for T; None is each that T divides.
-    moving: Container[tuple[int, int]] | None = None
+    varying: Container[tuple[int, int]] | None = None
 
     def size_of(self, axes: Iterable[str]) -> int:
-        """How many meet over these axes; 0 where that is not known."""
+        """The number of towers along these axes; 0 where unknown."""
         return math.prod(self.sizes.get(axis, 0) for axis in axes)
 
     @property
     def num_towers(self) -> int:
-        """``T``; 0 where it is not known."""
+        """``T``; 0 where unknown."""
         return self.size_of(self.towers)
 
     def enter(
@@ -154,7 +147,7 @@ class Context(NamedTuple):
         return self._replace(outer=site, trips=trips, control=control)
 
     def is_inside(self, eqn: JaxprEqn) -> bool:
-        """Is it the very equation that it stands in, so that opening it has no end?"""
+        """Whether ``eqn`` contains itself, so that opening it would not end."""
         for outer in outwards(self.outer):
             params = zip(outer.params.values(), eqn.params.values(), strict=False)
             if outer.primitive is eqn.primitive and all(a is b for a, b in params):
@@ -162,51 +155,51 @@ class Context(NamedTuple):
         return False
 
     def is_derived(self, eqn: JaxprEqn) -> bool:
-        """Is an equation no line of the user's, but of a derivative or a step?"""
+        """Whether a derivative or a step, and not the user, wrote the equation."""
         around = outwards((eqn, self.outer))
         scopes = [str(x.source_info.name_stack) for x in around]
         return any("transpose(" in x or SUMMED_BY_STEP in x for x in scopes)
 
 
-def communicated(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
-    """The marks after a collective, which is recorded."""
+def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
+    """Record a collective, and return the marks of its results."""
     name, site = eqn.primitive.name.removesuffix("_start"), (eqn, context.outer)
     axes = context.towers.intersection(named_axes(eqn))
-    _record(eqn, context, bool(axes))
+    _record_collective(eqn, context, bool(axes))
     size = context.size_of(named_axes(eqn))
     given = groups(eqn, size)
     over = _grid_coordinate(eqn, axes, size) if given is not None else None
     if name in REDUCTIONS and (given is None or over):
-        scales = [_summed(eqn, name, mark, context) for mark in ins]
+        scales = [_scale_after_sum(eqn, name, mark, context) for mark in ins]
         return [
-            _reduced(mark, over or axes, site)._replace(scale=scale)
+            _reduce_mark(mark, over or axes, site)._replace(scale=scale)
             for mark, scale in zip(ins, scales, strict=True)
         ]
     # Sums over groups of unequal size differ even when their operands are equal.
     even = given is not None and len({len(group) for group in given}) == 1
     if (name in REDUCTIONS and even) or (name == "ppermute" and is_full(eqn, size)):
         axes = frozenset()
-    # all_to_all, reduce_scatter, ...: a tower gets a part of its own of equal operands.
+    # all_to_all, reduce_scatter, ...: each tower gets another part of equal operands.
     own = [Mark(axes, name, site)] if axes else []
-    # What depended on one coordinate may come out anywhere on the axis.
-    mark = merged(m._replace(axes=along_axes(m.axes)) for m in [*ins, *own])
+    # A dependence on one coordinate becomes one on the whole axis.
+    mark = join(m._replace(axes=along_axes(m.axes)) for m in [*ins, *own])
     if mark.axes:
         source = next((m for m in [*ins, *own] if m.axes), mark)
         mark = mark._replace(site=site, before=source)
-    # It may have added up what all towers have, or not.
+    # The collective may have added up a value that is the same on all towers.
     scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
     mark = mark._replace(scale=scale)
     return [mark] * len(eqn.outvars)
 
 
-def _summed(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
+def _scale_after_sum(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
     scale, axes = mark.scale, context.towers.intersection(named_axes(eqn))
     if name not in SUMS or not axes or context.num_towers < 2:
         return scale
     size = context.size_of(named_axes(eqn))
     is_whole = axes == context.towers and groups(eqn, size) is None
     if mark.axes or scale.is_constant or not is_whole:
-        # Of what differs nobody knows whether a sum or a mean is meant.
+        # Values that differ may be meant to be summed, or averaged by a later division.
         return scale.times(Scale(sums=1.0))
     scale = scale.times(Scale(low=1.0, high=1.0))
     if context.is_derived(eqn):
@@ -215,7 +208,7 @@ def _summed(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
     return scale._replace(site=site) if scale.low > 0 else scale
 
 
-def _reduced(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
+def _reduce_mark(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
     if not mark.axes:
         return mark
     if isinstance(over, Coordinate):
@@ -228,15 +221,15 @@ def _reduced(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
 def _grid_coordinate(
     eqn: JaxprEqn, axes: frozenset[str], size: int
 ) -> Coordinate | None:
-    """What the groups run over; None unless they are rows or columns of one axis."""
+    """The coordinate that the groups run over; None unless they form a grid."""
     if len(axes) != 1 or len(named_axes(eqn)) != 1:
         return None
     [axis] = axes
     return coordinate_of(eqn.params["axis_index_groups"], axis, size) if size else None
 
 
-def _record(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
-    name, line = eqn.primitive.name, line_of((eqn, context.outer))
+def _record_collective(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
+    name, line = eqn.primitive.name, user_line((eqn, context.outer))
     avals: list[Any] = [v.aval for v in eqn.invars]
     size = sum(aval.size * aval.dtype.itemsize for aval in avals)
     collective = Collective(name, named_axes(eqn), size, context.trips, line)
@@ -246,7 +239,7 @@ def _record(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
 
 
 def hang_of(eqn: JaxprEqn, context: Context) -> Hang:
-    """What is wrong with a collective where not every tower comes."""
+    """The finding for a collective that not every tower reaches."""
     assert context.control is not None
-    line, control = line_of((eqn, context.outer)), context.control
-    return Hang(eqn.primitive.name, line, control[0].primitive.name, line_of(control))
+    line, control = user_line((eqn, context.outer)), context.control
+    return Hang(eqn.primitive.name, line, control[0].primitive.name, user_line(control))

@@ -1,10 +1,10 @@
-"""How many times over is a value counted? As powers of the number of towers, ``T``.
+"""Track how many times a value is counted, as powers of the number of towers, ``T``.
 
 The sum over towers of a value that is the same on all is ``T`` times the value. That
-is right where a division by ``T`` follows, or one by another such sum, as in a mean;
+is right where a division by ``T`` follows, or by another such sum, as in a mean;
 elsewhere it is a mistake that no shape shows. So every value carries the least and the
-greatest power of ``T`` that it may hold. Whatever could be meant is taken to be meant:
-a constant that ``T`` divides may stand for ``T``, unless the same program for another
+greatest power of ``T`` that it may hold. In doubt the program is taken to be right: a
+constant that ``T`` divides may stand for ``T``, unless the same program for another
 number of towers has it too.
 """
 
@@ -20,45 +20,45 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from towerjax.proof.equation import Site, sub_jaxprs
 
 SUMMED_BY_STEP = "towerjax.sums"
-"""Scope of the sums that a step makes itself, of losses, gradients and metrics."""
+"""Name scope of the sums that a step itself makes: losses, gradients, metrics."""
 
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
-"""Name of a value of which a step takes the sum over towers, without a division."""
+"""Name of a value that a step adds up over towers without a division."""
 
 HAS_EXAMPLES = "towerjax.has_examples"
-"""Name of whether a tower has any; which of its rows are examples, it does not read."""
+"""Name of the flag that a tower has examples, which no row's value decides."""
 
 SHARED_FACTOR = "towerjax.shared_factor"
-"""Name of what a mean is multiplied with, which is to be the same on all towers."""
+"""Name of the factor of a mean, which must be the same on all towers."""
 
 SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
-"""Name of what towers assign, to be added up; a constant there counts no towers."""
+"""Name of a value that towers assign and that is added up over towers."""
 
-MEETINGS = REDUCED, GATHERED, MERGED = (
+TOWER_CALLS = REDUCED, GATHERED, MERGED = (
     "tower.reduce",
     "tower.all_gather",
     "tower.merge_call",
 )
-"""Scopes in which towers meet in their middle: add up, and show each other, values."""
+"""Name scopes of the collectives that a tower function calls on ``tower``."""
 
 _PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
-# T times the value gives the same result.
-_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
-_MOST = 8.0  # so that a loop comes to an end
+# The result is the same for T times the operand.
+_SCALE_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
+_MAX_POWER = 8.0  # a bound, so that the fixed point of a loop is reached
 
 
 class Scale(NamedTuple):
     """Which powers of ``T`` a value may hold."""
 
-    low: float = 0.0  # above 0 it has been counted once for each tower, for certain
+    low: float = 0.0  # above 0 the value is certainly counted T times
     high: float = 0.0
-    # How many sums over towers of what differs are multiplied in it. Each is a total as
-    # it is, and a mean after a division by T or by another total.
+    # How many factors of it are sums over towers of values that differ. Each is a sum,
+    # or a mean once divided by T or by another sum.
     sums: float = 0.0
-    is_constant: bool = False  # is it made of constants alone?
-    # The sum that counted it T times; None where `low` is not above 0, or where it is
-    # none of the user's.
+    is_constant: bool = False  # whether it is computed from constants alone
+    # The sum that counted it T times; None where `low` is not above 0, or where the sum
+    # is not the user's.
     site: Site | None = None
 
     def times(self, other: "Scale") -> "Scale":
@@ -66,7 +66,7 @@ class Scale(NamedTuple):
         sums = self.sums + other.sums
         means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
         low, high, sums = (
-            min(_MOST, max(-_MOST, x))
+            min(_MAX_POWER, max(-_MAX_POWER, x))
             for x in (
                 self.low + other.low + means,
                 self.high + other.high,
@@ -77,7 +77,7 @@ class Scale(NamedTuple):
         return self._replace(low=low, high=max(low, high), sums=sums, site=site)
 
     def inverse(self) -> "Scale":
-        """The scale of one over the value."""
+        """The scale of the inverse of the value."""
         low = -self.high - self.sums
         return self._replace(low=low, high=-self.low, sums=0.0, site=None)
 
@@ -89,8 +89,8 @@ class Scale(NamedTuple):
 CONSTANT = Scale(is_constant=True)
 
 
-def either(first: Scale, second: Scale) -> Scale:
-    """The scale of a sum of two, or of one of them; constants have none."""
+def scale_of_sum(first: Scale, second: Scale) -> Scale:
+    """The scale of the sum of two values, or of either; constants do not count."""
     if first.is_constant != second.is_constant:
         return second if first.is_constant else first
     site = first.site or second.site
@@ -98,9 +98,9 @@ def either(first: Scale, second: Scale) -> Scale:
     return Scale(*ends, is_constant=first.is_constant, site=site)
 
 
-def moving_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
-    """Which literals are others with another number of towers? Those may hold ``T``."""
-    moving: set[tuple[int, int]] = set()
+def varying_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
+    """The literals that differ for another number of towers: they may hold ``T``."""
+    varying: set[tuple[int, int]] = set()
     if len(jaxpr.eqns) != len(other.eqns):
         return None
     for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
@@ -109,53 +109,53 @@ def moving_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
         for i, (one, two) in enumerate(zip(eqn.invars, twin.invars, strict=True)):
             if isinstance(one, Literal) and isinstance(two, Literal):
                 if not np.array_equal(one.val, two.val):
-                    moving.add((id(eqn), i))
+                    varying.add((id(eqn), i))
             elif isinstance(one, Literal) or isinstance(two, Literal):
                 return None
         for inner in zip(sub_jaxprs(eqn), sub_jaxprs(twin), strict=True):
-            if (found := moving_literals(*inner)) is None:
+            if (found := varying_literals(*inner)) is None:
                 return None
-            moving |= found
-    return moving
+            varying |= found
+    return varying
 
 
-def of_equation(
+def scale_of_equation(
     eqn: JaxprEqn,
     scales: Sequence[Scale],
     num_towers: int,
-    moving: Container[tuple[int, int]] | None = None,
+    varying: Container[tuple[int, int]] | None = None,
 ) -> Scale:
-    """The scale of what an equation makes that is no collective."""
+    """The scale of the results of an equation that is no collective."""
     name = eqn.primitive.name
-    result = scales[0] if len(scales) == 1 else _numbers(eqn, scales)
+    result = scales[0] if len(scales) == 1 else _scale_of_numbers(eqn, scales)
     if name in _PRODUCTS:
         own = [
-            _of_constant(v, scale, num_towers)
-            if moving is None or not isinstance(v, Literal) or (id(eqn), i) in moving
+            _scale_of_constant(v, scale, num_towers)
+            if varying is None or not isinstance(v, Literal) or (id(eqn), i) in varying
             else scale
             for i, (v, scale) in enumerate(zip(eqn.invars, scales, strict=True))
         ]
         result = own[0].times(own[1].inverse() if name == "div" else own[1])
     elif name == "integer_pow":
-        result = _power(scales[0], eqn.params["y"])
+        result = _scale_of_power(scales[0], eqn.params["y"])
     elif name in _POWERS:
-        result = _power(scales[0], _POWERS[name])
-    elif name in _FREE or all(_is_bool(v) for v in eqn.outvars):
+        result = _scale_of_power(scales[0], _POWERS[name])
+    elif name in _SCALE_FREE or all(_is_bool(v) for v in eqn.outvars):
         result = result.once()
     constant = all(scale.is_constant for scale in scales)
     return result._replace(is_constant=constant)
 
 
-def _numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
-    """Either of the operands, but for indices and predicates beside numbers."""
+def _scale_of_numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:
+    """Join the operands' scales, but skip indices and predicates beside numbers."""
     makes_numbers = any(map(_is_real, eqn.outvars))
     pairs = zip(eqn.invars, scales, strict=True)
     counted = [scale for v, scale in pairs if _is_real(v) or not makes_numbers]
-    return functools.reduce(either, counted, CONSTANT)
+    return functools.reduce(scale_of_sum, counted, CONSTANT)
 
 
-def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
-    """A constant that ``T`` divides may stand for ``T``, and any for its inverse."""
+def _scale_of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
+    """A constant that ``T`` divides may stand for ``T``, its inverse for ``1/T``."""
     if not scale.is_constant or num_towers < 2:
         return scale
     if not isinstance(var, Literal):
@@ -171,12 +171,12 @@ def _of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
     return scale
 
 
-def of_summed(var: Any, scale: Scale, num_towers: int) -> Scale:
-    """The scale of what towers assign, to be added up; 0 is its own sum."""
+def scale_of_summed(var: Any, scale: Scale, num_towers: int) -> Scale:
+    """The scale of a value that towers assign and that is added up; 0 stays 0."""
     if isinstance(var, Literal):
         if not np.any(var.val):
             return scale
-        scale = _of_constant(var, scale, num_towers)
+        scale = _scale_of_constant(var, scale, num_towers)
     return scale._replace(is_constant=False)
 
 
@@ -190,9 +190,9 @@ def _stands_for(value: float, num_towers: int) -> bool:
     return any(w > 1 and math.isclose(value, w, rel_tol=1e-6) for w in wanted)
 
 
-def _power(scale: Scale, exponent: float) -> Scale:
+def _scale_of_power(scale: Scale, exponent: float) -> Scale:
     if exponent < 0:
-        return _power(scale.inverse(), -exponent)
+        return _scale_of_power(scale.inverse(), -exponent)
     low, high, sums = (x * exponent for x in scale[:3])
     return scale._replace(low=low, high=high, sums=sums).times(Scale())
 

@@ -1,1 +1,1 @@
-"""How do towers and an update become one step? The engine, and the builders on it."""
+"""The engine, which makes one step of towers and an update, and its builders."""

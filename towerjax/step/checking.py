@@ -1,4 +1,4 @@
-"""What does a checked step look at, every so many steps, and who is told of it?"""
+"""The check inside a step's program, and its verdicts, read once a step has run."""
 
 import collections
 import dataclasses
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.reduce import rows_of_all_devices
+from towerjax.collectives.reduce import all_gather_rows
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.step.amiss import (
+from towerjax.step.faults import (
     DesyncError,
     Differing,
     Flags,
@@ -22,15 +22,15 @@ from towerjax.step.amiss import (
 )
 from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
-from towerjax.types.options import check_flag, check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What a train step looks at besides, inside its program.
+    """What a train step checks every ``n`` steps, inside its program.
 
     Attributes:
-      every: ``n``: the steps 0, n, 2n ... are looked at.
+      every: ``n``: the steps 0, n, 2n ... are checked.
       desync: Compare a fingerprint of each mirrored leaf's bits over devices, of the
         state as the step is given it. The step's number is compared at every check
         and stands for the rest where it differs.
@@ -51,7 +51,7 @@ class Check:
 
     def __post_init__(self) -> None:
         check_whole("Check.every", self.every, 1)
-        plain_wholes(self)
+        cast_ints(self)
         check_flag("Check.desync", self.desync)
         check_flag("Check.nonfinite", self.nonfinite)
         if not (self.desync or self.nonfinite):
@@ -61,10 +61,10 @@ class Check:
             )
 
     def is_due(self, number: Any) -> jax.Array:
-        """Is the step looked at?
+        """Whether this step is checked.
 
         Args:
-          number: ``()`` int32, which step it is.
+          number: ``()`` int32, the step's number.
 
         Returns:
           ``()`` bool.
@@ -74,17 +74,17 @@ class Check:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Copies:
-    """What the devices have of what is mirrored."""
+class Fingerprints:
+    """Fingerprints of the devices' copies of mirrored leaves."""
 
-    prints: jax.Array  # [D, L] uint32, zeros where a device did not look
+    prints: jax.Array  # [D, L] uint32, zeros where no check was due
     numbers: jax.Array  # [D] int32, the step's number on each device
     leaves: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
     def differing(self, placement: Placement) -> list[Differing]:
-        """In words, once it is on the host."""
+        """The copies that differ from most devices', once this is on the host."""
         numbers: Any = self.numbers
-        if (numbers != numbers[0]).any():  # then not all have looked at the rest
+        if (numbers != numbers[0]).any():  # then a check was not due on all devices
             return differing_leaves(numbers[:, None], ("step",), placement)
         prints: Any = self.prints
         return differing_leaves(prints, self.leaves, placement)
@@ -95,12 +95,12 @@ class Copies:
 class Findings:
     """What the check of a step found, the same on every device."""
 
-    amiss: jax.Array  # (): is there anything to be told?
-    copies: Copies | None  # None where they are not compared, as on one device
+    any_fault: jax.Array  # () bool
+    copies: Fingerprints | None  # None where they are not compared, as on one device
     flags: Flags | None  # [T, M]; None where they are not looked for
 
     def error(self, number: int, placement: Placement) -> Exception | None:
-        """What is to be raised, once this is on the host."""
+        """The error to raise, once this is on the host; None if all is well."""
         if self.copies and (differing := self.copies.differing(placement)):
             return DesyncError(number, differing)
         if self.flags and (places := self.flags.places(number)):
@@ -111,16 +111,16 @@ class Findings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What is guarded in a step, and what its check found."""
+    """The guarded value of a step, and what its check found."""
 
     guarded: jax.Array  # the loss or a bool, as without a check
     found: Findings
 
 
-def copies_on_device(
+def device_prints(
     state: TrainState, check: Check, axes: TowerAxes, layout: TrainState
-) -> Copies | None:
-    """What this device has of what is mirrored, by its own number: nothing is sent."""
+) -> Fingerprints | None:
+    """Fingerprints of this device's mirrored leaves; nothing is sent yet."""
     if not (check.desync and axes.device_axis):
         return None
     names = ("params", "opt_state", "seen", "extra", "rng")
@@ -130,68 +130,64 @@ def copies_on_device(
     none = jnp.zeros(len(leaves), jnp.uint32)
     due = check.is_due(state.step)
     prints = lax.cond(due, fingerprints, lambda _: none, mirrored)
-    return Copies(prints[None], state.step[None], leaves)
+    return Fingerprints(prints[None], state.step[None], leaves)
 
 
-def findings(
-    copies: Copies | None, flagged: Flags | None, due: jax.Array, axes: TowerAxes
+def gather_findings(
+    copies: Fingerprints | None, flagged: Flags | None, due: jax.Array, axes: TowerAxes
 ) -> Findings:
-    """What a check found, on all devices."""
+    """Gather from all devices what a check found."""
     copies, flagged = _on_all_devices((copies, flagged), due, axes)
-    amiss = jnp.bool_(False)
+    any_fault = jnp.bool_(False)
     if copies:
-        amiss |= (copies.prints != copies.prints[:1]).any()
-        amiss |= (copies.numbers != copies.numbers[0]).any()
+        any_fault |= (copies.prints != copies.prints[:1]).any()
+        any_fault |= (copies.numbers != copies.numbers[0]).any()
     if flagged:
-        amiss |= flagged.table.any()
-    return Findings(amiss, copies, flagged)
+        any_fault |= flagged.table.any()
+    return Findings(any_fault, copies, flagged)
 
 
 def after(done: jax.Array, count: jax.Array) -> jax.Array:
-    """The count itself, of which the compiler cannot know without ``done``.
+    """``count``, with a data dependence on ``done`` added.
 
-    A step that is computed from it writes over no buffer before ``done`` has read it;
-    else XLA copies the whole state for the check, at every step.
+    XLA then computes ``done`` before the step that uses ``count`` overwrites the
+    buffers of the state; without it XLA copies the whole state at every step. ``done``
+    is unsigned: shifted it is >= 0 in any dtype, so that 0 is added.
     """
     return count + jnp.minimum((done.reshape(-1)[0] >> 1).astype(count.dtype), 0)
 
 
 def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
-    """Each device's rows side by side, when a check is due; else zeros."""
+    """All devices' rows gathered if a check is due, else zeros."""
     if not axes.device_axis:
         return own
-    shapes = jax.eval_shape(lambda: rows_of_all_devices(own, axes))
+    shapes = jax.eval_shape(lambda: all_gather_rows(own, axes))
     zeros = jax.tree.map(jnp.zeros_like, shapes)
-    return lax.cond(due, lambda x: rows_of_all_devices(x, axes), lambda _: zeros, own)
+    return lax.cond(due, lambda x: all_gather_rows(x, axes), lambda _: zeros, own)
 
 
 def is_refused(guarded: Any) -> bool:
-    """Was a step refused? Of its verdict on the host, an array of a single element."""
-    # As a number of Python's: asked at every call, where NumPy takes ten times as long.
+    """Whether a step was refused, by its guarded value: one element on the host."""
+    # A Python number: this runs at every call, and NumPy takes ten times as long.
     found = guarded.item()
     return found is False or not math.isfinite(found)
 
 
-def in_brief(guarded: Any) -> tuple[jax.Array, jax.Array | None]:
-    """The little that has to be read of every step."""
+def verdict_of(guarded: Any) -> tuple[jax.Array, jax.Array | None]:
+    """``(guarded, any_fault)``: all that has to be fetched of every step."""
     if isinstance(guarded, Checked):
-        return guarded.guarded, guarded.found.amiss
+        return guarded.guarded, guarded.found.any_fault
     return guarded, None
 
 
 def error_of(
-    guarded: Any,
-    number: Any,
-    placement: Placement,
-    *,
-    refusals: bool,
-    index: Any = (),
+    guarded: Any, number: Any, placement: Placement, *, refusals: bool, index: Any = ()
 ) -> Exception | None:
-    """What is to be raised about a step. Waits for it."""
-    value, amiss = in_brief(guarded)
-    refused = refusals and is_refused(_fetched(value, placement)[index])
+    """The error to raise about a step, or None; waits for the step."""
+    value, any_fault = verdict_of(guarded)
+    refused = refusals and is_refused(_fetch(value, placement)[index])
     error = None
-    if amiss is not None and _fetched(amiss, placement)[index]:
+    if any_fault is not None and _fetch(any_fault, placement)[index]:
         found = jax.tree.map(lambda x: x[index], jax.device_get(guarded.found))
         error = found.error(int(number), placement)
     if isinstance(error, NonFiniteError) and refused and not error.alone:
@@ -199,22 +195,22 @@ def error_of(
     return error or (NonFiniteError(int(number)) if refused else None)
 
 
-def _fetched(x: jax.Array, placement: Placement) -> np.ndarray:
-    """The array on the host; asked for, so that ``jax.transfer_guard`` lets it by."""
-    # Of CPUs nothing is transferred, and device_get takes ten times as long.
+def _fetch(x: jax.Array, placement: Placement) -> np.ndarray:
+    """The array on the host, by an explicit transfer, which transfer guards allow."""
+    # CPUs transfer nothing, and device_get takes ten times as long as asarray.
     return np.asarray(x) if placement.platform == "cpu" else jax.device_get(x)
 
 
 class Verdicts:
-    """Were the last steps refused, or found amiss? Looked at once they have run.
+    """The verdicts on the last steps, each read once its step has run.
 
-    Waiting for each at once would stall the devices at every step.
+    Waiting for each verdict at once would stall the devices at every step.
     """
 
     def __init__(self, placement: Placement, *, refusals: bool) -> None:
         self._placement, self._refusals = placement, refusals
-        # Several processes would see it at different calls, and the one that raises
-        # first would leave the others waiting for it in the next step.
+        # Several processes would read a verdict at different calls, and the first to
+        # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
         self._is_spread = placement.num_devices > 1
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
@@ -225,32 +221,32 @@ class Verdicts:
             self._pending.append((number, guarded))
 
     def check(self) -> None:
-        """Look at the steps that have run; wait for old ones when there are many.
+        """Read the verdicts of steps that have run; wait for old ones if many pend.
 
-        To be called before a step, whose state would be lost with an error after it.
+        Called before a step: an error after one would lose the state it returned.
         """
         pending = self._pending
         while self._is_alone and pending:
-            brief: Any = in_brief(pending[0][1])  # is_ready is not in the stub
-            value, amiss = brief
+            brief: Any = verdict_of(pending[0][1])  # is_ready is not in the stub
+            value, any_fault = brief
             if not value.is_ready():
                 break
-            if self._is_spread:  # a copy's is read in half the time of the whole's
+            if self._is_spread:  # reading one copy takes half the time
                 value = value.addressable_data(0)
-            if amiss is None and not is_refused(_fetched(value, self._placement)):
+            if any_fault is None and not is_refused(_fetch(value, self._placement)):
                 pending.popleft()
             else:
-                self._look()
+                self._read_oldest()
         if len(pending) >= 16:
             while len(pending) > 4:
-                self._look()
+                self._read_oldest()
 
     def settle(self) -> None:
-        """Look at all steps so far, waiting for them."""
+        """Wait for all steps so far, and read their verdicts."""
         while self._pending:
-            self._look()
+            self._read_oldest()
 
-    def _look(self) -> None:
+    def _read_oldest(self) -> None:
         number, guarded = self._pending.popleft()
         error = error_of(guarded, number, self._placement, refusals=self._refusals)
         if error is not None:

@@ -1,4 +1,4 @@
-"""How is a compiled train step called? With a state and a batch, both checked."""
+"""A compiled step: its options, and calling it with a checked state and batch."""
 
 import dataclasses
 import itertools
@@ -11,17 +11,10 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.checking import Check, Checked, Verdicts
-from towerjax.step.engine import Guard, OnNonfinite, repeated_recipe
-from towerjax.step.given_state import (
-    check_is_state,
-    check_like,
-    check_state,
-    is_usable,
-    with_numbers_placed,
-)
+from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Program, Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.report.step_report import StepReport, program_report, timed
+from towerjax.step.report.step_report import StepReport, program_report, time_calls
 from towerjax.step.state import (
     KEPT_LAYOUT,
     TrainState,
@@ -29,15 +22,22 @@ from towerjax.step.state import (
     split_state,
     state_layout,
 )
+from towerjax.step.state_checks import (
+    check_is_state,
+    check_like,
+    check_made_for,
+    is_usable,
+    with_numbers_placed,
+)
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
 from towerjax.types.leaves import refuse_traced
-from towerjax.types.options import check_choice, check_flag, check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_choice, check_flag, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How a train step treats its batch and its loss; see `build_train_step`."""
+    """How a step treats its batch and its loss; see `build_train_step`."""
 
     micro_batches: int = 1
     remainder: Remainder = "error"
@@ -56,7 +56,7 @@ class StepOptions:
         check_whole("micro_batches", self.micro_batches)
         check_whole("max_programs", self.max_programs, or_none=True)
         check_flag("donate", self.donate)
-        plain_wholes(self)
+        cast_ints(self)
         if self.check is None:
             return
         if not isinstance(self.check, Check):
@@ -75,7 +75,7 @@ class StepOptions:
 class CompiledStep:
     """A pure training step: ``(state, batch) -> (state, metrics)``.
 
-    Compiled at its first call, once. What makes its state, its subclasses know.
+    Compiled at its first call, once. Subclasses make its state.
     """
 
     def __init__(
@@ -85,16 +85,13 @@ class CompiledStep:
         options: StepOptions,
         *,
         layout: dict[str, Layout] | None = None,
-        finds: bool = False,
         counts_examples: bool = False,
     ) -> None:
         self.strategy, self.options = strategy, options
         self.counts_examples = counts_examples
-        state = {"state": layout or donated_layout(strategy)}
-        ins = {**state, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
-        out = {**state, "kept": Layout.MIRRORED}
-        out["metrics"] = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER}
-        out |= dict.fromkeys(["finite", "found"][: 1 + finds], Layout.MIRRORED)
+        layout, one = layout or donated_layout(strategy), Layout.MIRRORED
+        ins = {"state": layout, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
+        out = Outcome(layout, one, {"one": one, "own": Layout.PER_TOWER}, one, one)
         self._runner = self._run(Recipe(step, ins, out, donate=options.donate))
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
@@ -116,7 +113,7 @@ class CompiledStep:
     def _check(self, state: Any) -> None:
         layout = state_layout(self.strategy)
         placement = self.strategy.placement
-        check_state(state, placement, layout, counts=self.counts_examples)
+        check_made_for(state, placement, layout, counts=self.counts_examples)
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from: the same, its numbers on the devices.
@@ -207,18 +204,18 @@ class CompiledStep:
         return runner.program(split_state(self._ready(state, runner)), batch)
 
     def _ready(self, state: Any, runner: Runner) -> TrainState:
-        """The state as the runner takes it: checked, its numbers on the devices."""
+        """The state checked, its numbers placed on the devices."""
         check_is_state(state)
         refuse_traced(state)
         expected = self._before_first_call(state)
         for program in itertools.islice(runner.programs.values(), 1):
-            expected = _taken_by(program)
+            expected = _state_shapes(program)
         placed = with_numbers_placed(state, self.strategy.placement, expected)
         self._check(placed)
         return placed
 
     def _before_first_call(self, state: TrainState) -> TrainState:
-        """A state with the dtypes that the step takes, as far as they are known."""
+        """A state of the dtypes that the step expects, as far as they are known."""
         return state
 
     def report(
@@ -251,7 +248,7 @@ class CompiledStep:
                 out = program.call(donated, kept, *batch.args)
                 return (donated if keeps else out[0]), out[1:]
 
-            timing = timed(call, donated, timed_calls)
+            timing = time_calls(call, donated, timed_calls)
         placement = self.strategy.placement
         return program_report(program, placement, keeps=keeps, timing=timing)
 
@@ -281,27 +278,27 @@ class CompiledStep:
         runner = self._runner_for(batch)
         several = self.strategy.placement.num_processes > 1
         if several or batch.signature not in runner.programs or not is_usable(state):
-            # Of several processes, JAX would give each its own numbers.
+            # Several processes might each give numbers of their own: take the first's.
             state = self._ready(state, runner)
         try:
             out = runner(split_state(state), batch)
         except (TypeError, ValueError):
-            # JAX refuses a wrong state before it runs; say it in our words.
+            # JAX refuses a wrong state before it runs: name the leaf and the remedy.
             placed = self._ready(state, runner)
             if (program := runner.programs.get(batch.signature)) is not None:
-                check_like(placed, _taken_by(program))
+                check_like(placed, _state_shapes(program))
             if placed is state:
                 raise
             out = runner(split_state(placed), batch)
-        donated, now, metrics, finite, *found = out
-        own = metrics["own"]
+        own = out.metrics["own"]
         if several and own:
             own = on_every_process(own, self.strategy.placement)
-        metrics = {**metrics["one"], **own}
-        guarded = metrics["loss"] if finite is None else finite
-        guarded = Checked(guarded, found[0]) if found else guarded
-        # All its fields: dataclasses.replace takes twice as long to find them.
-        return TrainState(**donated, **{"rng": state.rng, **now}), metrics, guarded
+        metrics = {**out.metrics["one"], **own}
+        guarded = metrics["loss"] if out.finite is None else out.finite
+        guarded = guarded if out.found is None else Checked(guarded, out.found)
+        # dataclasses.replace takes twice as long.
+        after = TrainState(**out.donated, **{"rng": state.rng, **out.now})
+        return after, metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -335,7 +332,7 @@ class CompiledStep:
         return after, metrics
 
     def settle(self) -> None:
-        """Wait for the steps so far and look at each: for the end of a loop.
+        """Wait for the steps so far and read their verdicts, at the end of a loop.
 
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
@@ -344,7 +341,7 @@ class CompiledStep:
         self._verdicts.settle()
 
 
-def _taken_by(program: Program) -> TrainState:
-    """What a program takes for a state, in shapes."""
+def _state_shapes(program: Program) -> TrainState:
+    """The shapes of the state that a program was compiled for."""
     donated, kept = program.call.args_info[0][:2]
     return TrainState(**donated, **kept)

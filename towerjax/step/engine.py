@@ -1,11 +1,11 @@
-"""How do passes and an update become one step? Merged values in, the next state out."""
+"""The engine: run the passes of a step one after another, then update once."""
 
 import contextlib
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,14 @@ from jax import lax
 
 from towerjax.metrics.state import compute, is_metric
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
-from towerjax.proof.found import ReplicationError
+from towerjax.proof.findings import ReplicationError
 from towerjax.step.checking import Check
-from towerjax.step.one_pass import Pass
+from towerjax.step.one_pass import Pass, PassResult
 from towerjax.step.proving import Recipe, Run
-from towerjax.step.returned import filled
-from towerjax.step.state import (
-    TrainState,
-    split_state,
-)
-from towerjax.step.update import accept_or_keep, checked_like
-from towerjax.towers.executors import over_members
+from towerjax.step.returned import fill_holes
+from towerjax.step.state import TrainState, split_state
+from towerjax.step.update import accept_or_keep, check_types
+from towerjax.towers.executors import vmap_members
 from towerjax.towers.outputs import metric_values
 from towerjax.types import Layout, PerTower, PyTree, Rows
 from towerjax.types.leaves import map_parts
@@ -32,62 +29,70 @@ OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
 
 
+class Outcome(NamedTuple):
+    """What a step returns; or the layouts of this."""
+
+    donated: Any  # the donated fields of the next state
+    now: Any  # its other fields, those that changed
+    metrics: Any  # {"one": values, "own": one value for each tower}
+    finite: Any = None  # whether the guarded values were; None where the loss says so
+    found: Any = None  # what the step's check found; None without a check
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Engine:
-    """A step before it is compiled: towers, pass after pass, and one update."""
+    """A step before it is compiled: passes of towers, then one update."""
 
-    passes: tuple[Pass, ...]  # each is given what the one before it came to
+    passes: tuple[Pass, ...]  # each is given the merged result of the one before
     # (state, merged) -> (state, metrics), of global values.
     update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]]
     on_nonfinite: OnNonfinite
-    # What has to be finite: metrics["loss"], or all metrics where none has that name;
-    # with "gradients" also all that towers add up.
+    # What must be finite: metrics["loss"], or all metrics where none has that name;
+    # with "gradients" also all sums over towers.
     guard: Guard
-    # Is what each pass came to handed on, in a list, and not the last one's alone?
+    # Whether each pass, and the update, gets a list of all merged results so far, in
+    # place of the last result alone.
     keeps_all: bool = False
-    # Does a step change nothing whose loss counts no example?
+    # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
 
     def step(
-        self,
-        run: Run,
-        donated: dict[str, Any],
-        kept: dict[str, Any],
-        *batch: PyTree,
-    ) -> tuple[Any, ...]:
+        self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
+    ) -> Outcome:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
-        merged, finite, found, *summed = self.merged(run, self.passes, state, batch)
-        donated, now, *told = self.updated(donated, kept, merged, finite, *summed)
-        now["step"] = kept["step"] + 1
-        return donated, now, *told, *(() if found is None else (found,))
+        merged, finite, last = self.run_passes(run, self.passes, state, batch)
+        op = last.op_state, last.op_metrics
+        out = self.update(donated, kept, merged, finite, *op)
+        now = {**out.now, "step": kept["step"] + 1}
+        return out._replace(now=now, found=last.found)
 
-    def updated(
+    def update(
         self,
         donated: dict[str, Any],
         kept: dict[str, Any],
         merged: PyTree,
         finite: jax.Array | None,
         op_state: PyTree = None,
-        told: dict[str, jax.Array] | None = None,
-    ) -> tuple[Any, dict[str, Any], dict[str, Any], jax.Array | None]:
-        """The next state where it is accepted, metrics, and what tells if it was.
+        op_metrics: dict[str, jax.Array] | None = None,
+    ) -> Outcome:
+        """The next state, if it is accepted, and the metrics.
 
-        That is the loss, where None is returned for it. ``op_state`` and ``told`` are
-        what the cross-tower op keeps, and tells as metrics.
+        ``op_state`` and ``op_metrics`` are the next state and the metrics of the
+        cross-tower op.
         """
 
-        def judged(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
+        def attempt(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**donated, **kept)
-            with _said_of_update():
+            with _explain_update_errors():
                 updated = self.update_fn(before, merged)
-            after, metrics = _checked_update(before, updated)
+            after, metrics = _check_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
-            metrics = metrics | (told or {})
-            values, has_examples, whole = _values(metrics)
-            accepted = whole & (has_examples | (not self.needs_examples))
+            metrics = metrics | (op_metrics or {})
+            values, has_examples, all_finite = _evaluate_metrics(metrics)
+            accepted = all_finite & (has_examples | (not self.needs_examples))
             if finite is not None:
-                accepted, whole = accepted & finite, whole & finite
+                accepted, all_finite = accepted & finite, all_finite & finite
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
             donated, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
@@ -96,19 +101,19 @@ class Engine:
                 for name, x in now.items()
                 if x is not kept[name]
             }
-            values = self._by_layout(metrics, values)
-            return accepted, donated, (now, values, None if by_loss else whole)
+            values = self._split_by_layout(metrics, values)
+            return accepted, donated, (now, values, None if by_loss else all_finite)
 
         if self.on_nonfinite == "ignore":
-            _, donated, rest = judged(donated)
+            _, donated, rest = attempt(donated)
         else:
-            donated, rest = accept_or_keep(judged, donated)
-        return donated, *rest
+            donated, rest = accept_or_keep(attempt, donated)
+        return Outcome(donated, *rest)
 
-    def _by_layout(
+    def _split_by_layout(
         self, metrics: dict[str, Any], values: dict[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """The metrics that are one value, and those of which each tower has one."""
+        """The metrics apart: those of one value, and those of one value a tower."""
         num_towers = self.passes[0].strategy.num_towers
         parts: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
         for name, x in values.items():
@@ -122,60 +127,60 @@ class Engine:
             parts["own" if is_own else "one"][name] = x
         return parts
 
-    def located(self, run: Run, donated: Any, kept: Any, *args: PyTree) -> tuple[Any]:
-        """The towers alone, of which is told what is not finite."""
+    def find_flags(self, run: Run, donated: Any, kept: Any, *args: Any) -> tuple[Any]:
+        """Run the towers once more, without an update, to flag what is not finite.
+
+        ``args`` are a batch's three and, of several stacked batches, the one's index.
+        """
         batch, at = args[:3], args[3:]
         for i in at:
             batch = jax.tree.map(lambda x, i=i: x[i], batch)
         state = TrainState(**donated, **kept)
-        values = self.merged(run, self._locating, state, batch)
-        return (values[2].flags,)
+        *_, last = self.run_passes(run, self._flagging_passes, state, batch)
+        return (last.found.flags,)
 
     @functools.cached_property
-    def _locating(self) -> tuple[Pass, ...]:
-        looks = Check(every=1, desync=False)
-        changes: Any = {"check": looks, "finite": False, "alone": None}
+    def _flagging_passes(self) -> tuple[Pass, ...]:
+        check = Check(every=1, desync=False)
+        changes: Any = {"check": check, "guards_sums": False, "alone": None}
         last = dataclasses.replace(self.passes[-1], **changes)
         return (*self.passes[:-1], last)
 
-    def merged(
+    def run_passes(
         self,
         run: Run,
         passes: tuple[Pass, ...],
         state: TrainState,
         batch: tuple[PyTree, ...],
-    ) -> tuple[PyTree, jax.Array | None, Any, PyTree, dict[str, jax.Array]]:
-        """What the passes came to; is all finite; of the last what its check found.
-
-        And what its cross-tower op keeps and tells.
-        """
+    ) -> tuple[PyTree, jax.Array | None, Any]:
+        """``(merged, finite, last)``: ``last`` is the last pass's `PassResult`."""
         merged: tuple[Any, ...] = ()
-        whole, found, op_state, told = [], None, None, {}
+        all_finite, last = [], None
         for one in passes:
-            out = _come_to(run, one, state, *batch, merged)
-            tree, own, finite, found, op_state, told = out
-            tree = _for_what_follows(one, filled(tree, {"own": own}))
+            last = _run_pass(run, one, state, *batch, merged)
+            tree = _pin_result(one, fill_holes(last.merged, {"own": last.own}))
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
-            whole += [] if finite is None else [finite]
-        finite = functools.reduce(jnp.logical_and, whole) if whole else None
-        return merged[0], finite, found, op_state, told
+            all_finite += [] if last.finite is None else [last.finite]
+        finite = functools.reduce(jnp.logical_and, all_finite) if all_finite else None
+        return merged[0], finite, last
 
 
-def _come_to(run: Run, one: Pass, *args: Any) -> Any:
-    """What a pass comes to; of a loss of several means after one for its weights."""
+def _run_pass(run: Run, one: Pass, *args: Any) -> PassResult:
+    """Run a pass; for a loss of several means first a pass for its weights alone."""
     try:
         return run(one, *args)
     except UnknownWeights:
-        weights, _ = run(one.for_weights, *args)[0]
+        weights, _ = run(one.for_weights, *args).merged
         return run(one.with_weights, *args[:-1], (*args[-1], weights))
 
 
-def _for_what_follows(one: Pass, tree: PyTree) -> PyTree:
-    """What a pass came to; of a `PinnedTree`, what is made of it has the same bits.
+def _pin_result(one: Pass, tree: PyTree) -> PyTree:
+    """Constrain the result of a pass, so that with `PinnedTree` bits are the same.
 
-    Rows that lie over devices XLA would add up in an order that depends on these, and
-    beyond a barrier one program is compiled, whatever a value came from.
+    XLA would add up rows that are split over devices in an order that depends on their
+    number, so rows are gathered first. The barrier keeps XLA from fusing what follows
+    with what came before, which differs with the number of devices.
     """
     placement = one.strategy.placement
     if not (placement.axes.in_turn and one.strategy.cross_tower_ops.needs_every_tower):
@@ -191,10 +196,10 @@ _UPDATE = (
 )
 
 
-def _checked_update(
+def _check_update(
     before: TrainState, updated: Any
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The next state and the metrics, once they are what a step can go on from."""
+    """The next state and the metrics that ``update_fn`` returned, checked."""
     if not (isinstance(updated, tuple) and len(updated) == 2):
         raise ValueError(
             f"update_fn returned a {type(updated).__name__}; it returns (state,"
@@ -215,38 +220,38 @@ def _checked_update(
     for field in dataclasses.fields(TrainState):
         was, now = getattr(before, field.name), getattr(after, field.name)
         if now is not was:
-            now = checked_like(was, now, f"state.{field.name}", _UPDATE)
+            now = check_types(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})
     return after, dict(metrics)
 
 
-def _values(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax.Array]:
-    """Each metric as one value; has the loss examples; are the guarded ones finite?"""
-    values = {name: _value(name, x) for name, x in metrics.items()}
+def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax.Array]:
+    """``(values, has_examples, finite)`` of metrics; ``finite`` of those guarded."""
+    values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
     has_examples = jnp.bool_(True)
     terms = loss.terms if isinstance(loss, Means) else (loss,)
     terms = [term for term in terms if isinstance(term, Weighted)]
     for term in terms:
-        # A sum that is not finite shows even where the weight is 0.
+        # Weight 0 gives the value 0: a sum that is not finite must still show.
         values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
-    if terms:  # no examples, nothing to learn
+    if terms:
         has_examples = sum(term.weight for term in terms) != 0
     looked_at = [values["loss"]] if "loss" in values else jax.tree.leaves(values)
     finite = [
         jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    whole = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
-    return values, has_examples, whole
+    all_finite = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
+    return values, has_examples, all_finite
 
 
-def _value(name: str, x: Any) -> Any:
+def _value_of_metric(name: str, x: Any) -> Any:
     if is_metric(x):
         return metric_values({name: x})[name]
     if isinstance(x, Means):
         x = x.value
     if isinstance(x, PerTower):
-        x = over_members(compute)(x.values) if is_metric(x.values) else x.values
+        x = vmap_members(compute)(x.values) if is_metric(x.values) else x.values
     if not (hasattr(x, "dtype") or isinstance(x, int | float)):
         raise ValueError(
             f"metrics[{name!r}] is a {type(x).__name__}. A metric of a step is one"
@@ -257,8 +262,8 @@ def _value(name: str, x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _said_of_update() -> Iterator[None]:
-    """Around an update: says that towers have met before it, and what they left."""
+def _explain_update_errors() -> Iterator[None]:
+    """Explain errors of ``update_fn``: a collective, or a merged value as an array."""
     try:
         yield
     except NameError as error:
@@ -279,14 +284,9 @@ def _said_of_update() -> Iterator[None]:
 
 
 def repeated_recipe(recipe: Recipe) -> Recipe:
-    """Several steps in one program."""
+    """A recipe that runs up to ``K`` steps in one program."""
 
-    def steps(
-        run: Run,
-        donated: Any,
-        kept: Any,
-        *args: PyTree,
-    ) -> Any:
+    def steps(run: Run, donated: Any, kept: Any, *args: PyTree) -> Any:
         *batches, count = args
 
         def at(donated: Any, now: Any, i: Any) -> Any:
@@ -307,14 +307,14 @@ def repeated_recipe(recipe: Recipe) -> Recipe:
             )
             return donated, now, rows
 
-        # The count is a value, not a shape: a shorter last call is no new program.
+        # The count is a value and not a shape, so a shorter last call compiles nothing.
         donated, now, rows = lax.fori_loop(0, count, body, (donated, now, rows))
-        return donated, now, *rows
+        return Outcome(donated, now, *rows)
 
     stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
     in_layouts = {**recipe.in_layouts, **stacked, "count": Layout.MIRRORED}
     metrics = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER_STEPS}
-    out_layouts = {**recipe.out_layouts, "metrics": metrics}
+    out_layouts = recipe.out_layouts._replace(metrics=metrics)
     return dataclasses.replace(
         recipe, fn=steps, in_layouts=in_layouts, out_layouts=out_layouts
     )

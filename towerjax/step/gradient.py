@@ -1,4 +1,4 @@
-"""What is the gradient of one tower? Of its loss sum, with the weight of its loss."""
+"""The gradient of one tower: of its loss's sum, with the loss's weight beside it."""
 
 import dataclasses
 import itertools
@@ -10,24 +10,24 @@ import jax.numpy as jnp
 
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.proof.equation import handed_on
+from towerjax.proof.equation import forwarded_inputs
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name
-from towerjax.types.leaves import is_key, listed, widened
+from towerjax.types.leaves import is_key, listed, widen_dtype
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any], *, loss_reduction: Reduction | None = None
 ) -> Callable[..., tuple[Any, Weighted | Sum]]:
-    """A tower's loss with its gradient, which merge over towers as they stand.
+    """A tower's loss with its gradient, which merge over towers exactly.
 
-    The sum is differentiated, and nothing is divided: the gradient of the one loss of
-    all towers is the towers' gradients added, over their weights added.
+    The sum is differentiated, and nothing is divided: the gradient of the global loss
+    is the sum of the towers' gradients over the sum of their weights.
 
-    A sum of means (``ce + 0.1 * aux``) has several denominators, and towers learn of
-    each other's before they differentiate: the step then runs the loss once more for
-    the weights alone, of which the compiler keeps little, and sums a few numbers more.
+    A sum of means (``ce + 0.1 * aux``) has several denominators, which towers must know
+    before they differentiate: the step then runs the loss once more for the weights
+    alone, most of which the compiler prunes, and sums a few numbers more.
 
     Weights that depend on the parameters are refused: what is differentiated is the
     sum. ``jax.lax.stop_gradient`` says that they are numbers.
@@ -39,11 +39,11 @@ def value_and_grad(
         micro-batches, MEAN the mean of their values; None refuses it.
 
     Returns:
-      ``(params, *args, **named) -> (loss, grads)``: the loss as it is, a scalar as what
-      it means, or where the function returned one a ``TowerOutput``; ``grads`` a
+      ``(params, *args, **named) -> (loss, grads)``: the loss, a bare scalar made a
+      ``Weighted`` or ``Sum``, or the ``TowerOutput`` with it; ``grads`` is a
       ``Weighted`` whose ``sum`` is like ``params``, at least float32, and whose
       ``weight`` is the loss's; of several means, or with ``loss_reduction=SUM``, a
-      ``Sum`` of such. Both have the gradient of the merged loss as their ``value``.
+      ``Sum`` of such. Merged, its ``value`` is the gradient of the merged loss.
 
     Raises:
       ValueError: The loss is no floating scalar, does not say how it is reduced, or
@@ -62,12 +62,12 @@ def value_and_grad(
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
-            # Made anew: Flax lets its variables be written in the trace that made them.
-            here, also = jax.tree.map(lambda x: x, (args, named))
-            returned = loss_fn(params, *here, **also)
+            # Flax lets variables be written only in the trace that made them.
+            fresh, fresh_named = jax.tree.map(lambda x: x, (args, named))
+            returned = loss_fn(params, *fresh, **fresh_named)
             out = as_tower_output(returned, loss_reduction, tower)
             refuse_moving_weights(out.loss, params)
-            total, weight = _total(out.loss, tower)
+            total, weight = _total_and_weight(out.loss, tower)
             if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
                 out, weight = dataclasses.replace(out, loss=Sum(total)), None
             given = out if isinstance(returned, TowerOutput) else out.loss
@@ -76,20 +76,20 @@ def value_and_grad(
         grads, (given, weight) = jax.grad(of_sums, has_aux=True)(params)
         if tower is not None and tower.note_weights and isinstance(weight, list):
             tower.note_weights(weight)
-            return given, Sum(jax.tree.map(_unknown, params))
-        grads = jax.tree.map(lambda g: g.astype(widened(g.dtype)), grads)
+            return given, Sum(jax.tree.map(_nan_gradient, params))
+        grads = jax.tree.map(lambda g: g.astype(widen_dtype(g.dtype)), grads)
         return given, Sum(grads) if weight is None else Weighted(grads, weight)
 
     return run
 
 
-def _unknown(x: Any) -> jax.Array:
-    """A gradient that nobody knows yet; weights that are made of it are not finite."""
-    return jnp.full(jnp.shape(x), jnp.nan, widened(jnp.result_type(x)))
+def _nan_gradient(x: Any) -> jax.Array:
+    """The gradient in a pass for weights: NaN, so that a use of it is seen."""
+    return jnp.full(jnp.shape(x), jnp.nan, widen_dtype(jnp.result_type(x)))
 
 
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:
-    """Raise where a weight moves with the parameters: sums alone are differentiated."""
+    """Raise if a weight depends on the parameters: sums alone are differentiated."""
     terms = loss.terms if isinstance(loss, Means) else (loss,)
     weights = [term.weight for term in terms if isinstance(term, Weighted)]
     pairs = itertools.product(weights, jax.tree.leaves(params))
@@ -104,22 +104,22 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
         )
 
 
-def unwritten(
+def call_refusing_writes(
     loss_fn: Callable[..., Any], params: PyTree, rows: PyTree, tower: Tower
 ) -> Any:
-    """What a loss function returns that writes into no module which it does not return.
+    """What a loss function returns; refuses writes into modules it does not return.
 
-    No next step would see it. ``nnx.jit`` and ``nnx.remat`` put back what they were
-    given, which is nothing: where something is written, one more trace tells.
+    No later step would see such a write. ``nnx.jit`` and ``nnx.remat`` write a module
+    back unchanged, which loses nothing: a second trace tells these writes from others.
     """
     leaves, treedef = jax.tree.flatten((params, tower))
 
     def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
         params, tower = jax.tree.unflatten(treedef, leaves)
         given = {"params": params, "local": tower.local, "extra": tower.extra}
-        before, returned = _attributes(given), loss_fn(params, rows, tower)
+        before, returned = _object_leaves(given), loss_fn(params, rows, tower)
         lost = {x: y for x, y in given.items() if getattr(returned, x, None) is None}
-        after = {x: y for x, y in _attributes(lost).items() if x in before}
+        after = {x: y for x, y in _object_leaves(lost).items() if x in before}
         pairs = {x: (before[x], y) for x, y in after.items() if y is not before[x]}
         return returned, pairs
 
@@ -127,14 +127,14 @@ def unwritten(
     if written:
         trace = jax.make_jaxpr(lambda leaves: run(leaves)[1], return_shape=True)
         jaxpr, written = trace(leaves)
-        found = iter(handed_on(jaxpr.jaxpr, range(len(leaves))))
+        found = iter(forwarded_inputs(jaxpr.jaxpr, range(len(leaves))))
         same = {name: next(found) == next(found) for name in sorted(written)}
         _refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
     return returned
 
 
-def _attributes(trees: dict[str, PyTree]) -> dict[str, Any]:
-    """The leaves that objects hold, by name: a function can write into those."""
+def _object_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
+    """By name the leaves that are attributes of objects, which a function can write."""
     return {
         leaf_name(root, path): leaf
         for root, tree in trees.items()
@@ -144,8 +144,8 @@ def _attributes(trees: dict[str, PyTree]) -> dict[str, Any]:
 
 
 def _refuse_written(written: dict[str, Any]) -> None:
-    """Raise where a loss function wrote into a module what no next step would see."""
-    if any(map(is_key, written.values())):  # seeded anew: its counter goes with it
+    """Raise if a loss function wrote into a module what no later step would see."""
+    if any(map(is_key, written.values())):  # a reseeded module: counters may change
         floats = [x for x in written if jnp.issubdtype(written[x].dtype, jnp.inexact)]
         written = {name: written[name] for name in floats}
     if written:
@@ -160,22 +160,22 @@ def _refuse_written(written: dict[str, Any]) -> None:
         )
 
 
-def _total(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
-    """What of one tower is differentiated, and what the sum of it is divided by."""
+def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
+    """``(total, weight)``: what one tower differentiates, and its denominator."""
     if (one := one_mean(loss)) is not None:
         return one.sum, one.weight
     if tower is None:
         raise ValueError(
-            "tj.value_and_grad of a sum of several means learns of all towers' weights"
-            " by the tower. Pass it with the other arguments, and do not close over it:"
+            "tj.value_and_grad of a sum of several means needs the tower, for all"
+            " towers' weights. Pass it as an argument, and do not close over it:"
             " tj.value_and_grad(loss_fn)(params, batch, tower)."
         )
     if tower.note_weights:
-        return jnp.zeros(()), [term.weight for term in loss.terms]  # to be added up
+        return jnp.zeros(()), [term.weight for term in loss.terms]
     return part_of(loss, *tower.weights_of_all()), None
 
 
 def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:
-    """What one of so many parts adds to a loss, of terms with these denominators."""
+    """One part's share of a sum of means whose global denominators are ``weights``."""
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
     return sum(means, jnp.asarray(loss.shared / parts))

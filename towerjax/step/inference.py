@@ -1,4 +1,4 @@
-"""What do the towers say without training? Evaluation and prediction steps."""
+"""Evaluation and prediction steps, which run towers and update nothing."""
 
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ import numpy as np
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
-from towerjax.step.given_state import check_not_donated, check_towers
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proving, Recipe, Run
-from towerjax.step.report.step_report import StepReport, program_report, timed
-from towerjax.step.returned import filled, without_padding
+from towerjax.step.report.step_report import StepReport, program_report, time_calls
+from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
+from towerjax.step.state_checks import check_not_donated, check_num_towers
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -27,13 +27,13 @@ from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
-def _what_is_read(state: TrainState) -> TrainState:
-    """What of a state an evaluation reads."""
+def _model_part(state: TrainState) -> TrainState:
+    """The state without the fields that evaluation never reads."""
     return dataclasses.replace(state, opt_state=(), seen=None, own=None)
 
 
-def placed_params(params: PyTree, strategy: Strategy) -> PyTree:
-    """Parameters where a state has them; those that lie there already as they are."""
+def place_params(params: PyTree, strategy: Strategy) -> PyTree:
+    """Place parameters as in a state; they are not copied if they lie there already."""
     refuse_traced(params)
     refuse_unheld("params", params)
     placement, layout = strategy.placement, state_layout(strategy).params
@@ -57,19 +57,16 @@ class InferenceStep:
         self.strategy, placement = strategy, strategy.placement
         one = Pass(tower_fn, strategy, reads_local=True)
 
-        def towers(
-            run: Run, state: TrainState, *batch: PyTree
-        ) -> tuple[PyTree, PyTree]:
-            tree, own, *_ = run(one, state, *batch, ())
-            return tree, own
+        def towers(run: Run, state: TrainState, *batch: PyTree) -> tuple[Any, Any]:
+            out = run(one, state, *batch, ())
+            return out.merged, out.own
 
         in_layouts = {"state": state_layout(strategy), **BATCH_LAYOUT}
-        out_layouts = {"merged": Layout.MIRRORED, "own": Layout.PER_TOWER}
+        out_layouts = (Layout.MIRRORED, Layout.PER_TOWER)
         recipe = Recipe(towers, in_layouts, out_layouts, donate=False)
         self._runner = Runner(recipe, placement, max_programs=max_programs)
-        self._placer = Placer(
-            placement, shares=strategy.num_towers, remainder=remainder
-        )
+        shares = strategy.num_towers
+        self._placer = Placer(placement, shares=shares, remainder=remainder)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy})"
@@ -81,10 +78,10 @@ class InferenceStep:
         return placed
 
     def place(self, state: Any) -> TrainState:
-        """What is read of a state, or of parameters alone, on this step's devices."""
+        """What evaluation reads of a state or of bare parameters, on the devices."""
         model = self._model_of(state)
         refuse_traced(model)
-        check_towers(model, self.strategy.num_towers)
+        check_num_towers(model, self.strategy.num_towers)
         if self._lies_here(model):
             return model
         check_not_donated(model)
@@ -94,11 +91,11 @@ class InferenceStep:
         return are_placed(model, self.strategy.placement, state_layout(self.strategy))
 
     def _model_of(self, state: Any) -> TrainState:
-        """What of a state an evaluation reads; parameters alone will do."""
+        """What evaluation reads of a state; bare parameters are made a state."""
         if isinstance(state, TrainState):
-            return _what_is_read(state)
+            return _model_part(state)
         step, rng = self._counters
-        return TrainState(step, placed_params(state, self.strategy), (), {}, rng)
+        return TrainState(step, place_params(state, self.strategy), (), {}, rng)
 
     @property
     def fn(self) -> Callable[[Any, PyTree], Any]:
@@ -109,21 +106,21 @@ class InferenceStep:
             if not isinstance(state, TrainState):
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
-            model = _what_is_read(state)
-            placed = self._placer.traced(batch)
+            model = _model_part(state)
+            placed = self._placer.fit_traced(batch)
             run = Proving(placement, on_devices=True)
             tree, own = recipe.fn(run, model, *placed.args)
             if placed.padded:
                 refuse_unread_weight(sum(placed.num_examples), run.proof())
-            (result,) = filled(tree, {"own": without_padding(own, placed)}).values()
+            (result,) = fill_holes(tree, {"own": without_padding(own, placed)}).values()
             return result
 
         return fn
 
     @functools.cached_property
     def _counters(self) -> PyTree:
-        """The number and the key of a step, for parameters that have none."""
-        # Kept: no tracer of the first call. Of a key no transfer can be asked for.
+        """The step number and the key that go with bare parameters."""
+        # The value is cached, so it must not be traced. A key has no explicit transfer.
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
@@ -133,7 +130,7 @@ class InferenceStep:
         if self.strategy.placement.absent is not None:
             if not isinstance(state, TrainState):
                 state = abstract_state(state, (), 1, {})
-            args = (_what_is_read(state), *self._placer.shapes(batch))
+            args = (_model_part(state), *self._placer.shapes(batch))
             return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
         model = self.place(state)
         return self._runner.program((model,), self.place_batch(batch))
@@ -150,7 +147,7 @@ class InferenceStep:
             def call(model: Any) -> Any:
                 return model, program.call(model, *batch.args)
 
-            timing = timed(call, model, timed_calls)
+            timing = time_calls(call, model, timed_calls)
         return program_report(program, self.strategy.placement, timing=timing)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
@@ -159,12 +156,12 @@ class InferenceStep:
         model = self._model_of(state)
         try:
             tree, own = self._runner((model,), batch)
-        except RuntimeError:  # an array that has been deleted, or any other
+        except RuntimeError:  # perhaps a donated array
             if isinstance(state, TrainState):
                 check_not_donated(state)
             raise
         except (TypeError, ValueError, IndexError) as error:
-            # JAX refuses a state of other devices or towers before it runs.
+            # JAX refuses a state of other devices before it runs: place it.
             placed = self.place(model)
             if not self._lies_here(model):
                 return self(placed, batch)
@@ -174,7 +171,7 @@ class InferenceStep:
             )
             raise
         own = on_every_process(own, self.strategy.placement)
-        (result,) = filled(tree, {"own": without_padding(own, batch)}).values()
+        (result,) = fill_holes(tree, {"own": without_padding(own, batch)}).values()
         return result
 
 
@@ -187,10 +184,10 @@ def build_eval_step(
 ) -> InferenceStep:
     """A step that computes metrics over a global batch.
 
-    The result holds metric states, ``Weighted`` or others of ``tj.metrics``: merge
-    those of several batches, then compute; so a metric over a data set is exact
-    however it is cut (`evaluate` does both). Tower-local variables are read by
-    their own reduction.
+    The result holds metric states, ``Weighted`` or others of ``tj.metrics``. Merge
+    those of several batches, then compute: the metric of a data set is exact however
+    it is cut (`evaluate` does both). Tower-local variables are read by their own
+    reduction.
 
     Args:
       metric_fn: ``(params, batch, tower) -> {name: state}``.
@@ -203,7 +200,7 @@ def build_eval_step(
       ``evaluate(state, batch) -> {name: state}``.
 
     Raises:
-      ValueError: An option is not one that there is, or arguments are swapped.
+      ValueError: An option has no such value, or arguments are swapped.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -243,7 +240,7 @@ def build_predict_step(
       ``predict(state, batch) -> outputs``, leaves ``[B, ...]``.
 
     Raises:
-      ValueError: An option is not one that there is, or arguments are swapped.
+      ValueError: An option has no such value, or arguments are swapped.
 
     Example:
       >>> import numpy as np, towerjax as tj

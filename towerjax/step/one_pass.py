@@ -1,9 +1,9 @@
-"""What does a pass do on a device? Its towers; what they return, merged by type."""
+"""A pass: run all towers of a device, and merge what they return by its type."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,94 +12,101 @@ from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import KeepsState, sum_over_towers
 from towerjax.collectives.packing import Sums
-from towerjax.collectives.reduce import rows_of_all_devices
+from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.rows_over_towers import reduce_stacked_rows
-from towerjax.collectives.sparse_rows import in_parts, num_rows
+from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.data.shard import end_to_end, rows_of_towers, with_shared
+from towerjax.data.shard import concat_rows, split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.state import is_additive, is_metric, merged_rows
+from towerjax.metrics.state import is_additive, is_metric, merge_stacked
 from towerjax.proof.analysis import depends
-from towerjax.proof.found import refuse_of_parts
+from towerjax.proof.findings import refuse_varying
 from towerjax.proof.scale import SUMMED_BY_STEP
-from towerjax.step.amiss import flags, side_by_side
-from towerjax.step.checking import Check, Findings, after, copies_on_device, findings
+from towerjax.step.checking import Check, after, device_prints, gather_findings
+from towerjax.step.faults import flag_leaves, join_flags
 from towerjax.step.returned import (
     are_gradients,
-    filled,
+    fill_holes,
     is_typed,
     parts_of_tower,
     refuse_mixed_up,
     split,
 )
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
-from towerjax.towers.executors import tower_explained
-from towerjax.towers.one_axis import over_local_towers
+from towerjax.towers.executors import explain_errors
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
-from towerjax.towers.tower_local import (
-    read_local_over_towers,
-    with_local_values,
-)
+from towerjax.towers.tower_axis import over_local_towers
+from towerjax.towers.tower_local import read_local_over_towers, with_local_values
 from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
 from towerjax.types.leaves import key_data
 
 
+class PassResult(NamedTuple):
+    """What a pass returns, as global values; or the layouts of these."""
+
+    merged: PyTree  # what a tower returns, merged; with holes for its own leaves
+    own: PyTree  # each tower's own leaves, in the order of the holes
+    finite: Any  # whether all sums but metrics are; None without ``guards_sums``
+    found: Any  # the `Findings` of its check, or None
+    op_state: PyTree  # the next state of the cross-tower op, or None
+    op_metrics: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """All towers once, and the merge of what they return: between two global views."""
+    """Runs all towers once, and merges what they return by its type."""
 
-    # (state, rows, tower, *merged) -> tree, of one tower, after the pass before.
+    # (state, rows, tower, *merged) -> tree, of one tower; merged is of the pass before.
     tower_fn: Callable[..., PyTree]
     strategy: Strategy
-    micro_batches: int = 1  # in how many parts a tower's rows are worked off
-    reads_local: bool = False  # are its tower-local variables read over towers?
-    finite: bool = False  # is it told whether all that is added is finite, but metrics?
-    check: Check | None = None  # what is looked at besides
-    keeps: bool = False  # may its cross-tower op sum the gradient, with a state?
-    # "summed": it is made for the denominators of the means that its towers
-    # differentiate, and comes to these alone; "given": `merged` ends with them.
+    micro_batches: int = 1  # parts of a tower's rows, one after another
+    reads_local: bool = False  # whether towers see local variables reduced
+    guards_sums: bool = False  # whether to return if all sums but metrics are finite
+    check: Check | None = None  # what is checked every so many steps
+    has_op_state: bool = False  # whether the op that sums the gradient has a state
+    # Of a loss of several means: "summed" returns the denominators alone; "given" gets
+    # them as the last entry of `merged`.
     weights: Literal["summed", "given"] | None = None
-    # Are its bare values and the tower-local ones a state that a function of the user's
-    # made? On one tower it may be any, and padding must not count in it.
+    # Whether bare and local results are a state that the user's function made. Padding
+    # must not count in that state, and that of a single tower needs no proof.
     of_state: bool = False
-    # Do rows go on with the padded ones, so that something has to tell which these are?
-    rows_go_on: bool = False
-    advice: str | None = None  # where a bare value differs; None says the usual
-    # (state, returned) -> tree: what a tower makes of what its micro-batches came to,
-    # before that is merged. It is proved that towers do not meet in it.
+    # Whether Rows are used later, padding included: then one leaf must be a weight.
+    rows_used_later: bool = False
+    advice: str | None = None  # for the error about a bare value that differs
+    # (state, returned) -> tree, of one tower, between its micro-batches and the merge;
+    # it is proved that towers do not communicate until then.
     alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
-    # Name -> a prefix tree of layouts, of arguments and of results, which are a tuple.
-    # The leaves of a result without a name have names of their own.
+    # Prefix trees of layouts, of each argument by its name, and of the result.
     in_layouts: ClassVar[dict[str, Any]] = {
         "state": STATE_LAYOUT,
         **BATCH_LAYOUT,
         "merged": Layout.MIRRORED,
     }
-    out_layouts: ClassVar[dict[str, Any]] = {
-        "": Layout.MIRRORED,
-        "own": Layout.PER_TOWER,
-        "finite": Layout.MIRRORED,
-        "found": Layout.MIRRORED,
-        "op_state": Layout.PER_TOWER,
-        "told": Layout.MIRRORED,
-    }
+    out_layouts: ClassVar[PassResult] = PassResult(
+        merged=Layout.MIRRORED,
+        own=Layout.PER_TOWER,
+        finite=Layout.MIRRORED,
+        found=Layout.MIRRORED,
+        op_state=Layout.PER_TOWER,
+        op_metrics=Layout.MIRRORED,
+    )
 
     @functools.cached_property
     def for_weights(self) -> "Pass":
-        """The pass for the weights of a loss of several means alone."""
-        off: Any = {"finite": False, "check": None, "keeps": False}
+        """This pass, returning the weights of a loss of several means alone."""
+        off: Any = {"guards_sums": False, "check": None, "has_op_state": False}
         return dataclasses.replace(self, weights="summed", **off)
 
     @functools.cached_property
     def with_weights(self) -> "Pass":
-        """The pass that is given these weights."""
+        """This pass, given the weights as the last entry of ``merged``."""
         return dataclasses.replace(self, weights="given")
 
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
-        """The pass as each device runs it."""
+        """The function that each device runs."""
 
         def run(
             state: TrainState,
@@ -107,81 +114,81 @@ class Pass:
             num_valid: jax.Array,
             shared: list[PyTree],
             merged: PyTree,
-        ) -> tuple[PyTree, PyTree, jax.Array | None, Findings | None, PyTree, PyTree]:
+        ) -> PassResult:
             copies, common = None, None
             if self.check is not None:
                 layout = state_layout(self.strategy)
-                copies = copies_on_device(state, self.check, axes, layout)
+                copies = device_prints(state, self.check, axes, layout)
                 if self.check.nonfinite:
                     part = ("parameter", "params", state.params)
-                    common = flags([part], due=self.check.is_due(state.step))
+                    common = flag_leaves([part], due=self.check.is_due(state.step))
                     num_valid = after(common.table, num_valid)
                 if copies is not None:
                     num_valid = after(copies.prints, num_valid)
-            towers = self._towers(axes, state, batch, num_valid, shared, merged)
+            towers = self._run_towers(axes, state, batch, num_valid, shared, merged)
             sums, (tree, folded, joined, own, flagged) = towers
-            sums, op_state, told = self._summed(sums, tree, state, axes)
+            sums, op_state, op_metrics = self._sum_over_towers(sums, tree, state, axes)
             added, shown, due = sums.tree()
-            folded = [merged_rows(rows_of_all_devices(x, axes)) for x in folded]
-            joined = [_of_all_towers(x, axes) for x in joined]
-            tree = jax.tree.map(lambda x: x[0], tree)
+            folded = [merge_stacked(all_gather_rows(x, axes)) for x in folded]
+            joined = [_join_table_rows(x, axes) for x in joined]
+            tree = jax.tree.map(lambda x: x[0], tree)  # bare values: proved mirrored
             pools = {"added": added, "shown": shown, "folded": folded}
-            tree = filled(tree, {**pools, "joined": joined})
+            tree = fill_holes(tree, {**pools, "joined": joined})
             finite, found = None, None
-            if self.finite:
-                finite = sums.finite(len(jax.tree.leaves(added)))
+            if self.guards_sums:
+                finite = sums.are_finite(len(jax.tree.leaves(added)))
                 for x in joined:
                     finite &= jnp.isfinite(x.values).all()
             if self.check is not None:
                 if common is not None:
-                    flagged = side_by_side(common, flagged)
-                found = findings(copies, flagged, due > 0, axes)
-            own = [end_to_end(x) if isinstance(x, Rows) else x for x in own]
-            return tree, own, finite, found, op_state, told
+                    flagged = join_flags(common, flagged)
+                found = gather_findings(copies, flagged, due > 0, axes)
+            own = [concat_rows(x) if isinstance(x, Rows) else x for x in own]
+            return PassResult(tree, own, finite, found, op_state, op_metrics)
 
         return run
 
-    def _summed(
+    def _sum_over_towers(
         self, sums: PyTree, tree: PyTree, state: TrainState, axes: TowerAxes
     ) -> tuple[Sums, PyTree, dict[str, jax.Array]]:
-        """The sums over all towers; what the op keeps of them, and tells."""
+        """The sums over all towers; the cross-tower op's next state and its metrics."""
         ops = self.strategy.cross_tower_ops
-        if not (self.keeps and isinstance(ops, KeepsState)):
+        if not (self.has_op_state and isinstance(ops, KeepsState)):
             return sum_over_towers(ops, sums, axes), None, {}
         is_gradient = jax.tree.map(lambda _: False, sums)
         is_gradient = (are_gradients(tree, sums[0]), *is_gradient[1:])
         own = plain(state.own)
         with jax.named_scope(SUMMED_BY_STEP):
-            sums, own, told = ops.sum_with_state(sums, is_gradient, own, axes)
-        return sums, with_local_values(state.own, own), told
+            sums, own, op_metrics = ops.sum_with_state(sums, is_gradient, own, axes)
+        return sums, with_local_values(state.own, own), op_metrics
 
-    def counted(self, axes: TowerAxes) -> Callable[..., Any]:
-        """A device's values in which padded rows would count, before the merge."""
+    def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
+        """A function that returns the values in which padding must not count."""
         returned = dataclasses.replace(self, alone=None)
-        if self.alone is not None:  # another program than that which is kept
+        if self.alone is not None:  # ``axes.traced`` holds the program with ``alone``
             axes = dataclasses.replace(axes, traced=None)
 
         def run(*args: PyTree) -> PyTree:
-            towers = returned._towers(axes, *args)
+            towers = returned._run_towers(axes, *args)
             (added, shown, _), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
-            # Which rows of a table are looked up, no weight decides.
+            # A weight never decides which rows of a table are looked up.
             pools["joined"] = [x.values for x in joined]
             tree = tree if self.of_state else jax.tree.map(lambda x: None, tree)
             rows = [x for x in own if isinstance(x, Rows)]
-            # The weight of some of a pass's rows tells of all.
-            told = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
+            # One leaf of Rows that is a weight masks all others.
+            weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
             def kept(x: Any) -> Any:
                 if isinstance(x, Rows):
-                    return told if self.rows_go_on else None
+                    return weighs if self.rows_used_later else None
                 return x if isinstance(x, TowerLocal) and self.of_state else None
 
-            return filled(tree, {**pools, "own": [kept(x) for x in own]})
+            return fill_holes(tree, {**pools, "own": [kept(x) for x in own]})
 
         return run
 
-    def _towers(
+    def _run_towers(
         self,
         axes: TowerAxes,
         state: TrainState,
@@ -190,7 +197,7 @@ class Pass:
         shared: list[PyTree],
         merged: PyTree,
     ) -> tuple[PyTree, PyTree]:
-        """What this device's towers add up, and what each keeps, ``[k, ...]``."""
+        """This device's sums over its towers, and each tower's own, ``[k, ...]``."""
         ops, read = self.strategy.cross_tower_ops, None
         if self.reads_local:
             read = read_local_over_towers(state.local, ops, axes)
@@ -202,23 +209,23 @@ class Pass:
             *own, mine = own
             state = dataclasses.replace(state, own=mine)
             own = (*own, read)
-            tree, pools = self._tower(axes, tower_id, state, own, shared, merged)
+            tree, pools = self._run_tower(axes, tower_id, state, own, shared, merged)
             due, flagged = None, None
             if self.check is not None:
-                # Is any device's check due? Sent along; a collective more is dear.
+                # Any check due? Summed with the rest, which saves a collective.
                 due = self.check.is_due(state.step).astype(jnp.float32)
                 if self.check.nonfinite:
-                    flagged = flags(parts_of_tower(tree, pools), due=due > 0)
+                    flagged = flag_leaves(parts_of_tower(tree, pools), due=due > 0)
             sums = (pools["added"], pools["shown"], due)
             kept = (pools["folded"], pools["joined"], pools["own"])
             return sums, (tree, *kept, flagged)
 
-        rows = rows_of_towers(batch, axes.num_local)
+        rows = split_rows(batch, axes.num_local)
         local = plain(state.local)
-        # What an op keeps is not the towers' matter.
-        mine = None if self.keeps else state.own
+        # The state of a cross-tower op is not given to towers.
+        mine = None if self.has_op_state else state.own
         own = (rows, num_valid, local, mine)
-        # Of a device's own size are the rows of its towers alone.
+        # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first, own=None)
         common = (state, read, shared, merged)
@@ -227,7 +234,7 @@ class Pass:
             tower_fn, axes, own, *common, stack_sums=stacked, number=number
         )
 
-    def _tower(
+    def _run_tower(
         self,
         axes: TowerAxes,
         tower_id: jax.Array,
@@ -236,7 +243,7 @@ class Pass:
         shared: list[PyTree],
         merged: PyTree,
     ) -> tuple[PyTree, dict[str, list[Any]]]:
-        """What one tower returns, over its micro-batches."""
+        """What one tower returns, merged over micro-batches and split by leaf types."""
         rows, num_valid, local, read = own
         part = num_rows(rows) // self.micro_batches
 
@@ -256,27 +263,26 @@ class Pass:
                 first_row=index * part if several else 0,
                 micro_batch=index if several else None,
             )
-            here = dataclasses.replace(
-                state, local=with_local_values(state.local, seen)
-            )
+            local_seen = with_local_values(state.local, seen)
+            here = dataclasses.replace(state, local=local_seen)
             rows = with_shared(rows, shared) if shared else rows
-            return split(self._returned(here, rows, tower, merged), part, merged)
+            return split(self._call_tower_fn(here, rows, tower, merged), part, merged)
 
         if self.micro_batches == 1:
             tree, pools = of_part(0, rows, local)
         else:
-            parts = in_parts(rows, self.micro_batches)
-            tree, pools = _in_turn(of_part, self.micro_batches, parts, local)
-            refuse_mixed_up(filled(tree, pools), state.local)
+            parts = split_micro_batches(rows, self.micro_batches)
+            tree, pools = _scan_micro_batches(of_part, self.micro_batches, parts, local)
+            refuse_mixed_up(fill_holes(tree, pools), state.local)
         if self.alone is None:
             return tree, pools
         here = dataclasses.replace(state, local=with_local_values(state.local, local))
-        return split(self.alone(here, filled(tree, pools)), part)
+        return split(self.alone(here, fill_holes(tree, pools)), part)
 
-    def _returned(
+    def _call_tower_fn(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
     ) -> PyTree:
-        """What the function returns; or the denominators that it asks for."""
+        """What the tower function returns; for ``"summed"`` the denominators alone."""
         noted: list[Sum] = []
         if self.weights == "given":
             *merged, known = merged
@@ -290,41 +296,41 @@ class Pass:
                 noted.append(Sum(weights))
 
             tower = dataclasses.replace(tower, _note=note)
-        with tower_explained():
+        with explain_errors():
             out = self.tower_fn(state, rows, tower, *merged)
         if self.weights != "summed":
             return out
-        # Of micro-batches the next goes on from these, and so may its weights.
+        # The next micro-batch starts from these, and its weights may depend on them.
         own = jax.tree.leaves(out, is_leaf=is_typed)
         return noted, [x for x in own if isinstance(x, TowerLocal)]
 
 
 def _refuse_inside(trace: Any) -> None:
-    """Raise where a gradient is made inside of another transformation."""
+    """Raise if ``tj.value_and_grad`` runs inside another JAX transformation."""
     if get_opaque_trace_state() != trace:
         raise ValueError(
             "tj.value_and_grad of a sum of several means stands inside a jit, scan,"
-            " cond, vmap or jvp, where its weights cannot be seen from outside. Call it"
-            " outside of them; or differentiate each mean there by itself, and add the"
-            " .value of the gradients in the update."
+            " cond, vmap or jvp, so the step cannot read its weights. Call it outside"
+            " of them; or differentiate each mean there alone, and add the .value of"
+            " the gradients in the update."
         )
 
 
-def _in_turn(
+def _scan_micro_batches(
     of_part: Callable[..., Any], count: int, parts: PyTree, local: PyTree
 ) -> tuple[PyTree, dict[str, list[Any]]]:
-    """A tower's parts one after another, traced once; what they return, by kind."""
+    """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
     first = jax.tree.map(lambda x: x[0], parts)
     args = (jnp.int32(0), first, local)
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
-    _check_joins(own, locals_, local)
+    _check_joinable(own, locals_, local)
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    refuse_of_parts(found.outputs, names_by_key(shapes[0]))
+    refuse_varying(found.outputs, names_by_key(shapes[0]))
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
@@ -332,31 +338,31 @@ def _in_turn(
         tree, pools = jax.tree.unflatten(treedef, out)
         rows = pools["joined"], [x for x in pools["own"] if isinstance(x, Rows)]
         if locals_:
-            after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
-            leaves = jax.tree.leaves(after)
+            carried = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
+            leaves = jax.tree.leaves(carried)
             local = jax.tree.unflatten(jax.tree.structure(local), leaves)
-        total = jax.tree.map(jnp.add, total, _summed(pools))
+        total = jax.tree.map(jnp.add, total, _addends(pools))
         return (total, local), (tree, pools["folded"], rows)
 
-    zeros = jax.tree.map(jnp.zeros_like, _summed(shapes[1]))
+    zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
     (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
     tables, rows = kept
-    after = jax.tree.leaves(local) if locals_ else []
+    carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {
-        Rows: iter(map(end_to_end, rows)),
+        Rows: iter(map(concat_rows, rows)),
         PerTower: iter(added[2]),
-        TowerLocal: iter(jax.tree.unflatten(jax.tree.structure(locals_), after)),
+        TowerLocal: iter(jax.tree.unflatten(jax.tree.structure(locals_), carried)),
     }
     own = [next(of_kind[type(x)]) for x in own]
     pools = {"added": added[0], "shown": added[1], "own": own}
-    pools["folded"] = [merged_rows(x) for x in folded]
+    pools["folded"] = [merge_stacked(x) for x in folded]
     pools["joined"] = [reduce_stacked_rows(Reduction.SUM, x, count) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
-def _summed(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
-    """What a tower's parts add up: what towers add too, and what each keeps."""
+def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
+    """What micro-batches add up: sums over towers, and each tower's own sums."""
     own = [x for x in pools["own"] if isinstance(x, PerTower)]
     return pools["added"], pools["shown"], own
 
@@ -366,12 +372,12 @@ def _adds_up(x: PerTower) -> bool:
     return all(is_metric(v) and is_additive(v) for v in values)
 
 
-def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:
-    """Raise unless parts can be joined, and each go on from the one before it."""
+def _check_joinable(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:
+    """Raise unless micro-batches' results join and local variables can be carried."""
     if not all(_adds_up(x) for x in own if isinstance(x, PerTower)):
         raise ValueError(
-            "A tower of several micro-batches returned tj.PerTower of an array, of"
-            " which each part has one. Say how parts become one, such as"
+            "A tower of several micro-batches returned tj.PerTower of an array: each"
+            " micro-batch has one. Say how they become one, such as"
             " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted or tj.Rows."
         )
 
@@ -382,11 +388,11 @@ def _check_joins(own: list[Any], returned: list[TowerLocal], local: PyTree) -> N
         raise ValueError(
             "A tower of several micro-batches returned tower-local variables"
             f" {types(returned)}, but state.local holds {types(local)}. Return all of"
-            " state.local, changed, so that the next part goes on from it."
+            " state.local, changed, for the next micro-batch."
         )
 
 
-def _of_all_towers(rows: Any, axes: TowerAxes) -> Any:
-    """The rows of a table that all towers' rows are, side by side."""
-    rows = rows_of_all_devices(rows, axes)
+def _join_table_rows(rows: Any, axes: TowerAxes) -> Any:
+    """All towers' rows of a table, equal indices added."""
+    rows = all_gather_rows(rows, axes)
     return reduce_stacked_rows(Reduction.SUM, rows, axes.num_towers)

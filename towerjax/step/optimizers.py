@@ -1,4 +1,4 @@
-"""Which parameters are trained, and what does an optimizer need for it?"""
+"""Which parameters are trained, and what an optimizer needs besides gradients."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -12,20 +12,20 @@ from towerjax.types import PyTree, named_leaves, readable_leaves
 from towerjax.types.leaves import listed
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
-"""``(name, leaf) -> bool``, or a tree of bool of which ``params`` may be longer."""
+"""``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
 
 
 def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
-    """A bool for each leaf: is it trained? Raises where it cannot be."""
+    """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
     readable = readable_leaves("", params)
     if trainable is None:
-        # Of narrow floats it has to be said that they are fixed.
-        flags = jax.tree.map(lambda x: jnp.issubdtype(_dtype(x), np.inexact), params)
+        # A float of 8 bits must be named as fixed, so it is not left out here.
+        flags = jax.tree.map(lambda x: jnp.issubdtype(_dtype_at(x), np.inexact), params)
     elif callable(trainable):
-        chosen = [bool(trainable(name, _shape(x))) for name, x in readable]
+        chosen = [bool(trainable(name, _param_shape(x))) for name, x in readable]
         flags = jax.tree.unflatten(jax.tree.structure(params), chosen)
     else:
-        flags = _spread(trainable, params)
+        flags = _broadcast_flags(trainable, params)
     named, chosen = named_leaves("params", params), jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
         names = ", ".join([repr(name) for name, _ in readable[:8]])
@@ -35,7 +35,7 @@ def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
         )
     if any(chosen):
         named = [pair for pair, yes in zip(named, chosen, strict=True) if yes]
-    bad = [f"{name} is {_dtype(x)}" for name, x in named if not _has_gradient(x)]
+    bad = [f"{name} is {_dtype_at(x)}" for name, x in named if not _has_gradient(x)]
     if bad:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating"
@@ -57,20 +57,20 @@ def check_trainable(trainable: Any) -> None:
 
 
 def trained_part(params: PyTree, flags: PyTree) -> PyTree:
-    """The leaves that are trained, None for the others; ``params`` if all are."""
+    """The trained leaves, None for the others; ``params`` itself if all are."""
     if all(jax.tree.leaves(flags)):
         return params
     return jax.tree.map(lambda yes, x: x if yes else None, flags, params)
 
 
 def with_trained(part: PyTree, params: PyTree, flags: PyTree) -> PyTree:
-    """``params`` with other values of the leaves that are trained."""
+    """``params`` with the trained leaves replaced by those of ``part``."""
     left = iter(jax.tree.leaves(part))
     return jax.tree.map(lambda yes, x: next(left) if yes else x, flags, params)
 
 
-def _spread(trainable: PyTree, params: PyTree) -> PyTree:
-    """A bool for each leaf of ``params``, of a tree that ends sooner."""
+def _broadcast_flags(trainable: PyTree, params: PyTree) -> PyTree:
+    """A bool for each leaf of ``params``, from a prefix tree."""
     try:
         return jax.tree.broadcast(trainable, params)
     except ValueError as error:
@@ -80,16 +80,16 @@ def _spread(trainable: PyTree, params: PyTree) -> PyTree:
         ) from error
 
 
-def _dtype(x: Any) -> Any:
+def _dtype_at(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), _dtype(x))
+def _param_shape(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), _dtype_at(x))
 
 
 def _has_gradient(x: Any) -> bool:
-    return jnp.issubdtype(_dtype(x), jnp.inexact) and _dtype(x).itemsize > 1
+    return jnp.issubdtype(_dtype_at(x), jnp.inexact) and _dtype_at(x).itemsize > 1
 
 
 _LINE_SEARCH = (
@@ -117,13 +117,13 @@ _NEEDS = {
         " state, params))"
     ),
 }
-"""What an optimizer that keeps such a state needs, and what to write instead."""
+"""By the type of its state: what an optimizer needs, and what to write instead."""
 
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
 
-def given_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which gets of ``value``, the loss, what it takes."""
+def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """Wrap the optimizer: drops ``value=loss`` if it takes none; explains its needs."""
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
@@ -131,7 +131,7 @@ def given_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        kinds = _kinds(state)
+        kinds = _state_types(state)
         if _OF_EXAMPLES in kinds:
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
@@ -140,7 +140,7 @@ def given_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
                 " step of your own, and give this one the optimizer without it."
             )
         try:
-            return _updated(inner, updates, state, params, extra_args)
+            return _call_update(inner, updates, state, params, extra_args)
         except (AttributeError, TypeError, ValueError) as error:
             needs = [_NEEDS[kind] for kind in _NEEDS if kind in kinds]
             if not needs and "required keyword-only argument" in str(error):
@@ -155,13 +155,13 @@ def given_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _updated(
+def _call_update(
     inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
 ) -> tuple[PyTree, Any]:
     try:
         return inner.update(updates, state, params, **extra_args)
     except TypeError as error:
-        # What an update inside of others takes is seen by trying alone.
+        # Only a call shows what an update wrapped in others takes.
         if "unexpected keyword argument 'value'" not in str(error):
             raise
     without = {name: x for name, x in extra_args.items() if name != "value"}
@@ -169,8 +169,8 @@ def _updated(
 
 
 def may_need_more(opt_state: Any) -> bool:
-    """Is this the state of an optimizer of which `given_loss` may refuse the update?"""
-    return not _kinds(opt_state).isdisjoint({*_NEEDS, _OF_EXAMPLES})
+    """Whether `pass_loss` may refuse the update of an optimizer with this state."""
+    return not _state_types(opt_state).isdisjoint({*_NEEDS, _OF_EXAMPLES})
 
 
 def check_updates(updates: PyTree, params: PyTree) -> None:
@@ -188,7 +188,7 @@ def check_updates(updates: PyTree, params: PyTree) -> None:
         )
 
 
-def _kinds(state: Any) -> set[str]:
+def _state_types(state: Any) -> set[str]:
     """The names of the types of a state's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(state, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))

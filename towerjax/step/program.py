@@ -1,4 +1,4 @@
-"""When is a step proved and compiled? Once for each kind of batch, then only called."""
+"""Prove and compile a step once for each kind of batch, and call its program."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from towerjax.data.kinds import Kinds
 from towerjax.data.placer import PlacedBatch
+from towerjax.data.signatures import SeenSignatures
 from towerjax.mesh.devices import in_flight_on
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
@@ -39,7 +39,7 @@ class Program:
 def prepare(
     recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
 ) -> tuple[Proof, Callable[[], Program]]:
-    """The step proved, and a function that compiles it."""
+    """The proof of the step, and a function that compiles it."""
     _require_jit()
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
@@ -48,17 +48,14 @@ def prepare(
         name: placement.shardings(layout, given[name])
         for name, layout in recipe.in_layouts.items()
     }
-    outs = jax.tree.map(placement.sharding, {**recipe.out_layouts, "state": ()})
-    # The next state lies as the state does, leaf by leaf.
-    outs["state"] = ins.get("state")
     jitted = jax.jit(
         functools.partial(recipe.fn, proving),
         in_shardings=tuple(ins.values()),
-        out_shardings=tuple(outs[name] for name in recipe.out_layouts),
+        out_shardings=_out_shardings(recipe, placement, ins["state"]),
         donate_argnums=(0,) if recipe.donate else (),
     )
     traced = jitted.trace(*shapes_of(args))
-    _refuse_put_aside(traced)
+    _refuse_stored_tracers(traced)
     proof = proving.proof()
 
     def compile_it() -> Program:
@@ -70,7 +67,7 @@ def prepare(
                 "Loss, optimizer with its numbers, options and what functions close"
                 " over must be the same on all.",
             )
-        # An interrupt inside the compiler can end the process (JAX 0.10).
+        # An interrupt inside the compiler can kill the process (JAX 0.10).
         guard = InterruptGuard()
         with guard.installed(), guard:
             compiled = compile_on_devices(lowered, placement)
@@ -78,6 +75,16 @@ def prepare(
         return Program(compiled, proof, recipe, traced.jaxpr.jaxpr, seconds)
 
     return proof, compile_it
+
+
+def _out_shardings(recipe: Recipe, placement: Placement, of_state: PyTree) -> PyTree:
+    """The shardings of the results; the next state has those of the state."""
+    state = recipe.in_layouts["state"]
+    return jax.tree.map(
+        lambda x: of_state if x is state else placement.sharding(x),
+        recipe.out_layouts,
+        is_leaf=lambda x: x is state,
+    )
 
 
 def _require_jit() -> None:
@@ -92,18 +99,18 @@ def _require_jit() -> None:
 
 
 def _fingerprint(traced: Any, lowered: Any) -> str:
-    """The program, with what is in the arrays that its text calls arguments."""
+    """The program's text, and a hash of the constants that the text does not show."""
     digest = hashlib.sha256()
     for array in arrays_in(traced.jaxpr):
         array = key_data(array)
-        # An array over several processes is one already.
+        # JAX already requires the processes to agree on an array that they share.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"
 
 
 class Runner:
-    """A step's programs: finds the one for a batch, and makes it the first time."""
+    """The programs of a step: compiles one for each kind of batch, and calls it."""
 
     def __init__(
         self, recipe: Recipe, placement: Placement, *, max_programs: int | None
@@ -111,10 +118,10 @@ class Runner:
         self.recipe, self.placement = recipe, placement
         self.programs: dict[Any, Program] = {}
         self._masked: set[Any] = set()  # kinds of batch that may be padded
-        self._kinds = Kinds(max_programs)
+        self._signatures = SeenSignatures(max_programs)
         self._in_flight = in_flight_on(placement.devices)
         several_cpus = placement.platform == "cpu" and placement.num_devices > 1
-        self._aborts = recipe.donate and several_cpus
+        self._aborts_if_donated = recipe.donate and several_cpus
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
@@ -124,7 +131,7 @@ class Runner:
                 refuse_unread_weight(min(batch.num_examples), program.proof)
                 self._masked.add(batch.signature)
             return program
-        kind = self._kinds.allowed(batch)
+        signature = self._signatures.admit(batch)
         if self.placement.num_processes > 1:
             require_same(
                 "The global batch",
@@ -137,15 +144,15 @@ class Runner:
         proof, compile_it = prepare(self.recipe, self.placement, args)
         if batch.padded:
             refuse_unread_weight(min(batch.num_examples), proof)
-        self._kinds.seen[kind] = None
+        self._signatures.seen[signature] = None
         self.programs[batch.signature] = program = compile_it()
         return program
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
-        """The step's results."""
+        """The results of the program for this batch."""
         program = self.program(first, batch)
         donated = first[0], batch.args[2]
-        if self._aborts:
+        if self._aborts_if_donated:
             _refuse_donated_twice(*donated)
         try:
             out = program.call(*first, *batch.args)
@@ -161,13 +168,13 @@ class Runner:
                 " it the step itself refuses a loss that is not finite, and"
                 " step.locate(state, batch) names towers and leaves."
             ) from None
-        self._in_flight.add(*out[1:], out[0])  # the first of several is donated
+        self._in_flight.add(*out[1:], out[0])  # the next call may donate out[0]
         return out
 
 
-def _refuse_put_aside(traced: Any) -> None:
-    """Raise where a function reads what another has put aside while it was traced."""
-    found = traced.jaxpr.in_avals  # what was put aside comes first, as further inputs
+def _refuse_stored_tracers(traced: Any) -> None:
+    """Raise if a function of the step reads a tracer that another one has stored."""
+    found = traced.jaxpr.in_avals  # stored tracers come first, as further inputs
     if kept := found[: len(found) - len(jax.tree.leaves(traced.in_avals))]:
         raise ValueError(
             "A value that one function of the step has computed,"
@@ -179,7 +186,7 @@ def _refuse_put_aside(traced: Any) -> None:
 
 
 def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
-    """Raise where padded rows would count."""
+    """Raise if padded rows would count in a sum."""
     if unmasked := proof.unmasked():
         unmasked.sort(key=len)  # so that losses come before gradients
         shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
@@ -193,9 +200,9 @@ def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
 
 
 def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
-    """Raise where two leaves are one array, or one was donated before.
+    """Raise if two leaves are one array, or a leaf was donated before.
 
-    JAX does so by itself, without a name; on several CPU devices it aborts the process.
+    JAX raises without a name; on several CPU devices it aborts the process.
     """
     leaves = jax.tree.leaves((donated, shared))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):

@@ -1,4 +1,4 @@
-"""Is a step the same on every tower? Each of its passes is traced and analysed."""
+"""Prove a step: trace each of its passes and analyse the jaxpr."""
 
 import dataclasses
 import functools
@@ -10,31 +10,31 @@ import jax.numpy as jnp
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse, depends
-from towerjax.proof.found import (
+from towerjax.proof.findings import (
     Analysis,
     prove_mirrored,
+    refuse_collectives,
     refuse_draws,
     refuse_factors,
-    refuse_meetings,
 )
 from towerjax.proof.scale import REDUCED
-from towerjax.step.one_pass import Pass
+from towerjax.step.one_pass import Pass, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers
 
 Run: TypeAlias = Callable[..., PyTree]
-"""``(pass, *args) -> results``: runs a pass on all devices, of global values."""
+"""``(pass, *args) -> results``: runs a pass on all devices, on global values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A step before it is compiled, with a prefix tree of layouts for each name."""
+    """A step before it is compiled, with the layouts of what it takes and returns."""
 
-    fn: Callable[..., PyTree]  # (run, *args) -> results, which gives passes to run
-    in_layouts: dict[str, PyTree]
-    out_layouts: dict[str, PyTree]
-    donate: bool  # may the results take over the first argument's buffers?
+    fn: Callable[..., PyTree]  # (run, *args) -> results; runs its passes by ``run``
+    in_layouts: dict[str, PyTree]  # a prefix tree for each argument
+    out_layouts: PyTree  # a prefix tree
+    donate: bool  # whether results may take over the first argument's buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,34 +42,34 @@ class Proof:
     """What the analysis of a traced step found."""
 
     analysis: Analysis  # every output's dependence, and the collectives
-    # Gives the counted sums that depend on the rows of the batch and not on which of
-    # them are examples; looked for when a batch is padded.
+    # Names the sums that depend on the batch's rows and not on which of them are
+    # padding; called when a batch is padded.
     unmasked: Callable[[], list[str]]
 
 
 def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
-    """The proof, without a device, that what a step declares mirrored is so."""
+    """The proof, without a device, that what a step declares mirrored is the same."""
     proving = Proving(placement, on_devices=False)
     jax.eval_shape(functools.partial(recipe.fn, proving), *shapes_of(args))
     return proving.proof()
 
 
 class Proving:
-    """Runs the passes of a step, each of which it proves the first time."""
+    """Runs the passes of a step; proves each the first time that it runs."""
 
     def __init__(self, placement: Placement, *, on_devices: bool) -> None:
         self._placement, self._on_devices = placement, on_devices
         self._traced: dict[Any, tuple[Proof, PyTree, dict[Any, Any]]] = {}
 
     def __call__(self, one: Pass, *args: PyTree) -> PyTree:
-        """The pass's results, of global values."""
+        """The pass's results, as global values."""
         leaves, treedef = jax.tree.flatten(shapes_of(args))
         key = (one, treedef, tuple((x.shape, x.dtype) for x in leaves))
         if key not in self._traced:
             self._traced[key] = self._prove(one, jax.tree.unflatten(treedef, leaves))
         _, out, towers = self._traced[key]
         placement = self._placement
-        layouts = tuple(one.in_layouts.values()), tuple(one.out_layouts.values())
+        layouts = tuple(one.in_layouts.values()), one.out_layouts
         if not self._on_devices:
             return _zeros(out, layouts[1], placement.num_towers)
         # The towers' program is the one that was proved.
@@ -84,23 +84,23 @@ class Proving:
         proof = _prove_body(one, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
         if has_tracers(jaxpr.consts):
-            # Numbers of a trace that is over when one asks.
+            # Tracers are dead by the time that names are asked for.
             names = proof.unmasked()
             proof = dataclasses.replace(proof, unmasked=lambda: names)
         if one.alone is not None:
-            refuse_meetings(proof.analysis)
+            refuse_collectives(proof.analysis)
         else:
             refuse_factors(proof.analysis)
         return proof, out, towers
 
     def proof(self) -> Proof:
-        """Of all passes so far."""
+        """The proof of all passes so far."""
         proofs = [proof for proof, *_ in self._traced.values()]
 
         def unmasked() -> list[str]:
             return [name for proof in proofs for name in proof.unmasked()]
 
-        return Proof(Analysis.joined([proof.analysis for proof in proofs]), unmasked)
+        return Proof(Analysis.concat([proof.analysis for proof in proofs]), unmasked)
 
 
 def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
@@ -119,8 +119,10 @@ def _prove_body(
 ) -> Proof:
     is_free = axes.num_towers == 1 and one.of_state
     inputs = _names_where(one.in_layouts, args, mirrored=False)
-    outputs = _names_where(one.out_layouts, out, mirrored=True)
-    # Arrays that the user's function closes over come first, the same on all towers.
+    # The leaves of what towers return have names of their own.
+    parts = dict(zip(("", *PassResult._fields[1:]), one.out_layouts, strict=True))
+    outputs = _names_where(parts, out, mirrored=True)
+    # Arrays that the user's function closes over come first; all towers have the same.
     closed_over = len(body.invars) - len(inputs)
     names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
@@ -139,26 +141,25 @@ def _prove_body(
         of_more_towers=of_more_towers,
     )
     prove_mirrored(found, outputs, advice=one.advice)
-
     return Proof(found, functools.partial(_unmasked, one, args, axes))
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
-    """What counts and depends on rows, and not on which rows are examples."""
+    """Names of results that depend on the rows and not on which rows are padding."""
     layouts = tuple(one.in_layouts.values())
-    jaxpr, out = trace_one_tower(one.counted(axes), axes, layouts, args)
+    jaxpr, out = trace_one_tower(one.values_to_mask(axes), axes, layouts, args)
     body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
     found = [name for name, rows, count in outputs if rows and not count]
-    met = [
+    calls = [
         (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
-        for x, y in zip(by_rows.meetings, by_count.meetings, strict=True)
+        for x, y in zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
     ]
-    # The weight of some of what towers show each other tells which rows are examples.
-    told = {name for _, name, _, count in met if count} - {REDUCED}
-    bad = [x for x, name, rows, count in met if rows and not count and name not in told]
+    # Where one value of a call depends on the weights, it masks the others.
+    safe = {name for _, name, _, ok in calls if ok} - {REDUCED}
+    bad = [x for x, name, rows, ok in calls if rows and not ok and name not in safe]
     return found + list(dict.fromkeys(bad))
 
 
@@ -173,7 +174,7 @@ def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
 def _names_where(
     layouts: dict[str, PyTree], values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
-    """Each leaf's name where it is mirrored, or is not, else None; in tree order."""
+    """In tree order, the names of leaves with this layout; None for the others."""
     each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts.values()), tuple(values)))
     pairs = zip(_all_names(layouts, values), each, strict=True)
     return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

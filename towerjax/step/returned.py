@@ -1,4 +1,4 @@
-"""What may a tower return? Leaves whose types say what becomes of them."""
+"""Split what a tower returns by the types of its leaves, and put it together again."""
 
 import dataclasses
 from typing import Any
@@ -10,35 +10,35 @@ from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.metrics.state import check, is_additive, is_metric
+from towerjax.metrics.state import check_metric, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.amiss import Part
+from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key
 from towerjax.types.leaves import key_data, like_key, map_parts, shown
 
 METRICS = ("metrics", "eval_metrics")
-"""Of what towers return, the parts that no guard looks at."""
+"""Keys of what towers return that no guard looks at."""
 
 _GRADIENT = ("gradient", "params")
-_PARTS = {"loss": ("loss", "loss"), "grads": _GRADIENT, "minimized": ("loss", "loss")}
-_PARTS |= {name: ("metric", name) for name in METRICS}
+_BY_KEY = {"loss": ("loss", "loss"), "grads": _GRADIENT, "minimized": ("loss", "loss")}
+_BY_KEY |= {name: ("metric", name) for name in METRICS}
 _ORDER = ("loss", "gradient", "metric", "value")
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Hole:
-    """Where a typed leaf was taken out of a tree: a node without leaves."""
+    """Stands in a tree, without leaves, for a typed leaf that was taken out."""
 
-    # "added"; "shown", which is added too, but no guard looks at it; "folded", merged
-    # one after another; "joined", rows of a table; or "own", each tower's.
+    # "added", summed; "shown", summed, but not guarded; "folded", merged pair by pair;
+    # "joined", rows of a table; or "own", each tower's.
     kind: str
 
 
 def is_typed(x: Any) -> bool:
-    """Does its type say what becomes of it, when a tower returns it?"""
+    """Whether the leaf's type says how it is merged."""
     typed = Rows | PerTower | TowerLocal
     return isinstance(x, typed) or is_rows(x) or is_metric(x)
 
@@ -46,9 +46,9 @@ def is_typed(x: Any) -> bool:
 def split(
     out: PyTree, rows: int, merged: PyTree = ()
 ) -> tuple[PyTree, dict[str, list[Any]]]:
-    """What a tower returned, as a tree with holes and what was in them, by kind.
+    """What a tower returned, as a tree with holes and the leaves in them, by kind.
 
-    What it hands on of the leaves of ``merged`` has been merged: it stays, mirrored.
+    Leaves of ``merged`` that a tower returns again stay in the tree: they are mirrored.
     """
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
@@ -58,15 +58,15 @@ def split(
     def one(path: tuple[Any, ...], x: Any) -> Any:
         name = name_by_key(path)
         if not is_typed(x):
-            return _array(name, x)
-        if before.issuperset(map(id, jax.tree.leaves(x))):  # of other containers too
+            return _to_array(name, x)
+        if before.issuperset(map(id, jax.tree.leaves(x))):  # in whatever container
             return x
-        x = _checked(name, x, rows)
+        x = _check_leaf(name, x, rows)
         kind = "joined" if is_rows(x) else "own"
         if is_metric(x):
             kind = "folded"
             if is_additive(x):
-                is_shown = bool(path) and key_of(path[0]) in METRICS
+                is_shown = bool(path) and key_name(path[0]) in METRICS
                 kind = "shown" if is_shown else "added"
         pools[kind].append(x)
         return Hole(kind)
@@ -75,8 +75,8 @@ def split(
     return tree, pools
 
 
-def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
-    """The inverse of `split`, as far as the pools go."""
+def fill_holes(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
+    """The inverse of `split`, for the holes of the kinds that ``pools`` has."""
     left = {kind: iter(pool) for kind, pool in pools.items()}
 
     def one(x: Any) -> Any:
@@ -88,14 +88,14 @@ def filled(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
 def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
     """Raise unless tower-local variables come back by the names that they have.
 
-    The next micro-batch goes on from them, in the order of the tree. Of one alone the
-    name does not matter.
+    The next micro-batch gets them in the order of the tree. A single variable may have
+    any name.
     """
 
     def names(tree: PyTree) -> list[list[str]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed)
         own = [path for path, x in leaves if isinstance(x, TowerLocal)]
-        return [[key_of(entry) for entry in path] for path in own]
+        return [[key_name(entry) for entry in path] for path in own]
 
     came, held = names(returned), names(local)
     if len(held) < 2 or not came:
@@ -105,20 +105,20 @@ def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
         shown = [", ".join(map("/".join, x)) for x in (came, held)]
         raise ValueError(
             "A tower of several micro-batches returned the tower-local variables"
-            f" {shown[0]}, but the next part goes on from those of state.local,"
+            f" {shown[0]}, but the next micro-batch needs those of state.local,"
             f" {shown[1]}. Return them by these names, such as {{'local': {{...}}}}."
         )
 
 
-def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[Part]:
-    """What one tower adds up, by what it is: loss first, then gradients, metrics."""
-    tree = filled(tree, {"added": pools["added"], "shown": pools["shown"]})
+def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]:
+    """A tower's sums by what they are: loss first, then gradients, then metrics."""
+    tree = fill_holes(tree, {"added": pools["added"], "shown": pools["shown"]})
     parts = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
         if not is_typed(x):
             continue
-        first = key_of(path[0]) if path else "result"
-        part, root = _PARTS.get(first, ("value", first))
+        first = key_name(path[0]) if path else "result"
+        part, root = _BY_KEY.get(first, ("value", first))
         is_one = part != "gradient" and jax.tree_util.all_leaves([getattr(x, "sum", x)])
         of_tree = isinstance(x, Weighted) and not is_one
         x = x.value if isinstance(x, Sum) else x.sum if of_tree else x
@@ -128,26 +128,26 @@ def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[Part]:
 
 
 def are_gradients(tree: PyTree, added: list[Any]) -> list[PyTree]:
-    """Of each leaf that is added: is it of what a tower returned as ``"grads"``?"""
+    """For each added leaf, whether it belongs to a gradient."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
     paths = [path for path, x in leaves if is_hole(x) and x.kind == "added"]
 
     def flags(path: tuple[Any, ...], x: Any) -> PyTree:
-        is_gradient = bool(path) and _PARTS.get(key_of(path[0])) == _GRADIENT
+        is_gradient = bool(path) and _BY_KEY.get(key_name(path[0])) == _GRADIENT
         out = jax.tree.map(lambda _: is_gradient, x)
-        # A denominator is exact.
+        # A denominator stays exact.
         return Weighted(out.sum, False) if isinstance(x, Weighted) else out
 
     return [flags(path, x) for path, x in zip(paths, added, strict=True)]
 
 
 def is_hole(x: Any) -> bool:
-    """Was a typed leaf taken out here?"""
+    """Whether ``x`` stands for a typed leaf."""
     return isinstance(x, Hole)
 
 
 def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
-    """The tree with bare rows in place of `Rows`, those of examples alone."""
+    """The tree with `Rows` as bare arrays, without the padded rows."""
     kept = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
 
     def cut(x: Any) -> Any:
@@ -161,12 +161,12 @@ def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:
     return map_parts(Rows, lambda x: jax.tree.map(cut, x.value), tree)
 
 
-def key_of(entry: Any) -> str:
+def key_name(entry: Any) -> str:
     """An entry of a key path as one word."""
     return jax.tree_util.keystr((entry,), simple=True)
 
 
-def _array(name: str, x: Any) -> jax.Array:
+def _to_array(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
         return jnp.asarray(x)
     raise ValueError(
@@ -176,15 +176,15 @@ def _array(name: str, x: Any) -> jax.Array:
     )
 
 
-def _checked(name: str, x: Any, rows: int) -> Any:
-    """A typed leaf whose arrays are wide enough to be added, and of the right rows."""
+def _check_leaf(name: str, x: Any, rows: int) -> Any:
+    """A typed leaf with checked row counts and dtypes wide enough to be added."""
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):
-        return check(name, x)
-    # Of a PerTower of sums or states, micro-batches are merged, and towers are not.
+        return check_metric(name, x)
+    # A PerTower of sums or states is merged over micro-batches, and not over towers.
     return jax.tree.map(
-        lambda v: jnp.asarray(v) if not is_typed(v) else _checked(name, v, rows),
+        lambda v: jnp.asarray(v) if not is_typed(v) else _check_leaf(name, v, rows),
         x,
         is_leaf=lambda v: v is not x and is_typed(v),
     )

@@ -1,4 +1,4 @@
-"""How do towers go alone, and meet now and then? One tower's step, and a cond."""
+"""Local SGD and DiLoCo: towers train alone, and synchronise inside a ``cond``."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from jax import lax
 
 from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import UnknownWeights, Weighted
-from towerjax.step.amiss import NonFiniteError, Place
-from towerjax.step.engine import Engine
+from towerjax.step.engine import Engine, Outcome
+from towerjax.step.faults import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.optimizers import (
     Trainable,
@@ -22,21 +22,21 @@ from towerjax.step.optimizers import (
     with_trained,
 )
 from towerjax.step.proving import Run
-from towerjax.step.returned import filled
+from towerjax.step.returned import fill_holes
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
 from towerjax.step.update import apply_update
-from towerjax.towers.together import as_one_of_several
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
+from towerjax.towers.vmap_sums import with_leading_dim
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import widened
+from towerjax.types.leaves import widen_dtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Own:
-    """What each tower has of its own while it goes alone; in a state ``[T, ...]``."""
+    """What each tower has of its own between meetings; in a state ``[T, ...]``."""
 
     params: PyTree  # those that are trained
     opt_state: PyTree
@@ -48,7 +48,7 @@ class Own:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``state.opt_state`` of a step whose towers go alone."""
+    """``state.opt_state`` of a step whose towers train alone."""
 
     fragments: tuple[PyTree, ...]  # the outer optimizer's states
     loss: Weighted  # of all towers in the last round; of weight 0 before it
@@ -56,14 +56,14 @@ class Outer:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Apart:
-    """What towers tell when they meet."""
+class FoundAtMeeting:
+    """What a meeting finds: steps of single towers that were not finite."""
 
-    amiss: jax.Array  # (): is there anything to be told?
+    any_fault: jax.Array  # () bool
     bad: jax.Array  # [T], as in Own
 
     def error(self, number: int, placement: Placement) -> Exception:
-        """What is to be raised, once this is on the host."""
+        """The error to raise, once this is on the host."""
         del placement
         bad = np.asarray(self.bad)
         places = [
@@ -75,38 +75,37 @@ class Apart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rounds:
-    """A step whose towers go alone and meet now and then."""
+    """A step whose towers train alone and meet every ``sync.every`` steps."""
 
-    one: Engine  # of all towers, of which each does its own alone
+    one: Engine  # the step of all towers; each tower runs it as if it were alone
     sync: DiLoCo
     optimizer: optax.GradientTransformation  # each tower's
     trainable: Trainable | None
 
     @property
-    def finds(self) -> bool:
-        """Does it tell which towers' losses were not finite?"""
+    def reports_faults(self) -> bool:
+        """Whether a meeting reports which towers' losses were not finite."""
         return self.one.on_nonfinite == "raise"
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """The step of all towers, each with its own parameters."""
+        """The local step: each tower updates its own parameters."""
         (given,) = self.one.passes
-        own: Any = {"tower_fn": self._tower, "alone": self._alone, "finite": False}
-        return dataclasses.replace(
-            self.one, passes=(dataclasses.replace(given, **own),)
-        )
+        own: Any = {"tower_fn": self._tower, "alone": self._alone, "guards_sums": False}
+        local = dataclasses.replace(given, **own)
+        return dataclasses.replace(self.one, passes=(local,))
 
     @functools.cached_property
     def meetings(self) -> tuple[Pass, ...]:
-        """For each fragment the towers at its synchronisation."""
+        """The pass that sends a fragment, for each fragment."""
         (given,) = self.one.passes
         return tuple(
-            Pass(functools.partial(self._sent, p), given.strategy)
+            Pass(functools.partial(self._send, p), given.strategy)
             for p in range(self.sync.fragments)
         )
 
     def begin(self, part: PyTree) -> tuple[Outer, TowerLocal]:
-        """The outer optimizer's state and one tower's own, of what is trained."""
+        """The outer optimizer's state and one tower's own, for trained parameters."""
         outer = tuple(
             self.sync.outer.init(trained_part(part, flags))
             for flags in self._fragments(part)
@@ -118,32 +117,32 @@ class Rounds:
 
     def step(
         self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
-    ) -> tuple[Any, ...]:
+    ) -> Outcome:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
-        tree, own, *_ = run(self.engine.passes[0], state, *batch, ())
-        after = filled(tree, {"own": own})
+        out = run(self.engine.passes[0], state, *batch, ())
+        after = fill_holes(out.merged, {"own": out.own})
         state = dataclasses.replace(state, **after, step=state.step + 1)
-        told = []
+        bads = []
         for p in range(self.sync.fragments):
-            state, bad = self._met(run, state, batch, p)
-            told.append(bad)
-        bad = sum(told[1:], told[0])
+            state, bad = self._meet(run, state, batch, p)
+            bads.append(bad)
+        bad = sum(bads[1:], bads[0])
         loss = state.opt_state.loss
-        # Before towers have met nobody knows it.
-        told_loss = jnp.where(loss.weight > 0, loss.value, jnp.nan)
-        metrics = {"one": {"loss": told_loss}, "own": {}}
+        # Before the first meeting there is no loss of all towers.
+        last_loss = jnp.where(loss.weight > 0, loss.value, jnp.nan)
+        metrics = {"one": {"loss": last_loss}, "own": {}}
         donated, now = split_state(state)[0], {"step": state.step}
         fine = (bad == 0).all()
-        found = (Apart(~fine, bad),) if self.finds else ()
-        return donated, now, metrics, fine, *found
+        found = FoundAtMeeting(~fine, bad) if self.reports_faults else None
+        return Outcome(donated, now, metrics, fine, found)
 
-    def located(self, run: Run, *args: Any) -> tuple[Any]:
-        """As an engine's: towers with the parameters that they have."""
-        return self.engine.located(run, *args)
+    def find_flags(self, run: Run, *args: Any) -> tuple[Any]:
+        """As `Engine.find_flags`, with each tower's own parameters."""
+        return self.engine.find_flags(run, *args)
 
     def _tower(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-        """One tower with its own parameters."""
+        """What one tower returns, given its own parameters."""
         try:
             out = self.one.passes[0].tower_fn(self._of_one(state), rows, tower)
         except UnknownWeights as error:
@@ -155,8 +154,8 @@ class Rounds:
         bad = "metrics" if out["metrics"] else "extra"
         if out["metrics"] or "extra" in out:
             raise ValueError(
-                f"The loss function returned TowerOutput({bad}=...), of which towers"
-                " that go alone, with sync=, make no one value at each step. Return"
+                f"The loss function returned TowerOutput({bad}=...), but with sync="
+                " towers train alone, and merge no such value at each step. Return"
                 " the loss and local=, and measure the rest with tj.evaluate."
             )
         return out
@@ -165,12 +164,11 @@ class Rounds:
         """The state of a tower as if it were the only one."""
         own, flags = state.own.value, trainable_flags(state.params, self.trainable)
         params = with_trained(own.params, state.params, flags)
-        return dataclasses.replace(
-            state, params=params, opt_state=own.opt_state, own=None
-        )
+        opt_state = own.opt_state
+        return dataclasses.replace(state, params=params, opt_state=opt_state, own=None)
 
     def _alone(self, state: TrainState, returned: dict[str, Any]) -> PyTree:
-        """A tower's own next state, of what its own rows came to."""
+        """A tower's own next state, from its own rows."""
         own, loss, grads = state.own.value, returned["loss"], returned["grads"]
         finite = None
         if self.one.guard == "gradients":
@@ -179,13 +177,11 @@ class Rounds:
         donated, kept = split_state(self._of_one(state))
 
         def updated(donated: dict[str, Any]) -> tuple[Any, ...]:
-            donated, _, values, whole = self.one.updated(
-                donated, kept, returned, finite
-            )
-            return donated, values["one"]["loss"], whole
+            out = self.one.update(donated, kept, returned, finite)
+            return out.donated, out.metrics["one"]["loss"], out.finite
 
-        donated, value, whole = as_one_of_several(updated, donated)
-        fine = jnp.isfinite(value) if whole is None else whole
+        donated, value, fine = with_leading_dim(updated, donated)
+        fine = jnp.isfinite(value) if fine is None else fine
         counts = fine if self.one.on_nonfinite != "ignore" else jnp.bool_(True)
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
@@ -196,14 +192,14 @@ class Rounds:
         own = Own(part, donated["opt_state"], own.weight + weight, merged, first)
         return {"own": TowerLocal(own, Reduction.NONE), "local": donated["local"]}
 
-    def _sent(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-        """What one tower sends of a fragment."""
+    def _send(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+        """What one tower sends of a fragment: its weighted move since it was sent."""
         del rows
         own, (outer, flags) = state.own.value, self._fragment(state.params, p)
         weight = own.weight[p]
 
         def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
-            dtype = widened(x.dtype)
+            dtype = widen_dtype(x.dtype)
             return jnp.where(weight > 0, outer.astype(dtype) - x.astype(dtype), 0)
 
         move = jax.tree.map(moved, outer, trained_part(own.params, flags))
@@ -211,21 +207,21 @@ class Rounds:
         bad = jnp.zeros(tower.num_towers, jnp.int32).at[tower.id].set(own.bad)
         return {"move": Weighted(move, weight), "loss": own.loss, "bad": Sum(bad)}
 
-    def _met(
+    def _meet(
         self, run: Run, state: TrainState, batch: tuple[PyTree, ...], p: int
     ) -> tuple[TrainState, jax.Array]:
-        """The state after a fragment was sent, where that is due; who was amiss."""
+        """The state after a fragment's meeting, if due; ``bad`` of each tower."""
         own, before = state.own.value, state.opt_state
         mine, flags = self._fragment(state.params, p)
         offset = (p + 1) * self.sync.every // self.sync.fragments
         is_due = (state.step - offset) % self.sync.every == 0
-        # Of a branch's operands there are copies.
+        # XLA copies the operands of a branch: leave out what it does not need.
         seen = dataclasses.replace(state, opt_state=(), local={}, seen=None)
         owned = dataclasses.replace(own, opt_state=())
         seen = dataclasses.replace(seen, own=TowerLocal(owned, Reduction.NONE))
 
         def meet() -> tuple[Any, ...]:
-            out = run(self.meetings[p], seen, *batch, ())[0]
+            out = run(self.meetings[p], seen, *batch, ()).merged
             move, loss = out["move"], out["loss"]
             old = (mine, before.fragments[p])
             new = apply_update(self.sync.outer, move.value, old[1], old[0], loss.value)
@@ -238,8 +234,8 @@ class Rounds:
 
         mine, after, loss, bad = lax.cond(is_due, meet, go_on)
         outer = (*before.fragments[:p], after, *before.fragments[p + 1 :])
-        own = _counted_anew(own, is_due, p)
-        own = self._taken(own, mine, flags, state.step - offset)
+        own = _reset_counters(own, is_due, p)
+        own = self._adopt(own, mine, flags, state.step - offset)
         state = dataclasses.replace(
             state,
             params=self._with_fragment(mine, state.params, flags),
@@ -248,8 +244,8 @@ class Rounds:
         )
         return state, bad
 
-    def _taken(self, own: Own, mine: PyTree, flags: PyTree, since: jax.Array) -> Own:
-        """A tower's own after it took the outer parameters, where that is due."""
+    def _adopt(self, own: Own, mine: PyTree, flags: PyTree, since: jax.Array) -> Own:
+        """A tower's own after it takes the outer parameters, if that is due."""
         since, keep = since - self.sync.overlap, self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
 
@@ -264,7 +260,7 @@ class Rounds:
         return dataclasses.replace(own, params=params)
 
     def _fragment(self, params: PyTree, p: int) -> tuple[PyTree, PyTree]:
-        """The leaves of a fragment, and which of those that are trained they are."""
+        """The leaves of a fragment; for each trained leaf, is it one of them?"""
         part = trained_part(params, trainable_flags(params, self.trainable))
         flags = self._fragments(part)[p]
         return trained_part(part, flags), flags
@@ -275,7 +271,7 @@ class Rounds:
         return with_trained(part, params, trained)
 
     def _fragments(self, part: PyTree) -> list[PyTree]:
-        """For each fragment a tree of bool; alike in size, as far as leaves allow."""
+        """A tree of bool for each fragment; sizes are as equal as leaves allow."""
         leaves, treedef = jax.tree.flatten(part)
         if self.sync.fragments > len(leaves):
             raise ValueError(
@@ -293,8 +289,8 @@ class Rounds:
         ]
 
 
-def _counted_anew(own: Own, is_due: jax.Array, p: int) -> Own:
-    """A tower's own with its counters at 0, where it has sent a fragment."""
+def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
+    """A tower's own with the counters of a fragment at 0, if it was sent."""
     anew = (own.weight.at[:, p].set(0), Weighted(0.0, 0.0), 0)
     counters = (own.weight, own.loss, own.bad)
     weight, loss, bad = jax.tree.map(

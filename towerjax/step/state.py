@@ -1,4 +1,4 @@
-"""What does a step carry over? TrainState: made, placed, checked."""
+"""`TrainState`, which a step reads and changes: make, place and split it."""
 
 import dataclasses
 import functools
@@ -15,8 +15,9 @@ from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.optimizers import trainable_flags
-from towerjax.towers.cross_tower.assign import copies
-from towerjax.towers.tower_local import checked_local, stacked_local
+from towerjax.towers.cross_tower.assign import replicate
+from towerjax.towers.strategies import Strategy
+from towerjax.towers.tower_local import check_tower_local, stack_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key, native, refuse_unheld
@@ -36,11 +37,11 @@ class TrainState:
       rng: ``()`` typed key; each step and tower derives its own from it.
       seen: Which examples the steps have learned from, an ``ExampleCount``, mirrored;
         None where the step was built without ``example_ids``.
-      extra: What does not train and is one value for all towers, mirrored: statistics,
+      extra: Mirrored values that do not train, one for all towers: statistics,
         codebooks, a target network; any pytree of arrays, or None.
-      own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, where
-        the step has a ``sync=`` by which towers go alone; ``params`` are then the
-        outer ones. Or what a cross-tower op keeps, `towerjax.collectives.Compressed`.
+      own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, if
+        the step has a ``sync=`` by which towers train alone; ``params`` are then the
+        outer ones. Or the state of a cross-tower op, `towerjax.collectives.Compressed`.
         Else None.
 
     Example:
@@ -61,10 +62,10 @@ class TrainState:
     own: PyTree = None
 
     def __repr__(self) -> str:
-        """Its fields; of arrays that a step has taken over, shapes and dtypes."""
+        """The fields; shape and dtype alone of arrays that were donated to a step."""
         shown: Any = self
-        if any(map(_is_given_away, jax.tree.leaves(self))):
-            shown = jax.tree.map(lambda x: _Given(x) if _is_given_away(x) else x, self)
+        if any(map(_is_donated, jax.tree.leaves(self))):
+            shown = jax.tree.map(lambda x: _Donated(x) if _is_donated(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
@@ -89,7 +90,7 @@ class TrainState:
         """The state before the first step, of one tower, on no particular device.
 
         Args:
-          params: Floating arrays.
+          params: Floating or complex arrays.
           optimizer: Its ``init`` makes the optimizer state.
           local: A pytree of ``TowerLocal``, each of one tower's value, or None.
           extra: Mirrored values that do not train: any pytree of arrays, or None.
@@ -106,20 +107,20 @@ class TrainState:
           >>> int(TrainState.create(jnp.float32(1.0), optax.sgd(0.1)).step)
           0
         """
-        params = checked_params(params)
+        params = check_params(params)
         trainable_flags(params, True)
-        local = checked_local(local)
+        local = check_tower_local(local)
         key = _one_key(rng)
         opt_state = optimizer.init(params)
         return cls(jnp.int32(0), params, opt_state, local, key, extra=extra)
 
 
-def _is_given_away(x: Any) -> bool:
+def _is_donated(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
-class _Given:
-    """An array that is no more, in a text."""
+class _Donated:
+    """The text that stands for a donated array."""
 
     def __init__(self, array: jax.Array) -> None:
         self._text = f"<{array.dtype}{list(array.shape)}, given to a step>"
@@ -136,15 +137,14 @@ DONATED_LAYOUT = {
     "extra": Layout.MIRRORED,
     "own": Layout.PER_TOWER,
 }
-"""What a step takes over and hands on, as a prefix tree of layouts; donated."""
+"""The donated fields of a state, as a prefix tree of layouts."""
 
 KEPT_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
-"""What a step reads besides; kept, so that old step numbers can still be read."""
+"""The fields that are not donated, so that old step numbers can still be read."""
 
 _LAYOUTS: Any = {**DONATED_LAYOUT, **KEPT_LAYOUT}
 STATE_LAYOUT = TrainState(**_LAYOUTS)
-"""The layout of each part of a state: the state's own type."""
-
+"""The layout of each part of a state, as a `TrainState`."""
 
 _SHARDED = {
     "mirrored": (),
@@ -153,24 +153,24 @@ _SHARDED = {
 }
 
 
-def donated_layout(strategy: Any) -> dict[str, Layout]:
-    """`DONATED_LAYOUT`, of parts sharded between steps, as the strategy says."""
+def donated_layout(strategy: Strategy) -> dict[str, Layout]:
+    """`DONATED_LAYOUT`, with the fields that the strategy shards between steps."""
     return DONATED_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
 
 
-def state_layout(strategy: Any) -> TrainState:
-    """`STATE_LAYOUT`, of parts sharded between steps, as the strategy says."""
+def state_layout(strategy: Strategy) -> TrainState:
+    """`STATE_LAYOUT`, with the fields that the strategy shards between steps."""
     layouts: Any = {**donated_layout(strategy), **KEPT_LAYOUT}
     return TrainState(**layouts)
 
 
 def step_number(state: TrainState) -> int:
-    """The steps done; asked for, so that ``jax.transfer_guard`` lets it by."""
+    """The steps done, by an explicit transfer, which transfer guards allow."""
     return int(jax.device_get(state.step))
 
 
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A state as a program takes it: what is donated, and what is not."""
+    """``(donated, kept)``: the fields of a state as a program takes them."""
     donated = {name: getattr(state, name) for name in DONATED_LAYOUT}
     return donated, {"step": state.step, "rng": state.rng}
 
@@ -178,21 +178,21 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
 def init_state(
     params: PyTree,
     opt_state: PyTree,
-    strategy: Any,
+    strategy: Strategy,
     *,
     local: PyTree,
     rng: jax.Array | None,
     extra: PyTree = None,
     counts: bool = False,
 ) -> TrainState:
-    """The state before the first step, a copy, placed where the steps want it."""
-    params, placement = checked_params(params), strategy.placement
+    """The state before the first step, copied and placed on the strategy's devices."""
+    params, placement = check_params(params), strategy.placement
     refuse_unheld("opt_state", opt_state)
     refuse_unheld("extra", extra)
-    local = stacked_local(local, placement.num_towers)
+    local = stack_local(local, placement.num_towers)
     key = _one_key(rng)
     if placement.num_processes > 1:
-        _check_processes(placement, (params, opt_state, local, key, extra))
+        _require_same_on_processes(placement, (params, opt_state, local, key, extra))
     state = TrainState(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
@@ -205,19 +205,19 @@ def init_state(
     return place(state, placement, state_layout(strategy))
 
 
-def kept_for_sums(strategy: Any, gradient: PyTree) -> TowerLocal:
-    """``state.own`` before the first step, where a cross-tower op keeps a state."""
-    own = strategy.cross_tower_ops.init_state(gradient)
-    return TowerLocal(copies(own, strategy.num_towers), Reduction.SUM, name="own")
+def init_op_state(strategy: Strategy, gradient: PyTree) -> TowerLocal:
+    """``state.own`` before the first step, for a cross-tower op with a state."""
+    ops: Any = strategy.cross_tower_ops
+    own = ops.init_state(gradient)
+    return TowerLocal(replicate(own, strategy.num_towers), Reduction.SUM, name="own")
 
 
-def _check_processes(placement: Placement, tree: PyTree) -> None:
-    """Raise unless all processes have the same towers and values of one kind."""
+def _require_same_on_processes(placement: Placement, tree: PyTree) -> None:
+    """Raise unless all processes have the same towers, and leaves of the same types."""
+    roots = ("params", "opt_state", "local", "rng", "extra")
     kinds = ", ".join(
         f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
-        for root, part in zip(
-            ("params", "opt_state", "local", "rng", "extra"), tree, strict=True
-        )
+        for root, part in zip(roots, tree, strict=True)
         for name, x in named_leaves(root, part)
     )
     advice = "Run the same program on every process."
@@ -238,17 +238,17 @@ def abstract_state(
     refuse_unheld("extra", extra, shapes=True)
 
     def make(params: PyTree, opt_state: PyTree, extra: PyTree) -> TrainState:
-        stacked = jax.tree.map(jnp.asarray, stacked_local(local, num_towers))
+        stacked = jax.tree.map(jnp.asarray, stack_local(local, num_towers))
         opt_state, extra = jax.tree.map(jnp.asarray, (opt_state, extra))
         seen = jax.tree.map(jnp.asarray, ExampleCount.none()) if counts else None
         key = jax.random.key(0)
         return TrainState(jnp.int32(0), params, opt_state, stacked, key, seen, extra)
 
-    return jax.eval_shape(make, checked_params(params, shapes=True), opt_state, extra)
+    return jax.eval_shape(make, check_params(params, shapes=True), opt_state, extra)
 
 
-def checked_params(params: PyTree, *, shapes: bool = False) -> PyTree:
-    """The parameters as a state holds them: JAX arrays, or their shapes."""
+def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
+    """Check parameters, and return them as JAX arrays, or with ``shapes`` as shapes."""
     if isinstance(params, TrainState):
         raise ValueError(
             "params is a TrainState, not parameters. Begin anew with step.init("

@@ -1,4 +1,4 @@
-"""How is a step built? Of functions of one tower and of an update."""
+"""`build_step`: a step of tower functions and of an update function."""
 
 import dataclasses
 import functools
@@ -11,11 +11,10 @@ import numpy as np
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
 from towerjax.mesh.placement import place
-from towerjax.step.amiss import Place
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
-from towerjax.step.given_state import check_is_state
+from towerjax.step.faults import Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proof, Proving, Recipe, prove
@@ -23,11 +22,12 @@ from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
     abstract_state,
+    init_op_state,
     init_state,
-    kept_for_sums,
     split_state,
     step_number,
 )
+from towerjax.step.state_checks import check_is_state
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
@@ -47,26 +47,21 @@ class Step(CompiledStep):
         options: StepOptions,
         *,
         counts_examples: bool = False,
-        finds: bool = False,
     ) -> None:
         super().__init__(
-            engine.step,
-            strategy,
-            options,
-            finds=finds or options.check is not None,
-            counts_examples=counts_examples,
+            engine.step, strategy, options, counts_examples=counts_examples
         )
         self.engine = engine
-        self._locating: dict[int | None, Runner] = {}
+        self._locators: dict[int | None, Runner] = {}
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
         """The step as a JAX function of global arrays, ``(state, batch)``.
 
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
-        proved where it is traced. What the host does for a call is left out: nothing is
-        placed or donated, and a step that is refused leaves the state as it was without
-        a word.
+        proved where it is traced. The host's part of a call is left out: nothing is
+        placed or donated, and a refused step leaves the state unchanged and does not
+        raise.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -82,15 +77,13 @@ class Step(CompiledStep):
 
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
             check_is_state(state)
-            placed = self._placer.traced(batch)
+            placed = self._placer.fit_traced(batch)
             run = Proving(placement, on_devices=True)
-            donated, now, metrics, *_ = recipe.fn(
-                run, *split_state(state), *placed.args
-            )
+            out = recipe.fn(run, *split_state(state), *placed.args)
             if placed.padded:
                 refuse_unread_weight(sum(placed.num_examples), run.proof())
-            metrics = {**metrics["one"], **metrics["own"]}
-            return dataclasses.replace(state, **donated, **now), metrics
+            metrics = {**out.metrics["one"], **out.metrics["own"]}
+            return dataclasses.replace(state, **out.donated, **out.now), metrics
 
         return fn
 
@@ -103,7 +96,7 @@ class Step(CompiledStep):
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> TrainState:
-        """The state before the first step, placed where the steps want it.
+        """The state before the first step, placed on the strategy's devices.
 
         Args:
           params: Arrays; copied, so that yours stay usable.
@@ -133,16 +126,16 @@ class Step(CompiledStep):
         if not isinstance(self.strategy.cross_tower_ops, KeepsState):
             return state
         sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
-        own = jax.jit(self._kept(state.params), out_shardings=sharding)()
+        own = jax.jit(self._op_state_maker(state.params), out_shardings=sharding)()
         return dataclasses.replace(state, own=own)
 
-    def _kept(self, params: PyTree) -> Callable[[], PyTree]:
-        """Makes what the cross-tower op keeps before the first step."""
+    def _op_state_maker(self, params: PyTree) -> Callable[[], PyTree]:
+        """A function that makes the cross-tower op's state before the first step."""
         gradient = shapes_of(self._trained(params))
-        return functools.partial(kept_for_sums, self.strategy, gradient)
+        return functools.partial(init_op_state, self.strategy, gradient)
 
     def _trained(self, params: PyTree) -> PyTree:
-        """Of parameters those of which there are gradients."""
+        """The parameters that get gradients."""
         return params
 
     def check(
@@ -209,7 +202,7 @@ class Step(CompiledStep):
         )
         if not isinstance(self.strategy.cross_tower_ops, KeepsState):
             return state
-        own = jax.eval_shape(self._kept(state.params))
+        own = jax.eval_shape(self._op_state_maker(state.params))
         return dataclasses.replace(state, own=own)
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
@@ -238,9 +231,9 @@ class Step(CompiledStep):
         Args:
           state: The state before the step, or after it if it was refused.
           batch: The step's batch.
-          number: Which step it was, for ``tower.step`` and ``tower.rng``; None is the
+          number: The step's number, for ``tower.step`` and ``tower.rng``; None is the
             state's.
-          index: Of several batches placed together, which one.
+          index: Which batch, of several that were placed together.
 
         Returns:
           The places, tower after tower.
@@ -268,12 +261,12 @@ class Step(CompiledStep):
         if steps is not None:
             args = (*placed.args[:3], index_at)
             placed = dataclasses.replace(placed, args=args)
-        if steps not in self._locating:
+        if steps not in self._locators:
             ins, out = self._runner_for(placed).recipe.in_layouts, Layout.MIRRORED
-            recipe = Recipe(self.engine.located, ins, {"flags": out}, donate=False)
-            self._locating[steps] = self._run(recipe)
+            recipe = Recipe(self.engine.find_flags, ins, (out,), donate=False)
+            self._locators[steps] = self._run(recipe)
         donated, kept = split_state(dataclasses.replace(state, step=at))
-        (found,) = self._locating[steps]((donated, kept), placed)
+        (found,) = self._locators[steps]((donated, kept), placed)
         return tuple(jax.device_get(found).places(number))
 
 
@@ -283,17 +276,17 @@ def engine_of(
     strategy: Strategy,
     options: StepOptions,
 ) -> Engine:
-    """A step of these functions, before it is compiled."""
-    last = len(tower_fns) - 1
+    """The engine of these functions, before anything is compiled."""
+    last, ops = len(tower_fns) - 1, strategy.cross_tower_ops
     passes = tuple(
         Pass(
             tower_fn,
             strategy,
             micro_batches=options.micro_batches,
-            finite=options.guard == "gradients",
+            guards_sums=options.guard == "gradients",
             check=options.check if number == last else None,
-            keeps=number == last and isinstance(strategy.cross_tower_ops, KeepsState),
-            rows_go_on=True,
+            has_op_state=number == last and isinstance(ops, KeepsState),
+            rows_used_later=True,
         )
         for number, tower_fn in enumerate(tower_fns)
     )
@@ -315,15 +308,15 @@ def build_step(
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.
 
-    What becomes of a leaf that a tower returns, its type says: ``Weighted`` and other
-    metric states are merged over micro-batches and towers and divided once; ``Sum`` is
-    added; ``Rows`` are the rows of the batch again; of ``PerTower`` and ``TowerLocal``
-    each tower keeps its own, ``[T, ...]``, of a ``PerTower(Weighted(...))`` what its
-    micro-batches come to; and a bare array is proved to be the same on every tower, or
-    refused.
+    The type of a leaf that a tower returns says how it is merged: ``Weighted`` and
+    other metric states are merged over micro-batches and towers and divided once;
+    ``Sum`` is added; ``Rows`` become the rows of the global batch; ``PerTower`` and
+    ``TowerLocal`` stay each tower's own, ``[T, ...]``, and ``PerTower(Weighted(...))``
+    is merged over the tower's micro-batches; a bare array is proved to be the same on
+    every tower, or refused.
 
-    Several passes are how towers learn of each other in the middle of a step: each
-    is given what the one before it came to, the whole of it, rows included.
+    With several passes, towers can use each other's results in the middle of a step:
+    each pass is given the merged result of the one before, rows included.
 
     Args:
       tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
@@ -333,22 +326,22 @@ def build_step(
         ``metrics`` are a mapping of names to arrays or metric states. The step itself
         adds 1 to ``state.step``.
       strategy: Which towers, where, and how they reduce.
-      micro_batches: ``A``: each tower works its rows off in so many parts. What
-        ``tower.reduce`` and ``tower.all_gather`` give is then of one part's rows.
+      micro_batches: ``A``: each tower's rows are processed in so many parts.
+        ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
       remainder: For a batch that ``T * A`` does not divide; see `build_train_step`.
       on_nonfinite: See `build_train_step`.
-      guard: What has to be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
-        where none has that name; ``"gradients"`` is also all that towers add up, but
-        for what they return under ``"metrics"``.
-      donate: May the next state take over the state's buffers?
+      guard: What must be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
+        where none has that name; ``"gradients"`` is also every sum over towers, except
+        those under ``"metrics"``.
+      donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      check: See `build_train_step`; a tower's NaN is looked for in its last pass.
+      check: See `build_train_step`; it checks towers in the last pass.
 
     Returns:
       A `Step`.
 
     Raises:
-      ValueError: An option is not one that there is.
+      ValueError: An option has no such value, or a function takes other arguments.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -384,6 +377,6 @@ def build_step(
         check=check,
     )
     engine = engine_of(tower_fns, update_fn, strategy, options)
-    # What a step without examples comes to is for the update to say.
+    # A step without examples is accepted: what it does, update_fn says.
     engine = dataclasses.replace(engine, needs_examples=False)
     return Step(engine, strategy, options)

@@ -1,4 +1,4 @@
-"""When do towers meet? At every step, or after many steps that each goes alone."""
+"""When towers synchronise: at every step, or after several local steps."""
 
 import dataclasses
 from typing import TypeAlias
@@ -6,7 +6,7 @@ from typing import TypeAlias
 import optax
 
 from towerjax.types import short_repr
-from towerjax.types.options import check_does, check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_methods, check_whole
 
 __all__ = ["DiLoCo", "EveryStep", "LocalSGD"]
 
@@ -25,12 +25,12 @@ class EveryStep:
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """Each tower goes ``every`` steps alone; then all take their mean.
+    """Each tower trains ``every`` steps alone; then all take their mean.
 
     Sends ``1 / every`` of the bytes. It is `DiLoCo` with ``outer=optax.sgd(1.0)``.
 
     Attributes:
-      every: ``H``: after this many steps of its own a tower meets the others.
+      every: ``H``: after this many steps the towers' parameters are averaged.
 
     Raises:
       ValueError: ``every`` is not a whole number >= 1.
@@ -53,13 +53,13 @@ class LocalSGD:
 
     @property
     def rounds(self) -> "DiLoCo":
-        """The same, as the general form has it."""
+        """The same as a `DiLoCo`."""
         return DiLoCo(self.every, optax.sgd(1.0))
 
 
 @dataclasses.dataclass(frozen=True)
 class DiLoCo:
-    """Each tower goes ``every`` steps alone; an outer optimizer takes the mean move.
+    """Each tower trains ``every`` steps alone; an outer optimizer applies their mean.
 
     The outer gradient is ``sum_t w_t (theta - theta_t) / sum_t w_t`` with the outer
     parameters ``theta``, a tower's own ``theta_t`` and the weight ``w_t`` that its
@@ -68,10 +68,10 @@ class DiLoCo:
     Attributes:
       every: ``H``: after this many steps a parameter is sent again.
       outer: Any optax transformation; its state is mirrored, one for each fragment.
-      fragments: ``P``: the leaves are dealt into so many parts, alike in size, of which
+      fragments: ``P``: the leaves are split into so many parts alike in size, of which
         one is sent every ``H / P`` steps, in turn.
-      overlap: ``tau``: a tower takes what the outer update came to so many steps after
-        it has sent, and goes on alone in between.
+      overlap: ``tau``: a tower takes the result of the outer update so many steps after
+        it has sent, and trains alone in between.
       keep: ``alpha``: what a tower keeps of its own when it takes the outer parameters,
         ``alpha theta_t + (1 - alpha) theta``: the paper blends where steps overlap.
 
@@ -100,7 +100,7 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         check_whole("DiLoCo.every", self.every)
-        check_does("DiLoCo.outer", self.outer, "init update", "optax.sgd(0.7)")
+        check_methods("DiLoCo.outer", self.outer, "init update", "optax.sgd(0.7)")
         check_whole("DiLoCo.fragments", self.fragments)
         if self.every % self.fragments:
             raise ValueError(
@@ -109,26 +109,26 @@ class DiLoCo:
                 f" every={self.fragments * -(-self.every // self.fragments)}."
             )
         check_whole("DiLoCo.overlap", self.overlap, 0, self.every - 1)
-        plain_wholes(self)
+        cast_ints(self)
         is_number = isinstance(self.keep, int | float)
         if not is_number or not 0 <= self.keep < 1:
             raise ValueError(f"DiLoCo.keep={self.keep!r} must be a number in [0, 1).")
 
     @property
     def rounds(self) -> "DiLoCo":
-        """Itself: this is the general form."""
+        """This `DiLoCo` itself, as for `LocalSGD`."""
         return self
 
 
 Sync: TypeAlias = EveryStep | LocalSGD | DiLoCo
-"""When towers meet, as data."""
+"""When towers synchronise."""
 
 EVERY_STEP = EveryStep()
-"""What a train step does unless it is told otherwise."""
+"""The default of a train step."""
 
 
 def check_sync(sync: object) -> None:
-    """Raise unless it says when towers meet."""
+    """Raise unless ``sync`` is a `Sync`."""
     if not isinstance(sync, EveryStep | LocalSGD | DiLoCo):
         raise ValueError(
             f"sync={sync!r} must be tj.sync.EveryStep(), tj.sync.LocalSGD(every=8) or"

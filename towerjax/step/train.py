@@ -1,4 +1,4 @@
-"""How is a train step built? Of a loss function and an optimizer."""
+"""`build_train_step`: a step of a loss function and an optimizer."""
 
 import dataclasses
 import functools
@@ -23,8 +23,7 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite
-from towerjax.step.given_state import check_opt_state
-from towerjax.step.gradient import unwritten, value_and_grad
+from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.optimizers import (
     Trainable,
     check_trainable,
@@ -35,14 +34,15 @@ from towerjax.step.optimizers import (
 )
 from towerjax.step.returned import is_typed
 from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState, checked_params
+from towerjax.step.state import TrainState, check_params
+from towerjax.step.state_checks import check_opt_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
-from towerjax.step.update import apply_update, checked_like
+from towerjax.step.update import apply_update, check_types
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
-from towerjax.towers.tower_local import stacked_local, with_local_values
+from towerjax.towers.tower_local import stack_local, with_local_values
 from towerjax.types import Layout, LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.options import check_choice, check_function
 
@@ -60,23 +60,22 @@ class Training:
     parts: int = 1  # T A: micro-batches of all towers, counted together
 
     def begin(self, part: PyTree) -> tuple[PyTree, None]:
-        """The optimizer's state, of what is trained; a tower has nothing of its own."""
+        """The optimizer's state for trained parameters; nothing for ``state.own``."""
         return self.optimizer.init(part), None
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
-        """What one tower returns."""
+        """What one tower returns: loss, gradient, metrics and state."""
         flags = trainable_flags(state.params, self.trainable)
 
         def loss_fn(part: PyTree, *args: Any) -> Any:
             params = with_trained(part, state.params, flags)
-            return unwritten(self.loss_fn, params, *args)
+            return call_refusing_writes(self.loss_fn, params, *args)
 
         of_loss = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
         out, grads = of_loss(trained_part(state.params, flags), rows, tower)
         out = out if isinstance(out, TowerOutput) else TowerOutput(out)
-        local = check_local(
-            tower.local, tower.local if out.local is None else out.local
-        )
+        local = tower.local if out.local is None else out.local
+        local = check_local(tower.local, local)
         returned = {
             "loss": out.loss,
             "grads": grads,
@@ -95,12 +94,12 @@ class Training:
     def update(
         self, state: TrainState, merged: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state, of what the towers came to."""
+        """The next state and the metrics, from the merged values."""
         loss, grads = merged["loss"], merged["grads"]
         flags = trainable_flags(state.params, self.trainable)
         part = trained_part(state.params, flags)
         part, opt_state = apply_update(
-            self.optimizer, _mean(grads), state.opt_state, part, loss.value
+            self.optimizer, _mean_gradient(grads), state.opt_state, part, loss.value
         )
         params = with_trained(part, state.params, flags)
         changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
@@ -113,28 +112,28 @@ class Training:
             changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
         if "seen" in merged:
             cells = from_sums(merged["seen"].value, self.parts)
-            before: Any = state.seen  # an ExampleCount, as `check_state` has seen
+            before: Any = state.seen  # an ExampleCount, as `check_made_for` has seen
             changed["seen"] = before + ExampleCount(cells)
         metrics = {"loss": loss, **merged["metrics"]}
         if isinstance(loss, Means):
-            metrics |= loss.told()
+            metrics |= loss.by_name()
         if self.statistics is not None:
-            told = self.statistics.metrics(merged["statistics"], merged["grads"])
-            metrics = _with(metrics, told)
+            more = self.statistics.metrics(merged["statistics"], merged["grads"])
+            metrics = _join_metrics(metrics, more)
         return dataclasses.replace(state, **changed), metrics
 
 
-def _with(metrics: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of the loss function, and those of `TowerStatistics`."""
-    if both := sorted(metrics.keys() & told.keys()):
+def _join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The loss function's metrics, joined with those of `TowerStatistics`."""
+    if both := sorted(metrics.keys() & more.keys()):
         raise ValueError(
             f"metrics[{both[0]!r}] is a name of tj.TowerStatistics; give yours another."
         )
-    return metrics | told
+    return metrics | more
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """What towers returned for ``state.extra``, merged, in the dtypes that it has."""
+    """The next ``state.extra``: merged values, cast to the dtypes that it has."""
 
     def cast(x: Any, old: Any) -> Any:
         kinds = [jnp.issubdtype(v.dtype, jnp.inexact) for v in (x, old)]
@@ -147,11 +146,11 @@ def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
     )
     if jax.tree.structure(values) == jax.tree.structure(before):
         values = jax.tree.map(cast, values, before)
-    return checked_like(before, values, "state.extra", culprit)
+    return check_types(before, values, "state.extra", culprit)
 
 
-def _mean(grads: Weighted | Sum) -> PyTree:
-    """The gradient; of a lone array made as of a tree, so that bits are the same."""
+def _mean_gradient(grads: Weighted | Sum) -> PyTree:
+    """The mean gradient; a lone array is divided as a tree is, for the same bits."""
     if isinstance(grads, Sum):
         return grads.value
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
@@ -177,14 +176,14 @@ class TrainStep(Step):
         engine = engine_of(
             (self.training.tower,), self.training.update, strategy, options
         )
-        self._begin, finds = self.training.begin, False
+        self._begin = self.training.begin
         if not isinstance(sync, EveryStep):
-            _refuse_apart(self.training, strategy, options)
+            _check_fits_sync(self.training, strategy, options)
             trainable = training.trainable
             engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
-            self._begin, finds = engine.begin, engine.finds
+            self._begin = engine.begin
         counts = training.example_ids is not None
-        super().__init__(engine, strategy, options, counts_examples=counts, finds=finds)
+        super().__init__(engine, strategy, options, counts_examples=counts)
 
     def init(
         self,
@@ -194,7 +193,7 @@ class TrainStep(Step):
         extra: PyTree = None,
         rng: jax.Array | None = None,
     ) -> TrainState:
-        """The state before the first step, placed where the steps want it.
+        """The state before the first step, placed on the strategy's devices.
 
         Args:
           params: Arrays; copied, so that yours stay usable.
@@ -210,7 +209,7 @@ class TrainStep(Step):
           ValueError: A leaf of ``params`` that is trained is neither floating nor
             complex, ``local`` says no reduction, or a device is not on this machine.
         """
-        part = self._trained(checked_params(params))
+        part = self._trained(check_params(params))
         needs = jax.eval_shape(self.optimizer.init, part)
         if may_need_more(needs):
             update = functools.partial(apply_update, self.optimizer)
@@ -220,9 +219,7 @@ class TrainStep(Step):
         if own is None:
             return state
         placement = self.strategy.placement
-        own = place(
-            stacked_local(own, placement.num_towers), placement, Layout.PER_TOWER
-        )
+        own = place(stack_local(own, placement.num_towers), placement, Layout.PER_TOWER)
         return dataclasses.replace(state, own=own)
 
     def shapes(
@@ -233,8 +230,8 @@ class TrainStep(Step):
         local: PyTree = None,
         extra: PyTree = None,
     ) -> TrainState:
-        """As of any step; the optimizer's state is what the optimizer makes."""
-        part = self._trained(checked_params(params, shapes=True))
+        """As `Step.shapes`; the optimizer makes the shapes of its own state."""
+        part = self._trained(check_params(params, shapes=True))
         fresh, own = jax.eval_shape(self._begin, part)
         if not jax.tree.leaves(opt_state):
             opt_state = fresh
@@ -282,7 +279,8 @@ def build_train_step(
     and micro-batches in one reduction, divides once and updates once.
 
     Args:
-      loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, pure.
+      loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, pure; the loss may
+        be a sum of several ``Weighted``.
       optimizer: Any optax transformation; it sees the whole reduced gradient.
       strategy: Which towers, where, and how they reduce.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers,
@@ -291,29 +289,29 @@ def build_train_step(
         divide by ``T``.
       trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
-        trains the floating and complex ones. The others, of any dtype, are seen by the
-        loss, get no gradient, are not sent, and the optimizer does not know of them.
-      micro_batches: ``A``: each tower works its rows off in so many parts. What
-        ``tower.reduce`` and ``tower.all_gather`` give is then of one part's rows.
+        trains the floating and complex ones. The loss sees the others, of any dtype;
+        they get no gradient, are not sent, and are hidden from the optimizer.
+      micro_batches: ``A``: each tower's rows are processed in so many parts.
+        ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
-        weight 0, ``"drop"`` the rows over, or ``"error"``. Padded rows do enter
+        weight 0, ``"drop"`` what is left over, or ``"error"``. Padded rows do enter
         the statistics of Flax's batch norm, and not those of ``TowerBatchNorm``;
         see ``docs/batch_norm.md``.
-      on_nonfinite: When what is guarded is not finite, on any tower: ``"raise"`` and
-        ``"skip"`` leave parameters, optimizer state and local variables as they
-        were, and ``"raise"`` says so; ``"ignore"`` updates all the same.
+      on_nonfinite: If what is guarded is not finite, on any tower: ``"raise"`` and
+        ``"skip"`` leave parameters, optimizer state and local variables unchanged,
+        and ``"raise"`` raises `NonFiniteError`; ``"ignore"`` updates all the same.
       guard: ``"loss"``, or ``"gradients"``: the loss and every gradient, which
         reads each gradient once more.
-      donate: May the next state take over the state's buffers?
+      donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      check: Such as ``tj.Check(every=100)``: what the step looks at besides; None is
-        nothing, and the program has nothing of it.
+      check: What the step checks besides, such as ``tj.Check(every=100)``; None adds
+        nothing to the program.
       example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
         weights)``: counts each example in ``state.seen``, for `check_examples`; see
         ``docs/each_example_once.md``.
-      statistics: `TowerStatistics()`: metrics of the towers' gradients, of which is
-        told how large a batch is worth it; see ``docs/how_to/batch_size.md``.
-      sync: When towers meet: ``tj.sync.EveryStep()``; or each goes alone for some
+      statistics: `TowerStatistics()` adds metrics of the towers' gradients, which tell
+        how large a batch pays; see ``docs/how_to/batch_size.md``.
+      sync: When towers synchronise: ``tj.sync.EveryStep()``; or after some local
         steps, with ``tj.sync.LocalSGD`` and ``tj.sync.DiLoCo``, see
         ``docs/how_to/synchronise_less.md``.
 
@@ -321,7 +319,7 @@ def build_train_step(
       A `TrainStep`.
 
     Raises:
-      ValueError: An option is not one that there is, or arguments are swapped.
+      ValueError: An option has no such value, or arguments are swapped.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -375,10 +373,12 @@ def _check_statistics(statistics: Any, parts: int) -> None:
         )
 
 
-def _refuse_apart(training: Training, strategy: Strategy, options: StepOptions) -> None:
-    """Raise where an option would make towers meet that go alone."""
+def _check_fits_sync(
+    training: Training, strategy: Strategy, options: StepOptions
+) -> None:
+    """Raise if an option needs all towers to meet at every step."""
     ops = strategy.cross_tower_ops
-    asked = {
+    uses = {
         "example_ids=...": training.example_ids is not None,
         "statistics=...": training.statistics is not None,
         "check=...": options.check is not None,
@@ -386,7 +386,7 @@ def _refuse_apart(training: Training, strategy: Strategy, options: StepOptions) 
         f"state={strategy.state!r}": strategy.state != "mirrored",
         f"cross_tower_ops={ops!r}": isinstance(ops, KeepsState),
     }
-    bad = [name for name, is_asked in asked.items() if is_asked]
+    bad = [name for name, is_used in uses.items() if is_used]
     if bad:
         raise ValueError(
             f"{', '.join(bad)} needs all towers at every step, and sync= lets them go"

@@ -1,4 +1,4 @@
-"""What becomes of a state? The next one where a step is accepted, else itself."""
+"""The optimizer's update, and selecting the old state where a step is refused."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,36 +9,36 @@ import optax
 from jax import lax
 from jax.extend.core import Literal
 
-from towerjax.proof.walk import Walk
-from towerjax.step.optimizers import check_updates, given_loss
+from towerjax.proof.interpreter import Interpreter
+from towerjax.step.optimizers import check_updates, pass_loss
 from towerjax.types import PyTree
 from towerjax.types.leaves import changes, listed
 
 
 class RowUpdates:
-    """The values that are leaves of the state, but for rows that were written.
+    """Leaves of the state into which an update writes some rows alone.
 
-    Selecting between the new and the old array would need both at once: a copy of a
-    whole table for a few rows. Where what is written is selected instead, XLA writes
-    into the donated buffer.
+    Selecting between the new and the old array needs both at once: a copy of a whole
+    table for a few rows. This selects the rows that are written instead, so that XLA
+    writes into the donated buffer.
     """
 
     def __init__(self, accepted: jax.Array, leaves: dict[Any, Any]) -> None:
         self._accepted = accepted
-        # Which leaf a refused step leaves here; side by side with itself, in dim 0?
+        # Variable -> the leaf that a refused step leaves in it; is it stacked in dim 0?
         self._kept = {var: (leaf, False) for var, leaf in leaves.items()}
 
-    def keep(self, var: Any, leaf: Any) -> bool:
-        """Is a value that was made of a leaf this very leaf, if nothing is accepted?"""
+    def keeps_old(self, var: Any, leaf: Any) -> bool:
+        """Whether a refused step already leaves the old leaf in this variable."""
         kept, stacked = self._kept.get(var, (None, True))
         return kept is leaf and not stacked
 
-    def selected(self, var: Any, leaf: Any) -> None:
-        """Note that a value is a leaf, if nothing is accepted."""
+    def note_selected(self, var: Any, leaf: Any) -> None:
+        """Note that a refused step leaves the old leaf in this variable."""
         self._kept[var] = leaf, False
 
-    def guarded(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """The operands with which an equation writes nothing where it must not."""
+    def guard_operands(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Change the operands so that an equation writes nothing in a refused step."""
         first = eqn.invars[0] if eqn.invars else None
         if first is None or isinstance(first, Literal) or first not in self._kept:
             return operands
@@ -46,7 +46,7 @@ class RowUpdates:
         name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
         if not stacked and name.startswith("scatter") and _drops(eqn):
             self._kept[out] = leaf, False
-            # An index that names no row is left out.
+            # A scatter drops the index -1.
             rows = jnp.where(self._accepted, operands[1], -1)
             return [operands[0], rows, *operands[2:]]
         if not stacked and name == "dynamic_update_slice":
@@ -60,7 +60,7 @@ class RowUpdates:
 
 
 def _drops(eqn: Any) -> bool:
-    """Is an index that names no row left out, and can one be written?"""
+    """Whether a scatter drops the index -1, and its indices can hold it."""
     indices = eqn.invars[1].aval
     drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
@@ -68,9 +68,9 @@ def _drops(eqn: Any) -> bool:
 
 
 def _stacks(name: str, params: Any, leaf: Any, stacked: bool) -> bool:
-    """Is it a leaf side by side with itself, or one of these?
+    """Whether an equation stacks copies of a leaf, slices the stack, or takes one.
 
-    So vmap hands on what all of its rows have in common.
+    ``vmap`` stacks copies of a value that all of its rows share.
     """
     shape, dims = leaf.shape, tuple(range(1, leaf.ndim + 1))
     if name == "broadcast_in_dim":
@@ -91,37 +91,36 @@ def apply_update(
 ) -> tuple[PyTree, PyTree]:
     """The next parameters and optimizer state.
 
-    The optimizer sees the full reduced gradient, so that clipping by global norm,
-    layer-wise scaling and schedules mean what they mean on one device.
+    The optimizer sees the whole reduced gradient, so clipping by global norm,
+    layer-wise scaling and schedules work as on one device.
     """
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-    optimizer = given_loss(optimizer)
+    optimizer = pass_loss(optimizer)
     updates, next_state = optimizer.update(grads, opt_state, params, value=loss)
     check_updates(updates, params)
     next_params = optax.apply_updates(params, updates)
     return (
-        checked_like(params, next_params, "state.params", "the optimizer's updates"),
-        checked_like(opt_state, next_state, "state.opt_state", "the optimizer"),
+        check_types(params, next_params, "state.params", "the optimizer's updates"),
+        check_types(opt_state, next_state, "state.opt_state", "the optimizer"),
     )
 
 
 def accept_or_keep(
     step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """What ``step(carry)`` makes of the carry where it accepts it itself.
+    """``(carry, rest)`` of ``step(carry)``; the old carry if the step is refused.
 
-    What the verdict depends on is computed first. Each new value is selected where it
-    is made, and what follows is computed from the selected one; of rows that are
-    written into a table, the rows. When the step is accepted that is the same value;
-    when not, nothing of what follows is used. Selecting at the end would keep a value
-    and its successor alive at once, which costs a copy of the whole state at every
-    step, and a branch would make the update wait for the last gradient.
+    The equations that the verdict needs run first. Each new leaf of the carry is
+    selected right where it is made, and later equations use the selected value: the
+    same one if the step is accepted, and unused if not. Selecting at the end would keep
+    old and new leaves alive at once, a copy of the whole state at every step, and a
+    ``cond`` would make the update wait for the last gradient.
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    walk = Walk(closed, before)
+    walk = Interpreter(closed, before)
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
-    first = needed(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
+    first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
     for eqn in first:
         walk.evaluate(eqn)
     accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
@@ -129,22 +128,22 @@ def accept_or_keep(
     made = {var for eqn in others for var in eqn.outvars}
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
-        # A number costs no copy, and what follows may divide by a new one alone.
+        # A scalar costs no copy, and later equations may divide by the new one.
         if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
     rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=True)))
     for eqn in others:
-        walk.evaluate(eqn, rows.guarded(eqn, [walk.read(x) for x in eqn.invars]))
+        walk.evaluate(eqn, rows.guard_operands(eqn, [walk.read(x) for x in eqn.invars]))
         for var in eqn.outvars:
-            if var in olds and not rows.keep(var, olds[var]):
+            if var in olds and not rows.keeps_old(var, olds[var]):
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
-                rows.selected(var, olds[var])
+                rows.note_selected(var, olds[var])
 
     def kept(var: Any, old: Any) -> Any:
         if not isinstance(var, Literal) and olds.get(var) is old:
             return walk.values[var]
-        # A constant, an input handed on, what the verdict needs, or a value that
-        # another leaf has too.
+        # A constant, an unchanged input, a value that the verdict needs, or one that
+        # is two leaves.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
 
     leaves = [kept(*pair) for pair in zip(after, before, strict=True)]
@@ -155,10 +154,10 @@ def accept_or_keep(
     )
 
 
-def needed(
+def needed_eqns(
     eqns: Sequence[Any], results: Iterable[Any], always: Callable[[Any], bool]
 ) -> list[Any]:
-    """The equations on which results depend, and those to do anyway, in order."""
+    """The equations that results depend on, and those that always run, in order."""
     wanted, found = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(eqns):
         if always(eqn) or any(out in wanted for out in eqn.outvars):
@@ -167,8 +166,8 @@ def needed(
     return found[::-1]
 
 
-def checked_like(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
-    """``after``, once it has the shapes and dtypes of ``before``."""
+def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
+    """Raise unless ``after`` has the types of ``before``; else without weak types."""
     if found := changes(root, before, after):
         raise ValueError(
             "The step would change the type of its state, and so compile anew each"

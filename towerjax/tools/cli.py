@@ -1,4 +1,4 @@
-"""What can be done from a shell? The commands of ``towerjax``, and their help."""
+"""The commands of ``towerjax``; the docstring of each is its help."""
 
 import argparse
 import dataclasses
@@ -19,18 +19,18 @@ from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.doctor.command import doctor
-from towerjax.tools.report.plan import Plan
-from towerjax.tools.report.plan import plan as plan_of
+from towerjax.tools.plans import Plan
+from towerjax.tools.plans import plan as plan_of
 from towerjax.tools.shell import (
-    NOT_SO,
+    FAULT,
     OK,
     Parser,
     add_command,
-    called,
-    finished,
-    here_importable,
-    made,
-    named,
+    call_named,
+    importing_from_here,
+    resolve,
+    resolve_value,
+    run_parsed,
     show,
     whole_numbers,
 )
@@ -42,10 +42,10 @@ from towerjax.types.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of a ``towerjax`` command."""
+    """Run a ``towerjax`` command; return its exit code."""
     parser = Parser(
         prog="towerjax",
-        description="Replicated training with JAX. What a command takes:"
+        description="Replicated training with JAX. Arguments of a command:"
         " towerjax command --help",
     )
     version = f"towerjax {__version__}"
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = add_command(commands, doctor).add_argument
     what = "what each device adds and receives (default: %(default)s)"
     add("--mebibytes", type=int, default=4, metavar="N", help=what)
-    return finished(parser.parse_args(arguments))
+    return run_parsed(parser.parse_args(arguments))
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -82,17 +82,17 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _add_launch(commands: Any) -> None:
-    add = add_command(commands, launch, as_json=False).add_argument
+    add = add_command(commands, launch, has_json=False).add_argument
     number = functools.partial(add, type=int, metavar="N")
     number("--processes", required=True, help="how many")
     what = "CPU devices of each (default: JAX's choice of devices)"
     number("--devices-per-process", help=what)
     number("--port", help="where process 0 listens (default: free)")
-    what = "go on after so many losses of a process, in those that are left"
+    what = "restart after so many losses of a process, in those that are left"
     number("--restarts", help=what)
     what = (
-        "of the program: devices that are left must divide it (default: as many"
-        " processes are left as divide --processes)"
+        "the program's towers, which the devices left must divide (default: the"
+        " processes left divide --processes)"
     )
     number("--towers", help=what)
 
@@ -104,7 +104,7 @@ def _add_launch(commands: Any) -> None:
     seconds("grace-seconds", "grace_s", 5.0, what)
     what = "a process without a sign of life for so long is lost"
     seconds("hang-timeout", "hang_timeout_s", math.inf, what)
-    what = "of those that do steps, where none does one for so long"
+    what = "the processes with the fewest steps are lost if none does one for so long"
     seconds("step-timeout", "step_timeout_s", math.inf, what)
     what = "until a lost process is tried again"
     seconds("regrow-seconds", "regrow_s", 60.0, what)
@@ -112,9 +112,9 @@ def _add_launch(commands: Any) -> None:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Does a loss function give the same on any number of towers?
+    """Check that a loss is the same on any number of towers.
 
-    It is compared on several numbers of towers with one, on one device.
+    Several numbers of towers are compared with one tower, on one device.
 
     Example:
       towerjax audit train:loss_fn --params train:make_params --batch train:make_batch
@@ -123,17 +123,17 @@ def audit(options: argparse.Namespace) -> int:
     arguments.
     """
     reduction = options.loss_reduction
-    with here_importable():
-        loss_fn = named(options.loss_fn)
+    with importing_from_here():
+        loss_fn = resolve(options.loss_fn)
         if not callable(loss_fn):
             raise ValueError(f"{options.loss_fn} is no function: {loss_fn!r}.")
         try:
             report = assert_replicates(
                 loss_fn,
-                made(options.params),
-                made(options.batch),
+                resolve_value(options.params),
+                resolve_value(options.batch),
                 whole_numbers("--towers", options.towers),
-                local=made(options.local),
+                local=resolve_value(options.local),
                 rng=options.rng,
                 rtol=options.rtol,
                 loss_reduction=reduction and Reduction(reduction),
@@ -142,7 +142,7 @@ def audit(options: argparse.Namespace) -> int:
         except SplitError as error:
             found = [dataclasses.asdict(finding) for finding in error.findings]
             show(options, str(error), {"same": False, "findings": found})
-            return NOT_SO
+            return FAULT
     show(options, str(report), {"same": True, **dataclasses.asdict(report)})
     return OK
 
@@ -162,27 +162,27 @@ def _add_audit(commands: Any) -> None:
     add("--rtol", type=float, metavar="R", help="default: 1e-4")
     what = "what a bare scalar means"
     add("--loss-reduction", choices=("sum", "mean"), help=what)
-    what = "leave out what is random"
+    what = "leave out values that change with the random key"
     add("--ignore-random", dest="rng", action="store_const", const="ignore", help=what)
     what = "only even splits, without padding"
     add("--no-padding", dest="padding", action="store_false", help=what)
 
 
 def report(options: argparse.Namespace) -> int:
-    """What does a compiled step send, compute, hold and wait for?
+    """Show what a compiled step sends, computes, holds and waits for.
 
     Example:
       towerjax report train:make_step --timed-calls 10
       towerjax report train:make_step --on h200:8
 
     where make_step() returns (step, state, batch), and with --on make_step(strategy)
-    returns (step, params, batch), of which only shapes are asked.
+    returns (step, params, batch), of which only the shapes are used.
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    with here_importable():
-        given = (Mirrored(devices=_absent(options.on)),) if options.on else ()
-        found = called(options.make_step, *given)
+    with importing_from_here():
+        given = (Mirrored(devices=_devices_of(options.on)),) if options.on else ()
+        found = call_named(options.make_step, *given)
         kinds = CompiledStep | InferenceStep
         if not (
             isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], kinds)
@@ -192,13 +192,13 @@ def report(options: argparse.Namespace) -> int:
                 " batch)."
             )
         step, state, batch = found
-        return _shown(
+        return _show_tables(
             step.report(state, batch, timed_calls=options.timed_calls), options
         )
 
 
-def _absent(text: str) -> Absent:
-    """``"h200:8"``, or a topology of TPUs."""
+def _devices_of(text: str) -> Absent:
+    """The absent devices of ``"h200:8"``, or of a TPU topology, ``"v5e:2x4"``."""
     if Absent.is_topology(text):
         return Absent(text)
     target, colon, number = text.rpartition(":")
@@ -208,7 +208,7 @@ def _absent(text: str) -> Absent:
 
 
 def _add_report(commands: Any) -> None:
-    parser = add_command(commands, report, as_json=False)
+    parser = add_command(commands, report, has_json=False)
     add = parser.add_argument
     add("make_step", metavar="module:function")
     what = "time so many calls (default: none)"
@@ -219,20 +219,20 @@ def _add_report(commands: Any) -> None:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """What would a step need on devices that are not here?
+    """Show what a step would need on devices that are not here.
 
     Example:
       towerjax plan train:make_step --on h200 --towers 1,8,64
 
-    where make_step(strategy) returns (step, params, batch), of which only shapes are
-    asked.
+    where make_step(strategy) returns (step, params, batch), of which only the shapes
+    are used.
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
     states: Any = options.states.split(",")
-    with here_importable():
+    with importing_from_here():
         planned = plan_of(
-            functools.partial(called, options.make_step),
+            functools.partial(call_named, options.make_step),
             on=options.on,
             towers=whole_numbers("--towers", options.towers),
             states=states,
@@ -240,25 +240,24 @@ def plan(options: argparse.Namespace) -> int:
             flop_rate=options.flop_rate,
             bandwidth=options.bandwidth,
         )
-    return _shown(planned, options)
+    return _show_tables(planned, options)
 
 
 def _add_plan(commands: Any) -> None:
-    parser = add_command(commands, plan, as_json=False)
+    parser = add_command(commands, plan, has_json=False)
     add = parser.add_argument
     add("make_step", metavar="module:function")
     what = "a100, h100, h200, b200 or a TPU topology (default: %(default)s)"
     add("--on", default="h200", metavar="TARGET", help=what)
     what, default = "default: %(default)s", "1,8,64,512,4096"
     add("--towers", default=default, metavar="N,N", help=what)
-    states, what = ",".join(get_args(StateLayout)), "how state lies"
-    add(
-        "--states", default=states, metavar="S,S", help=f"{what} (default: %(default)s)"
-    )
-    what = "search for what fits; takes long"
+    states = ",".join(get_args(StateLayout))
+    what = "layouts of the state (default: %(default)s)"
+    add("--states", default=states, metavar="S,S", help=what)
+    what = "search for the largest batch that fits; takes long"
     add("--largest-batch", action="store_true", help=what)
-    for name, what in (("flop-rate", "products"), ("bandwidth", "bytes it sends")):
-        what = f"of a device's {what} a second at most, for a bound of its time"
+    for name, what in (("flop-rate", "FLOPs"), ("bandwidth", "bytes sent")):
+        what = f"the most {what} a second of a device, for a bound of the step's time"
         add(f"--{name}", type=float, metavar="X", help=what)
     _add_outputs(parser)
 
@@ -269,7 +268,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--html", metavar="FILE", help="write a page instead")
 
 
-def _shown(found: StepReport | Plan, options: argparse.Namespace) -> int:
+def _show_tables(found: StepReport | Plan, options: argparse.Namespace) -> int:
     if options.html is not None:
         page = f"<!doctype html><meta charset=utf-8>{as_html(found.tables())}\n"
         pathlib.Path(options.html).write_text(page, encoding="utf-8")
@@ -279,16 +278,16 @@ def _shown(found: StepReport | Plan, options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Time a grid of trials in turns with hand-written JAX.
+    """Time a grid of trials, each in turns with hand-written JAX.
 
     Example:
       towerjax bench 'models=["mlp"]' 'towers=[1, 2]' 'batches=[128]' --out a.jsonl
       towerjax bench grid.toml --out new.jsonl --compare old.jsonl
 
-    grid.toml, of which each line may stand in the command as well:
+    grid.toml, each line of which may be an argument in its place:
       models = ["mlp", "mine:factory"]  # also cnn, transformer, embedding
       towers = [1, 2, 4, 8]
-      devices = [2]  # where left out, one a tower
+      devices = [2]  # default: one a tower
       batches_per_tower = [32]  # or batches = [...], of all towers
       strategies = ["mirrored"]  # also mirrored_scan, mirrored_pmap, one_device
       cross_tower_ops = ["AllReduce()", "PinnedTree()"]
@@ -300,7 +299,7 @@ def bench(options: argparse.Namespace) -> int:
       rounds = 11
       seconds_per_round = 0.25
 
-    What --out has is not run again.
+    Trials that --out has are not run again.
 
     exit code: 0 if all trials ran, 1 if one failed or is slower than in --compare, 2
     for wrong arguments.
@@ -326,7 +325,7 @@ def bench(options: argparse.Namespace) -> int:
     text = "\n".join([as_text(results.tables(compared)), *notes])
     show(options, text, fields)
     failed = any(result.status == "failed" for result in results)
-    return NOT_SO if failed or any(c.is_worse for c in compared) else OK
+    return FAULT if failed or any(c.is_worse for c in compared) else OK
 
 
 def _add_bench(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""How does a command speak? One help, exit codes, JSON; what module:name names."""
+"""What all commands share: help, exit codes, JSON, and objects by ``module:name``."""
 
 import argparse
 import contextlib
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from towerjax.loop.records import as_json
+from towerjax.loop.writers import as_json
 
 OK = 0
-NOT_SO = 1  # the command ran, and the answer is no: a finding, a failed run
-WRONG = 2  # wrong arguments, or a value that cannot be; nothing was done
+FAULT = 1  # the command ran, and found a fault or a failed run
+USAGE = 2  # wrong arguments, or an invalid value; nothing was done
 NOT_STARTED = 126  # the system refused a file or a program
 INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
-CLOSED = 128 + 13  # whoever read the output is gone, as if SIGPIPE had ended it
+CLOSED = 128 + 13  # the reader of the output has gone, as if SIGPIPE ended this
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,13 +25,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process with code 2."""
-        self.exit(WRONG, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def add_command(
-    commands: Any, run: Callable[[argparse.Namespace], int], *, as_json: bool = True
+    commands: Any, run: Callable[[argparse.Namespace], int], *, has_json: bool = True
 ) -> argparse.ArgumentParser:
-    """The parser of a command, which a function does: its docstring is the help."""
+    """Add a command that calls ``run``, whose docstring is its help."""
     text = inspect.getdoc(run) or ""
     parser = commands.add_parser(
         run.__name__,
@@ -39,7 +39,7 @@ def add_command(
         description=text.replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if as_json:
+    if has_json:
         parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -63,16 +63,16 @@ def show(options: argparse.Namespace, text: str, fields: Mapping[str, Any]) -> N
     sys.stdout.flush()
 
 
-def finished(options: argparse.Namespace) -> int:
-    """The exit code of a parsed command, which is run.
+def run_parsed(options: argparse.Namespace) -> int:
+    """Run a parsed command; return its exit code.
 
-    A ``ValueError`` is what the user can mend, and an ``OSError`` what the system
-    refused: both are said without where they were raised, unless ``options.traceback``.
+    A ``ValueError`` is a mistake of the user, an ``OSError`` a refusal of the system:
+    both are printed without a traceback, unless ``options.traceback``.
     """
     try:
         return options.run(options)
     except BrokenPipeError:
-        # Whoever read the output is gone; Python must not flush into it at its end.
+        # The reader has gone: Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except KeyboardInterrupt:
@@ -82,18 +82,18 @@ def finished(options: argparse.Namespace) -> int:
         if options.traceback:
             raise
         sys.stderr.write(f"towerjax {options.name}: {error}\n")
-        return WRONG if isinstance(error, ValueError) else NOT_STARTED
+        return USAGE if isinstance(error, ValueError) else NOT_STARTED
 
 
-def made(name: str | None) -> Any:
-    """A value, or what a function of that name makes; None where none is named."""
-    value = None if name is None else named(name)
-    return called(str(name)) if callable(value) else value
+def resolve_value(name: str | None) -> Any:
+    """The named value, or the result of the named function; None without a name."""
+    value = None if name is None else resolve(name)
+    return call_named(str(name)) if callable(value) else value
 
 
-def called(name: str, *strategy: Any) -> Any:
-    """What a function of that name makes, of a strategy or of nothing."""
-    function = named(name)
+def call_named(name: str, *strategy: Any) -> Any:
+    """The result of the named function, called with a strategy or nothing."""
+    function = resolve(name)
     given = "with a strategy" if strategy else "without arguments"
     try:
         inspect.signature(function).bind(*strategy)
@@ -104,8 +104,8 @@ def called(name: str, *strategy: Any) -> Any:
     return function(*strategy)
 
 
-def named(name: str) -> Any:
-    """What ``module:name`` names."""
+def resolve(name: str) -> Any:
+    """The object that ``module:name`` names."""
     module_name, colon, path = name.partition(":")
     is_file = module_name.endswith(".py") or os.sep in module_name
     is_relative = module_name.startswith(".") and not is_file
@@ -135,8 +135,8 @@ def named(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def here_importable() -> Iterator[None]:
-    """As for ``python -m``: modules of the current folder can be named."""
+def importing_from_here() -> Iterator[None]:
+    """Import modules of the current folder within the block, as ``python -m`` does."""
     here = os.getcwd()
     if here in sys.path or "" in sys.path:
         yield

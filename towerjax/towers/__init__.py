@@ -1,4 +1,4 @@
-"""What is a tower? Strategies, the tower's context, merge, variables, executors."""
+"""Towers: strategies, the tower's context, merge calls, variables and executors."""
 
 from towerjax.data.distribute import DistributedDataset as DistributedDataset
 from towerjax.data.sources import InputContext as InputContext

@@ -1,7 +1,7 @@
-"""How does a program run on several devices? By shard_map or pmap, and jit.
+"""Run a program on several devices by shard_map or pmap, and compile it.
 
-The only file that names these; `placement` says where the towers are, and
-`one_axis` how those of one device run.
+No other file but those of `towerjax.tools` calls shard_map, pmap or ``compile``.
+`placement` says where the towers are, and `tower_axis` runs those of one device.
 """
 
 import contextlib
@@ -15,19 +15,13 @@ import jax
 import jax.core
 from jax import lax
 
-from towerjax.mesh.placement import (
-    DEVICE_AXIS,
-    LOCAL_AXIS,
-    SPECS,
-    Placement,
-    TowerAxes,
-)
-from towerjax.mesh.private_jax import inline_and_merge, with_axis
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
+from towerjax.mesh.private_jax import bind_axis, inline_and_merge
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype
 
-_MEETING = "towerjax_meeting"
+_MERGING = "towerjax_merging"
 _HAVE_NO_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -42,10 +36,10 @@ def over_devices(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
 ) -> Callable[..., PyTree]:
-    """``device_fn`` on every device at once, as a function of global values."""
+    """Make ``device_fn``, which runs on every device, a function of global values."""
     if placement.num_devices == 1:
         return device_fn
-    device_fn = _without_mesh(device_fn, placement)
+    device_fn = _trace_without_mesh(device_fn, placement)
     if placement.executor == "pmap":
         return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
     specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
@@ -54,23 +48,23 @@ def over_devices(
         mesh=placement.mesh,
         in_specs=specs[0],
         out_specs=specs[1],
-        # True would sum gradients over towers by itself, and refuses plain user
-        # code; what it proved, towerjax.proof proves.
+        # True would sum gradients over towers and refuse plain user code; what it
+        # checks, towerjax.proof proves.
         check_vma=False,
     )
 
 
-def over_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """``fn`` of several trainings, or towers: of all arguments, dim 0 is theirs."""
+def vmap_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Map ``fn`` over dim 0 of all arguments, which runs over members or towers."""
     return jax.vmap(fn)
 
 
-def _without_mesh(
+def _trace_without_mesh(
     device_fn: Callable[..., PyTree], placement: Placement
 ) -> Callable[..., PyTree]:
-    """``device_fn``, traced as on one device: with a named axis and no mesh.
+    """Trace ``device_fn`` as on one device: with a named axis and no mesh.
 
-    In a mesh values are of other types than under ``jit``, and libraries that compare
+    In a mesh, values have other types than under ``jit``, and libraries that compare
     types refuse them.
     """
 
@@ -84,16 +78,16 @@ def _without_mesh(
         try:
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
         except Exception as error:
-            _explain_meshes(arrays_in(traced), error)
+            _explain_mesh_error(arrays_in(traced), error)
             raise
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return run
 
 
-def _explain_meshes(constants: Iterable[Any], error: Exception) -> None:
-    """Raise what to write where two meshes meet, that of a constant and the towers'."""
-    kinds = _kinds_in_a_mesh(constants)
+def _explain_mesh_error(constants: Iterable[Any], error: Exception) -> None:
+    """Raise a clear error where the mesh of a constant is not that of the towers."""
+    kinds = _kinds_in_mesh(constants)
     if kinds and "Mesh for all inputs" in str(error):
         raise ValueError(
             "A tower function closes over arrays that lie in a mesh, such as another"
@@ -103,20 +97,20 @@ def _explain_meshes(constants: Iterable[Any], error: Exception) -> None:
         ) from error
 
 
-def closed_over(jaxpr: Any) -> str:
-    """Of which kinds are the arrays in a mesh that are constants of it? Else ""."""
-    return _kinds_in_a_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
+def closed_over_kinds(jaxpr: Any) -> str:
+    """The types of a jaxpr's constants that lie in a mesh, as text; "" for none."""
+    return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Traced:
-    """What is known of a call besides its program; compared by identity."""
+class TracedCall:
+    """The first call of a traced function; compared by identity."""
 
     first: Any  # the call that was traced
     closes_over: str
 
     def refuse_again(self, call: Any) -> None:
-        """Raise where another call would have constants of the first one."""
+        """Raise where another call would use the constants of the first one."""
         if self.closes_over and self.first is not call:
             raise ValueError(
                 "A tower function closes over arrays that a strategy has placed, such"
@@ -128,7 +122,7 @@ class Traced:
             )
 
 
-def _kinds_in_a_mesh(constants: Iterable[Any]) -> str:
+def _kinds_in_mesh(constants: Iterable[Any]) -> str:
     types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
     kinds = {x.str_short() for x in types if not x.sharding.mesh.empty}
     return ", ".join(sorted(kinds)[:4])
@@ -142,7 +136,7 @@ def _over_devices_by_pmap(
 ) -> Callable[..., PyTree]:
     """The legacy path: the same global function by ``jax.pmap``.
 
-    Sizes are written out and never -1, which an array without elements would not tell.
+    No size is -1, which ``reshape`` cannot infer for an array without elements.
     """
     num_devices = placement.num_devices
 
@@ -158,8 +152,8 @@ def _over_devices_by_pmap(
         args = tuple(jax.tree.map(_at_axis(split), tuple(in_layouts), args))
         layouts = jax.tree.leaves(jax.tree.broadcast(tuple(in_layouts), args))
         leaves, treedef = jax.tree.flatten(args)
-        # One axis a leaf: JAX takes in_axes of as many entries as there are leaves for
-        # that, even where one argument has no leaves and another has several.
+        # One entry a leaf: JAX reads in_axes with as many entries as leaves like this,
+        # even if one argument has no leaves and another has several.
         mapped = jax.pmap(
             lambda *leaves: device_fn(*jax.tree.unflatten(treedef, leaves)),
             axis_name=DEVICE_AXIS,
@@ -190,7 +184,10 @@ def trace_one_tower(
     *,
     args_of: int | None = None,
 ) -> tuple[Any, PyTree]:
-    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices."""
+    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
+
+    With ``args_of`` the global ``args`` are split over so many devices instead.
+    """
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
@@ -203,18 +200,18 @@ def trace_one_tower(
 
 
 def is_inside_tower() -> bool:
-    """Is a tower function or a merge function being traced?"""
+    """Whether a tower function or a merge function is being traced."""
     return _is_bound(DEVICE_AXIS) or _is_bound(LOCAL_AXIS)
 
 
 def is_of_one_tower(value: PyTree) -> bool:
-    """Is it of a tower function, and not of a merge function, which has all towers'?"""
-    return has_tracers(value) and is_inside_tower() and not _is_bound(_MEETING)
+    """Whether ``value`` is traced in a tower function, and not in a merge function."""
+    return has_tracers(value) and is_inside_tower() and not _is_bound(_MERGING)
 
 
-def meeting() -> Any:
-    """A context for a merge function."""
-    return with_axis(_MEETING)
+def in_merge_fn() -> Any:
+    """The context in which a merge function runs."""
+    return bind_axis(_MERGING)
 
 
 def _is_bound(axis: str) -> bool:
@@ -226,8 +223,8 @@ def _is_bound(axis: str) -> bool:
 
 
 @contextlib.contextmanager
-def tower_explained() -> Iterator[None]:
-    """Around a tower function: says why ``if tower.id == 0`` or an axis cannot be."""
+def explain_errors() -> Iterator[None]:
+    """Explain errors of a tower function: values not yet known, unbound axes."""
     try:
         yield
     except _HAVE_NO_VALUE as error:
@@ -250,21 +247,21 @@ def tower_explained() -> Iterator[None]:
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """The tree with each array replaced by the shape and dtype it has on a device."""
+    """Replace each array by the shape and dtype that it has on a device."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), tree
     )
 
 
 def lower_on_devices(traced: Any, placement: Placement) -> Any:
-    """The traced program lowered; of towers in turn, in the same form on any devices.
+    """Lower a traced program; under ``local="scan"``, in the same form on any devices.
 
-    For several devices XLA inlines calls and merges equal operations before anything
-    else. For one device it first rewrites operations by how often their operands are
-    used (a division by what is used once becomes a product with the inverse), and then
-    bits depend on ``D``. So for one device that is done here.
+    For several devices XLA first inlines calls and merges equal operations. For one
+    device it first rewrites operations by how often their operands are used (a division
+    by a value used once becomes a product with its inverse), so that bits would depend
+    on ``D``. So calls are inlined and operations merged here.
     """
-    # JAX lowers for the default platform, which an absent one never is.
+    # JAX would lower for the default platform, which absent devices never have.
     absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
     try:
         lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
@@ -281,23 +278,23 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
 
 
 def compile_on_devices(lowered: Any, placement: Placement) -> Any:
-    """The lowered program compiled; where absent GPUs need it, by kernels of cuBLAS."""
+    """Compile a lowered program; for absent GPUs with cuBLAS kernels, if needed."""
     if placement.absent is None:
         return lowered.compile()
     with warnings.catch_warnings():
-        # JAX keeps programs for absent devices on the disk, and cannot read them.
+        # JAX's persistent cache stores programs for absent devices that it cannot read.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        return _compiled_for_absent(lowered)
+        return _compile_for_absent(lowered)
 
 
-def _compiled_for_absent(lowered: Any) -> Any:
+def _compile_for_absent(lowered: Any) -> Any:
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "output tile sizes" not in str(error):
             raise
-    # XLA chooses tiles before it knows whether they fit, and leaves it to trials on the
-    # device to find others: openxla/xla, pull request 36792.
+    # XLA chooses tiles before it knows whether they fit, and finds others by trials on
+    # the device alone: openxla/xla, pull request 36792.
     warnings.warn(
         "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
         " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false.",

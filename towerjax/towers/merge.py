@@ -1,4 +1,4 @@
-"""How do towers meet? merge_call: one function sees all towers' values side by side."""
+"""merge_call, and the checks and stacking of the towers' values that it needs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,14 @@ from jax import lax
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof.scale import MERGED
-from towerjax.towers.executors import meeting
+from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import native, refuse_unheld
 
 
 def refuse_in_turn(axes: TowerAxes, what: str) -> None:
-    """Raise when the towers of a device run one after another and cannot meet."""
+    """Raise under ``local="scan"``, where a device's towers cannot communicate."""
     if axes.in_turn:
         raise ValueError(
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
@@ -29,7 +29,7 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
 
 
 def refuse_all_towers(value: PyTree, what: str) -> None:
-    """Raise where a tower would meet with what is all towers' already."""
+    """Raise where a tower would gather a value that all towers already hold."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerTower))
     if any(isinstance(x, PerTower) for x in leaves):
         raise ValueError(
@@ -40,23 +40,23 @@ def refuse_all_towers(value: PyTree, what: str) -> None:
 
 
 def is_mergeable(leaf: Any) -> bool:
-    """Is it a value that may differ from tower to tower, an array?"""
+    """Whether ``leaf`` is an array, which may differ from tower to tower."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
-def held(root: str, tree: PyTree) -> PyTree:
-    """The tree in native byte order, once devices can hold each array in it."""
+def as_native(root: str, tree: PyTree) -> PyTree:
+    """The tree in native byte order; raise where devices cannot hold an array."""
     arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
     refuse_unheld(root, arrays)
     return jax.tree.map(native, tree)
 
 
-def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
-    """The towers' values as leaves ``[T, ...]``."""
+def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
+    """Stack the towers' values to leaves ``[T, ...]``."""
     rows = value.values
-    if are_apart(rows):
+    if is_tuple(rows):
         check_structures(rows, name)
-        rows = jax.tree.map(lambda *leaves: _stacked(leaves, name), *rows or [()])
+        rows = jax.tree.map(lambda *leaves: _stack_leaves(leaves, name), *rows or [()])
         rows = rows if value.values else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
@@ -68,13 +68,13 @@ def stacked_rows(value: PerTower, num_towers: int, name: str) -> PyTree:
     return rows
 
 
-def are_apart(values: Any) -> bool:
-    """Are they the towers' values apart, in a tuple, and not side by side?"""
+def is_tuple(values: Any) -> bool:
+    """Whether ``values`` is a tuple of one value a tower, and no tree ``[T, ...]``."""
     return type(values) is tuple
 
 
-def num_rows(rows: PyTree) -> int:
-    """How many towers' values lie side by side."""
+def num_stacked(rows: PyTree) -> int:
+    """The number of towers whose values are stacked in ``rows``."""
     counts = {np.shape(x)[:1] for x in jax.tree.leaves(rows)}
     if len(counts) == 1 and counts != {()}:
         return counts.pop()[0]
@@ -86,7 +86,7 @@ def num_rows(rows: PyTree) -> int:
 
 
 def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> None:
-    """Raise unless all towers' values have one structure."""
+    """Raise unless all towers' values have the same structure."""
     treedefs = [jax.tree.structure(row, is_leaf=is_leaf) for row in rows]
     for tower, treedef in enumerate(treedefs):
         if treedef != treedefs[0]:
@@ -96,7 +96,7 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
             )
 
 
-def _stacked(leaves: Sequence[Any], name: str) -> jax.Array:
+def _stack_leaves(leaves: Sequence[Any], name: str) -> jax.Array:
     shapes = [np.shape(leaf) for leaf in leaves]
     if len(set(shapes)) > 1:
         raise ValueError(
@@ -122,10 +122,10 @@ def merge_over_towers(
     values: tuple[PyTree, ...],
     named: dict[str, PyTree],
 ) -> PyTree:
-    """``merge_fn`` of all towers' values, seen by every tower alike.
+    """``merge_fn`` of all towers' values, the same on every tower.
 
-    Every tower computes the same function of the same gathered values, so the
-    result needs no sending back, and it differentiates as it stands.
+    Every tower computes the same function of the same gathered values, so nothing is
+    sent back, and JAX can differentiate it.
     """
     refuse_in_turn(axes, "tower.merge_call")
     refuse_all_towers((values, named), "tower.merge_call")
@@ -144,10 +144,10 @@ def merge_over_towers(
         if not isinstance(leaf, PerTower):
             return leaf
         what = "A PerTower that merge_fn returned"
-        return jax.tree.map(row_of, stacked_rows(leaf, axes.num_towers, what))
+        return jax.tree.map(row_of, stack_towers(leaf, axes.num_towers, what))
 
     with jax.named_scope(MERGED):
         values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
-    with meeting():
+    with in_merge_fn():
         merged = merge_fn(strategy, *values, **named)
     return jax.tree.map(own_row, merged, is_leaf=is_per_tower)

@@ -1,4 +1,4 @@
-"""What may a tower function return? Losses, metrics, rows and local values."""
+"""Check what a tower function returns: losses, metrics, rows and local values."""
 
 import dataclasses
 from typing import Any
@@ -9,20 +9,20 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.shard import refuse_other_than_rows
-from towerjax.metrics.state import compute, described, is_metric
+from towerjax.metrics.state import compute, explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER, HAS_EXAMPLES
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import changes, listed, widened
+from towerjax.types.leaves import changes, listed, widen_dtype
 
 
 def as_tower_output(
     out: Any, loss_reduction: Reduction | None, tower: Tower | None = None
 ) -> TowerOutput:
-    """What a loss function returned, with its loss as a ``Weighted`` of two scalars.
+    """What a loss function returned, its loss a ``Weighted`` of scalars or ``Means``.
 
-    A bare one of a tower without examples counts in no mean of towers' values.
+    A bare loss of a tower without examples has weight 0 in a mean of towers' values.
     """
     out = out if isinstance(out, TowerOutput) else TowerOutput(loss=out)
     loss = out.loss
@@ -46,24 +46,23 @@ def as_tower_output(
             " towers) or tj.Reduction.MEAN (the mean of the towers' values)."
         )
     else:
-        loss = _of_scalar(jnp.asarray(loss), loss_reduction, tower)
+        loss = _weigh_loss(jnp.asarray(loss), loss_reduction, tower)
     if isinstance(loss, Means):
-        return dataclasses.replace(out, loss=_checked_means(loss))
-    return dataclasses.replace(out, loss=_checked_loss(loss))
+        return dataclasses.replace(out, loss=_check_means(loss))
+    return dataclasses.replace(out, loss=_check_loss(loss))
 
 
-def _of_scalar(loss: jax.Array, reduction: Reduction, tower: Tower | None) -> Weighted:
+def _weigh_loss(loss: jax.Array, reduction: Reduction, tower: Tower | None) -> Weighted:
     if reduction is Reduction.SUM:
         return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER), 1.0)
     if tower is None or not is_in_step(tower):
         return Weighted(loss, 1.0)
     has_examples = checkpoint_name(tower.weight.max(), HAS_EXAMPLES)
-    return Weighted(
-        jnp.where(has_examples > 0, loss, jnp.zeros_like(loss)), has_examples
-    )
+    loss = jnp.where(has_examples > 0, loss, jnp.zeros_like(loss))
+    return Weighted(loss, has_examples)
 
 
-def _checked_means(loss: Means) -> Means:
+def _check_means(loss: Means) -> Means:
     if not loss.terms:
         raise ValueError(
             "The loss function returned tj.shared(...) alone, which no row has a part"
@@ -76,10 +75,10 @@ def _checked_means(loss: Means) -> Means:
         raise ValueError(
             f"tj.shared(...) has shape {shared.shape}; it is one number, ()."
         )
-    return Means(tuple(map(_checked_loss, loss.terms)), shared)
+    return Means(tuple(map(_check_loss, loss.terms)), shared)
 
 
-def _checked_loss(loss: Weighted) -> Weighted:
+def _check_loss(loss: Weighted) -> Weighted:
     total, weight = jnp.asarray(loss.sum), jnp.asarray(loss.weight)
     if total.shape or weight.shape:
         raise ValueError(
@@ -92,7 +91,7 @@ def _checked_loss(loss: Weighted) -> Weighted:
             f"The loss has dtype {total.dtype}, which has no gradient; it must be"
             " floating. Convert the losses before they are added."
         )
-    wide = widened(total.dtype)
+    wide = widen_dtype(total.dtype)
     return Weighted(total.astype(wide), weight.astype(wide))
 
 
@@ -118,7 +117,7 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
         return is_own or states or _is_array(metric)
 
     bad = [
-        f"metrics[{name!r}] is {described(metric)}"
+        f"metrics[{name!r}] is {explain_misuse(metric)}"
         for name, metric in metrics.items()
         if not isinstance(name, str) or not fits(metric)
     ]
@@ -146,7 +145,7 @@ def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTree:
-    """Outputs, once each leaf has one row for each of the tower's rows."""
+    """Raise unless each leaf of outputs has one row for each of the tower's rows."""
     refuse_other_than_rows(outputs, name)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"
@@ -164,7 +163,7 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
 
 
 def check_local(before: PyTree, after: PyTree) -> PyTree:
-    """The next local values, once they are like the ones before."""
+    """Raise unless the next local values have the structure of the current ones."""
     if found := changes("local", before, after):
         raise ValueError(
             f"TowerOutput.local must be like tower.local, but {listed(found)}. Start"

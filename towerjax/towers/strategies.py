@@ -1,4 +1,4 @@
-"""Which towers, where, and how do they reduce? Mirrored and OneDevice."""
+"""The strategies Mirrored and OneDevice: towers, their devices, and their options."""
 
 import dataclasses
 import functools
@@ -18,10 +18,10 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
-from towerjax.types.options import check_choice, check_takes, check_whole, plain_wholes
+from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
-"""How a step's state lies between steps; see `Mirrored`."""
+"""The layout of a step's state between steps; see `Mirrored`."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,30 +32,30 @@ class Mirrored(CrossTowerMethods):
       devices: ``"platform:index"`` names or ``jax.Device`` objects, in tower order;
         None takes every accelerator of every process, or the CPUs where there is
         none. The index counts over all processes, process after process. Or `Absent`
-        ones, for which steps are proved and compiled, and not run.
-      num_gpus: ``devices`` as the first so many GPUs of each process; 0 is the CPU.
+        devices, for which steps are proved and compiled, but not run.
+      num_gpus: The number of GPUs of each process, the first ones; 0 is the CPU.
       num_gpus_per_worker: The same, by its other name.
       towers: ``T``; None is one a device. A multiple of the number of devices;
-        where ``devices`` is None, as many of them are used as divide it.
+        where ``devices`` is None, the most devices that divide ``T`` are used.
       local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
         ``"scan"`` one after another, which needs the memory of one.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
-      cross_tower_ops: How a reduction travels: `AllReduce`, `PinnedTree`, `Packed`,
+      cross_tower_ops: How sums are communicated: `AllReduce`, `PinnedTree`, `Packed`,
         `ReduceToOneDevice`, `Hierarchical` or `Compressed`; see
         `choose_cross_tower_ops`.
       prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
-        places each when it is asked for.
-      axis_name: A name of the axis of all towers for code that has one written in it,
-        such as ``"batch"``; ``tower.axis_names`` holds it.
-      state: How a step's state lies between steps: ``"mirrored"``, whole on each
-        device; ``"sharded_optimizer"``: of the optimizer's state each device holds and
-        updates a part; ``"sharded"``: of the parameters too. They are gathered whole at
-        the start of the towers, so that a device holds them all while these run.
+        places each when it is requested.
+      axis_name: A name of the axis of all towers for code with a fixed axis name, such
+        as ``"batch"``; ``tower.axis_names`` holds it.
+      state: The layout of a step's state between steps: ``"mirrored"``, whole on each
+        device; ``"sharded_optimizer"``: each device holds and updates a part of the
+        optimizer's state; ``"sharded"``: of the parameters too. Parameters are gathered
+        before the towers run, so that a device holds all of them while they run.
 
     Raises:
-      ValueError: Options that exclude each other, no or duplicate devices, a name
-        that is none, ``towers`` that the devices do not divide, ``cross_tower_ops``
-        that these devices cannot honour.
+      ValueError: Options that exclude each other, no or duplicate devices, an invalid
+        name, ``towers`` that the devices do not divide, ``cross_tower_ops`` that these
+        devices cannot honour.
 
     Example:
       >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
@@ -76,12 +76,12 @@ class Mirrored(CrossTowerMethods):
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
         _check_choices(self)
-        plain_wholes(self)
+        cast_ints(self)
         if not isinstance(self.devices, Absent | None):
             object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()
         if devices is not None:
-            _check_divides(self.towers, len(devices))
+            _check_num_towers(self.towers, len(devices))
             _check_ops(self.cross_tower_ops, devices)
 
     @functools.cached_property
@@ -99,7 +99,7 @@ class Mirrored(CrossTowerMethods):
         )
 
     def _named_devices(self) -> tuple[str, ...] | None:
-        """The devices that the options name; None where they leave it open."""
+        """The devices that the options name; None where they name none."""
         if isinstance(self.devices, Absent):
             return self.devices.names
         if self.devices is not None:
@@ -119,11 +119,11 @@ class Mirrored(CrossTowerMethods):
         if named is not None:
             return named
         found = tuple(canonical_device_name(device) for device in jax.devices())
-        return found if self.towers is None else _shared_evenly(found, self.towers)
+        return found if self.towers is None else _pick_devices(found, self.towers)
 
 
-def _shared_evenly(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
-    """As many of the devices as share the towers evenly, as many of each process."""
+def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
+    """The most devices, as many of each process, that divide the towers."""
     processes = jax.process_count()
     each = len(found) // processes
     fitting = [n for n in range(1, each + 1) if towers % (n * processes) == 0]
@@ -170,7 +170,7 @@ class OneDevice(CrossTowerMethods):
     axis_name: str = TOWER_AXIS
 
     state: ClassVar[StateLayout] = "mirrored"  # one device holds all of it
-    cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # nothing travels
+    cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # no communication
 
     def __post_init__(self) -> None:
         _check_axis_name(self.axis_name)
@@ -203,7 +203,7 @@ Strategy = Mirrored | OneDevice
 
 
 def check_roles(builder: str, **given: Any) -> None:
-    """Raise unless each argument of a builder is what its place asks for."""
+    """Raise unless each argument of a builder has the type for its position."""
 
     def fits(role: str, x: Any) -> bool:
         if role == "strategy":
@@ -263,7 +263,7 @@ def _check_choices(strategy: Mirrored) -> None:
 
 
 def _check_sharded(strategy: Mirrored) -> None:
-    """Raise where the state would be sharded and something else needs it whole."""
+    """Raise where the state would be sharded and another option needs it whole."""
     if strategy.state == "mirrored":
         return
     if strategy.executor == "pmap":
@@ -292,10 +292,10 @@ def _check_axis_name(name: Any) -> None:
         )
 
 
-def _check_divides(towers: int | None, num_devices: int) -> None:
+def _check_num_towers(towers: int | None, num_devices: int) -> None:
     if towers is not None and towers % num_devices:
-        below, above = towers // num_devices * num_devices, -(-towers // num_devices)
-        choices = [n for n in (below, above * num_devices) if n]
+        below = towers // num_devices * num_devices
+        choices = [n for n in (below, below + num_devices) if n]
         raise ValueError(
             f"towers={towers} is not a multiple of the {num_devices} devices, so they"
             " cannot share the towers evenly. Use towers="

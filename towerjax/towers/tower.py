@@ -1,4 +1,4 @@
-"""What may a tower function ask about its tower?"""
+"""Tower: what a tower function can read and call during a trace."""
 
 import dataclasses
 import operator
@@ -19,12 +19,8 @@ from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
 from towerjax.proof.scale import GATHERED, REDUCED
-from towerjax.towers.merge import (
-    merge_over_towers,
-    refuse_all_towers,
-    refuse_in_turn,
-)
-from towerjax.towers.variables import Variable, assigned_in_tower
+from towerjax.towers.merge import merge_over_towers, refuse_all_towers, refuse_in_turn
+from towerjax.towers.variables import Variable, assign_in_tower
 from towerjax.types import PyTree, Reduction
 
 _STATIC = {"static": True}
@@ -33,12 +29,12 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tower:
-    """What a tower function may ask about its tower.
+    """What a tower function knows about its tower, and how it communicates.
 
     A pytree, so that functions under ``jax.jit`` and ``jax.checkpoint`` take it.
 
     Attributes:
-      id: ``()`` int32, which tower this is, from 0 to ``T - 1``; traced.
+      id: ``()`` int32, the tower's number, from 0 to ``T - 1``; traced.
       num_towers: ``T``; static.
       local: This tower's copy of the tower-local variables (in evaluation and
         prediction: their aggregate), a pytree without its ``TowerLocal``.
@@ -52,14 +48,14 @@ class Tower:
     strategy: Any = dataclasses.field(metadata=_STATIC)
     extra: PyTree
     _axes: TowerAxes = dataclasses.field(metadata=_STATIC)
-    # None outside a step, which alone has a number, a key and a batch.
+    # None outside a step: only steps have a number, a key and a batch.
     _step: jax.Array | None
     _rng: jax.Array | None
     _micro_batch: jax.Array | None
     _num_valid: jax.Array | None
     _first_row: Any
     _rows: int = dataclasses.field(metadata=_STATIC)
-    # Of means' denominators: who adds up this tower's; those of all, where known.
+    # For sums of means: _note takes a tower's denominators, _known holds all towers'.
     _note: Any = dataclasses.field(default=None, metadata=_STATIC)
     _known: Any = dataclasses.field(default=None, metadata=_STATIC)
     _parts: int = dataclasses.field(default=1, metadata=_STATIC)
@@ -67,12 +63,12 @@ class Tower:
     @property
     def step(self) -> jax.Array:
         """``()`` int32, the number of steps before this one."""
-        return _of_a_step(self._step, "step", "a counter")
+        return _require_step(self._step, "step", "a counter")
 
     @property
     def rng(self) -> jax.Array:
         """A key of this tower, step and micro-batch: the same on any devices."""
-        key = _of_a_step(self._rng, "rng", "a key, and fold tower.id into it")
+        key = _require_step(self._rng, "rng", "a key, and fold tower.id into it")
         key = jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)
         if self._micro_batch is None:
             return key
@@ -81,35 +77,35 @@ class Tower:
     @property
     def shared_rng(self) -> jax.Array:
         """A key of this step, the same on all towers and micro-batches."""
-        key = _of_a_step(self._rng, "shared_rng", "a key")
-        # A number that is no tower's: this key is none of their own.
+        key = _require_step(self._rng, "shared_rng", "a key")
+        # No tower has this number, so that no tower has this key.
         return jax.random.fold_in(jax.random.fold_in(key, self.step), 2**32 - 1)
 
     @property
     def rows(self) -> int:
-        """``b``, how many rows this tower works on here; static."""
-        _of_a_step(self._num_valid, "rows", "x.shape[0]")
+        """``b``, the number of rows that this tower works on here; static."""
+        _require_step(self._num_valid, "rows", "x.shape[0]")
         return self._rows
 
     @property
     def weight(self) -> jax.Array:
         """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
-        # Made when asked for: a step that pads can then see that nothing reads it.
-        num_valid = _of_a_step(self._num_valid, "weight", "weights (ctx.weight)")
+        # Computed on access, so that a step that pads can see that nothing reads it.
+        num_valid = _require_step(self._num_valid, "weight", "weights (ctx.weight)")
         return row_weights(num_valid, self._first_row, self._rows)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
         """Axis names for code that communicates by itself, such as batch norm.
 
-        One axis of all ``T`` towers in tower order, wherever they lie, on a lone tower
-        too. Its name is the strategy's ``axis_name``, where that is given.
+        One axis of all ``T`` towers in tower order, on any devices, also where ``T`` is
+        1. Its name is the strategy's ``axis_name``, where that is given.
 
         Returns:
           A tuple of one name, for ``axis_name=`` and ``lax.psum``.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet.
+          ValueError: Under ``local="scan"``, where towers cannot communicate.
         """
         refuse_in_turn(self._axes, "tower.axis_names")
         return (self._axes.tower_axis,)
@@ -123,21 +119,21 @@ class Tower:
     ) -> PyTree:
         """What ``merge_fn(strategy, *per_tower_values)`` returns, on each tower.
 
-        All towers meet; ``merge_fn`` sees each array of ``values`` as a
-        ``PerTower`` for ``strategy.unwrap`` and ``strategy.reduce``. A ``PerTower``
-        that it returns is handed out row by row. Differentiable.
+        The towers' values are gathered; ``merge_fn`` sees each array of ``values`` as a
+        ``PerTower`` for ``strategy.unwrap`` and ``strategy.reduce``. Of a ``PerTower``
+        that it returns, each tower gets its row. Differentiable.
 
         Args:
           merge_fn: The function of all towers' values.
           *values: This tower's values, pytrees; leaves that are no arrays are the
-            same on all towers and handed on as they are.
+            same on all towers and passed unchanged.
           **named: The same, by name.
 
         Returns:
           The result, the same on every tower but for ``PerTower`` leaves.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet.
+          ValueError: Under ``local="scan"``, where towers cannot communicate.
 
         Example:
           >>> import towerjax as tj
@@ -156,9 +152,9 @@ class Tower:
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
         """One value of all towers' values, the same on each tower.
 
-        With several micro-batches the towers meet in each, of its rows alone: a loss
-        that is divided by a sum over the batch takes that as rows of the batch, see
-        ``docs/limits.md``.
+        With several micro-batches this reduces over the rows of each micro-batch alone:
+        a loss that is divided by a sum over the batch takes that sum as rows of the
+        batch, see ``docs/limits.md``.
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
@@ -180,7 +176,7 @@ class Tower:
             return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
-        """All towers' values side by side, or joined along a dim.
+        """All towers' values stacked, or joined along a dim.
 
         One compiled program has one shape for all towers; values whose sizes differ
         along the dim are joined outside, by ``strategy.gather``.
@@ -196,8 +192,8 @@ class Tower:
           along dim 0 are rows of ``[T N, ...]``.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers never meet; a leaf has no
-            such dim, or it is not dim 0 of ``IndexedRows``.
+          ValueError: Under ``local="scan"``, where towers cannot communicate; a leaf
+            has no such dim, or it is not dim 0 of ``IndexedRows``.
         """
         refuse_in_turn(self._axes, "tower.all_gather")
         refuse_all_towers(value, "tower.all_gather")
@@ -217,18 +213,18 @@ class Tower:
 
     @property
     def note_weights(self) -> Callable[[list[Any]], None] | None:
-        """Takes denominators of several means, in a pass that adds them up; or None."""
+        """Takes the denominators of means, in a pass that adds them up; else None."""
         return self._note
 
     def weights_of_all(self) -> tuple[list[Any], int]:
-        """The next denominators of several means, of all towers and micro-batches.
+        """The next denominators of a sum of means, over all towers and micro-batches.
 
         Returns:
-          The sums, and in how many parts all rows are worked off: each counts what all
-          share once.
+          The sums, and the number of parts that all rows are split into; each part
+          counts a shared term once.
 
         Raises:
-          UnknownWeights: Nobody has added them up; a step then does, and starts again.
+          UnknownWeights: No pass has added them up; a step then does, and traces again.
         """
         if self._known is None:
             raise UnknownWeights
@@ -260,18 +256,18 @@ class Tower:
           >>> float(out.value)
           0.5
         """
-        return assigned_in_tower(self, variable, value, lambda old, new: new)
+        return assign_in_tower(self, variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Any:
-        """As `assign`, of the variable with the value, once reduced, added."""
-        return assigned_in_tower(self, variable, value, operator.add)
+        """As `assign`, but adds the reduced value to the variable."""
+        return assign_in_tower(self, variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
-        """As `assign`, of the variable with the value, once reduced, taken off."""
-        return assigned_in_tower(self, variable, value, operator.sub)
+        """As `assign`, but subtracts the reduced value from the variable."""
+        return assign_in_tower(self, variable, value, operator.sub)
 
 
-def _of_a_step(value: Any, name: str, instead: str) -> Any:
+def _require_step(value: Any, name: str, instead: str) -> Any:
     if value is None:
         raise ValueError(
             f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
@@ -281,12 +277,12 @@ def _of_a_step(value: Any, name: str, instead: str) -> Any:
 
 
 def is_in_step(tower: Tower) -> bool:
-    """Has the tower a step's batch, and so ``weight`` and ``rows``?"""
+    """Whether the tower has a step's batch, and so ``weight`` and ``rows``."""
     return tower._num_valid is not None
 
 
-def told(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
-    """The axes of all towers, and what `tower_of` was told of this alone."""
+def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
+    """The axes of all towers, and the arguments of `tower_of` for this tower alone."""
     return tower._axes, {
         "tower_id": tower.id,
         "num_valid": tower._num_valid,
@@ -307,7 +303,7 @@ def tower_of(
     first_row: Any = 0,
     micro_batch: jax.Array | None = None,
 ) -> Tower:
-    """The context of one tower; outside of a step there is no state."""
+    """Make the context of one tower; ``state`` is None outside a step."""
     return Tower(
         id=tower_id,
         num_towers=axes.num_towers,

@@ -1,4 +1,4 @@
-"""What has each tower of its own? Tower-local variables, and how they are read."""
+"""Stack, check and read tower-local variables: one copy a tower."""
 
 import dataclasses
 from typing import Any
@@ -11,15 +11,15 @@ from jax.core import Tracer
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
-    addable,
     check_addable,
-    from_first,
     reduce_stacked,
     reduced_dtype,
+    sum_dtype,
+    take_first,
 )
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, waited
-from towerjax.towers.one_axis import first_tower_of_device
-from towerjax.towers.variables import TowerLocal, is_variable, named, plain
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
+from towerjax.towers.tower_axis import first_tower_of_device
+from towerjax.towers.variables import TowerLocal, is_variable, label, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import (
     is_key,
@@ -32,12 +32,12 @@ from towerjax.types.leaves import (
 
 
 def is_local(x: Any) -> bool:
-    """Is it a tower-local variable?"""
+    """Whether ``x`` is a tower-local variable."""
     return isinstance(x, TowerLocal)
 
 
 def layouts_of(variables: PyTree) -> PyTree:
-    """Where each part of the variables lies."""
+    """The layout of each variable."""
     return jax.tree.map(
         lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
         variables,
@@ -46,7 +46,7 @@ def layouts_of(variables: PyTree) -> PyTree:
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:
-    """Tower-local variables with other values: the inverse of `plain`."""
+    """Replace the values of tower-local variables: the inverse of `plain`."""
     return jax.tree.map(
         lambda x, value: dataclasses.replace(x, value=value),
         local,
@@ -55,9 +55,9 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
     )
 
 
-def stacked_local(local: PyTree, num_towers: int) -> PyTree:
-    """Initial tower-local variables, one copy a tower."""
-    local = checked_local(local)
+def stack_local(local: PyTree, num_towers: int) -> PyTree:
+    """Copy initial tower-local variables for each tower, to leaves ``[T, ...]``."""
+    local = check_tower_local(local)
 
     def stack(x: Any) -> Any:
         if is_key(x) or isinstance(x, Tracer):
@@ -67,8 +67,8 @@ def stacked_local(local: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(stack, local)
 
 
-def checked_local(local: PyTree) -> PyTree:
-    """Tower-local variables, once each says how it is read."""
+def check_tower_local(local: PyTree) -> PyTree:
+    """Raise unless all of ``local`` are tower-local variables; None becomes {}."""
     local = {} if local is None else local
     bare = [
         name
@@ -104,24 +104,23 @@ def read_local(local: PyTree) -> PyTree:
     for variable in variables:
         if variable.reduction is Reduction.NONE:
             raise ValueError(
-                f"{named(variable)} has Reduction.NONE, so it has no one value. Give it"
+                f"{label(variable)} has Reduction.NONE, so it has no one value. Give it"
                 " SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own with unwrap."
             )
         check_addable(variable.reduction, variable.value)
-    return waited(_read(local))
+    return wait_on_cpus(_read_all(local))
 
 
 def read_variables(tree: PyTree) -> PyTree:
-    """The tree with each variable as its one value."""
+    """Replace each variable in the tree by its one value."""
     nodes = jax.tree.leaves(tree, is_leaf=is_variable)
     values = iter(read_local([x for x in nodes if is_local(x)]))
-
     return plain(map_parts(TowerLocal, lambda x: next(values), tree))
 
 
 @jax.jit
-def _read(local: PyTree) -> PyTree:
-    """All in one program; added in tower order, so that bits do not depend on ``D``."""
+def _read_all(local: PyTree) -> PyTree:
+    """Read all in one program, added in pairs: bits do not depend on ``D``."""
     return jax.tree.map(
         lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=is_local
     )
@@ -131,17 +130,17 @@ def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
     """Tower-local variables as one value each, inside a device function."""
-    number = first_tower_of_device(axes)
+    first_tower = first_tower_of_device(axes)
 
     def of_first(x: jax.Array) -> jax.Array:
         first = key_data(x)[0]
         if axes.device_axis:
-            first = from_first(first, number, (DEVICE_AXIS,))
+            first = take_first(first, first_tower, (DEVICE_AXIS,))
         return like_key(first, x)
 
     def addend(variable: TowerLocal) -> PyTree:
         def one(x: jax.Array) -> jax.Array:
-            return x.astype(addable(reduced_dtype(variable.reduction, x.dtype)))
+            return x.astype(sum_dtype(reduced_dtype(variable.reduction, x.dtype)))
 
         if variable.reduction in (Reduction.NONE, Reduction.ONLY_FIRST_TOWER):
             return None

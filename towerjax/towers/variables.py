@@ -1,4 +1,4 @@
-"""What are variables? A value with a name and a reduction: MirroredVar, TowerLocal."""
+"""Variables, a value with a name and a reduction: MirroredVar and TowerLocal."""
 
 import dataclasses
 import functools
@@ -13,12 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
 from towerjax.types import PerTower, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import listed, map_parts, problem_of
+from towerjax.types.leaves import listed, map_parts, problem_of, promote_dtypes
 
 
 @dataclasses.dataclass(frozen=True)
 class Variable:
-    """What variables are: a value with a reduction and a name."""
+    """The fields of variables: a value, a reduction and a name."""
 
     value: PyTree
     reduction: Reduction = dataclasses.field(metadata={"static": True})
@@ -46,7 +46,7 @@ class TowerLocal(Variable):
         pytree. In a ``TrainState`` and from ``strategy.create_var``: leaves
         ``[T, ...]``, split over the devices.
       reduction: How it is read as one value; NONE when it never is.
-      name: What errors call it.
+      name: Its name in error messages.
 
     Raises:
       ValueError: ``reduction`` is not a `Reduction`.
@@ -69,7 +69,7 @@ class MirroredVar(Variable):
       value: A pytree of arrays.
       reduction: How the values that towers assign become one; NONE when only
         ``strategy.assign`` and ``strategy.update`` change it.
-      name: What errors call it.
+      name: Its name in error messages.
 
     Raises:
       ValueError: ``reduction`` is not a `Reduction`.
@@ -85,38 +85,42 @@ class MirroredVar(Variable):
 
 
 def is_variable(x: Any) -> bool:
-    """Is it a variable?"""
+    """Whether ``x`` is a variable."""
     return isinstance(x, Variable)
 
 
 def is_per_tower(x: Any) -> bool:
-    """Does it hold one value a tower?"""
+    """Whether ``x`` holds one value a tower."""
     return isinstance(x, PerTower | TowerLocal)
 
 
 def any_per_tower(tree: PyTree) -> bool:
-    """Does any part of a tree hold one value a tower?"""
+    """Whether any part of a tree holds one value a tower."""
     return any(map(is_per_tower, jax.tree.leaves(tree, is_leaf=is_per_tower)))
 
 
-def named(variable: Variable) -> str:
-    """What errors call a variable."""
+def label(variable: Variable) -> str:
+    """The name of a variable in error messages."""
     kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
-def fitted(
+def fit(
     variable: Variable,
     value: PyTree,
     *,
     copies: bool = False,
     takes: Callable[[Any], Sequence[Any]] = lambda dtype: (dtype,),
 ) -> PyTree:
-    """The value in the structure, shapes and dtypes of the variable."""
+    """Cast the value to the variable's dtypes; raise where it does not fit.
+
+    With ``copies`` the variable holds ``[T, ...]`` and the value is for one tower.
+    ``takes(dtype)`` are the dtypes that fit a leaf of ``dtype``, preferred first.
+    """
     old = variable.value
     if jax.tree.structure(value) != jax.tree.structure(old):
         raise ValueError(
-            f"The value for {named(variable)} is {jax.tree.structure(value)}, but the"
+            f"The value for {label(variable)} is {jax.tree.structure(value)}, but the"
             f" variable holds {jax.tree.structure(old)}. Pass the same structure: the"
             " new value itself, as a function for strategy.update returns it, and rows"
             " of a table as rows.add_to(variable.value)."
@@ -141,7 +145,7 @@ def fitted(
     if problems:
         closed = isinstance(variable, TowerLocal) and not copies
         raise ValueError(
-            f"The value does not fit {named(variable)}: {listed(problems)}. Cast or"
+            f"The value does not fit {label(variable)}: {listed(problems)}. Cast or"
             " reshape it, or create the variable as the value is."
             + " A tower sees its own copy of a variable that is passed to it as an"
             " argument, and all towers' copies of one that it closes over." * closed
@@ -153,7 +157,7 @@ def _holds(dtype: Any, value: Any) -> bool:
     if jnp.result_type(value) == dtype:
         return True
     extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, _dtype(value))]
-    return not any(extended) and jnp.result_type(dtype, value) == dtype
+    return not any(extended) and promote_dtypes(dtype, value) == dtype
 
 
 def _dtype(value: Any) -> Any:
@@ -161,25 +165,25 @@ def _dtype(value: Any) -> Any:
 
 
 def plain(value: PyTree) -> PyTree:
-    """The tree with each variable replaced by what it holds."""
+    """Replace each variable in the tree by its value."""
     return map_parts(Variable, lambda x: x.value, value)
 
 
-def assigned_in_tower(
+def assign_in_tower(
     tower: Any,
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> Any:
-    """The variable after a tower has assigned to it."""
+    """Assign to a variable in a tower: the new variable."""
     check_variable(variable, "tower.assign")
     if isinstance(variable, MirroredVar):
         _check_reducible(variable)
-    new = fitted(variable, plain(value))
+    new = fit(variable, plain(value))
     if isinstance(variable, MirroredVar):
         if variable.reduction is Reduction.NONE:
             raise ValueError(
-                f"{named(variable)} has Reduction.NONE: you must specify an aggregation"
+                f"{label(variable)} has Reduction.NONE: you must specify an aggregation"
                 ". Create it with reduction=tj.Reduction.MEAN (or SUM,"
                 " ONLY_FIRST_TOWER), or meet first: tower.merge_call(lambda strategy,"
                 " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
@@ -189,22 +193,22 @@ def assigned_in_tower(
         if variable.reduction is Reduction.SUM:
             mark = functools.partial(checkpoint_name, name=SUMMED_FOR_A_VARIABLE)
             new = jax.tree.map(mark, new)
-        new = fitted(variable, tower.reduce(variable.reduction, new))
-    return dataclasses.replace(variable, value=combined(variable, combine, new))
+        new = fit(variable, tower.reduce(variable.reduction, new))
+    return dataclasses.replace(variable, value=next_value(variable, combine, new))
 
 
-def combined(
+def next_value(
     variable: Variable,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
     new: PyTree,
 ) -> PyTree:
-    """What a variable holds next."""
+    """``combine(old, new)`` of each leaf of a variable's value."""
     try:
         return jax.tree.map(combine, variable.value, new)
     except TypeError as error:
         dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(variable.value)})
         raise ValueError(
-            f"{named(variable)} holds {', '.join(dtypes)}, to which nothing can be"
+            f"{label(variable)} holds {', '.join(dtypes)}, to which nothing can be"
             f" added, or taken off, like that: {error} Compute the new value and use"
             " assign."
         ) from error
@@ -221,14 +225,14 @@ def _check_reducible(variable: MirroredVar) -> None:
         reduced = reduced_dtype(variable.reduction, dtype)
         if not _holds(dtype, jax.ShapeDtypeStruct((), reduced)):
             raise ValueError(
-                f"{named(variable)} is {dtype} ({name}) with {variable.reduction!r},"
+                f"{label(variable)} is {dtype} ({name}) with {variable.reduction!r},"
                 f" which makes {reduced} of the towers' values, and {dtype} cannot hold"
                 f" that. Create it as {reduced}, or with ONLY_FIRST_TOWER."
             )
 
 
 def check_variable(variable: Any, what: str) -> None:
-    """Raise unless it is a variable."""
+    """Raise unless ``variable`` is one."""
     if not is_variable(variable):
         raise ValueError(
             f"{what}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
@@ -245,7 +249,7 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
             shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
             raise ValueError(
                 f"A constant value {shown} cannot be reduced with the given aggregation"
-                f" Reduction.SUM of {named(variable)}: it is the same on all {n}"
+                f" Reduction.SUM of {label(variable)}: it is the same on all {n}"
                 " towers. Create the variable with MEAN or ONLY_FIRST_TOWER, and assign"
                 f" the value itself, or for {n} times it value * tower.num_towers."
             )

@@ -1,4 +1,4 @@
-"""What the nouns are: Sum, Rows, PerTower, Reduction, Layout, TowerOutput."""
+"""The nouns: Sum, Rows, Shared, PerTower, TowerOutput, Reduction and Layout."""
 
 import dataclasses
 import enum
@@ -18,8 +18,8 @@ class Reduction(enum.Enum):
     """How the values of ``T`` towers become one value.
 
     ``SUM`` adds them, ``MEAN`` adds them and divides by ``T``,
-    ``ONLY_FIRST_TOWER`` takes tower 0's, ``NONE`` says that the value is not to
-    be reduced: asking for one value of it is an error.
+    ``ONLY_FIRST_TOWER`` takes tower 0's, ``NONE`` forbids it: reducing the value is an
+    error.
     """
 
     SUM = "sum"
@@ -31,13 +31,13 @@ class Reduction(enum.Enum):
 
 
 class Layout(enum.Enum):
-    """Where one value lies.
+    """How one value lies on the devices.
 
     ``MIRRORED``: one value, the same on every tower. ``PER_TOWER``: dim 0 runs
     over towers (or over the examples, tower after tower) and is split over the
     devices. ``PER_TOWER_STEPS``: dim 0 runs over steps and dim 1 is split.
-    ``SHARDED``: one value, of which each device holds a part: its longest dim that the
-    devices divide is split; a value that has none is mirrored.
+    ``SHARDED``: one value, split over the devices along its longest dim that their
+    number divides; a value without such a dim is mirrored.
     """
 
     MIRRORED = "mirrored"
@@ -49,13 +49,13 @@ class Layout(enum.Enum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """What is added over micro-batches and towers, and never divided.
+    """A value that is added over micro-batches and towers, and never divided.
 
     A metric state: as a metric its value is the total of all rows.
 
     Attributes:
       value: An array or a pytree of arrays, a tower's part; after the merge the total.
-        What is narrower than 32 bits is added in 32.
+        Dtypes narrower than 32 bits are added in 32.
 
     Example:
       >>> Sum(3.0).merge(Sum(4.0)).value
@@ -94,10 +94,10 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A leaf of a batch that is no rows: the same on all towers, not split.
+    """A leaf of a batch that has no rows: the same on all towers, not split.
 
-    A temperature, an annealed rate, a teacher's parameters. It is traced, so that a new
-    value compiles nothing, and the tower function sees the bare tree in its place.
+    A temperature, an annealed rate, a teacher's parameters. It is traced, so a new
+    value compiles nothing, and the tower function gets the bare tree.
 
     Attributes:
       value: A pytree of arrays and numbers. Arrays that lie on all the step's devices
@@ -146,7 +146,8 @@ class TowerOutput:
     """What a tower's loss function may return besides its loss.
 
     Attributes:
-      loss: ``Weighted`` of two scalars (or a scalar, with ``loss_reduction``).
+      loss: ``Weighted`` of two scalars, a sum of such, or with ``loss_reduction`` a
+        scalar.
       metrics: Name -> ``Weighted``, ``Sum`` or another metric state (``tj.metrics``),
         merged over towers and micro-batches; ``PerTower`` of one; or a plain array that
         is the same on every tower, which is proved before the step is compiled. Of
@@ -173,7 +174,8 @@ class TowerOutput:
 LossFn: TypeAlias = Callable[[PyTree, PyTree, Any], Any]
 """``(params, batch, tower) -> Weighted | TowerOutput``: one tower's loss.
 
-``batch`` holds the tower's own rows, ``[b, ...]`` a leaf; ``tower`` is its `Tower`.
+The loss may be a sum of several ``Weighted``. ``batch`` holds the tower's own rows,
+``[b, ...]`` a leaf; ``tower`` is its `Tower`.
 """
 
 MetricFn: TypeAlias = Callable[[PyTree, PyTree, Any], Mapping[str, Any]]
@@ -187,7 +189,7 @@ PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 
 
 def short_repr(self: Any) -> str:
-    """The call that makes an equal object: only what differs from the defaults."""
+    """The constructor call of an equal object, without arguments left at defaults."""
     shown = [
         f"{field.name}={getattr(self, field.name)!r}"
         for field in dataclasses.fields(self)
@@ -197,12 +199,12 @@ def short_repr(self: Any) -> str:
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
-    """The name by which errors call a leaf, e.g. ``batch['image']``."""
+    """The name of a leaf in errors, e.g. ``batch['image']``."""
     return f"{root}{jax.tree_util.keystr(path)}"
 
 
 def name_by_key(path: tuple[Any, ...]) -> str:
-    """The name of a leaf of a tree whose keys say what its parts are."""
+    """The name of a leaf in a tree whose first key names the part."""
     name = leaf_name("", path)
     if name.startswith("['"):
         return name.removeprefix("['").replace("']", "", 1)
@@ -210,7 +212,7 @@ def name_by_key(path: tuple[Any, ...]) -> str:
 
 
 def names_by_key(tree: PyTree) -> list[str]:
-    """The names of the leaves of such a tree."""
+    """`name_by_key` of each leaf, in tree order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [name_by_key(path) for path, _ in leaves]
 
@@ -222,7 +224,7 @@ def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str
 
 
 def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """``(name, leaf)`` of every leaf, in tree order, as models call them."""
+    """``(name, leaf)`` of every leaf, in tree order, with ``/`` between keys."""
     keystr = jax.tree_util.keystr
     return [
         ("/".join(filter(None, [root, keystr(path, simple=True, separator="/")])), leaf)

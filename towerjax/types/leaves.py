@@ -1,4 +1,4 @@
-"""Which arrays can devices hold? The others are refused by name, with what to write."""
+"""Check which leaves devices can hold; refuse the others by name, with a remedy."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from towerjax.types import PyTree, named_leaves
 
-_ADVICE = {
+_REMEDY_OF_KIND = {
     "m": "divide by a unit, x / np.timedelta64(1, 's')",
     "M": "count from a first date, (x - x.min()) / np.timedelta64(1, 's')",
     "U": "give each text a number",
@@ -22,23 +22,22 @@ _ADVICE = {
     "c": "write x.astype(np.complex64)",
 }
 
-
 _NO_ARRAY = (
     "keep apart what is no array, and put it back in the function (of Equinox: params,"
     " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine; of Flax:"
     " model.init(key, x)['params'], or nnx.split(model))"
 )
-_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
+_TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
 _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
 
 def held_dtype(dtype: Any) -> Any:
-    """The dtype that an array has on a device: in native byte order."""
-    return _held(dtype, jax.config.read("jax_enable_x64"))
+    """The dtype that an array of ``dtype`` has on a device."""
+    return _device_dtype_of(dtype, jax.config.read("jax_enable_x64"))
 
 
-@functools.cache
-def _held(dtype: Any, _: bool) -> Any:
+@functools.cache  # for each value of jax_enable_x64
+def _device_dtype_of(dtype: Any, _: bool) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("="))
@@ -72,11 +71,11 @@ def problem_of(leaf: Any) -> str | None:
     dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     if not is_array and dtype.kind not in "biufc":
         return f"a {type(leaf).__name__}: {_NO_ARRAY}"
-    advice = _advice(dtype)
+    advice = _remedy(dtype)
     return advice and f"an array of dtype {dtype}: {advice}"
 
 
-def _advice(dtype: Any) -> str | None:
+def _remedy(dtype: Any) -> str | None:
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == np.bool_:
         return None
     if dtype.kind == "V":  # also what ml_dtypes adds to NumPy
@@ -87,9 +86,9 @@ def _advice(dtype: Any) -> str | None:
         is_number = dtype.kind in "iufc"
         is_number &= dtype.itemsize <= (16 if dtype.kind == "c" else 8)
     if not is_number:
-        return _ADVICE.get(dtype.kind, "give each a number")
+        return _REMEDY_OF_KIND.get(dtype.kind, "give each a number")
     inexact = jnp.issubdtype(dtype, jnp.inexact)
-    # Of several to a byte, programs and arrays may disagree on how they lie.
+    # Programs and arrays may pack elements of less than a byte differently.
     if (jnp.finfo if inexact else jnp.iinfo)(dtype).bits >= 8:
         return None
     unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
@@ -97,8 +96,8 @@ def _advice(dtype: Any) -> str | None:
     return f"cast it, x.astype({wide})"
 
 
-def wrapping(leaf: Any) -> Any:
-    """A number that wraps round in the devices' bits, as 2**40 to 0 in 32; or None."""
+def overflow_of(leaf: Any) -> Any:
+    """An element that would wrap round on the devices, as 2**40 in 32 bits; or None."""
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)
@@ -118,8 +117,8 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
     for name, leaf in named_leaves(root, tree):
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
         problem = _IS_SHAPE if is_shape else problem_of(leaf)
-        if problem is None and (x := wrapping(leaf)) is not None:
-            problem = f"an array that holds {x}, which would wrap round: {_WIDE}"
+        if problem is None and (x := overflow_of(leaf)) is not None:
+            problem = f"an array that holds {x}, which would wrap round: {_TOO_WIDE}"
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
@@ -133,14 +132,14 @@ def shown(x: Any) -> str:
 
 
 def listed(found: Iterable[Any]) -> str:
-    """What was found, as a text: eight at most, and how many more."""
+    """The texts of what was found: eight at most, and how many more."""
     texts = [str(x) for x in found]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return "; ".join(texts[:8] + more)
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """The tree with ``fn`` of each part of a class, and all else as it is."""
+    """The tree with ``fn`` applied to each node of class ``kind``."""
     return jax.tree.map(
         lambda x: fn(x) if isinstance(x, kind) else x,
         tree,
@@ -149,9 +148,9 @@ def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
 
 
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
-    """What leaves were and are where dtypes or shapes differ, or else containers."""
+    """A text for each leaf whose dtype or shape changed, or else for the container."""
     was, now = (
-        {n: f"{_dtype_of(x)}{list(jnp.shape(x))}" for n, x in leaves}
+        {n: f"{_device_dtype(x)}{list(jnp.shape(x))}" for n, x in leaves}
         for leaves in (named_leaves(root, before), named_leaves(root, after))
     )
     found = [
@@ -161,30 +160,30 @@ def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     ]
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if not found and trees[0] != trees[1]:
-        was, now = _apart(*trees)
+        was, now = _differing(*trees)
         found = [f"a container was {was} and is {now}"]
     return found
 
 
-def _apart(was: Any, now: Any) -> tuple[Any, Any]:
-    """The first parts of two structures that are of another kind."""
+def _differing(was: Any, now: Any) -> tuple[Any, Any]:
+    """The first nodes in which two tree structures differ."""
     if was.node_data() != now.node_data():
         return was, now
     pairs = zip(was.children(), now.children(), strict=False)
-    return next((_apart(*two) for two in pairs if two[0] != two[1]), (was, now))
+    return next((_differing(*two) for two in pairs if two[0] != two[1]), (was, now))
 
 
-def _dtype_of(leaf: Any) -> Any:
+def _device_dtype(leaf: Any) -> Any:
     return held_dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
 def has_tracers(tree: PyTree) -> bool:
-    """Is any leaf without a value, because JAX traces it?"""
+    """Whether any leaf is a tracer."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def refuse_traced(tree: PyTree) -> None:
-    """Raise where a step, which places and donates, is called inside of a trace."""
+    """Raise if a step, which places and donates, is called inside a trace."""
     if has_tracers(tree):
         raise ValueError(
             "A step is called from Python, and JAX traces what it was given. Inside of"
@@ -193,26 +192,31 @@ def refuse_traced(tree: PyTree) -> None:
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Is any leaf without a value, or are we where new arrays have none?"""
+    """Whether any leaf is a tracer, or a new array would be one."""
     return has_tracers((tree, jnp.arange(1)))
 
 
-def widened(dtype: Any) -> Any:
+def widen_dtype(dtype: Any) -> Any:
     """The dtype in which values of ``dtype`` are added: float32 or wider."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         return jnp.dtype(jnp.float32)  # JAX promotes no float of 8 bits
-    with jax.numpy_dtype_promotion("standard"):  # a user's may be strict
-        return jnp.promote_types(dtype, jnp.float32)
+    return promote_dtypes(dtype, jnp.float32)
+
+
+def promote_dtypes(*dtypes: Any) -> Any:
+    """The dtype that holds values of all these; a user's promotion may be strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
 
 
 def is_key(x: Any) -> bool:
-    """Is it a typed random key, or an array of them?"""
+    """Whether ``x`` is a typed random key, or an array of them."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_data(x: jax.Array) -> jax.Array:
-    """The numbers of a typed key, which no collective takes; else the array itself."""
+    """The words of a typed key, which collectives refuse; else the array itself."""
     return jax.random.key_data(x) if is_key(x) else x
 
 

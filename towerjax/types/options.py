@@ -1,4 +1,4 @@
-"""Is an option what it must be? One text for each kind, before anything is done."""
+"""Checks of options, with one error text for each kind of option."""
 
 import importlib
 import inspect
@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-_MOST = 2**31 - 1
+_INT32_MAX = 2**31 - 1
 
 
 def is_whole(number: Any) -> bool:
-    """Is it an int of Python or NumPy, and not a bool?"""
+    """Whether ``number`` is an int of Python or NumPy, and not a bool."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
@@ -23,11 +23,11 @@ def check_whole(
     name: str,
     number: Any,
     lowest: int = 1,
-    highest: float = _MOST,
+    highest: float = _INT32_MAX,
     *,
     or_none: bool = False,
 ) -> None:
-    """Raise unless a number is whole and within its limits, or None where it may be."""
+    """Raise unless a number is whole and within its limits, or an allowed None."""
     if or_none and number is None:
         return
     if not is_whole(number) or number < lowest:
@@ -36,15 +36,15 @@ def check_whole(
         raise ValueError(f"{name}={number!r} must be a whole number <= {highest}.")
 
 
-def plain_wholes(options: Any) -> None:
-    """Make a dataclass's numbers of NumPy, which wrap round, Python's."""
+def cast_ints(options: Any) -> None:
+    """Make a dataclass's NumPy integers, which wrap round, Python integers."""
     for name, value in vars(options).items():
         if isinstance(value, np.integer):
             object.__setattr__(options, name, int(value))
 
 
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """The numbers of a list of whole numbers, at least of one."""
+    """A list of one or more whole numbers, checked, as a tuple."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
         raise ValueError(
             f"{name}={numbers!r} must be whole numbers >= 1, at least one."
@@ -63,7 +63,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
 
 
 def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
-    """Raise unless a value is a text, or of other kinds a path, that is not empty."""
+    """Raise unless a value is of these kinds and not empty."""
     if not isinstance(value, kinds) or not str(value):
         raise ValueError(f"{name}={value!r} must be {what}.")
 
@@ -76,8 +76,8 @@ def check_path(name: str, value: Any, what: str) -> None:
 def check_number(
     name: str, value: Any, what: str, highest: float = sys.float_info.max
 ) -> None:
-    """Raise unless a value is a number from 0 to the highest, or an array of JAX."""
-    if isinstance(value, jax.Array):  # perhaps one without a value yet
+    """Raise unless a value is a number from 0 to the highest, or a JAX array."""
+    if isinstance(value, jax.Array):  # perhaps a tracer
         return
     plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not plain or not 0 <= float(value) <= highest:
@@ -90,8 +90,8 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be True or False.")
 
 
-def optional(module: str, what: str, install: str) -> Any:
-    """A module of a package that is not always installed, for what needs it."""
+def require(module: str, what: str, install: str) -> Any:
+    """Import a module of an optional package; says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -103,16 +103,16 @@ def optional(module: str, what: str, install: str) -> Any:
 
 
 def check_function(name: str, value: Any, form: str) -> None:
-    """Raise unless a value can be called."""
+    """Raise unless a value can be called and is not a class."""
     if not callable(value) or isinstance(value, type):
         raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
 
 
 def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a function can be called with these arguments, as its form says."""
+    """Raise unless a function can be called with these arguments."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
-    except (TypeError, ValueError):  # what is compiled does not always say
+    except (TypeError, ValueError):  # compiled functions may have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -123,7 +123,7 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
         ) from None
 
 
-def check_does(name: str, value: Any, methods: str, example: str) -> None:
+def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     """Raise unless a value is an object with these methods."""
     lacks = [x for x in methods.split() if not hasattr(value, x)]
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""How is something shown? Tables as text, HTML without scripts, by rich, as JSON."""
+"""Tables shown as text, as HTML without scripts or by rich, and stored as JSON."""
 
 import dataclasses
 import html
@@ -18,7 +18,7 @@ _SQUARE = "display:inline-block;width:10px;height:10px;margin:1px"
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What is shown together: cells of text, in columns with names."""
+    """A titled table: named columns of text cells."""
 
     title: str
     head: tuple[str, ...]
@@ -27,13 +27,13 @@ class Table:
 
     @property
     def is_number(self) -> tuple[bool, ...]:
-        """Of each column: does every cell begin like a number?"""
+        """For each column, whether every cell begins like a number."""
         cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
         return tuple(all(map(_is_number, column)) for column in cells)
 
 
 def as_text(tables: Sequence[Table]) -> str:
-    """Plain lines."""
+    """Tables as plain lines."""
     return "\n\n".join(_text_of(table) for table in tables)
 
 
@@ -53,7 +53,7 @@ def _text_of(table: Table) -> str:
 
 
 def as_html(tables: Sequence[Table]) -> str:
-    """Complete in itself: no script, no style from elsewhere."""
+    """Tables as HTML complete in itself: no script, no outside style."""
     return "".join(
         in_html(x.title, x.head, x.rows, note=x.note, most_rows=len(x.rows))
         for x in tables
@@ -62,7 +62,7 @@ def as_html(tables: Sequence[Table]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Markup:
-    """HTML as it stands; every other text is escaped."""
+    """HTML that is not escaped; every other text is."""
 
     text: str
 
@@ -76,7 +76,7 @@ def in_html(
     note: str = "",
     most_rows: int = _MOST_ROWS,
 ) -> str:
-    """A table, of which a long one shows the first rows."""
+    """A table; a long one shows its first rows."""
     shown = [_row("th", head)] if head else []
     shown += [_row("td", row) for row in rows[:most_rows]]
     if len(rows) > most_rows:
@@ -105,7 +105,7 @@ def _is_number(text: str) -> bool:
 
 
 def as_rich(tables: Sequence[Table]) -> Any:
-    """What ``rich.print`` shows. Only rich asks for it, so it is there."""
+    """What ``rich.print`` shows; rich calls it, so rich is installed."""
     from rich import console, text
     from rich import table as rich_table
 
@@ -124,25 +124,25 @@ def as_rich(tables: Sequence[Table]) -> Any:
 
 def in_bytes(count: float) -> str:
     """A number of bytes for a person."""
-    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    return _with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def in_flops(count: float) -> str:
     """A number of FLOPs for a person."""
     units = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP")
-    return _scaled(count, 1000, units)
+    return _with_unit(count, 1000, units)
 
 
 def in_seconds(seconds: float) -> str:
     """A time for a person."""
     if seconds >= 1 or seconds == 0:
         return f"{seconds:.3g} s"
-    return _scaled(seconds * 1e9, 1000, ("ns", "us", "ms"))
+    return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms"))
 
 
-def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
+def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
     number, unit = float(count), 0
-    # As soon as three digits would round up to the next unit, that one is taken.
+    # Take the next unit as soon as three digits would round up to it.
     while float(f"{number:.3g}") >= base and unit < len(units) - 1:
         number, unit = number / base, unit + 1
     shown = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
@@ -150,10 +150,10 @@ def _scaled(count: float, base: int, units: tuple[str, ...]) -> str:
 
 
 class Shown:
-    """The base of what says with ``tables`` how it is shown."""
+    """Base of classes whose ``tables()`` say how they are shown."""
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown."""
+        """The tables that are shown."""
         raise NotImplementedError(f"{type(self).__name__} has no tables().")
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Shown:
 
 
 class Stored(Shown):
-    """The base of a dataclass that is shown, and that JSON holds whole."""
+    """Base of dataclasses that are shown as tables and stored as JSON."""
 
     def to_json(self) -> str:
         """One JSON object with all fields."""
@@ -176,7 +176,7 @@ class Stored(Shown):
 
 
 def leaf_table(caption: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:
-    """A row a leaf: shape, dtype, bytes, layout, and which device has which part."""
+    """A row for each leaf: shape, dtype, bytes, layout, and each device's part."""
     leaves = list(leaves)
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout", "where")
     rows = [
@@ -212,7 +212,7 @@ def layout_of(leaf: Any) -> str:
 
 
 def curve(name: str, values: np.ndarray) -> Markup:
-    """A small picture of a column of numbers."""
+    """A small SVG line chart of a column of numbers."""
     values = np.asarray(values, np.float64)
     places = np.flatnonzero(np.isfinite(values))
     if len(places) < 2:
@@ -246,7 +246,7 @@ def _bytes_a_device(leaf: Any) -> int:
 
 
 def _squares(leaf: Any) -> str:
-    """One square a device, in the color of the part that it has."""
+    """One square for each device, in the color of the part that it holds."""
     if not _is_there(leaf):
         return ""
     parts = leaf.sharding.devices_indices_map(leaf.shape)
@@ -266,7 +266,7 @@ def _squares(leaf: Any) -> str:
 
 
 def str_of_index(index: tuple[slice, ...]) -> str:
-    """A part of an array as one writes it."""
+    """An index as Python writes it, such as ``[0:4, :]``."""
     if all(part == slice(None) for part in index):
         return "all"
     texts = [

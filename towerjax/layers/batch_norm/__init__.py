@@ -1,5 +1,5 @@
-"""How is a batch normalised that lies on several towers? As the whole batch.
+"""Batch norm over the whole batch, on any number of towers.
 
-Its ``linen`` and ``nnx`` have the layers; they are imported by themselves, because
-``import towerjax`` does not bring Flax.
+The layers are in ``linen`` and ``nnx``, which the caller imports, because ``import
+towerjax`` does not import Flax.
 """

@@ -1,4 +1,4 @@
-"""What is ``flax.linen.BatchNorm`` on several towers? A layer that knows its tower."""
+"""``flax.linen.BatchNorm`` over several towers: a layer that takes the tower."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    scaled,
+    scale_and_shift,
 )
 from towerjax.towers.tower import Tower
 
-_WITHOUT = {
+_UNSUPPORTED_DEFAULTS = {
     "axis_name": None,
     "axis_index_groups": None,
     "use_fast_variance": True,
@@ -23,20 +23,22 @@ _WITHOUT = {
 
 
 class TowerBatchNorm(linen.BatchNorm):
-    """``flax.linen.BatchNorm`` that is the batch norm of all towers' examples.
+    """``flax.linen.BatchNorm`` over the examples of all towers.
 
     The variables are those of ``linen.BatchNorm``: ``params`` with ``scale`` and
-    ``bias``, ``batch_stats`` with ``mean`` and ``var``, which in training are to be
-    mutable. Padded rows do not count, and the numbers do not depend on how many towers
-    share the batch. See `towerjax.layers.batch_norm.normalize` for the formula.
+    ``bias``, ``batch_stats`` with ``mean`` and ``var``, which must be mutable in
+    training. Padding rows do not count, and the numbers do not depend on how many
+    towers share the batch. See `towerjax.layers.batch_norm.normalize` for the formula.
 
     Attributes:
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
         `towerjax.layers.batch_norm.normalize.BatchNormOptions`. All others are those of
-        ``linen.BatchNorm``, but for its axes over devices and its ways to add.
+        ``linen.BatchNorm``, without ``axis_name``, ``axis_index_groups``,
+        ``use_fast_variance`` and ``force_float32_reductions``.
 
     Raises:
-      ValueError: An argument cannot be honoured.
+      TypeError: An attribute that is not supported is set.
+      ValueError: An option is out of range.
 
     Example:
       >>> norm = TowerBatchNorm(use_running_average=False)
@@ -50,7 +52,7 @@ class TowerBatchNorm(linen.BatchNorm):
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        for name, default in _WITHOUT.items():
+        for name, default in _UNSUPPORTED_DEFAULTS.items():
             if getattr(self, name) != default:
                 raise TypeError(f"TowerBatchNorm takes no {name}.")
         BatchNormOptions.of(self)
@@ -69,8 +71,8 @@ class TowerBatchNorm(linen.BatchNorm):
 
         Args:
           x: ``[b, ...]``, this tower's rows.
-          tower: The ``Tower``; None where there is one, whose rows all count. To be
-            written out, because to forget it would be to normalise each tower alone.
+          tower: The ``Tower``; None where there is one tower, whose rows all count.
+            Required, because without it each tower would normalise its own rows.
           use_running_average: As the attribute.
           mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
             many dims as ``x``; multiplied by ``tower.weight``.
@@ -105,4 +107,4 @@ class TowerBatchNorm(linen.BatchNorm):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        return scaled(y, scale, bias, options).astype(dtype)
+        return scale_and_shift(y, scale, bias, options).astype(dtype)

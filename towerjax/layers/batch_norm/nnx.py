@@ -1,4 +1,4 @@
-"""What is ``flax.nnx.BatchNorm`` on several towers? A layer that knows its tower."""
+"""``flax.nnx.BatchNorm`` over several towers: a layer that takes the tower."""
 
 from typing import Any
 
@@ -11,24 +11,24 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    scaled,
+    scale_and_shift,
 )
 from towerjax.towers.tower import Tower
 
-_WITHOUT = ("axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype")
+_UNSUPPORTED = ("axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype")
 
 
 class TowerBatchNorm(nnx.BatchNorm):
-    """``flax.nnx.BatchNorm`` that is the batch norm of all towers' examples.
+    """``flax.nnx.BatchNorm`` over the examples of all towers.
 
     The variables are those of ``nnx.BatchNorm``: ``Param`` ``scale`` and ``bias``,
-    ``BatchStat`` ``mean`` and ``var``. Padded rows do not count, and the numbers do not
-    depend on how many towers share the batch. See
+    ``BatchStat`` ``mean`` and ``var``. Padding rows do not count, and the numbers do
+    not depend on how many towers share the batch. See
     `towerjax.layers.batch_norm.normalize`.
 
     Args:
-      num_features: How many features there are.
-      rngs: Keys, of which ``params`` makes scale and bias.
+      num_features: The number of features.
+      rngs: Keys; ``params`` initialises scale and bias.
       statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
         `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
       **options: ``use_running_average``, ``axis``, ``momentum``, ``epsilon``,
@@ -36,7 +36,8 @@ class TowerBatchNorm(nnx.BatchNorm):
         ``scale_init``, ``bias_metadata`` and ``scale_metadata`` of ``nnx.BatchNorm``.
 
     Raises:
-      ValueError: An argument cannot be honoured.
+      TypeError: An argument is not supported.
+      ValueError: An option is out of range, or ``axis`` is a tuple.
 
     Example:
       >>> import jax.numpy as jnp
@@ -58,10 +59,10 @@ class TowerBatchNorm(nnx.BatchNorm):
                 f"TowerBatchNorm got axis={axis!r}. num_features is the size of one"
                 " dim: pass an int."
             )
-        if unknown := [name for name in _WITHOUT if name in options]:
+        if unknown := [name for name in _UNSUPPORTED if name in options]:
             raise TypeError(f"TowerBatchNorm takes no {', '.join(unknown)}.")
         super().__init__(num_features, rngs=rngs, **options)
-        for name in _WITHOUT:  # which would not be looked at
+        for name in _UNSUPPORTED:  # setting one later would have no effect
             delattr(self, name)
         self.statistics: Statistics = statistics
         BatchNormOptions.of(self)
@@ -74,13 +75,13 @@ class TowerBatchNorm(nnx.BatchNorm):
         *,
         mask: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """The normalised input; moves the running statistics.
+        """The normalised input; updates the running statistics.
 
         Args:
           x: ``[b, ...]``, this tower's rows.
-          tower: The ``Tower``; None where there is one, whose rows all count. To be
-            written out, because to forget it would be to normalise each tower alone.
-          use_running_average: Goes before that of the layer.
+          tower: The ``Tower``; None where there is one tower, whose rows all count.
+            Required, because without it each tower would normalise its own rows.
+          use_running_average: Overrides that of the layer.
           mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
             many dims as ``x``; multiplied by ``tower.weight``.
 
@@ -89,7 +90,7 @@ class TowerBatchNorm(nnx.BatchNorm):
 
         Raises:
           ValueError: As `towerjax.layers.batch_norm.normalize.normalize`; ``x`` has
-            another number of features.
+            another number of features; or ``use_running_average`` is None in both.
         """
         options = BatchNormOptions.of(self)
         (axis,) = options.feature_axes(x.ndim)
@@ -123,4 +124,4 @@ class TowerBatchNorm(nnx.BatchNorm):
             self.mean[...], self.var[...] = running.mean, running.var
         values = (x, before.mean, before.var, scale, bias)
         dtype = dtypes.canonicalize_dtype(*values, dtype=options.dtype)
-        return scaled(y, scale, bias, options).astype(dtype)
+        return scale_and_shift(y, scale, bias, options).astype(dtype)

@@ -1,4 +1,4 @@
-"""What is batch norm over towers? Its options, and the moments of rows that count."""
+"""Batch norm over towers: its options, weighted moments and running statistics."""
 
 import dataclasses
 import math
@@ -14,10 +14,11 @@ from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import Reduction
+from towerjax.types.leaves import promote_dtypes
 from towerjax.types.options import check_choice, check_number, is_whole
 
 Statistics: TypeAlias = Literal["synchronised", "local", "frozen"]
-"""Of whose rows: all towers', this tower's, or none (the running ones, unchanged)."""
+"""Moments of all towers' rows, of this tower's rows, or the running ones, unchanged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +28,14 @@ class BatchNormOptions:
     axis: int | tuple[int, ...] = -1  # the feature dim of the input, or a tuple of them
     momentum: float = 0.99  # how much of the running statistics a step keeps, 0 to 1
     epsilon: float = 1e-5  # added to the variance, >= 0
-    # "synchronised": of the rows of all towers, as if they were on one. "local": of
-    # this tower's rows; nothing is sent. "frozen": the running ones, which stay as they
-    # are.
+    # "synchronised": of the rows of all towers, as on one tower. "local": of this
+    # tower's rows; nothing is sent. "frozen": the running ones, which do not change.
     statistics: Statistics = "synchronised"
-    dtype: Any = None  # statistics are of this dtype or of float32, whichever is wider
+    dtype: Any = None  # None is the input's; statistics are float32 or wider
 
     @classmethod
     def of(cls, layer: Any) -> "BatchNormOptions":
-        """Those of a layer, checked."""
+        """The options of a layer, checked."""
         return cls(**{x.name: getattr(layer, x.name) for x in dataclasses.fields(cls)})
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class BatchNormOptions:
         check_number("epsilon", self.epsilon, "a number >= 0")
 
     def feature_axes(self, num_dims: int) -> tuple[int, ...]:
-        """The feature dims of an input, counted from the front, in order."""
+        """The feature dims of an input, as ascending non-negative numbers."""
         axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
         if any(not -num_dims <= a < num_dims for a in axes):
             raise ValueError(
@@ -69,7 +69,7 @@ class BatchNormOptions:
 
     def statistics_dtype(self, dtype: Any) -> Any:
         """The dtype of the statistics of an input."""
-        wide = jnp.promote_types(self.dtype or dtype, jnp.float32)
+        wide = promote_dtypes(self.dtype or dtype, jnp.float32)
         if jnp.issubdtype(dtype, jnp.complexfloating) or not jnp.issubdtype(
             wide, jnp.floating
         ):
@@ -101,16 +101,20 @@ def normalize(
     options: BatchNormOptions = _DEFAULTS,
     use_running_average: bool = False,
 ) -> tuple[jax.Array, Moments]:
-    """The input less its mean, over its deviation; and the next running statistics.
+    """``(x - mean) / sqrt(var + epsilon)``, and the next running statistics.
 
     With weights ``w`` (1 for an example, 0 for padding) the mean is ``sum w x / sum w``
     and the variance ``sum w (x - mean)^2 / sum w``, sums over the rows of all towers:
-    two passes over ``x``, each followed by one sum over towers. It differentiates as
-    it stands: the transpose of a sum over towers is such a sum, so a tower's gradient
-    is that of *all* towers' losses by its own input, and the reduction of a step makes
-    of them the gradient of the whole batch.
+    two passes over ``x``, each followed by one sum over towers. The gradient needs no
+    custom rule: the transpose of a sum over towers is a sum over towers, so a tower's
+    gradient is that of *all* towers' losses by its own input, and the step's reduction
+    adds these to the gradient of the whole batch.
 
-    Where no row counts, on any tower, the running statistics normalise and stay.
+    If no row has weight, on any tower, the running statistics are used and kept.
+
+    Raises:
+      ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis or
+        another number of rows than the tower; the mask does not fit, or is negative.
 
     Source:
       S. Ioffe and C. Szegedy, Batch Normalization, 2015, arXiv:1502.03167.
@@ -122,44 +126,44 @@ def normalize(
     used = running
     if not (use_running_average or options.statistics == "frozen"):
         weight = _weights(x, tower, mask, axes)
-        meeting = tower if options.statistics == "synchronised" else None
-        total, batch = _moments(x, weight, axes, meeting)
-        # Rather than NaN: what counts no row is normalised as in an evaluation.
-        used = _where(total > 0, batch, running)
-        running = _where(total > 0, _moved(running, batch, options.momentum), running)
-    y = x - _spread(used.mean.astype(x.dtype), x, axes)
+        reducer = tower if options.statistics == "synchronised" else None
+        total, batch = _moments(x, weight, axes, reducer)
+        # Without any weight, normalise as in an evaluation, so that no NaN appears.
+        used = _choose(total > 0, batch, running)
+        running = _choose(total > 0, _blend(running, batch, options.momentum), running)
+    y = x - _expand(used.mean.astype(x.dtype), x, axes)
     deviation = lax.rsqrt(used.var.astype(x.dtype) + options.epsilon)
-    return y * _spread(deviation, x, axes), running
+    return y * _expand(deviation, x, axes), running
 
 
-def scaled(
+def scale_and_shift(
     y: jax.Array,
     scale: jax.Array | None,
     bias: jax.Array | None,
     options: BatchNormOptions,
 ) -> jax.Array:
-    """The normalised input times a scale plus a bias of each feature."""
+    """The normalised input, times a scale plus a bias for each feature."""
     axes = options.feature_axes(y.ndim)
     if scale is not None:
-        y = y * _spread(scale.astype(y.dtype), y, axes)
+        y = y * _expand(scale.astype(y.dtype), y, axes)
     if bias is not None:
-        y = y + _spread(bias.astype(y.dtype), y, axes)
+        y = y + _expand(bias.astype(y.dtype), y, axes)
     return y
 
 
-def _spread(values: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Values of features, with as many dims as ``x``."""
+def _expand(values: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Values of the features, reshaped to broadcast against ``x``."""
     return values.reshape([x.shape[i] if i in axes else 1 for i in range(x.ndim)])
 
 
-def _where(condition: jax.Array, yes: Moments, no: Moments) -> Moments:
+def _choose(condition: jax.Array, yes: Moments, no: Moments) -> Moments:
     def one(yes: jax.Array, no: jax.Array) -> jax.Array:
         return jnp.where(condition.reshape(condition.shape or (1,) * no.ndim), yes, no)
 
     return jax.tree.map(one, yes, no)
 
 
-def _moved(running: Moments, batch: Moments, momentum: float) -> Moments:
+def _blend(running: Moments, batch: Moments, momentum: float) -> Moments:
     def one(old: jax.Array, new: jax.Array) -> jax.Array:
         moved = momentum * old + (1 - momentum) * new
         return moved.astype(old.dtype)
@@ -182,8 +186,9 @@ def _weights(
     mask: jax.typing.ArrayLike | None,
     axes: tuple[int, ...],
 ) -> jax.Array | None:
-    """What each element counts, with as many dims as ``x``; None where all count 1."""
-    weight = None if mask is None else _mask(x, mask)
+    """The elements' weights, with as many dims as ``x``; None where all are 1."""
+    weight = None if mask is None else _check_mask(x, mask)
+    # Outside a step a tower has no weights: the mask alone says which rows count.
     if tower is None or (mask is not None and not is_in_step(tower)):
         return weight
     rows = tower.weight
@@ -198,7 +203,7 @@ def _weights(
     return rows if weight is None else rows * weight
 
 
-def _mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
+def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
     if isinstance(mask, list | tuple):
         mask = np.asarray(mask)
     Weighted(0.0, mask)  # refuses what is negative
@@ -220,17 +225,14 @@ def _mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
 
 
 def _moments(
-    x: jax.Array,
-    weight: jax.Array | None,
-    axes: tuple[int, ...],
-    tower: Tower | None,
+    x: jax.Array, weight: jax.Array | None, axes: tuple[int, ...], tower: Tower | None
 ) -> tuple[jax.Array, Moments]:
-    """What all rows count, ``()`` or of the features' shape, and their moments."""
+    """The total weight, ``()`` or of the features' shape, and the moments."""
     over = tuple(i for i in range(x.ndim) if i not in axes)
     if weight is None:
         weight = jnp.ones((1,) * x.ndim, x.dtype)
     else:
-        # Not only times 0, which of NaN is NaN, in the gradient too.
+        # A product with 0 would keep NaN, in the gradient too.
         x = jnp.where(weight != 0, x, 0)
     repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
     count = weight.sum(over) * repeated
@@ -239,10 +241,10 @@ def _moments(
         count = count.reshape(())
     else:
         count = jnp.broadcast_to(count, features)
-    total, addends = _sums(tower, count, (weight * x).sum(over))
+    total, addends = _sum_over_towers(tower, count, (weight * x).sum(over))
     mean = _ratio(addends, total)
-    squares = weight * (x - _spread(mean, x, axes)) ** 2
-    (addends,) = _sums(tower, squares.sum(over))
+    squares = weight * (x - _expand(mean, x, axes)) ** 2
+    (addends,) = _sum_over_towers(tower, squares.sum(over))
     return total, Moments(mean, _ratio(addends, total))
 
 
@@ -250,8 +252,8 @@ def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
     return ratio(total, weight.reshape(weight.shape or (1,) * total.ndim))
 
 
-def _sums(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
-    """All, summed over towers; side by side, so that one message takes them."""
+def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
+    """The arrays, summed over towers by one reduction of their concatenation."""
     if tower is None:
         return parts
     joined = jnp.concatenate([x.ravel() for x in parts])

@@ -1,4 +1,4 @@
-"""Rows of large arrays: their gradients, their travel, their updates."""
+"""Gradients and updates of only those rows of a large array that were looked up."""
 
 from towerjax.collectives.sparse_rows import IndexedRows as IndexedRows
 from towerjax.layers.sparse.gradient import (

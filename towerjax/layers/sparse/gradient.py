@@ -1,4 +1,4 @@
-"""What is the gradient of a large table? Of the rows that were looked up, in rows."""
+"""Differentiate by large tables: the gradient is of the rows that were looked up."""
 
 import functools
 import math
@@ -11,9 +11,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from towerjax.collectives.sparse_rows import IndexedRows, wide_indices
-from towerjax.proof.equation import Site, line_of
-from towerjax.proof.walk import Walk, evaluated
+from towerjax.collectives.sparse_rows import IndexedRows, widen_indices
+from towerjax.proof.equation import Site, user_line
+from towerjax.proof.interpreter import Interpreter, evaluate_eqn
 from towerjax.types import PyTree, leaf_name
 from towerjax.types.leaves import listed
 
@@ -22,51 +22,50 @@ class Lookup(NamedTuple):
     """How an equation reads whole rows of a table ``[N, ...]``."""
 
     shape: tuple[int, ...]  # of the table
-    offsets: range  # which rows an index i names: i plus each of these
-    # The dims of the output that come last, so that rows come row by row.
-    dims: tuple[int, ...]
-    column: int | None  # which number of an index says the row
-    clips: bool  # an index without a row reads the nearest; else its gradient is lost
+    offsets: range  # index i reads the rows i + offset
+    dims: tuple[int, ...]  # the output's dims over a row's elements
+    column: int | None  # which number of an index vector is the row
+    clips: bool  # an index out of range is clipped; else it has no gradient
 
     def by_row(self, x: jax.Array) -> jax.Array:
-        """An array of the shape of the equation's output, row by row."""
+        """An array of the output's shape as rows ``[r, ...]`` of the table."""
         x = jnp.moveaxis(x, self.dims, range(x.ndim - len(self.dims), x.ndim))
         row = self.shape[1:]
         return x.reshape((math.prod(x.shape[: x.ndim - len(row)]), *row))
 
     def rows(self, operands: list[Any]) -> tuple[jax.Array, jax.Array]:
-        """Which rows are read, in the order of `by_row`, and which of them count."""
+        """The indices of the rows read, in the order of `by_row`, and if in range."""
         if self.column is not None:
             first = operands[0][..., self.column]
         else:
             first = jnp.asarray(operands[0] if operands else 0)
-        first = wide_indices(first).reshape(-1)
+        first = widen_indices(first).reshape(-1)
         offsets = jnp.asarray(self.offsets, first.dtype)[None]
         last = self.shape[0] - 1 - max(self.offsets, default=0)
-        counted = jnp.full(first.shape, True)
+        in_range = jnp.full(first.shape, True)
         if not self.clips:
-            counted = (first >= 0) & (first <= last)
+            in_range = (first >= 0) & (first <= last)
         indices = jnp.clip(first, 0, last)[:, None] + offsets
-        counted = jnp.broadcast_to(counted[:, None], indices.shape)
-        return indices.reshape(-1), counted.reshape(-1)
+        in_range = jnp.broadcast_to(in_range[:, None], indices.shape)
+        return indices.reshape(-1), in_range.reshape(-1)
 
 
 def lookup_of(eqn: JaxprEqn) -> Lookup | None:
-    """How the equation looks up whole rows of its first operand."""
+    """How the equation reads whole rows of its first operand; None if it does not."""
     find = {
-        "gather": _of_gather,
-        "dynamic_slice": _of_dynamic_slice,
-        "slice": _of_slice,
+        "gather": _gather_lookup,
+        "dynamic_slice": _dynamic_slice_lookup,
+        "slice": _slice_lookup,
     }.get(eqn.primitive.name)
     table: Any = eqn.invars[0].aval if eqn.invars else None
     return find(eqn, tuple(table.shape)) if find else None
 
 
-def _of_gather(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
+def _gather_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
     columns = numbers.start_index_map
-    # Clipped, the other numbers of an index are 0 where all of their dim is read.
+    # CLIP makes the start of a dim that is read whole 0, whatever the index says.
     if 0 not in columns or not (clips or columns == (0,)):
         return None
     if numbers.collapsed_slice_dims not in ((0,), ()) or numbers.operand_batching_dims:
@@ -77,14 +76,14 @@ def _of_gather(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
     return Lookup(shape, range(sizes[0]), dims, columns.index(0), clips)
 
 
-def _of_dynamic_slice(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
+def _dynamic_slice_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
     sizes = tuple(eqn.params["slice_sizes"])
     if sizes[1:] != shape[1:]:
         return None
     return Lookup(shape, range(sizes[0]), (), None, clips=True)
 
 
-def _of_slice(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
+def _slice_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
     start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
     strides = eqn.params["strides"] or (1,) * len(shape)
     if any(start[1:]) or limit[1:] != shape[1:] or any(n != 1 for n in strides[1:]):
@@ -93,53 +92,53 @@ def _of_slice(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
 
 
 Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
-"""Which leaves: a predicate on their paths, or their paths or last names."""
+"""Selects leaves: a predicate on their paths, or their paths or last names."""
 
-# Their output is their operand, row by row.
+# Primitives that may come before a lookup: they map each row to a row.
 _ROW_BY_ROW = frozenset(("convert_element_type", "copy"))
 
 
 def sparse_value_and_grad(
     fn: Callable[..., Any], sparse: Selection, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """As ``jax.value_and_grad(fn)``, with gradients of tables in ``IndexedRows``.
+    """``jax.value_and_grad(fn)``, with gradients of tables as ``IndexedRows``.
 
-    A table ``[N, ...]`` of which ``fn`` looks up ``r`` rows has a gradient of these
-    rows; nothing of size ``N`` is made. Rows that are looked up twice are there
-    twice: they add up when they are applied.
+    The gradient of a table ``[N, ...]`` of which ``fn`` looks up ``r`` rows consists of
+    these rows; no array of size ``N`` is made. A row that is looked up twice is in it
+    twice: both are added when the gradient is applied.
 
     Any lookup of whole rows counts: ``table[ids]``, ``jnp.take(table, ids, axis=0)``
     in each mode, ``table[i]``, ``table[:n]``, Flax's ``Embed``, under ``jax.jit`` and
-    ``jax.vmap`` too, and of a table cast to another float dtype. An id below 0 or from
-    ``N`` on does what it does in JAX: counted from the end, clipped, wrapped; where
-    its gradient is lost, its row is of zeros, at the index of one that was looked up
-    (row 0 or the last one where none was).
+    ``jax.vmap`` too, and of a table cast to another float dtype. An id out of range is
+    counted from the end, clipped or wrapped as JAX does. Where JAX gives it no
+    gradient, its row is of zeros, at the index of a row that was looked up (row 0 or
+    the last one where none was).
 
-    ``fn`` is traced to a jaxpr. Each lookup in it becomes one of the table as a
-    constant, plus a zero for each number looked up; the derivative by these zeros is
-    the gradient of the rows.
+    ``fn`` is traced to a jaxpr. Each lookup in it becomes a lookup in a constant table,
+    plus zeros; the derivative by these zeros is the gradient of the rows.
 
     Args:
       fn: A function of ``params`` and others; returns a scalar, or with ``has_aux``
         ``(scalar, aux)``.
-      sparse: Which leaves of ``params`` are tables: a predicate on the leaf's path as
-        ``jax.tree_util.keystr`` writes it, such as ``"['words']['embedding']"``; or
-        such paths, or last names, such as ``["embedding"]``, which select every leaf
-        so called. The ``.value`` of a box, such as Flax's variables, is no name. None
-        at all is ``jax.value_and_grad``.
-      has_aux: ``fn`` returns ``(scalar, aux)``.
+      sparse: Selects the leaves of ``params`` that are tables: a predicate on the
+        leaf's path as ``jax.tree_util.keystr`` writes it, such as
+        ``"['words']['embedding']"``; or such paths, or last names, such as
+        ``["embedding"]``, which select every leaf with that name. The ``.value`` of a
+        box, such as Flax's variables, is no name. An empty list gives
+        ``jax.value_and_grad``.
+      has_aux: Whether ``fn`` returns ``(scalar, aux)``.
 
     Returns:
       ``(params, *args, **kwargs) -> (value, grads)``, or ``((value, aux), grads)``:
-      grads are like ``params``, with an ``IndexedRows`` for each table; of no rows
+      grads are like ``params``, with an ``IndexedRows`` for each table; without rows
       where none was looked up.
 
     Raises:
       ValueError: When called: ``sparse`` names a leaf that is not there, or is true
-        of none; a table is a scalar, or is used other than by looking up rows where
-        ``fn`` itself runs, such as in a ``lax.scan`` or multiplied whole; names the
-        leaf, the primitive and the line.
-      TypeError: As ``jax.value_and_grad``; a table is not of real floats.
+        of none; a table is a scalar, or ``fn`` uses it other than by looking up rows,
+        such as multiplied whole, or looks rows up inside a ``lax.scan``. The message
+        names the leaf, the primitive and the line.
+      TypeError: As ``jax.value_and_grad``; or a table is not of real floats.
 
     Example:
       >>> import numpy as np
@@ -160,7 +159,7 @@ def sparse_value_and_grad(
     @functools.wraps(fn)
     def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> Any:
         with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-        selected = _select(sparse, [path for path, _ in with_paths])
+        selected = _select_leaves(sparse, [path for path, _ in with_paths])
         leaves = [leaf for _, leaf in with_paths]
         names = [leaf_name("params", path) for path, _ in with_paths]
         tables = {i: _Table(names[i], i, leaves[i]) for i in selected}
@@ -176,21 +175,21 @@ def sparse_value_and_grad(
     return value_and_grad
 
 
-class _Table(NamedTuple):  # a selected leaf inside the jaxpr, cast by equations
+class _Table(NamedTuple):  # the value of a selected leaf in the jaxpr, with its casts
     name: str
     leaf: int
     array: Any
     casts: tuple[JaxprEqn, ...] = ()
 
 
-class _Read(NamedTuple):  # one lookup that happened
+class _Read(NamedTuple):  # one lookup in the jaxpr
     leaf: int
     lookup: Lookup
     output: jax.ShapeDtypeStruct
 
 
 class _Lookups:
-    """What one evaluation of the jaxpr looked up, in order; and the zeros to add."""
+    """The lookups in one evaluation of the jaxpr, in order; and the zeros to add."""
 
     def __init__(self, zeros: list[Any] | None) -> None:
         self.zeros = zeros
@@ -199,9 +198,9 @@ class _Lookups:
 
     def read(self, eqn: JaxprEqn, lookup: Lookup, operands: list[Any]) -> Any:
         table = operands[0]
-        (out,) = evaluated(eqn, [table.array, *operands[1:]])
+        (out,) = evaluate_eqn(eqn, [table.array, *operands[1:]])
         if self.zeros is not None:
-            out = _differentiated_by(out, self.zeros[len(self.reads)])
+            out = _with_zero(out, self.zeros[len(self.reads)])
         struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
         self.reads.append(_Read(table.leaf, lookup, struct))
         self.rows.append(lookup.rows(operands[1:]))
@@ -211,7 +210,7 @@ class _Lookups:
 def _value_and_grad(
     fn: Callable[..., Any], leaves: list[Any], tables: dict[int, _Table], has_aux: bool
 ) -> tuple[Any, list[Any]]:
-    flat = _Flat(fn, has_aux)
+    flat = _FlatFunction(fn, has_aux)
     closed = jax.make_jaxpr(flat.run)(leaves)
     reads: list[_Read] = []
 
@@ -219,30 +218,30 @@ def _value_and_grad(
         lookups = _Lookups(zeros)
         inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
         outs = _evaluate(closed, inputs, lookups, None)
-        outs = [_whole(x) for x in outs]
+        outs = [_cast_whole(x) for x in outs]
         reads[:] = lookups.reads
         value, aux = flat.split(outs)
         return value, (aux, lookups.rows)
 
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
-    jax.eval_shape(functools.partial(run, zeros=None), dense)
+    jax.eval_shape(functools.partial(run, zeros=None), dense)  # fills `reads`
     zeros = [jnp.zeros_like(x.output) for x in reads]
     (value, (aux, rows)), (grads, by_lookup) = jax.value_and_grad(
         run, argnums=(0, 1), has_aux=True
     )(dense, zeros)
     for i, table in tables.items():
         found = [
-            (x.lookup.by_row(cotangent), *which)
-            for x, cotangent, which in zip(reads, by_lookup, rows, strict=True)
+            (x.lookup.by_row(cotangent), *read_rows)
+            for x, cotangent, read_rows in zip(reads, by_lookup, rows, strict=True)
             if x.leaf == i
         ]
-        grads[i] = _joined(jnp.asarray(table.array), found)
+        grads[i] = _join_lookups(jnp.asarray(table.array), found)
     out = (value, flat.with_kept(aux)) if has_aux else value
     return out, [grads[i] for i in range(len(leaves))]
 
 
-class _Flat:
-    """A function of leaves to leaves; what of aux is no tracer stays here."""
+class _FlatFunction:
+    """``fn`` as a function of leaves to leaves; keeps what of aux is no tracer."""
 
     def __init__(self, fn: Callable[..., Any], has_aux: bool) -> None:
         self.fn, self.has_aux = fn, has_aux
@@ -272,7 +271,7 @@ class _Flat:
 def _evaluate(
     closed: Any, inputs: list[Any], lookups: _Lookups, outer: Site | None
 ) -> list[Any]:
-    walk = Walk(closed, inputs)
+    walk = Interpreter(closed, inputs)
     for eqn in closed.jaxpr.eqns:
         outs = _apply(eqn, [walk.read(v) for v in eqn.invars], lookups, outer)
         walk.values.update(zip(eqn.outvars, outs, strict=True))
@@ -285,19 +284,19 @@ def _apply(
     tables = [x for x in operands if isinstance(x, _Table)]
     name = eqn.primitive.name
     if not tables:
-        return evaluated(eqn, operands)
+        return evaluate_eqn(eqn, operands)
     if name == "jit":
         return _evaluate(eqn.params["jaxpr"], operands, lookups, (eqn, outer))
     if name == "stop_gradient":
-        return evaluated(eqn, [_whole(x) for x in operands])
+        return evaluate_eqn(eqn, [_cast_whole(x) for x in operands])
     if len(tables) == 1 and tables[0] is operands[0]:
         out: Any = eqn.outvars[0].aval
-        floats = jnp.issubdtype(out.dtype, jnp.floating)
-        if name in _ROW_BY_ROW and floats:
+        is_float = jnp.issubdtype(out.dtype, jnp.floating)
+        if name in _ROW_BY_ROW and is_float:
             return [tables[0]._replace(casts=(*tables[0].casts, eqn))]
         if lookup := lookup_of(eqn):
             return [lookups.read(eqn, lookup, operands)]
-    line = line_of((eqn, outer))
+    line = user_line((eqn, outer))
     raise ValueError(
         f"{tables[0].name} is selected by `sparse`, but {name} uses it otherwise than"
         f" by looking up whole rows{line and f', at {line}'}. Look up its rows outside"
@@ -308,35 +307,35 @@ def _apply(
 
 def _cast(x: Any, casts: tuple[JaxprEqn, ...]) -> Any:
     for eqn in casts:
-        (x,) = evaluated(eqn, [x])
+        (x,) = evaluate_eqn(eqn, [x])
     return x
 
 
-def _whole(x: Any) -> Any:
+def _cast_whole(x: Any) -> Any:
     return _cast(x.array, x.casts) if isinstance(x, _Table) else x
 
 
 @jax.custom_jvp
-def _differentiated_by(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """``x``, bit for bit, with the derivative of ``x + zero`` by ``zero`` alone."""
+def _with_zero(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """``x``, bit for bit, whose derivative is that of ``x + zero`` by ``zero`` only."""
     del zero
     return x
 
 
-@_differentiated_by.defjvp
-def _differentiated_by_jvp(primals: Any, tangents: Any) -> Any:
+@_with_zero.defjvp
+def _with_zero_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
 
 
-def _joined(table: jax.Array, found: list[tuple[jax.Array, ...]]) -> IndexedRows:
+def _join_lookups(table: jax.Array, found: list[tuple[jax.Array, ...]]) -> IndexedRows:
     none = jnp.zeros((0, *table.shape[1:]), table.dtype), jnp.zeros(0, jnp.int32)
     parts = zip(*(found or [(*none, jnp.zeros(0, bool))]), strict=True)
-    values, indices, counted = map(jnp.concatenate, parts)
-    if counted.size:
-        mask = counted.reshape(counted.shape + (1,) * (values.ndim - 1))
+    values, indices, in_range = map(jnp.concatenate, parts)
+    if in_range.size:
+        mask = in_range.reshape(in_range.shape + (1,) * (values.ndim - 1))
         values = jnp.where(mask, values, jnp.zeros((), values.dtype))
-        # What counts nowhere is of a row that does: a lazy update leaves all others.
-        indices = jnp.where(counted, indices, indices[jnp.argmax(counted)])
+        # Rows of zeros get an index that was looked up: a lazy update touches no other.
+        indices = jnp.where(in_range, indices, indices[jnp.argmax(in_range)])
     return IndexedRows(values, indices, table.shape)
 
 
@@ -354,7 +353,7 @@ def _check_table(table: _Table) -> None:
         )
 
 
-def _select(sparse: Selection, paths: list[Any]) -> list[int]:
+def _select_leaves(sparse: Selection, paths: list[Any]) -> list[int]:
     names = [jax.tree_util.keystr(path) for path in paths]
     if callable(sparse):
         selected = [i for i, name in enumerate(names) if sparse(name)]
@@ -379,7 +378,7 @@ def _select(sparse: Selection, paths: list[Any]) -> list[int]:
 
 
 def _last_name(path: tuple[Any, ...]) -> str:
-    """The last name of a path, such as ``embedding``; boxes have none of their own."""
+    """The last name of a path, such as ``embedding``, without a box's ``.value``."""
     if len(path) > 1 and getattr(path[-1], "name", None) == "value":
         path = path[:-1]
     if not path:

@@ -1,4 +1,4 @@
-"""What does an optimizer do if all it sees of a table is some of its rows?"""
+"""Update some rows of a table by an optimizer that sees only these rows."""
 
 import dataclasses
 import functools
@@ -21,20 +21,19 @@ from towerjax.proof.equation import all_eqns
 from towerjax.types import PyTree, named_leaves
 
 Owners = Sequence[int | None]
-"""For each leaf of an optimizer's state, the table whose shape it has."""
+"""For each leaf of an optimizer's state, the index of the table whose rows it has."""
 
 
 class UpdateProgram(NamedTuple):
-    """What an optimizer's update is made of."""
+    """The primitives and the integer constants of an optimizer's update."""
 
     primitives: tuple[str, ...]  # their names, in order
-    # The whole numbers in it, such as at which count something happens.
-    numbers: frozenset[int]
+    numbers: frozenset[int]  # such as the step count at which a schedule changes
 
 
 @dataclasses.dataclass(frozen=True)
 class RowWise:
-    """An optimizer of a tree whose leaves are taken one by one."""
+    """An optimizer whose parameters and gradients are lists of a tree's leaves."""
 
     optimizer: optax.GradientTransformationExtraArgs
     treedef: Any  # of the parameters
@@ -43,10 +42,10 @@ class RowWise:
     def owners(
         self, params: Sequence[Any], tables: Sequence[int], opt_state: PyTree
     ) -> Owners:
-        """Which leaves of the state have the rows of a table.
+        """For each leaf of the state, the table whose rows it has, or None.
 
-        Those whose shape changes when the table is one row longer. Nothing is
-        computed, so it sees through ``masked``, ``partition`` and other wrappers.
+        A leaf has a table's rows if its shape changes when the table is a row longer,
+        by ``eval_shape``, which also works for ``masked``, ``partition`` and the like.
         """
         structs = [_struct(x) for x in params]
         expected = self._state_of(structs)
@@ -65,8 +64,8 @@ class RowWise:
                     if len(changed) != len(shapes) or shapes[i] != shape:
                         raise ValueError(
                             f"{self.names[table]} is of rows, but the optimizer keeps"
-                            f" {name} of it, which has not the shape {shape} of the"
-                            " parameter, so it has no rows. Give a dense gradient:"
+                            f" {name} for it, which has no rows, because its shape is"
+                            f" not the parameter's, {shape}. Give a dense gradient:"
                             " leave the leaf out of `sparse`, or use rows.to_dense()."
                         )
                     owners[i] = table
@@ -75,7 +74,7 @@ class RowWise:
     def program(
         self, params: Sequence[Any], extra_args: Mapping[str, Any]
     ) -> UpdateProgram:
-        """The program of one update; only traced."""
+        """The program of one update, which is traced and not run."""
         tree = jax.tree.unflatten(self.treedef, [_struct(x) for x in params])
         update = functools.partial(self.optimizer.update, **extra_args)
         state = jax.eval_shape(self.optimizer.init, tree)
@@ -84,7 +83,7 @@ class RowWise:
         atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
         return UpdateProgram(
             tuple(eqn.primitive.name for eqn in eqns),
-            frozenset(int(x) for x in (*atoms, *closed.consts) if _is_whole(x)),
+            frozenset(int(x) for x in (*atoms, *closed.consts) if _is_integer(x)),
         )
 
     def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
@@ -111,7 +110,7 @@ class RowWise:
         owners: Owners,
         extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], PyTree]:
-        """One update, of which the optimizer sees rows where ``grads`` has rows."""
+        """One update; where ``grads`` has rows, the optimizer sees only those rows."""
         indices, inner_grads = {}, list(grads)
         for i, grad in enumerate(grads):
             if is_rows(grad):
@@ -126,7 +125,7 @@ class RowWise:
                 return x
             return jnp.asarray(x).at[indices[table]].get(mode="fill", fill_value=0)
 
-        def scattered(x: Any, rows: Any, table: int | None) -> Any:
+        def scatter(x: Any, rows: Any, table: int | None) -> Any:
             if table not in indices:
                 return rows
             return set_rows(jnp.asarray(x), indices[table], rows)
@@ -139,18 +138,17 @@ class RowWise:
             **extra_args,
         )
         pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
-        new_state = [scattered(*pair) for pair in pairs]
+        new_state = [scatter(*pair) for pair in pairs]
         updates = self.treedef.flatten_up_to(updates)
-        for i, which in indices.items():
-            updates[i] = _as_rows(updates[i], which, np.shape(params[i]))
+        for i, rows in indices.items():
+            updates[i] = _as_rows(updates[i], rows, np.shape(params[i]))
         return updates, jax.tree.unflatten(state_def, new_state)
 
 
-def _is_whole(x: Any) -> bool:
-    real = any(
-        jnp.issubdtype(jnp.result_type(x), k) for k in (jnp.integer, jnp.floating)
-    )
-    return real and np.ndim(x) == 0 and float(x).is_integer()
+def _is_integer(x: Any) -> bool:
+    dtype = jnp.result_type(x)
+    is_real = any(jnp.issubdtype(dtype, k) for k in (jnp.integer, jnp.floating))
+    return is_real and np.ndim(x) == 0 and float(x).is_integer()
 
 
 def _struct(x: Any) -> jax.ShapeDtypeStruct:
@@ -160,7 +158,7 @@ def _struct(x: Any) -> jax.ShapeDtypeStruct:
 def _as_rows(
     values: jax.Array, indices: jax.Array, shape: tuple[int, ...]
 ) -> IndexedRows:
-    """Rows to apply; those that only fill up are zeros, at an index that exists."""
+    """Rows to apply; a padding row becomes zeros, at an index that exists."""
     exist = indices < shape[0]
     mask = exist.reshape(exist.shape + (1,) * (values.ndim - 1))
     values = jnp.where(mask, values, jnp.zeros((), values.dtype))

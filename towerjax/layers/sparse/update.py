@@ -1,4 +1,4 @@
-"""How does an optimizer update rows alone? And is that what it does to all?"""
+"""Update only the rows that have a gradient, if that equals the dense update."""
 
 import dataclasses
 import functools
@@ -13,15 +13,15 @@ import optax
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.layers.sparse.row_wise import RowWise
 from towerjax.types import PyTree, leaf_name
-from towerjax.types.leaves import widened
+from towerjax.types.leaves import widen_dtype
 
-_ROWS = 6
-# Which rows each step looks up: a row twice, so that one fills up; 4 and 5 never.
+_TABLE_ROWS = 6
+# The rows that each step looks up: one twice, for a padding row; 4 and 5 in no step.
 _STEPS = ((0, 1, 0), (1, 2, 2), (3, 3, 0))
 _COUNTS = (1, 10, 100, 1_000, 10_000, 100_000)
 _SCALES = (1e3, 1e-3)
-_RTOL = 1e-4
-_WAYS_OUT = (
+_TRIAL_RTOL = 1e-4
+_ADVICE = (
     " Write lazy=True to update moments and decay weights only of the rows looked up;"
     " or give a dense gradient: leave the leaf out of `sparse`, or use rows.to_dense()."
 )
@@ -33,35 +33,33 @@ def check_row_wise(
     params: Sequence[Any],
     extra_args: Mapping[str, Any],
 ) -> None:
-    """Raise unless updating rows is updating the table, as `update_with_rows` tries.
+    """Raise unless updating rows equals updating the table, by trials on a small one.
 
-    Rows without a gradient must not change in any bit, nor their state; all else must
-    agree to 1e-4. Concrete numbers, under any trace, by one program for all trials.
+    Rows without a gradient, and their state, must keep every bit; all else must agree
+    to 1e-4. The trials run on concrete numbers, under any trace, by one program.
     """
     tables = [i for i, grad in enumerate(grads) if is_rows(grad)]
     with jax.ensure_compile_time_eval():
         try:
             differs = _first_difference(
-                row_wise, params, tables, jax.tree.map(_ones, dict(extra_args))
+                row_wise, params, tables, jax.tree.map(_ones_like, dict(extra_args))
             )
         except Exception as error:
             names = ", ".join(row_wise.names[i] for i in tables)
             raise ValueError(
-                f"{names}: of rows, but what the optimizer does to a row without a"
-                f" gradient could not be tried on a small table: {error!r}. It must"
-                " not depend on traced values but through its state or params, and not"
-                " communicate." + _WAYS_OUT
+                f"{names}: of rows, but the optimizer could not be tried on a small"
+                f" table: {error!r}. Its update must not depend on traced values other"
+                " than its state and params, nor communicate." + _ADVICE
             ) from error
     if differs is not None:
         raise ValueError(
             f"{row_wise.names[differs]} is of rows, but this optimizer's dense update"
-            " is another one: it also changes rows whose gradient is 0, or their state"
-            " (momentum, moments, weight decay), or looks at all rows at once."
-            + _WAYS_OUT
+            " differs: it also changes rows whose gradient is 0, or their state"
+            " (momentum, moments, weight decay), or reads all rows at once." + _ADVICE
         )
 
 
-def _ones(x: Any) -> Any:
+def _ones_like(x: Any) -> Any:
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return jnp.ones(x.shape, x.dtype)
     return x
@@ -73,38 +71,38 @@ def _first_difference(
     tables: list[int],
     extra_args: Mapping[str, Any],
 ) -> int | None:
-    """The first table of which the two updates differ, or None."""
+    """The first table whose row-wise and dense updates differ, or None."""
     rng = np.random.default_rng(0)
-    small = [_stand_in(rng, x, i in tables) for i, x in enumerate(params)]
+    small = [_small_array(rng, x, i in tables) for i, x in enumerate(params)]
     state = row_wise.optimizer.init(jax.tree.unflatten(row_wise.treedef, small))
     owners = row_wise.owners(small, tables, state)
     trial = _Trial(row_wise, tables, owners, extra_args)
     for looked_up in _STEPS:
-        grads = [_gradient(rng, x) for x in small]
+        grads = [_noise(rng, x) for x in small]
         differs, small, state = trial.step(looked_up, grads, small, state)
         if differs is not None:
             return differs
     counts = trial.counts(params, small)
     others = [(other, 1.0) for other in _with_other_scalars(state, owners, counts)]
     for other, scale in (*others, *((state, scale) for scale in _SCALES)):
-        grads = [_gradient(rng, x, scale) for x in small]
+        grads = [_noise(rng, x, scale) for x in small]
         differs, _, _ = trial.step(_STEPS[0], grads, small, other)
         if differs is not None:
             return differs
     return None
 
 
-def _stand_in(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
+def _small_array(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
     shape = tuple(min(n, 3) for n in np.shape(x))
-    shape = (_ROWS, *shape[1:]) if is_table else shape
+    shape = (_TABLE_ROWS, *shape[1:]) if is_table else shape
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.floating):
         return jnp.ones(shape, dtype)
-    # In float32, so that a small change cannot be lost in rounding.
-    return jnp.asarray(rng.normal(size=shape), widened(dtype))
+    # At least float32: rounding to 16 bits could hide a small change.
+    return jnp.asarray(rng.normal(size=shape), widen_dtype(dtype))
 
 
-def _gradient(rng: np.random.Generator, x: jax.Array, scale: float = 1.0) -> np.ndarray:
+def _noise(rng: np.random.Generator, x: jax.Array, scale: float = 1.0) -> np.ndarray:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return np.zeros(x.shape, x.dtype)
     return (scale * rng.normal(size=x.shape)).astype(x.dtype)
@@ -115,7 +113,7 @@ def _with_other_scalars(
 ) -> Iterator[PyTree]:
     leaves, treedef = jax.tree.flatten(state)
 
-    def replaced(kind: Any, value: Any) -> PyTree:
+    def set_scalars(kind: Any, value: Any) -> PyTree:
         new = [
             jnp.full_like(x, value)
             if jnp.ndim(x) == 0
@@ -127,13 +125,13 @@ def _with_other_scalars(
         return jax.tree.unflatten(treedef, new)
 
     for count in counts:
-        yield replaced(jnp.integer, count)
-    yield replaced(jnp.floating, 0.5)
+        yield set_scalars(jnp.integer, count)
+    yield set_scalars(jnp.floating, 0.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """Both updates of a small table, compiled once for all that is tried."""
+    """The row-wise and the dense update of small tables, compiled once."""
 
     row_wise: RowWise
     tables: list[int]
@@ -141,7 +139,7 @@ class _Trial:
     extra_args: Mapping[str, Any]
 
     def counts(self, params: Sequence[Any], small: Sequence[Any]) -> list[int]:
-        """Where it may change: at powers of ten, numbers in its program, one off."""
+        """Step counts to try: powers of ten, and those about the program's integers."""
         of_small = self.row_wise.program(small, self.extra_args)
         real = list(small)
         for i in self.tables:
@@ -154,10 +152,10 @@ class _Trial:
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """``both`` of any rows, gradients and states."""
-        return jax.jit(self.both)
+        """`update_both_ways`, compiled."""
+        return jax.jit(self.update_both_ways)
 
-    def both(
+    def update_both_ways(
         self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
     ) -> tuple[Any, Any, list[Any]]:
         """Updates and states, row-wise and dense, and the dense update's params."""
@@ -193,10 +191,10 @@ class _Trial:
         """The first table that differs, and the dense update's params and state."""
         indices = np.array(looked_up)
         got, expected, params = self.compiled(indices, grads, params, state)
-        which = [i if i in self.tables else None for i in range(len(params))]
-        untouched = np.setdiff1d(np.arange(_ROWS), indices)
+        of_params = [i if i in self.tables else None for i in range(len(params))]
+        untouched = np.setdiff1d(np.arange(_TABLE_ROWS), indices)
         for table, x, y in zip(
-            [*which, *self.owners],
+            [*of_params, *self.owners],
             jax.tree.leaves(got),
             jax.tree.leaves(expected),
             strict=True,
@@ -213,7 +211,7 @@ def _agree(x: Any, y: Any, untouched: np.ndarray | None) -> bool:
     ):
         return False
     x, y = x.astype(np.float64), y.astype(np.float64)
-    return np.allclose(x, y, rtol=_RTOL, atol=1e-7, equal_nan=True)
+    return np.allclose(x, y, rtol=_TRIAL_RTOL, atol=1e-7, equal_nan=True)
 
 
 def update_with_rows(
@@ -227,27 +225,27 @@ def update_with_rows(
 ) -> tuple[PyTree, PyTree]:
     """``optimizer.update`` for gradients that hold ``IndexedRows``.
 
-    For such a leaf the optimizer sees the rows, those of the same index added up; of
-    the parameter, and of each part of the state that has the parameter's shape, the
-    same rows. Their new state is scattered back, in place where the state is donated.
-    Nothing of size ``N`` is read or written, but for that.
+    For such a leaf the optimizer sees the gradient's rows, those of the same index
+    added up, and the same rows of the parameter and of each part of the state that has
+    the parameter's shape. The rows' new state is scattered back, in place where the
+    state is donated. Nothing else of size ``N`` is read or written.
 
-    That is the dense update, up to rounding, if to the optimizer a row of zeros means
-    that nothing changes: ``sgd``, ``adagrad``, either after
-    ``clip_by_global_norm``, with any schedule. With momentum, moments or weight decay
-    rows without a gradient move too. This is found out by trying: a small table of the
-    same tree is updated both ways, over three steps and then with each counter of the
-    state at powers of ten up to 100,000 and about the whole numbers in the update's
-    program, with each number of the state at 0.5, and with gradients of a thousand and
-    a thousandth. Not seen is what happens at other counts alone, such as a weight decay
-    behind a learning rate that is 0 at all of these, or for parameters far from 1.
+    This equals the dense update, up to rounding, if the optimizer leaves a row of zero
+    gradient unchanged: ``sgd``, ``adagrad``, either after ``clip_by_global_norm``, with
+    any schedule. With momentum, moments or weight decay rows without a gradient change
+    too. Trials show which it is: a small table of the same tree is updated both ways,
+    over three steps and then with each counter of the state at powers of ten up to
+    100,000 and about the whole numbers in the update's program, with each number of the
+    state at 0.5, and with gradients of a thousand and a thousandth. They do not show
+    what happens at other counts only, such as a weight decay behind a learning rate
+    that is 0 at all of these, or for parameters far from 1.
 
     Args:
-      optimizer: Any optax transformation of which the state has, for each of these
-        leaves, parts of the leaf's own shape and parts that do not depend on ``N``.
-      grads: Like ``params``; leaves may be ``IndexedRows``, with one index more than
-        once. An index that names no row is as for ``array + rows``: NaN.
-      opt_state: What ``optimizer.init(params)`` gave, or the last update.
+      optimizer: Any optax transformation whose state has, for each of these leaves,
+        parts of the leaf's own shape and parts that do not depend on ``N``.
+      grads: Like ``params``; leaves may be ``IndexedRows``, which may repeat an index.
+        An index out of range gives NaN, as for ``array + rows``.
+      opt_state: The result of ``optimizer.init(params)`` or of the last update.
       params: The parameters.
       lazy: Update moments, and decay weights, only of the rows in ``grads``, whatever
         the dense update would do; counters count every step. A norm or mean over one
@@ -256,14 +254,13 @@ def update_with_rows(
 
     Returns:
       ``(updates, opt_state)``. Updates are like ``grads``, for
-      ``optax.apply_updates``; the rows of an ``IndexedRows`` in it have different
-      indices, but for some of zeros. Without ``IndexedRows`` it is
-      ``optimizer.update``.
+      ``optax.apply_updates``; an ``IndexedRows`` in them has each index once, except
+      for rows of zeros. Without ``IndexedRows`` this is ``optimizer.update``.
 
     Raises:
-      ValueError: Rows do not fit a parameter, or the state the optimizer; the state is
-        of other shapes, such as the factors of ``adafactor``; not ``lazy``, and the
-        dense update would be another one, or trying it raised. Names the leaf.
+      ValueError: Rows do not fit a parameter, or the state does not fit the optimizer;
+        the state has other shapes, such as the factors of ``adafactor``; not ``lazy``,
+        and the dense update differs, or a trial raised. The message names the leaf.
 
     Example:
       >>> params = {"table": np.ones((4, 1), np.float32)}

@@ -1,1 +1,1 @@
-"""How does a training outlive its process? Checkpoints that are whole, or not there."""
+"""Checkpoints of a training, each of which is whole or not there."""

@@ -1,4 +1,4 @@
-"""How do parameters get to other libraries and back? As a safetensors file."""
+"""Save parameters as a safetensors file, and load such files."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import numpy as np
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.types import PyTree, readable_leaves
 from towerjax.types.leaves import listed
-from towerjax.types.options import optional
+from towerjax.types.options import require
 
 _DTYPES: Mapping[str, Any] = {
     "BOOL": np.bool_,
@@ -32,16 +32,16 @@ def save_safetensors(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write parameters as a safetensors file, which appears whole or not at all.
+    """Write parameters as a safetensors file, by an atomic rename.
 
-    A leaf is called by its path, such as ``"Dense_0/kernel"``. Of several processes
+    A leaf's name is its path, such as ``"Dense_0/kernel"``. Of several processes
     one calls it.
 
     Args:
       params: A pytree of arrays, e.g. ``state.params``; with variables in it pass
         ``tj.towers.saved_values(params)``.
-      path: The file; one that is there is replaced.
-      metadata: Text by name, kept in the file's head.
+      path: The file; an existing one is replaced.
+      metadata: Text by name, kept in the file's header.
 
     Raises:
       CheckpointError: The format has no such dtype, or two leaves have one name.
@@ -57,7 +57,7 @@ def save_safetensors(
     """
     names: dict[str, Any] = {}
     dtypes, problems = {np.dtype(x) for x in _DTYPES.values()}, []
-    for name, x in _named(params):
+    for name, x in _named_leaves(params):
         if name in names or name == "__metadata__":
             problems.append(f"{name} is the name of two leaves, or of the metadata")
         elif getattr(x, "dtype", None) not in dtypes:
@@ -69,7 +69,7 @@ def save_safetensors(
     path = pathlib.Path(path)
     being_made = path.with_name(path.name + ".saving")
     arrays = {name: np.asarray(x, order="C") for name, x in names.items()}
-    _library("safetensors.numpy").save_file(
+    _import("safetensors.numpy").save_file(
         arrays, being_made, dict(metadata or {}) or None
     )
     with being_made.open("rb") as file:
@@ -77,25 +77,25 @@ def save_safetensors(
     being_made.replace(path)
 
 
-def _library(module: str) -> Any:
-    """Of the package that defines the format."""
-    return optional(module, "Such a file", "'towerjax[safetensors]'")
+def _import(module: str) -> Any:
+    """A module of the package safetensors, or an error that says how to install it."""
+    return require(module, "Such a file", "'towerjax[safetensors]'")
 
 
 def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     """The arrays of a safetensors file, as NumPy arrays.
 
     Args:
-      path: The file, whoever wrote it.
-      like: A pytree of arrays or shapes, e.g. ``state.params``; its leaves are looked
-        for by their paths. None makes dicts of the names' parts between ``/``.
+      path: A file that any library wrote.
+      like: A pytree of arrays or shapes, e.g. ``state.params``, whose leaves are found
+        by their paths. None makes nested dicts of the names' parts between ``/``.
 
     Returns:
       A pytree of NumPy arrays, for ``step.init`` or `restored_values`.
 
     Raises:
-      CheckpointError: The file is cut or none of this format; a leaf is missing, too
-        many, or has another shape or dtype (names all of them).
+      CheckpointError: The file is truncated or of another format; a leaf is missing,
+        not in ``like``, or has another shape or dtype (names all of them).
       ValueError: The package safetensors is not installed.
 
     Example:
@@ -107,14 +107,14 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTre
       [array(1., dtype=float32), array([0, 1])]
     """
     path = pathlib.Path(path)
-    found = _read(path)
+    found = _read_arrays(path)
     if like is None:
-        return _nested(found, path)
-    wanted = dict(_named(like))
+        return _nest(found, path)
+    wanted = dict(_named_leaves(like))
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [f"{name} has no place" for name in found if name not in wanted]
     for name in wanted.keys() & found.keys():
-        new, old = _kind(found[name]), _kind(wanted[name])
+        new, old = _dtype_and_shape(found[name]), _dtype_and_shape(wanted[name])
         if new != old:
             problems.append(f"{name} is {new}, expected {old}")
     if problems:
@@ -122,17 +122,17 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTre
     return jax.tree.unflatten(jax.tree.structure(like), [found[x] for x in wanted])
 
 
-def _named(tree: PyTree) -> list[tuple[str, Any]]:
+def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(name or "value", leaf) for name, leaf in readable_leaves("", tree)]
 
 
-def _kind(x: Any) -> str:
+def _dtype_and_shape(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
-    # Not by safetensors.numpy, which has no float8.
-    library, data = _library("safetensors"), path.read_bytes()
+def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    # Not by safetensors.numpy, which does not read float8.
+    library, data = _import("safetensors"), path.read_bytes()
     try:
         leaves = library.deserialize(data)
         return {
@@ -145,7 +145,7 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def _nested(found: Mapping[str, np.ndarray], path: pathlib.Path) -> PyTree:
+def _nest(found: Mapping[str, np.ndarray], path: pathlib.Path) -> PyTree:
     tree: dict[str, Any] = {}
     for name, x in found.items():
         *parts, last = name.split("/")

@@ -1,4 +1,4 @@
-"""The local processes of a job from their start to the end of the last one."""
+"""Run the local processes of a job, from their start to the end of the last one."""
 
 import contextlib
 import dataclasses
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, TextIO, TypeAlias
 
-from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, name_of
+from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, pipe_name
 
 Target: TypeAlias = TextIO | io.TextIOBase
-# What JAX's transport on CPUs prints for each connection, on stdout and for no reader.
-# Several threads may print to one line, and the rest of one stand on the next.
+# Gloo, JAX's transport on CPUs, prints these for each connection to stdout. Several
+# threads may print on one line, and the rest of a text may stand on the next line.
 _PIECES = (
     rb"(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
     rb"Expected number of connected peer ranks is :))*\s*"
@@ -29,9 +29,9 @@ _REST = re.compile(_PIECES)
 
 
 class LineForwarder:
-    """Reads a process' pipe without waiting, and writes complete lines of it.
+    """Reads a process' pipe without blocking, and writes its complete lines.
 
-    All of them but the transport's own "[Gloo] Rank 0 is connected ...".
+    Lines of the transport, "[Gloo] Rank 0 is connected ...", are left out.
     """
 
     def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
@@ -39,11 +39,11 @@ class LineForwarder:
         self._target = target
         self._prefix = prefix.encode()
         self._rest = b""
-        self._ends_to_come = 0  # of lines of the transport that stood on one
+        self._ends_to_come = 0  # rests of transport texts that began on one line
         os.set_blocking(source.fileno(), False)
 
     def forward(self) -> bool:
-        """Pass on what there is now; False where there was nothing."""
+        """Forward what the pipe holds now; False if it is empty or closed."""
         if self.source.closed:
             return False
         try:
@@ -59,7 +59,7 @@ class LineForwarder:
         return True
 
     def _is_of_transport(self, line: bytes) -> bool:
-        """Is it no output? Nor is the rest of a text that stood on one with others."""
+        """Is a line the transport's, or the rest of one of its texts?"""
         of_transport = _TRANSPORT.fullmatch(line) is not None
         if of_transport or (self._ends_to_come and _REST.fullmatch(line)):
             more = line.count(b"[Gloo]") - 1
@@ -69,7 +69,7 @@ class LineForwarder:
 
 
 def write(target: Target, text: bytes) -> None:
-    """Write bytes as they are, at once; as text where the stream takes only that."""
+    """Write bytes and flush; decode them for a stream that takes text alone."""
     if not text:
         return
     raw = getattr(target, "buffer", None)
@@ -81,14 +81,14 @@ def write(target: Target, text: bytes) -> None:
     target.flush()
 
 
-# Signals that are passed on, and end nothing.
-TELLING = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
-_LOOK_S = 0.05
-# More than a pipe holds: what left its process group may go on writing for ever.
-_MOST_READS = 64
+# Signals that the launcher forwards and that do not end the job.
+FORWARDED = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
+_POLL_S = 0.05
+# More reads than empty a pipe: a process that left the group may write for ever.
+_MAX_READS = 64
 
 
-# What a program says that has saved itself and is to be started again: EX_TEMPFAIL.
+# EX_TEMPFAIL: the exit code of a program that saved and is to be started again.
 AGAIN = 75
 
 
@@ -97,74 +97,73 @@ class End:
     """How the processes of a job ended."""
 
     code: int  # 0, or the code of the first that failed; 128 + n for signal n
-    lost: int = 0  # how many were killed by others than the launcher, or stood still
-    told: int | None = None  # the signal by which the launcher was told to end
-    # Whether the launcher asked them to end, because more of them fit again.
-    asked: bool = False
+    lost: int = 0  # how many were killed by others than the launcher, or hung
+    ended_by: int | None = None  # the signal that told the launcher to end
+    # Whether the launcher ended them, because more processes fit again.
+    regrows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Patience:
-    """How long is waited for what?"""
+class Timeouts:
+    """The timeouts of a job."""
 
     grace_s: float  # from SIGTERM to SIGKILL
-    failed_s: float  # the same, for those that one that failed has left
-    hang_s: float = math.inf  # for a sign of life of each process
-    step_s: float = math.inf  # for a step of any of them, once all have begun one
-    # Until the processes that do steps are asked to end, by time.monotonic; None is for
-    # ever.
-    ask_at: float | None = None
+    failed_s: float  # the same, after a process has failed
+    hang_s: float = math.inf  # without a sign of life of one process
+    step_s: float = math.inf  # without a step of any process, once all have begun one
+    # The time.monotonic at which to end the job, so that more can start; None: never.
+    regrow_at: float | None = None
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own."""
+    """Print a line of the launcher itself."""
     write(sys.stderr, f"towerjax launch: {text}\n".encode())
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     return next((x.name for x in signal.Signals if x == number), "no name")
 
 
 @dataclasses.dataclass
 class _Worker:
-    """One process, and the pipes that come from it."""
+    """One process, and the pipes from it."""
 
     index: int
     popen: subprocess.Popen
     pipes: list[LineForwarder]
     heartbeat: Heartbeat
     started: float
-    hangs: str | None = None
+    why_hung: str | None = None
 
     @property
     def signal(self) -> int | None:
-        """What ended it, also inside of a shell that says so by its code."""
+        """The signal that ended it; a shell returns 128 + n for one of its children."""
         code = self.popen.returncode
         number = -code if code < 0 else code - 128
         return number if number in signal.valid_signals() else None
 
 
-def _start(
+def _start_worker(
     index: int, command: Sequence[str], environ: Mapping[str, str], group: int
 ) -> _Worker:
-    """A process in the group, which can tell what it does."""
-    hears, tells = os.pipe()
+    """Start a process in the group, with a pipe for its heartbeat."""
+    read_end, write_end = os.pipe()
     popen = subprocess.Popen(
         list(command),
-        env={**environ, VARIABLE: name_of(tells)},
+        env={**environ, VARIABLE: pipe_name(write_end)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         process_group=group,
-        pass_fds=(tells,),
+        pass_fds=(write_end,),
     )
-    os.close(tells)
+    os.close(write_end)
     assert popen.stdout is not None and popen.stderr is not None
     heartbeat = Heartbeat()
     pipes = [
         LineForwarder(popen.stdout, sys.stdout, f"[{index}] "),
         LineForwarder(popen.stderr, sys.stderr, f"[{index}] "),
-        LineForwarder(os.fdopen(hears, "rb"), heartbeat, ""),
+        LineForwarder(os.fdopen(read_end, "rb"), heartbeat, ""),
     ]
     return _Worker(index, popen, pipes, heartbeat, time.monotonic())
 
@@ -172,19 +171,19 @@ def _start(
 def run_group(
     command: Sequence[str],
     environs: Sequence[Mapping[str, str]],
-    patience: Patience,
+    timeouts: Timeouts,
     arrived: list[int],
 ) -> End:
     """Run the command once with each of the environments, as one job.
 
-    ``arrived`` are the signals that the launcher gets meanwhile.
+    The launcher's signal handlers append the signals that it gets to ``arrived``.
     """
     workers: list[_Worker] = []
-    with _group() as group:
+    with _process_group() as group:
         try:
             for index, environ in enumerate(environs):
-                workers.append(_start(index, command, environ, group))
-            return _Job(group, workers, patience, arrived).run()
+                workers.append(_start_worker(index, command, environ, group))
+            return _Job(group, workers, timeouts, arrived).run()
         finally:
             _send(group, signal.SIGKILL)
             for worker in workers:
@@ -195,7 +194,7 @@ def run_group(
 
 
 @contextlib.contextmanager
-def _group() -> Iterator[int]:
+def _process_group() -> Iterator[int]:
     """A process group that ends with the block, or with this process."""
     program = pathlib.Path(__file__).with_name("watchdog.py")
     popen = subprocess.Popen(
@@ -206,7 +205,7 @@ def _group() -> Iterator[int]:
     )
     with popen:
         assert popen.stdout is not None
-        popen.stdout.read(1)  # from now on no signal takes it away
+        popen.stdout.read(1)  # from now on it ignores signals
         try:
             yield popen.pid
         finally:
@@ -219,42 +218,38 @@ def _send(group: int, number: int) -> None:
 
 
 class _Job:
-    """The workers until the last one has ended."""
+    """Watches the workers until the last one has ended."""
 
     def __init__(
-        self,
-        group: int,
-        workers: list[_Worker],
-        patience: Patience,
-        arrived: list[int],
+        self, group: int, workers: list[_Worker], timeouts: Timeouts, arrived: list[int]
     ) -> None:
         self._group = group
         self._running = list(workers)
         self._pipes = [pipe for worker in workers for pipe in worker.pipes]
-        self._patience = patience
+        self._timeouts = timeouts
         self._arrived = arrived
         self._sent: set[int] = set()
         self._end = End(0)
         self._kill_at: float | None = None
 
     def run(self) -> End:
-        """Forward and watch until all have ended; says how they did."""
+        """Forward output and watch until all have ended; return how they ended."""
         while self._running:
-            self._forward(_LOOK_S)
-            self._pass_on()
+            self._forward(_POLL_S)
+            self._forward_signals()
             self._look_for_hangs()
-            self._ask()
+            self._end_to_regrow()
             over = [x for x in self._running if x.popen.poll() is not None]
-            # What was killed is why others failed in the same moment.
+            # One that was killed made others fail in the same moment: it comes first.
             for worker in sorted(over, key=lambda worker: worker.signal is None):
-                self._ended(worker)
+                self._handle_end(worker)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill()
-        self._send(signal.SIGKILL)  # what they started
-        # Nobody writes any more, but for what left its process group.
+        self._send(signal.SIGKILL)  # their children
+        # No process writes any more, except one that left the group.
         until = time.monotonic() + 1
         while self._pipes and time.monotonic() < until:
-            self._forward(_LOOK_S)
+            self._forward(_POLL_S)
         return self._end
 
     def _send(self, number: int) -> None:
@@ -263,67 +258,67 @@ class _Job:
 
     def _forward(self, timeout_s: float) -> None:
         self._pipes = [pipe for pipe in self._pipes if not pipe.source.closed]
-        with selectors.PollSelector() as selector:  # which has no limit on numbers
+        with selectors.PollSelector() as selector:  # select() fails for fds >= 1024
             for pipe in self._pipes:
                 selector.register(pipe.source, selectors.EVENT_READ, pipe)
             for ready, _ in selector.select(timeout_s):
                 ready.data.forward()
 
-    def _pass_on(self) -> None:
+    def _forward_signals(self) -> None:
         while self._arrived:
             number = self._arrived.pop(0)
             self._send(number)
-            if number in TELLING:
+            if number in FORWARDED:
                 continue
-            if self._end.told:
+            if self._end.ended_by:
                 self._kill_at = time.monotonic()
                 continue
-            self._end.told = number
-            self._kill_at = time.monotonic() + self._patience.grace_s
+            self._end.ended_by = number
+            self._kill_at = time.monotonic() + self._timeouts.grace_s
             say(
-                f"{_name(number)} passed on to {len(self._running)}"
-                f" running; SIGKILL follows after {self._patience.grace_s:g} s, or at a"
+                f"{_signal_name(number)} passed on to {len(self._running)}"
+                f" running; SIGKILL follows after {self._timeouts.grace_s:g} s, or at a"
                 " second signal"
             )
 
     def _look_for_hangs(self) -> None:
         if self._kill_at is not None:
-            return  # who ends, or waits for one that is lost, does no steps
+            return  # a process that ends, or waits for a lost one, does no steps
         now, running = time.monotonic(), self._running
         for worker in running:
-            silent_s = now - worker.heartbeat.last
-            if silent_s > self._patience.hang_s:
-                self._replace(worker, f"gave no sign of life for {silent_s:.1f} s")
-        still_s = now - max((x.heartbeat.stepped for x in running), default=now)
-        if still_s > self._patience.step_s and self._do_steps():
+            silent_s = now - worker.heartbeat.last_sign
+            if silent_s > self._timeouts.hang_s:
+                self._kill_hung(worker, f"gave no sign of life for {silent_s:.1f} s")
+        still_s = now - max((x.heartbeat.last_step for x in running), default=now)
+        if still_s > self._timeouts.step_s and self._all_do_steps():
             fewest = min(x.heartbeat.steps for x in running)
             for worker in [x for x in running if x.heartbeat.steps == fewest]:
-                self._replace(worker, f"began no step for {still_s:.1f} s")
+                self._kill_hung(worker, f"began no step for {still_s:.1f} s")
 
-    def _replace(self, worker: _Worker, why: str) -> None:
-        worker.hangs = worker.hangs or why
+    def _kill_hung(self, worker: _Worker, why: str) -> None:
+        worker.why_hung = worker.why_hung or why
         worker.popen.kill()
 
-    def _do_steps(self) -> bool:
+    def _all_do_steps(self) -> bool:
         return all(worker.heartbeat.steps for worker in self._running)
 
-    def _ask(self) -> None:
-        at = self._patience.ask_at
-        if at is None or time.monotonic() < at or not self._do_steps():
+    def _end_to_regrow(self) -> None:
+        at = self._timeouts.regrow_at
+        if at is None or time.monotonic() < at or not self._all_do_steps():
             return
-        if self._end.asked or self._kill_at is not None:
+        if self._end.regrows or self._kill_at is not None:
             return
-        self._end.asked = True
+        self._end.regrows = True
         say(
             "more processes fit again; those that run are asked to save and end:"
             f" {len(self._running)}"
         )
         self._send(signal.SIGTERM)
 
-    def _ended(self, worker: _Worker) -> None:
+    def _handle_end(self, worker: _Worker) -> None:
         self._running.remove(worker)
         for pipe in worker.pipes:
-            for _ in range(_MOST_READS):
+            for _ in range(_MAX_READS):
                 if not pipe.forward():
                     break
         code = worker.popen.returncode
@@ -332,21 +327,21 @@ class _Job:
         if code == 0 or self._end.code:
             return
         self._end.code = code if code > 0 else 128 - code
-        as_asked = self._end.asked and code in (AGAIN, -signal.SIGTERM)
-        if not self._end.told and not as_asked:
+        as_asked = self._end.regrows and code in (AGAIN, -signal.SIGTERM)
+        if not self._end.ended_by and not as_asked:
             self._fail(worker)
         if self._kill_at is None:
-            patience = self._patience
-            seconds = patience.grace_s if as_asked else patience.failed_s
+            timeouts = self._timeouts
+            seconds = timeouts.grace_s if as_asked else timeouts.failed_s
             self._kill_at = time.monotonic() + seconds
 
     def _fail(self, worker: _Worker) -> None:
         code, rest = worker.popen.returncode, len(self._running)
         why = f"exited with code {code}"
         if code < 0:
-            why = f"was killed by signal {-code} ({_name(-code)})"
-        if worker.hangs is not None:
-            why = f"{worker.hangs} and was killed"
+            why = f"was killed by signal {-code} ({_signal_name(-code)})"
+        if worker.why_hung is not None:
+            why = f"{worker.why_hung} and was killed"
         others = f"; stopping the other {rest}" if rest else ""
         seconds = time.monotonic() - worker.started
         say(f"process {worker.index} {why} after {seconds:.1f} s{others}")

@@ -1,4 +1,4 @@
-"""Does a process of a job still run, and do steps? It tells its launcher by a pipe."""
+"""Report signs of life and steps of a process to its launcher through a pipe."""
 
 import contextlib
 import io
@@ -6,34 +6,34 @@ import os
 import threading
 import time
 
-# Names the pipe: its number, and by which it is known that it is the launcher's.
+# Holds the pipe's file descriptor and its inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
 ALIVE, STEP = b"alive\n", b"step\n"
 _PERIOD_S = 0.1
 
 
-def name_of(pipe: int) -> str:
-    """What the variable says of a pipe."""
+def pipe_name(pipe: int) -> str:
+    """The value of the variable for a pipe."""
     return f"{pipe}:{os.fstat(pipe).st_ino}"
 
 
-def tell(word: bytes) -> bool:
-    """Tell the launcher; False where none listens to this very process."""
+def notify_launcher(word: bytes) -> bool:
+    """Send a word to the launcher; False if no launcher reads from this process."""
     name = os.environ.get(VARIABLE)
     if name is None:
         return False
     pipe = int(name.partition(":")[0])
-    # What this process starts has the variable, and something else of that number.
+    # A child inherits the variable and not the pipe: that number has another inode.
     with contextlib.suppress(OSError):
-        return name_of(pipe) == name and bool(os.write(pipe, word))
+        return pipe_name(pipe) == name and bool(os.write(pipe, word))
     return False
 
 
-def begin() -> None:
-    """Give signs of life from a thread of its own, as long as somebody listens."""
+def start() -> None:
+    """Send signs of life from a daemon thread, as long as the launcher reads them."""
 
     def beat() -> None:
-        while tell(ALIVE):
+        while notify_launcher(ALIVE):
             time.sleep(_PERIOD_S)
 
     if VARIABLE in os.environ:
@@ -41,16 +41,15 @@ def begin() -> None:
 
 
 class Heartbeat(io.TextIOBase):
-    """What the launcher hears of one process, line by line."""
+    """The launcher's end: counts the steps and dates the signs of life of a process."""
 
     def __init__(self) -> None:
-        # When the last sign of life came, and the last step was begun.
-        self.last = self.stepped = time.monotonic()
+        self.last_sign = self.last_step = time.monotonic()
         self.steps = 0
 
     def write(self, text: str, /) -> int:
-        """Note what came."""
-        self.last = time.monotonic()
+        """Date a sign of life, and count the steps in the text."""
+        self.last_sign = time.monotonic()
         if count := text.count(STEP.decode()):
-            self.steps, self.stepped = self.steps + count, self.last
+            self.steps, self.last_step = self.steps + count, self.last_sign
         return len(text)

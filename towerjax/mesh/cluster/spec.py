@@ -1,4 +1,4 @@
-"""Which processes make up the job, where, and which of them is this one?"""
+"""Find and check the processes of the job, their addresses, and this one's number."""
 
 import dataclasses
 import json
@@ -13,14 +13,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens at now."""
+    """A free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return probe.getsockname()[1]
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without the brackets of an IPv6 one, and port."""
+    """Split an address into its host, without an IPv6 host's brackets, and port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -34,11 +34,11 @@ def is_loopback(address: str) -> bool:
 def is_free(port: int) -> bool:
     """Whether a process of this machine could listen at that port.
 
-    JAX's own server would share a port with another job's, and end the process where
-    it may not.
+    JAX's server would share a port with another job's server, and it aborts the process
+    if it may not use the port.
     """
     with socket.socket() as probe:
-        # A port whose last job has just ended may be used again.
+        # A port of a job that has just ended is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -47,7 +47,7 @@ def is_free(port: int) -> bool:
         return True
 
 
-def someone_listens(address: str, timeout_s: float) -> OSError | None:
+def connection_error(address: str, timeout_s: float) -> OSError | None:
     """None where a connection to that address succeeds, else why it does not."""
     try:
         socket.create_connection(split_address(address), timeout_s).close()
@@ -56,9 +56,9 @@ def someone_listens(address: str, timeout_s: float) -> OSError | None:
     return None
 
 
-# What `initialize` reads.
+# The variables that `initialize` reads.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
-# Process 0 is the chief, or worker 0 where there is none.
+# Process 0 is the chief, or worker 0 if there is no chief.
 JOBS = ("chief", "worker")
 EXAMPLE = (
     '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]},'
@@ -76,14 +76,14 @@ _ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(?P<port>[0-9]+)
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a job, as one of them sees it.
+    """The processes of a job, and which of them this one is.
 
     Attributes:
-      process_id: Which process this is, from 0.
-      num_processes: How many there are.
+      process_id: The number of this process, from 0.
+      num_processes: How many processes there are.
       coordinator: ``"host:port"`` at which process 0 listens; None for one process,
-        and where JAX found the cluster.
-      how: Where this is written, in words.
+        and if JAX detected the cluster.
+      how: What named the cluster, in words.
     """
 
     process_id: int
@@ -93,7 +93,7 @@ class Cluster:
 
 
 def check_address(address: Any, name: str) -> str:
-    """The address, if it is a ``"host:port"``."""
+    """Return the address, or raise unless it is a ``"host:port"``."""
     found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if found is None:
         raise ValueError(
@@ -110,7 +110,7 @@ def check_address(address: Any, name: str) -> str:
 def check_member(
     coordinator: Any, num_processes: Any, process_id: Any, *, how: str
 ) -> Cluster:
-    """The cluster of which these three speak."""
+    """The cluster of these three values, checked."""
     check_address(coordinator, f"{how}: coordinator")
     check_whole(f"{how}: num_processes", num_processes)
     check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
@@ -118,24 +118,20 @@ def check_member(
 
 
 def parse_spec(
-    spec: Any,
-    task_type: Any = None,
-    task_id: Any = None,
-    *,
-    how: str = "cluster_spec",
+    spec: Any, task_type: Any = None, task_id: Any = None, *, how: str = "cluster_spec"
 ) -> Cluster:
     """The cluster that a specification like ``TF_CONFIG`` describes.
 
-    The processes are the chief, if there is one, and the workers in the order in
-    which they are listed; the first is process 0, at whose address all meet. The
-    other addresses are checked and count; nothing listens there.
+    The processes are the chief, if there is one, and the workers in the order of
+    their list. The first is process 0, which listens at its address. The other
+    addresses are checked and counted; nothing listens there.
 
     Args:
       spec: ``{"chief": ["host:port"], "worker": ["host:port", ...]}``, or
         ``{"cluster": {...}, "task": {"type": ..., "index": ...}}``.
       task_type: ``"chief"`` or ``"worker"``; None where ``spec`` names the task.
-      task_id: The place in that list, from 0; None where ``spec`` names the task.
-      how: Where this is written, in words; errors begin with it.
+      task_id: The index in that list, from 0; None where ``spec`` names the task.
+      how: What the specification comes from, in words; errors begin with it.
 
     Returns:
       A `Cluster`.
@@ -175,7 +171,7 @@ def parse_json(text: str, *, how: str) -> Cluster:
             f"{how}: {text!r} is not JSON ({error}). Write such as {EXAMPLE}."
         ) from error
     if isinstance(spec, dict) and "cluster" not in spec:
-        spec.setdefault("task", None)
+        spec.setdefault("task", None)  # so that `parse_spec` asks for 'cluster'
     return parse_spec(spec, how=how)
 
 
@@ -186,11 +182,10 @@ def _mapping(value: Any, what: str, example: str) -> Mapping[str, Any]:
 
 
 def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, Any]:
-    """The task that either the specification names or the arguments do."""
-    named = task_type is not None or task_id is not None
+    """The task that the specification or the arguments name, not both."""
     if spec.get("task") is None:
         return task_type, task_id
-    if named:
+    if task_type is not None or task_id is not None:
         raise ValueError(
             f"{how}: 'task' says {spec['task']!r}, and task_type={task_type!r} and"
             f" task_id={task_id!r} say it again. Name the task once."
@@ -200,7 +195,7 @@ def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, An
 
 
 def _addresses(jobs: Any, how: str) -> dict[str, list[str]]:
-    """Job -> addresses, all checked."""
+    """Job -> addresses, checked."""
     example = '{"worker": ["host-a:2222", "host-b:2222"]}'
     for job, tasks in _mapping(jobs, f"{how}: 'cluster'", example).items():
         if job not in JOBS:
@@ -260,7 +255,7 @@ def _check_task(
     check_whole(f"{how}: the index of the task", task_id, 0, last)
 
 
-NONE_NAMED = "one process: nothing in the environment names a cluster"
+SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
 _MANAGERS = {
     "SLURM_JOB_ID": "Slurm",
     "OMPI_MCA_orte_hnp_uri": "Open MPI",
@@ -274,7 +269,7 @@ def find_cluster(
     explicit: tuple[Any, Any, Any] = (None, None, None),
     spec: tuple[Any, Any, Any] = (None, None, None),
 ) -> Cluster | None:
-    """The cluster that is named first: by arguments, by the launcher, by TF_CONFIG."""
+    """The cluster of the arguments, else the launcher, else TF_CONFIG, else None."""
     names = ("coordinator", "num_processes", "process_id")
     if any(value is not None for value in explicit):
         if any(value is not None for value in spec):
@@ -293,14 +288,14 @@ def find_cluster(
         return parse_spec(*spec, how="cluster_spec")
     launched = {name: environ.get(name) for name in VARIABLES}
     if any(launched.values()):
-        return _launched(launched)
+        return _cluster_of_launcher(launched)
     if environ.get("TF_CONFIG"):
         return parse_json(environ["TF_CONFIG"], how="TF_CONFIG")
     return None
 
 
 def manager_name(environ: Mapping[str, str]) -> str:
-    """What runs the cluster that JAX found, for people to read."""
+    """The manager of the cluster that JAX detected, in words."""
     found = [name for key, name in _MANAGERS.items() if key in environ]
     return f"{(found or ['a cluster'])[0]}, detected by JAX"
 
@@ -310,12 +305,12 @@ def _check_complete(values: Mapping[str, Any], kind: str) -> None:
     if missing:
         given = ", ".join(f"{k}={v!r}" for k, v in values.items() if k not in missing)
         raise ValueError(
-            f"Of the {kind} {', '.join(values)} there is only {given}. Give"
-            f" {' and '.join(missing)} too, or none of them."
+            f"The {kind} {', '.join(values)} belong together: there is only {given}."
+            f" Give {' and '.join(missing)} too, or none of them."
         )
 
 
-def _launched(values: Mapping[str, Any]) -> Cluster:
+def _cluster_of_launcher(values: Mapping[str, Any]) -> Cluster:
     _check_complete(values, "variables")
     coordinator, *numbers = values.values()
     for name, number in zip(VARIABLES[1:], numbers, strict=True):

@@ -1,4 +1,4 @@
-"""When does this process become one of several? `initialize` and `shutdown`."""
+"""Join this process to the others of its job, and leave it."""
 
 import atexit
 import contextlib
@@ -15,24 +15,24 @@ import jax
 
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.cluster.spec import (
-    NONE_NAMED,
+    SINGLE_PROCESS,
     Cluster,
+    connection_error,
     find_cluster,
     is_free,
     is_loopback,
     manager_name,
-    someone_listens,
     split_address,
 )
 from towerjax.types.options import check_whole
 
-_PATIENCE_S = 5
+_SILENCE_S = 5
 _COLLECTIVE_FLAG = "--xla_cpu_collective_timeout_seconds"
 
 
 @dataclasses.dataclass
 class _Process:
-    """What this process has become; JAX, too, can become that once a process."""
+    """The state of `initialize`, which like JAX's own is one per process."""
 
     cluster: Cluster | None = None
     excepthook: Any = None
@@ -43,7 +43,7 @@ _process = _Process()
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """What `initialize` was told apart from the cluster."""
+    """The arguments of `initialize` besides the cluster."""
 
     heartbeat_timeout_s: int
     initialization_timeout_s: int
@@ -71,49 +71,49 @@ def initialize(
     collective_timeout_s: int | None = None,
     exit_on_exception: bool = True,
 ) -> Cluster:
-    """This process joined to the others of its job, all devices known to all.
+    """Join this process to the others of its job; JAX then has the devices of all.
 
     The cluster is taken from the first of: the arguments; ``cluster_spec``; what
     ``towerjax launch`` set; ``TF_CONFIG``; what JAX detects (Slurm, Open MPI,
-    Kubernetes, TPU). Where none is there, this is a job of one process and nothing is
-    started, so that the same program runs everywhere. A second call returns the
-    running cluster.
+    Kubernetes, TPU). If none of them names one, this is a job of one process and
+    nothing is started, so that the same program runs everywhere. A second call
+    returns the running cluster.
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
-    the coordinator's port; on a loopback address, to this machine only.
+    the coordinator's port; at a loopback address to this machine only.
 
-    Note: after the start JAX holds SIGTERM back, so that a job can save before it is
-    preempted: `run` with a `Checkpointer` does, others are ended by SIGKILL.
-    ``sys.exit(1)`` is no exception: the process waits at its end for the others, up to
-    ``shutdown_timeout_s``. Raise.
+    Note: from then on JAX holds SIGTERM back, so that a job can save before it is
+    preempted: `run` with a `Checkpointer` saves; other programs are ended by SIGKILL.
+    After ``sys.exit(1)`` the process waits for the others at its end, up to
+    ``shutdown_timeout_s``: raise an exception instead.
 
     Args:
-      coordinator: ``"host:port"`` at which process 0 shall listen.
+      coordinator: ``"host:port"`` at which process 0 listens.
       num_processes: How many processes there are.
       process_id: Which one this is, from 0; process 0 is the chief.
-      cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``, or the whole of
-        what ``TF_CONFIG`` holds, as a mapping.
-      task_type: ``"chief"`` or ``"worker"``: the list in which this process is.
-      task_id: Its place there, from 0.
-      heartbeat_timeout_s: After so long without a sign of life from one process JAX
-        ends the others.
-      initialization_timeout_s: How long to wait for the others to come. Then the
-        process says who is missing and ends with code 1: no exception leaves the wait.
+      cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``, or a mapping
+        like the whole of ``TF_CONFIG``.
+      task_type: ``"chief"`` or ``"worker"``: the list that names this process.
+      task_id: Its index in that list, from 0.
+      heartbeat_timeout_s: JAX ends the other processes after so long without a sign of
+        life from one.
+      initialization_timeout_s: How long to wait for the others to join. Then the
+        process prints which are missing and exits with code 1: no exception can end
+        this wait.
       shutdown_timeout_s: How long to wait for the others at the end.
-      collective_timeout_s: After so long a collective on CPUs fails whose peer is
-        gone; None waits for the heartbeat.
-      exit_on_exception: Whether an exception that nobody catches ends this process of
-        several at once, by ``os._exit``. Otherwise it waits for the others, which wait
-        for it.
+      collective_timeout_s: How long a collective on CPUs waits for a lost process
+        before it fails; None waits for the heartbeat.
+      exit_on_exception: Whether an uncaught exception ends this process of several at
+        once, by ``os._exit``. Otherwise it waits for the others, which wait for it.
 
     Returns:
       The `Cluster`.
 
     Raises:
-      ValueError: What names the cluster is wrong or incomplete, or a timeout cannot be.
-      RuntimeError: JAX is in use already, or the port is; this process is already one
-        of another cluster; JAX does not count as many processes as there should be.
-      TimeoutError: Nobody listens at the coordinator's address.
+      ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
+      RuntimeError: JAX or the port is in use already; this process belongs to another
+        cluster already; JAX counts another number of processes.
+      TimeoutError: No process listens at the coordinator's address.
 
     Example:
       >>> initialize()  # doctest: +SKIP
@@ -132,29 +132,29 @@ def initialize(
         spec=(cluster_spec, task_type, task_id),
     )
     if _process.cluster is not None:
-        return _same(_process.cluster, named)
-    _refuse_late()
-    heartbeat.begin()
+        return _require_same(_process.cluster, named)
+    _refuse_if_in_use()
+    heartbeat.start()
     _set_collective_timeout(collective_timeout_s)
     if named is None:
-        _process.cluster = _start_detected(options)
+        _process.cluster = _join_detected(options)
     else:
-        _process.cluster = _start(named, options)
+        _process.cluster = _join_named(named, options)
     if _process.cluster.num_processes == 1:
         _restore_excepthook()
     else:
-        _speak_while_waiting_at_the_end(_process.cluster, shutdown_timeout_s)
+        _report_waiting_at_exit(_process.cluster, shutdown_timeout_s)
     return _process.cluster
 
 
-def _speak_while_waiting_at_the_end(cluster: Cluster, timeout_s: int) -> None:
-    """A line on stderr where this process has ended and others go on for long."""
+def _report_waiting_at_exit(cluster: Cluster, timeout_s: int) -> None:
+    """Print to stderr if this process has ended and waits long for the others."""
     ended = threading.Event()
-    atexit.register(ended.set)  # after JAX's, so that it is called before
+    atexit.register(ended.set)  # called before JAX's, which was registered earlier
 
     def speak() -> None:
         ended.wait()
-        time.sleep(_PATIENCE_S)
+        time.sleep(_SILENCE_S)
         print(
             f"process {cluster.process_id} of {cluster.num_processes} has ended and"
             f" waits for the others, up to {timeout_s} s: did all do as many steps?",
@@ -166,9 +166,9 @@ def _speak_while_waiting_at_the_end(cluster: Cluster, timeout_s: int) -> None:
 
 
 def shutdown() -> None:
-    """Wait for the others at the end of the job and leave it; nothing if there is none.
+    """Wait for the other processes and leave the job; without a job do nothing.
 
-    Every process ends with this by itself. Call it to know that all came this far.
+    Every process does this at its end. Call it to know that all came this far.
     """
     _restore_excepthook()
     _process.cluster = None
@@ -176,12 +176,12 @@ def shutdown() -> None:
 
 
 def is_chief() -> bool:
-    """Whether this is process 0, which writes what is to be written once."""
+    """Whether this is process 0, which writes what one process alone must write."""
     return jax.process_index() == 0
 
 
-def _same(running: Cluster, named: Cluster | None) -> Cluster:
-    """The running cluster, if the second call means it too."""
+def _require_same(running: Cluster, named: Cluster | None) -> Cluster:
+    """Return the running cluster; raise if a second call names another one."""
     if named is not None and dataclasses.replace(named, how=running.how) != running:
         raise RuntimeError(
             f"tj.cluster.initialize() has run already and gave {running}; this call"
@@ -201,23 +201,24 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
             " leave it out: heartbeat_timeout_s counts everywhere."
         )
     flags = os.environ.get("XLA_FLAGS", "")
-    if _COLLECTIVE_FLAG in flags and f"{_COLLECTIVE_FLAG}={timeout_s}" not in flags:
+    said = f"{_COLLECTIVE_FLAG}={timeout_s}"
+    if _COLLECTIVE_FLAG in flags and said not in flags.split():
         raise ValueError(
             f"collective_timeout_s={timeout_s}, but XLA_FLAGS is {flags!r} already. Say"
             " it once."
         )
-    os.environ["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={timeout_s}".strip()
+    os.environ["XLA_FLAGS"] = f"{flags} {said}".strip()
 
 
-def _refuse_late() -> None:
-    """Raise where JAX can no longer be told of others, before waiting for them."""
+def _refuse_if_in_use() -> None:
+    """Raise if JAX is in use already, before waiting for other processes."""
     if jax.distributed.is_initialized():
         raise RuntimeError(
             "jax.distributed.initialize() has run already. Call"
             " tj.cluster.initialize() in its place."
         )
     try:
-        # Without a cluster this starts nothing; JAX looks at its own state first.
+        # JAX first raises if it is in use; then, without a cluster, it starts nothing.
         jax.distributed.initialize(cluster_detection_method="deactivate")
     except ValueError:
         return
@@ -230,18 +231,18 @@ def _refuse_late() -> None:
         ) from error
 
 
-def _start(cluster: Cluster, options: _Options) -> Cluster:
-    """Join the cluster that was named."""
+def _join_named(cluster: Cluster, options: _Options) -> Cluster:
+    """Join a cluster that the arguments or the environment name."""
     address, me = cluster.coordinator, cluster.process_id
     assert address is not None
     until = time.monotonic() + options.initialization_timeout_s
     who = f"process {me} of {cluster.num_processes}"
-    with _patience(f"{who}, at {address},", _others(cluster), options):
+    with _startup_timeout(f"{who}, at {address},", _other_processes(cluster), options):
         if me == 0:
             _check_port(address)
         else:
             _wait_for_coordinator(who, address, until)
-        _call_jax(
+        _initialize_jax(
             options,
             who,
             coordinator_address=address,
@@ -250,20 +251,20 @@ def _start(cluster: Cluster, options: _Options) -> Cluster:
             cluster_detection_method="deactivate",
             coordinator_bind_address=address if is_loopback(address) else None,
         )
-    # All have come. How long their devices take is not a matter of patience.
-    _check_counts(cluster, jax.process_count(), jax.process_index())
+    # All have joined. Starting the devices may take longer than the timeout.
+    _check_joined(cluster, jax.process_count(), jax.process_index())
     return cluster
 
 
-def _start_detected(options: _Options) -> Cluster:
-    """Join the cluster that JAX detects; one process where it detects none."""
+def _join_detected(options: _Options) -> Cluster:
+    """Join the cluster that JAX detects; a job of one process if it detects none."""
     manager = manager_name(os.environ)
     try:
-        with _patience("this process", f"the others of {manager}", options):
-            _call_jax(options, "this process")
+        with _startup_timeout("this process", f"the others of {manager}", options):
+            _initialize_jax(options, "this process")
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
-            return Cluster(0, 1, None, NONE_NAMED)
+            return Cluster(0, 1, None, SINGLE_PROCESS)
         raise ValueError(
             f"The environment names a part of a cluster to JAX, which says: {error}"
             " Unset JAX_COORDINATOR_ADDRESS and the like, or give coordinator,"
@@ -272,10 +273,10 @@ def _start_detected(options: _Options) -> Cluster:
     return Cluster(jax.process_index(), jax.process_count(), None, manager)
 
 
-def _call_jax(options: _Options, who: str, **where: Any) -> None:
+def _initialize_jax(options: _Options, who: str, **where: Any) -> None:
     jax.distributed.initialize(
         heartbeat_timeout_seconds=options.heartbeat_timeout_s,
-        # Ours comes first: JAX's ends the process with SIGABRT and names nobody.
+        # Our timeout ends first: JAX's aborts the process and names no missing one.
         initialization_timeout=options.initialization_timeout_s + 5,
         shutdown_timeout_seconds=options.shutdown_timeout_s,
         **where,
@@ -285,7 +286,7 @@ def _call_jax(options: _Options, who: str, **where: Any) -> None:
         sys.excepthook = _exit_at_once(who, sys.excepthook)
 
 
-def _check_counts(cluster: Cluster, num_processes: int, process_id: int) -> None:
+def _check_joined(cluster: Cluster, num_processes: int, process_id: int) -> None:
     if (num_processes, process_id) != (cluster.num_processes, cluster.process_id):
         raise RuntimeError(
             f"{cluster.how}: this is process {cluster.process_id} of"
@@ -307,7 +308,7 @@ def _check_port(address: str) -> None:
 
 def _wait_for_coordinator(who: str, address: str, until: float) -> None:
     began = time.monotonic()
-    while (error := someone_listens(address, timeout_s=1)) is not None:
+    while (error := connection_error(address, timeout_s=1)) is not None:
         if time.monotonic() > until - 0.5:
             raise TimeoutError(
                 f"{who} found that nobody listens at {address} after"
@@ -317,24 +318,24 @@ def _wait_for_coordinator(who: str, address: str, until: float) -> None:
         time.sleep(0.1)
 
 
-def _others(cluster: Cluster) -> str:
+def _other_processes(cluster: Cluster) -> str:
     ids = [str(i) for i in range(cluster.num_processes) if i != cluster.process_id]
     names = ", ".join(ids if len(ids) < 9 else [*ids[:7], "...", ids[-1]])
     return f"process{'es' * (len(ids) > 1)} {names}"
 
 
 @contextlib.contextmanager
-def _patience(who: str, others: str, options: _Options) -> Iterator[None]:
-    """Say what is waited for; end the process when it has not come in time."""
+def _startup_timeout(who: str, others: str, options: _Options) -> Iterator[None]:
+    """Print what the block waits for; exit if it does not end within the timeout."""
     done = threading.Event()
     timeout_s = options.initialization_timeout_s
-    first = min(_PATIENCE_S, timeout_s / 2)
+    first = min(_SILENCE_S, timeout_s / 2)
 
     def watch() -> None:
         if done.wait(first):
             return
         _say(f"{who} waits for {others} (up to {timeout_s} s)")
-        # What is waited in is C++ that no exception ends.
+        # The block waits in C++, which no exception can end.
         if not done.wait(timeout_s - first):
             _say(
                 f"{who} waited {timeout_s} s and ends: {others} did not come, or not"
@@ -360,7 +361,7 @@ def _restore_excepthook() -> None:
 
 
 def _exit_at_once(who: str, previous: Any) -> Any:
-    """An excepthook that does not wait for the others, which wait for this process."""
+    """An excepthook that exits without waiting for the others, which wait for it."""
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
         try:

@@ -1,9 +1,8 @@
-"""What ends a launcher's processes when the launcher can no longer do it?
+"""Kill a launcher's process group when the launcher has died.
 
-Run by its path as the first process of the group, and outside of the launcher's, whose
-death cannot take it along. All that the launcher starts has joined the group before it
-lets go of the launcher's end of the pipe: the pipe ends when the launcher has, whatever
-ended it, and then nobody is missing in the group.
+The launcher runs this file as the first process of the group, and is not in the group
+itself. The pipe to stdin ends when the launcher dies, however it dies; by then each
+process has joined the group, since a forked one holds the pipe until it has.
 """
 
 import os
@@ -11,7 +10,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Signals to the group are for the others.
+    # Signals to the group are for the other processes.
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     os.write(1, b"!")

@@ -1,1 +1,1 @@
-"""What did the compiler make of a step? Its collectives, memory and work."""
+"""The report on a compiled program: collectives, FLOPs, memory and times."""

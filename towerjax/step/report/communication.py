@@ -1,4 +1,4 @@
-"""What does a compiled program send, how often, and where is it written?"""
+"""The collectives of a compiled program: bytes, trips, schedule and source line."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from towerjax.proof.equation import is_library, shown
+from towerjax.proof.equation import format_line, is_library
 from towerjax.step.report.hlo import Module, Operation
 
 _COLLECTIVES = frozenset(
@@ -28,18 +28,18 @@ class CompiledCollective:
     bytes: int  # of its operands, each time
     sent: int  # each time, if it travels round a ring: ring_bytes
     dtypes: tuple[str, ...]  # of the operands, each once
-    num_devices: int  # that meet
-    trips: int  # how often in a call; of a loop of unknown trips 1
+    num_devices: int  # in a group
+    trips: int  # how often in a call; 1 in a loop of unknown trips
     trips_known: bool
-    start: int  # how many operations that work stand before it, in order
-    end: int  # before the one that waits for it
-    length: int  # how many there are
-    beside: int  # bytes that those in between read and write: what hides it
-    line: str  # of the user's, "train.py:12 (loss_fn)"; or of ours, or ""
+    start: int  # its place in the schedule: working operations before it
+    end: int  # start, plus the working operations that run while it is under way
+    length: int  # working operations in its computation
+    beside: int  # bytes read and written between start and end: what hides it
+    line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
-    """What each of ``n`` devices sends when a collective travels round a ring.
+    """Bytes that each of ``n`` devices sends if a collective runs as a ring.
 
     Of ``b`` bytes of operands: all-reduce ``2 b (n - 1) / n``; reduce-scatter and
     all-to-all ``b (n - 1) / n``; all-gather ``b (n - 1)``; a permute or broadcast
@@ -58,45 +58,38 @@ def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
 
 def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
     """Every collective of the program, in the order of its text from the entry on."""
-    return tuple(_walk(module, module.entry, 1, True))
+    return tuple(_collectives_in(module, module.entry, 1, True))
 
 
-def _walk(
+def _collectives_in(
     module: Module, computation: str, trips: int, known: bool, when: Any = None
 ) -> Iterator[CompiledCollective]:
     for op in module.computations[computation].values():
         called = op.called()
         if op.opcode.removesuffix("-start") in _COLLECTIVES:
-            at = when or _when(module, computation, op)
+            at = when or _schedule_of(module, computation, op)
             yield _collective(module, computation, op, at, (trips, known))
         elif op.opcode == "while":
             more, is_known = op.trips or 1, known and op.trips is not None
             for name in (called["condition"], called["body"]):
-                yield from _walk(module, name, trips * more, is_known)
+                yield from _collectives_in(module, name, trips * more, is_known)
         elif op.opcode == "async-start":
-            at = _when(module, computation, op)
-            yield from _walk(module, called["calls"], trips, known, at)
+            at = _schedule_of(module, computation, op)
+            yield from _collectives_in(module, called["calls"], trips, known, at)
         elif op.opcode in ("call", "conditional") or "calls" in called:
             for name in called.values():
-                yield from _walk(module, name, trips, known)
+                yield from _collectives_in(module, name, trips, known)
 
 
-def _when(module: Module, computation: str, op: Operation) -> tuple[int, ...]:
+def _schedule_of(module: Module, computation: str, op: Operation) -> tuple[int, ...]:
     """``start``, ``end``, ``length`` and ``beside`` of a collective."""
     there = module.computations[computation].values()
     working = [other for other in there if other.opcode not in _NO_WORK]
     start, done = working.index(op), op.opcode.replace("-start", "-done")
-    ends = [
-        i
-        for i, other in enumerate(working)
-        if other.opcode == done and op.name in other.operands
-    ]
-    end = ends[0] if ends else start
-    between = [
-        other
-        for other in working[start + 1 : end]
-        if not other.opcode.endswith(("-start", "-done"))
-    ]
+    waits = [other.opcode == done and op.name in other.operands for other in working]
+    end = waits.index(True) if any(waits) else start
+    between = working[start + 1 : end]
+    between = [x for x in between if not x.opcode.endswith(("-start", "-done"))]
     moved = [
         shape.bytes
         for other in between
@@ -123,12 +116,12 @@ def _collective(
         devices,
         *trips,
         *when,
-        line=line_of(module, op),
+        line=source_line(module, op),
     )
 
 
 def _group_size(module: Module, op: Operation) -> int:
-    """How many devices meet: in a list of groups, a grid, or axes of a mesh."""
+    """The devices of a group: HLO writes a list of groups, a grid, or mesh axes."""
     text = op.attributes
     if found := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
         return len(found[1].split(","))
@@ -141,12 +134,12 @@ def _group_size(module: Module, op: Operation) -> int:
     return module.num_devices
 
 
-def line_of(module: Module, op: Operation) -> str:
-    """The innermost line of the user's that the step calls, else ours."""
+def source_line(module: Module, op: Operation) -> str:
+    """The innermost line of user code below the step, else the innermost of all."""
     stack = list(module.stack(op))
     for file, line, function in stack:
         if file == _WHERE_STEPS_ARE_MADE:
-            break  # further out are those who called the step
+            break  # frames further out called the step
         if not is_library(file):
-            return shown(file, line, function)
-    return shown(*stack[0]) if stack else ""
+            return format_line(file, line, function)
+    return format_line(*stack[0]) if stack else ""

@@ -1,4 +1,4 @@
-"""How many FLOPs does a device make in one call? Counted in the traced program."""
+"""Count the FLOPs of one device in one call, from the traced program."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ _ARITHMETIC = frozenset(
     " igamma_grad_a regularized_incomplete_beta bessel_i0e bessel_i1e log2"
     " one_minus_square".split()
 )
-_REDUCTIONS = frozenset("reduce_sum reduce_prod reduce_max reduce_min".split())
+_REDUCE_OPS = frozenset("reduce_sum reduce_prod reduce_max reduce_min".split())
 _SCATTERS = frozenset(
     f"scatter{mark}{what}" for mark in "-_" for what in "add sub mul min max".split()
 )
-_COUNTED = _ARITHMETIC | _REDUCTIONS | _SCATTERS
+_COUNTED = _ARITHMETIC | _REDUCE_OPS | _SCATTERS
 _NOT_COUNTED = frozenset(
     "pallas_call ffi_call pure_callback io_callback fft cholesky triangular_solve lu"
     " qr geqrf ormqr householder_product eigh eig svd symmetric_product schur"
@@ -43,8 +43,8 @@ class Flops:
     """Floating-point operations of one device in one call."""
 
     matmul: int = 0  # of matrix products and convolutions: a multiply-add is two
-    # One for each element of float arithmetic, a function such as tanh included, and
-    # for each addition of a reduction; the compiler may make some twice, or none.
+    # One for each element of float arithmetic, functions such as tanh included, and for
+    # each addition of a reduction, as written: XLA may repeat or drop some.
     other: int = 0
     notes: tuple[str, ...] = ()  # what could not be counted, and why
 
@@ -59,54 +59,54 @@ class Flops:
         return Flops(self.matmul + more.matmul, self.other + more.other, notes)
 
     def times(self, trips: int) -> "Flops":
-        """So many trips of a loop."""
+        """The count of a loop with this body and so many trips."""
         return dataclasses.replace(
             self, matmul=self.matmul * trips, other=self.other * trips
         )
 
 
 def flops_of(jaxpr: Jaxpr) -> Flops:
-    """What one device does in one call of a traced program.
+    """The FLOPs of one device in one call of a traced program.
 
-    A loop counts as often as it runs, which XLA's ``cost_analysis`` does not do, one of
-    unknown trips once; of a condition the branch that makes most. What no result needs
-    is left out. The count is of what was written, whatever a compiler makes of it.
+    A loop counts as often as it runs, unlike in XLA's ``cost_analysis``, and once if
+    its trips are unknown; a ``cond`` counts as its largest branch. Equations that no
+    result needs are left out. The count is of the jaxpr, before the compiler.
     """
     needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return _flops_inside(needed)
 
 
 def _flops_inside(jaxpr: Jaxpr) -> Flops:
-    return _sum_of(_of_equation(eqn) for eqn in jaxpr.eqns)
+    return _add_up(_flops_of_equation(eqn) for eqn in jaxpr.eqns)
 
 
-def _sum_of(parts: Iterable[Flops]) -> Flops:
+def _add_up(parts: Iterable[Flops]) -> Flops:
     return functools.reduce(Flops.__add__, parts, Flops())
 
 
-def _of_equation(eqn: JaxprEqn) -> Flops:
+def _flops_of_equation(eqn: JaxprEqn) -> Flops:
     name = eqn.primitive.name
     if name == "dot_general":
-        return Flops(matmul=_dot(eqn))
+        return Flops(matmul=_dot_flops(eqn))
     if name == "conv_general_dilated":
-        return Flops(matmul=_convolution(eqn))
+        return Flops(matmul=_convolution_flops(eqn))
     if name in _NOT_COUNTED:
         return Flops(notes=(f"{name} is not counted",))
     if name not in _COUNTED:
-        return _of_inner(eqn)
+        return _flops_of_inner(eqn)
     out: Any = eqn.outvars[0].aval
     if not jnp.issubdtype(out.dtype, jnp.inexact):
         return Flops()
     if name in _ARITHMETIC:
         return Flops(other=out.size)
-    if name in _REDUCTIONS:
+    if name in _REDUCE_OPS:
         before: Any = eqn.invars[0].aval
         return Flops(other=before.size - out.size)
     updates: Any = eqn.invars[2].aval
     return Flops(other=updates.size)
 
 
-def _of_inner(eqn: JaxprEqn) -> Flops:
+def _flops_of_inner(eqn: JaxprEqn) -> Flops:
     name, inner = eqn.primitive.name, sub_jaxprs(eqn)
     if not inner:
         return Flops()
@@ -116,24 +116,24 @@ def _of_inner(eqn: JaxprEqn) -> Flops:
         return _flops_inside(inner[0]).times(eqn.params["length"])
     if name != "while":
         return _flops_inside(inner[0])
-    one = _sum_of(map(_flops_inside, inner))
+    one = _add_up(map(_flops_inside, inner))
     if not one.total:
         return one
     return one + Flops(notes=("a loop of unknown trips is counted once",))
 
 
-def _dot(eqn: JaxprEqn) -> int:
+def _dot_flops(eqn: JaxprEqn) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
     lhs: Any = eqn.invars[0].aval
     out: Any = eqn.outvars[0].aval
     return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted)
 
 
-def _convolution(eqn: JaxprEqn) -> int:
-    """Two for each pair of an input and a kernel element that meet.
+def _convolution_flops(eqn: JaxprEqn) -> int:
+    """Two for each product of an input element and a kernel element.
 
-    What meets padding is not counted, so that a convolution and both its gradients
-    make the same number.
+    Products with padding do not count, so a convolution and both its gradients have
+    the same count.
     """
     lhs: Any = eqn.invars[0].aval
     rhs: Any = eqn.invars[1].aval
@@ -160,7 +160,7 @@ def pairs_along(
     base_dilation: int,
     dilation: int,
 ) -> int:
-    """How often a kernel element meets an input element along a dim, zeros left out.
+    """Products of kernel and input elements along one dim, padding left out.
 
     Padding is before and after the input, and may be negative.
     """

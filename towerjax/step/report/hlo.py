@@ -1,4 +1,4 @@
-"""What does the compiler's text say? Computations, operations, shapes, source lines."""
+"""Parse the text of a compiled program: operations, shapes and source lines."""
 
 import dataclasses
 import math
@@ -45,13 +45,13 @@ class Operation:
     name: str
     opcode: str
     shapes: tuple[Shape, ...]  # the results': several for a tuple
-    operands: tuple[str, ...]  # names; of a parameter or constant, what it holds
+    operands: tuple[str, ...]  # names; a parameter's number, or a constant's value
     attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
-        """The computations that it runs or combines by, by the attribute's name."""
+        """Attribute -> computation that the operation runs or reduces by."""
         if self.opcode.endswith(("-done", "-update")):
-            return {}  # named again by the end of what runs beside
+            return {}  # the -start operation named them
         found = {m[0].split("=")[0]: m[1] for m in _CALLED.finditer(self.attributes)}
         if branches := _BRANCHES.search(self.attributes):
             names = re.findall(r"%?([\w.\-]+)", branches[1])
@@ -60,13 +60,13 @@ class Operation:
 
     @property
     def op_name(self) -> str:
-        """What JAX calls it; of an argument, its path."""
+        """JAX's name for it; the path of an argument."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def trips(self) -> int | None:
-        """Of a ``while``: how often, where the compiler knows it."""
+        """The trips of a ``while``, if the compiler knows them."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
         return int(found[1]) if found else None
 
@@ -78,7 +78,7 @@ class Module:
     header: str  # its first line
     computations: dict[str, dict[str, Operation]]  # operations in order
     entry: str
-    roots: dict[str, str]  # computation -> its result's
+    roots: dict[str, str]  # computation -> the operation that is its result
     frames: dict[int, tuple[str, int, str, int]]  # (file, line, function, around or 0)
 
     def operand_shapes(self, computation: str, operation: Operation) -> list[Shape]:
@@ -89,11 +89,8 @@ class Module:
     @property
     def parameters(self) -> list[Operation]:
         """The program's arguments, in order."""
-        found = [
-            op
-            for op in self.computations[self.entry].values()
-            if op.opcode == "parameter"
-        ]
+        there = self.computations[self.entry].values()
+        found = [op for op in there if op.opcode == "parameter"]
         return sorted(found, key=lambda op: int(op.operands[0]))
 
     @property
@@ -114,7 +111,7 @@ class Module:
         return math.prod(int(count) for count in counts)
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
-        """``(file, line, function)``, innermost first; nothing where none is told."""
+        """``(file, line, function)`` of each frame, innermost first."""
         text = operation.attributes
         if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', text):
             yield found[1], int(found[2]), ""
@@ -148,7 +145,7 @@ def parse(text: str) -> Module:
 
 
 def _operation(name: str, text: str) -> Operation:
-    """What stands after ``%name =``."""
+    """Parse what follows ``%name =``."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shapes = tuple(
         Shape(m[1], tuple(map(int, re.findall(r"\d+", m[2]))))
@@ -166,7 +163,7 @@ def _operation(name: str, text: str) -> Operation:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket closes that opens there; brackets in quotes do not count."""
+    """The position of the closing bracket; brackets in quotes do not count."""
     depth, quoted = 0, False
     for i in range(opening, len(text)):
         char = text[i]
@@ -191,9 +188,9 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     }
     files = {int(i): x.strip('"') for i, x in parts.get("FileNames", [])}
     functions = {int(i): x.strip('"') for i, x in parts.get("FunctionNames", [])}
-    places = {int(i): _numbers(x) for i, x in parts.get("FileLocations", [])}
-    frames = {int(i): _numbers(x) for i, x in parts.get("StackFrames", [])}
-    # Printed one higher than it is, where 0 is "no frame around": the first has none.
+    places = {int(i): _parse_fields(x) for i, x in parts.get("FileLocations", [])}
+    frames = {int(i): _parse_fields(x) for i, x in parts.get("StackFrames", [])}
+    # Some versions print parents one higher, so that 0 is "none": frame 1 has none.
     shift = int(frames.get(1, {}).get("parent_frame_id", 0) == 1)
     found = {}
     for i, frame in frames.items():
@@ -205,5 +202,5 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     return found
 
 
-def _numbers(text: str) -> dict[str, int]:
+def _parse_fields(text: str) -> dict[str, int]:
     return {name: int(x) for name, x in re.findall(r"(\w+)=(\d+)", text)}

@@ -1,4 +1,4 @@
-"""What does a compiled program hold in memory, what of it again, and at its peak?"""
+"""The memory of a compiled program: arguments, reused buffers and the peak."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from towerjax.step.report.communication import line_of
+from towerjax.step.report.communication import source_line
 from towerjax.step.report.hlo import Module, Operation, Shape
 from towerjax.types import leaf_name
 
@@ -31,9 +31,9 @@ class Buffer:
     dtype: str  # by XLA's name, "f32"
     shape: tuple[int, ...]
     bytes: int
-    donated: bool  # may a result take over the buffer?
-    aliased: bool  # does one?
-    why_not: str  # why none does, where one could be asked to; else ""
+    donated: bool  # whether a result may reuse the buffer
+    aliased: bool  # whether a result reuses it
+    why_not: str  # why no result reuses it, though one may; else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Memory:
     """What one device holds while the program runs, in bytes."""
 
     buffers: tuple[Buffer, ...]  # the arguments
-    results: int  # those taken over from arguments included
-    aliased: int  # of these, the ones taken over
+    results: int  # those in arguments' buffers included
+    aliased: int  # of these, the ones in arguments' buffers
     temporaries: int
-    code: int  # the program itself, where the compiler says
-    peak: int  # the most at once, by the compiler's own plan
+    code: int  # the program itself, if the compiler says
+    peak: int  # the most at once, by the compiler's plan
     capacity: int | None = None  # of the device, where known
 
     @property
     def fits(self) -> bool:
-        """Is there room for it on the device? True where nobody knows."""
+        """Whether the program fits on the device; True if the capacity is unknown."""
         return self.capacity is None or self.peak <= self.capacity
 
     @property
@@ -60,14 +60,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Arguments, results, temporaries and code; what is aliased, once."""
-        return (
-            self.arguments + self.results - self.aliased + self.temporaries + self.code
-        )
+        """Arguments, results, temporaries and code; aliased buffers count once."""
+        results = self.results - self.aliased
+        return self.arguments + results + self.temporaries + self.code
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes of the arguments by kind, then of the rest; they add up to `total`."""
+        """Bytes of arguments by kind, and of the rest; together they are `total`."""
         found: dict[str, int] = collections.defaultdict(int)
         for buffer in self.buffers:
             found[buffer.kind] += buffer.bytes
@@ -78,7 +77,7 @@ class Memory:
 
     @property
     def not_donated(self) -> tuple[Buffer, ...]:
-        """The buffers that no result takes over, though one might."""
+        """The buffers that no result reuses, though one may."""
         return tuple(buffer for buffer in self.buffers if buffer.why_not)
 
 
@@ -90,15 +89,18 @@ def memory_of(
     keeps: bool = False,
     capacity: int | None = None,
 ) -> Memory:
-    """What one device holds."""
+    """The `Memory` of one device, for ``donate=False`` if it ``keeps`` its state.
+
+    Argument ``i`` is called ``roots[i]``.
+    """
     leaves = _argument_leaves(compiled, roots)
     results = collections.Counter(module.results)
-    donors = _matched(leaves, module.parameters)
-    wishes = collections.Counter(
-        p.shapes[0] for leaf, p in donors if p is not None and leaf.donated
+    pairs = _match_parameters(leaves, module.parameters)
+    donated = collections.Counter(
+        p.shapes[0] for leaf, p in pairs if p is not None and leaf.donated
     )
     buffers = []
-    for leaf, parameter in donors:
+    for leaf, parameter in pairs:
         shape, size, aliased, why_not = Shape(leaf.dtype, leaf.shape), 0, False, ""
         if parameter is not None:
             shape = parameter.shapes[0]
@@ -106,10 +108,10 @@ def memory_of(
         if leaf.donated and parameter is None:
             why_not = "the program does not read it"
         elif leaf.donated and not aliased:
-            why_not = _reason(shape, wishes[shape], results[shape])
+            why_not = _reason(shape, donated[shape], results[shape])
         elif keeps and leaf.first and parameter is not None and not aliased:
             why_not = "donate=False"
-        kinds = (*_named(leaf), shape.dtype, shape.dims, size)
+        kinds = (*_name_and_kind(leaf), shape.dtype, shape.dims, size)
         buffers.append(Buffer(*kinds, leaf.donated, aliased, why_not))
     analysis = compiled.memory_analysis()
     return Memory(
@@ -137,7 +139,7 @@ class _Leaf:
 
 def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
     paths: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    # The tree is (args, kwargs), and of args one a position.
+    # The tree is (args, kwargs).
     return [
         _Leaf(
             root=roots[int(path[1].idx)],
@@ -151,26 +153,22 @@ def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
     ]
 
 
-def _matched(
+def _match_parameters(
     leaves: list[_Leaf], parameters: list[Operation]
 ) -> list[tuple[_Leaf, Operation | None]]:
-    """Each leaf with its parameter: the same order, unread ones left out."""
+    """Each leaf with its parameter, or None if the program does not read it."""
     pairs: list[tuple[_Leaf, Operation | None]] = []
     waiting = collections.deque(parameters)
     for number, leaf in enumerate(leaves):
-        left = len(leaves) - number
-        fits = waiting and (
-            left == len(waiting)
-            or (
-                waiting[0].op_name.endswith(leaf.path)
-                and len(waiting[0].shapes[0].dims) >= len(leaf.shape)
-            )
-        )
+        fits = len(leaves) - number == len(waiting)  # then all that are left are read
+        if not fits and waiting and waiting[0].op_name.endswith(leaf.path):
+            # A random key's parameter has one dim more, of its words.
+            fits = len(waiting[0].shapes[0].dims) >= len(leaf.shape)
         pairs.append((leaf, waiting.popleft() if fits else None))
     return pairs
 
 
-def _named(leaf: _Leaf) -> tuple[str, str]:
+def _name_and_kind(leaf: _Leaf) -> tuple[str, str]:
     """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
     found = _IN_GROUP.match(leaf.path)
     if leaf.root in ("state", "kept") and found:
@@ -178,122 +176,122 @@ def _named(leaf: _Leaf) -> tuple[str, str]:
     return leaf.root + leaf.path, _GROUPS.get(leaf.root, "other")
 
 
-def _reason(shape: Shape, wishes: int, results: int) -> str:
+def _reason(shape: Shape, donated: int, results: int) -> str:
     if not results:
         return f"no result is {shape}: dtype and shape must be the same"
-    if results < wishes:
-        return f"{wishes} buffers of {shape} are donated for {results} such results"
+    if results < donated:
+        return f"{donated} buffers of {shape} are donated for {results} such results"
     return "the compiler did not take it over"
 
 
-# These hand on the buffers that they are given.
+# Their results lie in the buffers of their operands.
 _VIEWS = frozenset("bitcast get-tuple-element opt-barrier tuple while".split())
 _RUNS = frozenset("while call conditional async-start".split())
 _INDEX = re.compile(r"\bindex=(\d+)")
 _STATE = re.compile(r"^(?:donated|kept)\['(\w+)'\]")
 
-Part: TypeAlias = tuple[str, int]
-"""An operation, and which of its results."""
+Output: TypeAlias = tuple[str, int]
+"""``(operation, index)``: one of an operation's results."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Alive:
-    """A value that lies in memory when most does."""
+    """A value that is alive when memory is at its peak."""
 
-    name: str  # an argument's leaf, or what JAX calls the operation
-    shape: str  # of one device, "f32[128,1024]"
+    name: str  # an argument's leaf, or JAX's name of the operation
+    shape: str  # on one device, "f32[128,1024]"
     bytes: int
     line: str  # where it is made, "train.py:12 (loss_fn)"; or ""
 
 
 def alive_at_peak(module: Module) -> tuple[Alive, ...]:
-    """The values that are alive when most bytes are, the largest first.
+    """The values that are alive at the peak of memory, the largest first.
 
-    The text of a compiled program is in the order in which a device works: what was
-    made before a moment and is used after it lies in memory at it. Values that XLA puts
-    in one place without saying so in its text count each.
+    The text of a compiled program is in the order of its schedule: a value is alive
+    from the operation that makes it to the last that uses it. Values that XLA puts in
+    one buffer without a sign in the text count each.
     """
     found = _at_peak(module, module.entry)
     return tuple(sorted(found, key=lambda value: -value.bytes))
 
 
 def _at_peak(module: Module, computation: str) -> list[Alive]:
-    """What is alive at a computation's worst moment, in what it runs too."""
+    """The values alive at the peak of a computation, and of those that it runs."""
     operations = list(module.computations[computation].values())
-    lives = _lives(module, computation)
+    last_uses = _last_uses(module, computation)
     alive: list[tuple[int, int, Alive]] = []
     change = collections.Counter[int]()
     inside: dict[int, list[Alive]] = {}
     for made, op in enumerate(operations):
         if op.opcode in _RUNS:
             bodies = [_at_peak(module, name) for name in op.called().values()]
-            inside[made] = max(bodies, key=_bytes, default=[])
+            inside[made] = max(bodies, key=_total_bytes, default=[])
         for part, shape in enumerate(op.shapes):
-            start, end = made, lives.get((op.name, part), -1)
-            if op.opcode == "parameter":  # the caller has it all along
+            start, end = made, last_uses.get((op.name, part), -1)
+            if op.opcode == "parameter":  # the caller holds it throughout
                 start, end = 0, min(end, len(operations) - 1)
             if end >= start and shape.bytes:
-                alive.append((start, end, _value(module, op, part)))
+                alive.append((start, end, _alive_value(module, op, part)))
                 change[start] += shape.bytes
                 change[end + 1] -= shape.bytes
     held, worst, most = 0, 0, -1
     for position in range(len(operations)):
         held += change[position]
-        if (size := held + _bytes(inside.get(position, []))) > most:
+        if (size := held + _total_bytes(inside.get(position, []))) > most:
             worst, most = position, size
     here = [value for start, end, value in alive if start <= worst <= end]
     return [*here, *inside.get(worst, [])]
 
 
-def _value(module: Module, op: Operation, part: int) -> Alive:
+def _alive_value(module: Module, op: Operation, part: int) -> Alive:
     name = _STATE.sub(r"\1", op.op_name) or op.name
-    line = "" if op.opcode == "parameter" else line_of(module, op)
+    line = "" if op.opcode == "parameter" else source_line(module, op)
     return Alive(name, f"{op.shapes[part]}", op.shapes[part].bytes, line)
 
 
-def _lives(module: Module, computation: str) -> dict[Part, int]:
-    """For each result with memory of its own where it is used last.
+def _last_uses(module: Module, computation: str) -> dict[Output, int]:
+    """The last use of each result that has memory of its own.
 
-    In a loop or branch what it is given and gives back has none, nor have the program's
-    results that take over an argument's buffer.
+    Parameters and results of loops and branches have none, nor have the program's
+    results that reuse an argument's buffer.
     """
     there, root = module.computations[computation], module.roots[computation]
-    parts: dict[str, list[frozenset[Part]]] = {}
-    lives: dict[Part, int] = {}
+    parts: dict[str, list[frozenset[Output]]] = {}
+    last_uses: dict[Output, int] = {}
     is_entry = computation == module.entry
     for position, op in enumerate(there.values()):
         given = [parts[name] for name in op.operands if name in parts]
         if op.opcode in _VIEWS or op.opcode.endswith("-done"):
-            parts[op.name] = _viewed(op, sum(given, []))
+            parts[op.name] = _view(op, sum(given, []))
             continue
         parts[op.name] = [frozenset(((op.name, i),)) for i in range(len(op.shapes))]
-        for key in frozenset[Part]().union(*sum(given, [])):
-            if key in lives:
-                lives[key] = max(lives[key], position)
+        for key in frozenset[Output]().union(*sum(given, [])):
+            if key in last_uses:
+                last_uses[key] = max(last_uses[key], position)
         if op.opcode != "constant" and (is_entry or op.opcode != "parameter"):
             end = len(there) if op.opcode == "parameter" else position
-            lives |= {(op.name, i): end for i in range(len(op.shapes))}
-    for key in frozenset[Part]().union(*parts[root]):
-        if key in lives:
-            lives[key] = len(there)
+            last_uses |= {(op.name, i): end for i in range(len(op.shapes))}
+    for key in frozenset[Output]().union(*parts[root]):
+        if key in last_uses:
+            last_uses[key] = len(there)
     taken = [*range(len(parts[root]))]
     if is_entry:
         taken = [int(x or 0) for x in re.findall(r"\{(\d*)\}: \(\d+, ", module.header)]
     for index in taken:
         for name, part in parts[root][index]:
             if there[name].opcode != "parameter":
-                lives.pop((name, part), None)
-    return lives
+                last_uses.pop((name, part), None)
+    return last_uses
 
 
-def _viewed(op: Operation, given: list[frozenset[Part]]) -> list[frozenset[Part]]:
-    """In which results' memory the parts of a view lie."""
+def _view(op: Operation, given: list[frozenset[Output]]) -> list[frozenset[Output]]:
+    """The results in whose memory the parts of a view lie."""
     if found := _INDEX.search(op.attributes):
         given = given[int(found[1]) :][: len(op.shapes)]
     if len(given) == len(op.shapes):
         return given
-    return [frozenset[Part]().union(*given)] * len(op.shapes)
+    return [frozenset[Output]().union(*given)] * len(op.shapes)
 
 
-def _bytes(values: list[Alive]) -> int:
+def _total_bytes(values: list[Alive]) -> int:
     return sum(value.bytes for value in values)

@@ -1,4 +1,4 @@
-"""What did the compiler make of a step? Sent, computed, held, and how long it takes."""
+"""`StepReport`: what a compiled step sends, computes and holds, and its times."""
 
 import dataclasses
 import inspect
@@ -20,27 +20,20 @@ from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
 from towerjax.types.options import check_takes
-from towerjax.types.tables import (
-    Shown,
-    Stored,
-    Table,
-    in_bytes,
-    in_flops,
-    in_seconds,
-)
+from towerjax.types.tables import Shown, Stored, Table, in_bytes, in_flops, in_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Medians over some calls, each awaited before the next."""
+    """Medians over calls, each awaited before the next."""
 
     calls: int
-    dispatch_s: float  # until the call returned: the host's own time
-    step_s: float  # until the results were there
+    dispatch_s: float  # until the call returns: the host's time
+    step_s: float  # until the results are there
 
 
-def timed(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
-    """How long calls take, after one that does not count."""
+def time_calls(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
+    """Time ``calls`` calls, after one that does not count."""
     dispatched, done = [], []
     for _ in range(calls + 1):
         begin = time.perf_counter()
@@ -60,15 +53,15 @@ class StepReport(Stored):
     Attributes:
       towers: ``T``.
       devices: ``D``.
-      platform: Of the devices; of absent ones what they are.
-      collectives: What is sent, how often, and where that is written.
-      flops: Loops counted as often as they run.
-      memory: By kind; which buffers are used again.
-      at_peak: The values that lie in memory when most does, an `Alive` each, the
+      platform: The devices' platform; the kind of absent devices.
+      collectives: What is sent, how often, and by which line of code.
+      flops: Per device and call; a loop counts as often as it runs.
+      memory: Bytes by kind, and which buffers are reused.
+      at_peak: The values that are alive at the peak of memory, an `Alive` each, the
         largest first; eight are shown.
-      kernels: How many fused ones a call starts, but for those inside loops.
-      compile_s: For tracing, proving and compiling.
-      timing: Of a few calls; None where none was asked for.
+      kernels: Fused kernels that a call starts, those inside loops left out.
+      compile_s: Seconds for tracing, proving and compiling.
+      timing: Times of a few calls; None if none was asked for.
 
     Example:
       >>> import jax, numpy as np, optax, towerjax as tj
@@ -94,17 +87,17 @@ class StepReport(Stored):
 
     @property
     def bytes_sent(self) -> int:
-        """What each device sends in one call, round rings."""
+        """Bytes that each device sends in one call, if collectives run as rings."""
         return sum(found.sent * found.trips for found in self.collectives)
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
         return (
-            _of_step(self),
-            _of_collectives(self),
-            _of_memory(self.memory),
-            _of_peak(self.at_peak[:8]),
-            _of_buffers(self.memory),
+            _step_table(self),
+            _collectives_table(self),
+            _memory_table(self.memory),
+            _peak_table(self.at_peak[:8]),
+            _buffers_table(self.memory),
         )
 
     def beside(self, other: "StepReport") -> "SideBySide":
@@ -125,8 +118,8 @@ class SideBySide(Shown):
     """Two reports in one table.
 
     Attributes:
-      step: The one that was asked.
-      other: The one beside it.
+      step: The report whose ``beside`` was called.
+      other: The report that it was given.
     """
 
     step: StepReport
@@ -136,8 +129,8 @@ class SideBySide(Shown):
         """What is shown."""
         both = zip(_figures(self.step), _figures(self.other), strict=True)
         rows = tuple((what, ours, theirs) for (what, ours), (_, theirs) in both)
-        title = _where(self.step)
-        if (other := _where(self.other)) != title:
+        title = _title(self.step)
+        if (other := _title(self.other)) != title:
             title += f", beside {other}"
         return (Table(title, ("what", "step", "other"), rows),)
 
@@ -147,8 +140,8 @@ def report_of(
 ) -> StepReport:
     """What the compiler makes of a function of your own on a strategy's devices.
 
-    Such as the step that you would write by hand, to stand `StepReport.beside` a step
-    of towerjax. It runs nothing, so that the devices may be absent.
+    For a step that you wrote by hand, to set `StepReport.beside` a step of towerjax. It
+    runs nothing, so the devices may be absent.
 
     Args:
       fn: A function under ``jax.jit``, which says where its arguments lie, what it
@@ -190,7 +183,7 @@ def report_of(
         )
     check_takes("fn(*args)", fn, *args)
     start, placement = time.perf_counter(), strategy.placement
-    # The last may stand for several: *args.
+    # The last name may be that of *args.
     names = [*inspect.signature(fn).parameters]
     names = [names[min(i, len(names) - 1)] for i in range(len(args))]
     traced = fn.trace(*args)
@@ -198,7 +191,7 @@ def report_of(
     compiled = compile_on_devices(lowered, placement)
     seconds = time.perf_counter() - start
     jaxpr = traced.jaxpr.jaxpr
-    return _report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
+    return _make_report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
 
 
 def program_report(
@@ -211,10 +204,10 @@ def program_report(
     """The report on a step's program."""
     roots, call = tuple(program.recipe.in_layouts), program.call
     more: dict[str, Any] = {"compile_s": program.seconds, "timing": timing}
-    return _report(call, program.jaxpr, roots, placement, keeps=keeps, **more)
+    return _make_report(call, program.jaxpr, roots, placement, keeps=keeps, **more)
 
 
-def _report(
+def _make_report(
     compiled: Any,
     jaxpr: Jaxpr,
     roots: Sequence[str],
@@ -240,7 +233,7 @@ def _report(
     )
 
 
-def _where(report: StepReport) -> str:
+def _title(report: StepReport) -> str:
     """``"8 towers on 8 devices (cpu), each device in one call"``."""
     return (
         f"{report.towers} towers on {report.devices} devices ({report.platform}),"
@@ -249,7 +242,7 @@ def _where(report: StepReport) -> str:
 
 
 def _figures(report: StepReport) -> list[tuple[str, str]]:
-    """What is said of a step in one number each."""
+    """``(what, figure)`` of each figure that is one number."""
     flops, sent = report.flops, report.collectives
     return [
         ("matrix products and convolutions", in_flops(flops.matmul)),
@@ -264,7 +257,7 @@ def _figures(report: StepReport) -> list[tuple[str, str]]:
     ]
 
 
-def _of_step(report: StepReport) -> Table:
+def _step_table(report: StepReport) -> Table:
     rows, flops, timing = _figures(report), report.flops, report.timing
     if timing is not None:
         rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
@@ -273,10 +266,10 @@ def _of_step(report: StepReport) -> Table:
             rate = in_flops(flops.total / timing.step_s) + "/s"
             rows.append(("achieved", rate))
     head = ("what", "how much")
-    return Table(_where(report), head, tuple(rows), "; ".join(flops.notes))
+    return Table(_title(report), head, tuple(rows), "; ".join(flops.notes))
 
 
-def _of_collectives(report: StepReport) -> Table:
+def _collectives_table(report: StepReport) -> Table:
     rows = tuple(
         (
             found.opcode,
@@ -284,7 +277,7 @@ def _of_collectives(report: StepReport) -> Table:
             in_bytes(found.sent),
             f"{found.trips}" if found.trips_known else "unknown",
             f"{found.num_devices}",
-            _when(found),
+            _schedule_text(found),
             found.line,
         )
         for found in report.collectives
@@ -293,15 +286,15 @@ def _of_collectives(report: StepReport) -> Table:
     return Table("Collectives", head, rows, "" if rows else "None.")
 
 
-def _when(found: CompiledCollective) -> str:
-    """Between which operations of how many it runs, and what hides it."""
+def _schedule_text(found: CompiledCollective) -> str:
+    """Its place in the schedule, and what runs beside it."""
     if found.start == found.end:
         return f"at {found.start} of {found.length}, exposed"
     beside = f"beside {in_bytes(found.beside)} read and written"
     return f"{found.start} to {found.end} of {found.length}, {beside}"
 
 
-def _of_memory(memory: Memory) -> Table:
+def _memory_table(memory: Memory) -> Table:
     rows = tuple((kind, in_bytes(size)) for kind, size in memory.by_kind.items())
     note = f"{in_bytes(memory.aliased)} of the results take over arguments' buffers."
     total = ("together", in_bytes(memory.total))
@@ -313,13 +306,13 @@ def _of_memory(memory: Memory) -> Table:
     return Table("Memory of a device", ("kind", "bytes"), (*rows, total), note)
 
 
-def _of_peak(values: tuple[Alive, ...]) -> Table:
+def _peak_table(values: tuple[Alive, ...]) -> Table:
     rows = tuple((x.name, x.shape, in_bytes(x.bytes), x.line) for x in values)
     head = ("value", "on a device", "bytes", "where")
     return Table("Largest when most is held", head, rows)
 
 
-def _of_buffers(memory: Memory) -> Table:
+def _buffers_table(memory: Memory) -> Table:
     rows = tuple(
         (
             buffer.name,

@@ -1,4 +1,4 @@
-"""How fast are N towers? Sweeps of trials, timed in turns with hand-written JAX."""
+"""Benchmarks: sweeps of trials, timed in turns with hand-written JAX."""
 
 from towerjax.tools.bench.grid import Grid as Grid
 from towerjax.tools.bench.grid import Trial as Trial

@@ -1,4 +1,4 @@
-"""What is compared? A step by towerjax, by hand, by jit, by pmap; a bare reduction."""
+"""Build the steps to time: by towerjax, by hand, by jit, by pmap; a bare reduction."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from towerjax.data.shard import rows_of_towers
+from towerjax.data.shard import split_rows
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check
@@ -28,7 +28,7 @@ _OUT = (Layout.MIRRORED, Layout.MIRRORED)
 
 
 def sgd() -> optax.GradientTransformation:
-    """The optimizer of all contenders: every framework has the same formula."""
+    """The optimizer of all contenders, which has one formula in every framework."""
     return optax.sgd(LEARNING_RATE, MOMENTUM)
 
 
@@ -37,22 +37,22 @@ class Contender:
     """A compiled step and its state."""
 
     call: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
-    params: Callable[[Any], PyTree]  # what of a state is awaited
+    params: Callable[[Any], PyTree]  # the part of a state that is awaited
     state: Any
     batch: Any  # on the devices
-    compile_seconds: float  # what tracing, (proving) and compiling took
-    loss: Any = None  # what the last call returned
-    program: str = ""  # the compiler's own text, of a step built by towerjax
+    compile_seconds: float  # of tracing, proving (by towerjax) and compiling
+    loss: Any = None  # the loss of the last call
+    program: str = ""  # the compiled HLO, for a step built by towerjax
 
     def run(self) -> Any:
-        """Start one call."""
+        """Dispatch one call."""
         self.state, self.loss = self.call(self.state, self.batch)
         return self.params(self.state), self.loss
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step has to do."""
+    """The model, batch and options of a step."""
 
     model: Model
     params: PyTree  # on the host
@@ -64,7 +64,7 @@ class Work:
     def train(
         self, state: Any, batch: PyTree, mean: Callable[[PyTree], PyTree]
     ) -> tuple[Any, jax.Array]:
-        """One step as people write it."""
+        """One step as users write it with JAX and optax alone."""
         params, opt_state = state
 
         def loss_fn(params: PyTree, rows: PyTree) -> jax.Array:
@@ -74,7 +74,7 @@ class Work:
         if self.micro_batches == 1:
             loss, grads = mean(value_and_grad(params, batch))
         else:
-            parts = rows_of_towers(batch, self.micro_batches)
+            parts = split_rows(batch, self.micro_batches)
             zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
 
             def add(total: PyTree, rows: PyTree) -> tuple[PyTree, None]:
@@ -86,8 +86,8 @@ class Work:
         updates, opt_state = self.optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    def stacked(self) -> tuple[PyTree, Layout]:
-        """The batch, once for each step of a call, and its layout."""
+    def stack_batch(self) -> tuple[PyTree, Layout]:
+        """The batch, repeated for each step of a call, and its layout."""
         if self.steps_per_call == 1:
             return self.batch, Layout.PER_TOWER
         copies = [self.batch] * self.steps_per_call
@@ -96,20 +96,20 @@ class Work:
 
 
 def by_hand(work: Work, placement: Placement) -> Contender:
-    """``jit(shard_map(...))`` with ``pmean(gradients)``, as people write it."""
+    """``jit(shard_map(...))`` with ``pmean(gradients)``, as users write it."""
 
     def mean(value: PyTree) -> PyTree:
         return lax.pmean(value, DEVICE_AXIS) if placement.num_devices > 1 else value
 
-    return _stepping(work, placement, mean, by_shard_map=True)
+    return _step_contender(work, placement, mean, by_shard_map=True)
 
 
 def by_jit(work: Work, placement: Placement) -> Contender:
     """Plain ``jit`` of the global step with sharded inputs."""
-    return _stepping(work, placement, lambda value: value, by_shard_map=False)
+    return _step_contender(work, placement, lambda value: value, by_shard_map=False)
 
 
-def _stepping(
+def _step_contender(
     work: Work,
     placement: Placement,
     mean: Callable[[PyTree], PyTree],
@@ -120,21 +120,21 @@ def _stepping(
         return work.train(state, batch, mean)
 
     step: Any = one if work.steps_per_call == 1 else functools.partial(lax.scan, one)
-    host_batch, layout = work.stacked()
+    host_batch, layout = work.stack_batch()
     state = (work.params, work.optimizer.init(work.params))
     state = place(state, placement, Layout.MIRRORED)
     batch = place(host_batch, placement, layout)
     layouts = (Layout.MIRRORED, layout)
     if by_shard_map:
         step = over_devices(step, placement, layouts, _OUT)
-    call, seconds = _compiled(step, placement, layouts, (state, batch))
+    call, seconds = _compile(step, placement, layouts, (state, batch))
     return Contender(call, lambda state: state[0], state, batch, seconds)
 
 
-def _compiled(
+def _compile(
     fn: Any, placement: Placement, layouts: tuple[Layout, ...], args: tuple[Any, ...]
 ) -> tuple[Any, float]:
-    """The program, and what tracing and compiling it took."""
+    """The compiled program, and the seconds of tracing and compiling it."""
     start = time.perf_counter()
     ins, outs = jax.tree.map(placement.sharding, (layouts, _OUT))
     jitted = jax.jit(fn, in_shardings=ins, out_shardings=outs, donate_argnums=0)
@@ -143,7 +143,7 @@ def _compiled(
 
 
 def by_pmap(work: Work, placement: Placement) -> Contender:
-    """``jax.pmap`` as people wrote it: a copy of the state on each device."""
+    """``jax.pmap`` as users wrote it: a copy of the state on each device."""
     num_devices, axis = placement.num_devices, "device"
 
     def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
@@ -153,7 +153,7 @@ def by_pmap(work: Work, placement: Placement) -> Contender:
         return np.stack([np.asarray(x)] * num_devices)
 
     state = jax.tree.map(copies, (work.params, work.optimizer.init(work.params)))
-    batch = rows_of_towers(work.batch, num_devices)
+    batch = split_rows(work.batch, num_devices)
     devices = list(placement.jax_devices)
     start = time.perf_counter()
     pmapped = jax.pmap(step, axis_name=axis, devices=devices, donate_argnums=(0,))
@@ -172,11 +172,7 @@ def by_towerjax(
         return Weighted.mean(work.model.losses(params, batch), tower.weight)
 
     step = build_train_step(
-        loss_fn,
-        work.optimizer,
-        strategy,
-        micro_batches=work.micro_batches,
-        check=check,
+        loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches, check=check
     )
     state = step.init(work.params)
     several, steps = work.steps_per_call > 1, work.steps_per_call
@@ -189,7 +185,7 @@ def by_towerjax(
     seconds = time.perf_counter() - start
 
     def call(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        # As `run` calls it, which looks at the verdicts when they are there.
+        # As `run` calls it: verdicts are read later, once they are there.
         dispatch = step.dispatch(state, batch) if several else step(state, batch)
         return dispatch[0], dispatch[1]["loss"]
 
@@ -203,14 +199,14 @@ CHAIN = 8
 
 
 def bare_reduction(work: Work, strategy: Strategy) -> Contender:
-    """Only what travels in a step, `CHAIN` times, one after the other.
+    """The communication of a step alone, `CHAIN` times, one after the other.
 
-    Sums a tree like the gradients and a loss over all towers, by the strategy's own
-    op; each time of the result before, so that none can be merged or left out.
+    Sums a tree like the gradients and a loss over all towers, by the strategy's op;
+    each sum takes the result of the one before, so that XLA can merge or drop none.
     """
     placement, ops = strategy.placement, strategy.cross_tower_ops
     axes = placement.axes
-    # A factor for each tower: pmap wants an argument that is split.
+    # A factor for each tower: pmap needs an argument that is split.
     layouts = (Layout.MIRRORED, Layout.PER_TOWER)
 
     def each_tower(x: jax.Array) -> jax.Array:
@@ -229,5 +225,5 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
     factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
     factors = place(factors, placement, Layout.PER_TOWER)
     fn = over_devices(device_fn, placement, layouts, _OUT)
-    call, seconds = _compiled(fn, placement, layouts, (tree, factors))
+    call, seconds = _compile(fn, placement, layouts, (tree, factors))
     return Contender(call, lambda tree: tree, tree, factors, seconds)

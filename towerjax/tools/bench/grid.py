@@ -1,4 +1,4 @@
-"""What is measured? A grid of options, and the trials that it makes."""
+"""A grid of options to measure, and its trials."""
 
 import dataclasses
 import difflib
@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.collectives.choose import ops_of
+from towerjax.collectives.choose import parse_ops
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.sweep.grid import combinations
 from towerjax.types.options import check_choice, check_whole
@@ -16,8 +16,8 @@ from towerjax.types.options import check_choice, check_whole
 STRATEGIES = ("mirrored", "mirrored_scan", "mirrored_pmap", "one_device")
 PEERS = ("jit", "pmap")
 
-_DTYPES = ("float32", "bfloat16", "float16")
-_SHOWN = ("model", "batch", "towers", "devices")
+_DTYPE_NAMES = ("float32", "bfloat16", "float16")
+_ALWAYS_SHOWN = ("model", "batch", "towers", "devices")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Trial:
       strategy: ``"mirrored"``; ``"mirrored_scan"`` and ``"mirrored_pmap"``, with that
         ``local`` or ``executor``; ``"one_device"``.
       towers: ``T``.
-      devices: ``D``, which divides it.
-      cross_tower_ops: As one writes it: ``"Packed(num_packs=2)"``.
-      dtype: The model computes in.
+      devices: ``D``, which divides ``T``.
+      cross_tower_ops: The op as Python text: ``"Packed(num_packs=2)"``.
+      dtype: The dtype in which the model computes.
       micro_batches: ``A``.
       steps_per_call: ``K``.
 
     Raises:
-      ValueError: An option is not one that there is.
+      ValueError: An option is invalid.
     """
 
     model: str
@@ -59,13 +59,13 @@ class Trial:
         if ":" not in str(self.by):
             check_choice("by", self.by, ("towerjax", *PEERS, "module:function"))
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_choice("dtype", self.dtype, _DTYPES)
+        check_choice("dtype", self.dtype, _DTYPE_NAMES)
         if not isinstance(self.model, str) or not self.model:
             raise ValueError(f"model={self.model!r} must be a model's name.")
-        ops_of(self.cross_tower_ops)
+        parse_ops(self.cross_tower_ops)
 
     def describe(self) -> str:
-        """A short text that names what is not usual.
+        """A short text: model, ``B``, ``T``, ``D``, and options that are not defaults.
 
         Example:
           >>> Trial("mlp", 256, towers=8, devices=2, dtype="bfloat16").describe()
@@ -75,7 +75,7 @@ class Trial:
         letters = {"micro_batches": "A=", "steps_per_call": "K="}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in _SHOWN and value != field.default:
+            if field.name not in _ALWAYS_SHOWN and value != field.default:
                 short = value.rpartition(":")[2] if field.name == "by" else value
                 words.append(f"{letters.get(field.name, '')}{short}")
         return " ".join(words)
@@ -85,27 +85,27 @@ class Trial:
 class Grid:
     """Every combination of the options is a trial, each once.
 
-    No trials are combinations in which ``D`` does not divide ``T``, and
-    ``"one_device"`` with more than one tower. Combinations that differ in what one
-    tower does not use (``cross_tower_ops``) are one trial.
+    Combinations in which ``D`` does not divide ``T``, or ``"one_device"`` has more than
+    one tower, are left out. Combinations of one tower that differ in
+    ``cross_tower_ops`` alone are one trial.
 
     Attributes:
-      models: See `Trial`, as for all that follows.
+      models: See `Trial`, as for all others.
       towers: ``T``.
       devices: ``D``; empty is one device a tower.
       batches: Examples in the global batch.
-      batches_per_tower: The same for each tower: the global batch is ``T`` times
-        that. Give these or ``batches``, or both.
+      batches_per_tower: Examples of each tower: the global batch has ``T`` times as
+        many. Give these or ``batches``, or both.
       strategies: Of ``mirrored, mirrored_scan, mirrored_pmap, one_device``.
-      cross_tower_ops: As one writes them.
+      cross_tower_ops: The ops as Python text.
       dtypes: Of ``float32, bfloat16, float16``.
       micro_batches: ``A``.
       steps_per_call: ``K``.
-      peers: Who else runs each combination of model, ``D`` devices, batch and dtype:
-        ``jit``, ``pmap``, ``module:function``.
+      peers: The peers that run each combination of model, ``D`` devices, batch and
+        dtype, too: ``jit``, ``pmap``, ``module:function``.
 
     Raises:
-      ValueError: An option is not one that there is, or no trial is left.
+      ValueError: An option is invalid, or no trial is left.
 
     Example:
       >>> grid = Grid(("mlp",), towers=(1, 4), devices=(1, 2), batches=(64,))
@@ -126,7 +126,7 @@ class Grid:
     peers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Check the options, by making the trials."""
+        """Check the options by making the trials."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, str) or not isinstance(value, Sequence):
@@ -166,7 +166,8 @@ class Grid:
             for devices in self.devices or (towers,):
                 for batch in batches if towers % devices == 0 else ():
                     trial = Trial(batch=batch, devices=devices, **options)
-                    found |= {trial: None, **{_by(trial, x): None for x in self.peers}}
+                    peers = [_peer_trial(trial, x) for x in self.peers]
+                    found |= dict.fromkeys([trial, *peers])
         models, by = [*self.models], ["towerjax", *self.peers]
 
         def place(trial: Trial) -> tuple[int, int, int]:
@@ -175,8 +176,8 @@ class Grid:
         return tuple(sorted(found, key=place))
 
 
-def _by(trial: Trial, peer: str) -> Trial:
-    """What the peer does: one tower on each of the devices, one step a call."""
+def _peer_trial(trial: Trial, peer: str) -> Trial:
+    """The trial of a peer: one tower on each device, one step a call."""
     devices, dtype = trial.devices, trial.dtype
     return Trial(
         trial.model, trial.batch, peer, "mirrored", devices, devices, dtype=dtype
@@ -184,10 +185,10 @@ def _by(trial: Trial, peer: str) -> Trial:
 
 
 def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
-    r"""A grid and how it is timed, from files and lines of TOML.
+    r"""A grid and its timing protocol, from files and lines of TOML.
 
-    Keys are `Grid`'s; a table ``[protocol]`` has `TimingProtocol`'s. What comes later
-    stands instead of what came before.
+    Keys are `Grid`'s; a table ``[protocol]`` has `TimingProtocol`'s. Later sources
+    override earlier ones.
 
     Args:
       sources: Files, and texts such as ``"towers=[1, 2]"`` or ``"protocol.rounds=7"``.
@@ -196,8 +197,8 @@ def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
       ``(grid, protocol)``.
 
     Raises:
-      ValueError: A source is no TOML, has a key that there is not, or a value that
-        the grid refuses; names the sources.
+      ValueError: A source is no TOML, or has an unknown key or an invalid value; names
+        the sources.
       OSError: A file cannot be read.
 
     Example:
@@ -221,7 +222,7 @@ def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
         if "models" not in options:
             raise ValueError('There is no models = ["mlp", ...].')
         return Grid(**options), TimingProtocol(**timing)
-    except ValueError as error:  # which tomllib's are
+    except ValueError as error:  # tomllib's error is one
         raise ValueError(f"{', '.join(map(str, sources))}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Which models are measured? Four, and what ``module:factory`` makes."""
+"""The models to measure: four of them, and users' own by ``module:factory``."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.tools.shell import named
+from towerjax.tools.shell import resolve
 from towerjax.types import PyTree
 
 
@@ -34,18 +34,18 @@ Factory = Callable[[Any], Model]
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:
-    """Each leaf in the dtype."""
+    """Cast each leaf to a dtype."""
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of each example."""
+    """The cross-entropy of each example."""
     logs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
 
 
 def normal(rng: Any, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
-    """Numbers of variance ``1 / fan_in``, ``shape`` float32."""
+    """Normal random numbers of variance ``1 / fan_in``, float32."""
     return rng.normal(size=shape).astype(np.float32) / np.float32(fan_in**0.5)
 
 
@@ -105,7 +105,7 @@ def cnn(dtype: Any) -> Model:
 
 
 def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
-    """A wide table of which each example reads 16 rows, their mean, a dense layer."""
+    """A large table, the mean of the 16 rows an example reads, a dense layer."""
 
     def init(seed: int) -> PyTree:
         rng = np.random.default_rng(seed)
@@ -127,16 +127,16 @@ def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
 _VOCABULARY, _TOKENS = 512, 64
 
 
-def _network(dtype: Any, width: int = 128) -> Any:
-    """Vaswani et al., https://arxiv.org/abs/1706.03762; norms come first."""
-    import flax.linen as nn  # which ``import towerjax`` does not bring
+def _transformer_module(dtype: Any, width: int = 128) -> Any:
+    """Of Vaswani et al., https://arxiv.org/abs/1706.03762, norms before sublayers."""
+    import flax.linen as nn  # here: ``import towerjax`` does not need flax
 
     class Transformer(nn.Module):
         @nn.compact
         def __call__(self, tokens: jax.Array) -> jax.Array:
             embed = nn.Embed(_VOCABULARY, width, dtype=dtype)
-            places = nn.Embed(_TOKENS, width, dtype=dtype)
-            x = embed(tokens) + places(jnp.arange(_TOKENS))[None]
+            positions = nn.Embed(_TOKENS, width, dtype=dtype)
+            x = embed(tokens) + positions(jnp.arange(_TOKENS))[None]
             mask = nn.make_causal_mask(tokens)
             for _ in range(2):
                 y = nn.LayerNorm(dtype=dtype)(x)
@@ -151,7 +151,7 @@ def _network(dtype: Any, width: int = 128) -> Any:
 
 def transformer(dtype: Any) -> Model:
     """A causal language model: 2 layers of width 128, 64 tokens."""
-    module = _network(dtype)
+    module = _transformer_module(dtype)
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
         tokens = batch["tokens"]
@@ -164,7 +164,7 @@ def transformer(dtype: Any) -> Model:
         return {"tokens": tokens.astype(np.int32)}
 
     def init(seed: int) -> PyTree:
-        # By NumPy: nothing is compiled for them.
+        # By NumPy, so that nothing is compiled for the parameters.
         tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
         shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
         rng = np.random.default_rng(seed)
@@ -190,8 +190,8 @@ MODELS: dict[str, Factory] = {
 
 
 def find_model(name: str, dtype: str) -> Model:
-    """The model of that name."""
-    factory = MODELS.get(name) if ":" not in name else named(name)
+    """The model of a name, in a dtype."""
+    factory = MODELS.get(name) if ":" not in name else resolve(name)
     if factory is None:
         raise ValueError(
             f"model {name!r} is none of {', '.join(MODELS)}; one of your own is"

@@ -1,4 +1,4 @@
-"""How is a step timed? Contenders in turns, a median, and the interval it lies in."""
+"""Time contenders in turns; report the median and its confidence interval."""
 
 import dataclasses
 import math
@@ -13,31 +13,31 @@ from towerjax.types.options import check_whole
 
 
 class Timed(Protocol):
-    """What can be timed: it keeps its own state."""
+    """A contender, which keeps its own state."""
 
     def run(self) -> Any:
-        """Start one call; what it returns is awaited."""
+        """Dispatch one call; the timer waits for its result."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TimingProtocol:
-    """How long, how often and in which order is timed.
+    """How long, how often and in which order contenders are timed.
 
     All contenders of a trial are called ``warmup_calls`` times. Then each has its turn
     in every round, in reversed order in every second one. A turn is as many calls as
-    fit into ``seconds_per_round``, the same for all; each call is awaited. Of the calls
-    of a turn the fastest and the slowest ``trim`` share are dropped, the mean of the
-    others is the turn's value. Of the rounds none is dropped: reported is their
-    median, with the `interval_of_median`. Ratios are taken round by round.
+    fit into ``seconds_per_round``, the same for all; each call is awaited. The fastest
+    and the slowest ``trim`` share of a turn's calls are dropped, and the mean of the
+    others is the turn's value. No round is dropped: the median of the rounds is
+    reported, with the `interval_of_median`. Ratios are taken round by round.
 
     Attributes:
-      rounds: How many.
-      seconds_per_round: How long a turn lasts, about; at least one call.
-      warmup_calls: Calls that are not timed.
-      trim: Which share of a turn's calls is dropped at each end, below 0.5.
-      confidence: Of the intervals.
-      seed: Of parameters; that of the batch is one more.
+      rounds: The number of rounds.
+      seconds_per_round: About how long a turn lasts; 1 to 1,000 calls.
+      warmup_calls: The number of calls that are not timed.
+      trim: The share of a turn's calls that is dropped at each end, below 0.5.
+      confidence: The confidence of the intervals.
+      seed: The seed of the parameters; the seed of the batch is one more.
 
     Raises:
       ValueError: A value is out of its range, or so few rounds give no such interval.
@@ -62,42 +62,42 @@ class TimingProtocol:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not low <= value < high:
                 raise ValueError(f"{name}={value!r} must be in [{low}, {high}).")
-        _ranks(self.rounds, self.confidence)
+        _rank(self.rounds, self.confidence)
 
     def describe(self) -> str:
         """The protocol in words, for a report."""
         return (
             f"{self.warmup_calls} warm-up calls of each contender, then {self.rounds}"
-            " rounds in which each has its turn, in reversed order every second round;"
-            f" a turn is about {self.seconds_per_round} s of awaited calls, of which"
-            f" the fastest and the slowest {self.trim:.0%} are dropped and the others'"
-            " mean taken. Figures are medians over all rounds; in brackets, the"
-            f" {self.confidence:.0%} interval of the median by order statistics."
-            " Ratios are of the same round. Workers keep the memory that they freed."
+            " rounds in which each has a turn, in reversed order every second round."
+            f" A turn is about {self.seconds_per_round} s of awaited calls: the mean"
+            f" without the fastest and the slowest {self.trim:.0%}. Figures are medians"
+            f" over all rounds, with the {self.confidence:.0%} interval of the median"
+            " by order statistics in brackets. Ratios are taken within a round. Workers"
+            " keep the memory that they freed."
             f" Seeds: parameters {self.seed}, batch {self.seed + 1}."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A median, and where the true one lies."""
+    """A median, and the ends of its confidence interval."""
 
     median: float  # of the rounds
     low: float
     high: float
 
     def over(self, other: "Interval") -> "Interval":
-        """The ratio of two that were not measured in the same rounds."""
+        """The ratio of two intervals that were not measured in the same rounds."""
         return Interval(
             self.median / other.median, self.low / other.high, self.high / other.low
         )
 
-    def scaled(self, factor: float) -> "Interval":
-        """Each number times a positive factor."""
+    def times(self, factor: float) -> "Interval":
+        """The interval times a positive factor."""
         return Interval(self.median * factor, self.low * factor, self.high * factor)
 
     def inverse(self, numerator: float) -> "Interval":
-        """A positive numerator over it: a rate of a time."""
+        """A positive numerator over the interval: a rate from a time."""
         return Interval(
             numerator / self.median, numerator / self.high, numerator / self.low
         )
@@ -114,13 +114,13 @@ def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> Int
       David and Nagaraja, Order Statistics, 3rd edition (2003), section 7.1.
     """
     ordered = np.sort(np.asarray(values, float))
-    rank = _ranks(len(ordered), confidence)
+    rank = _rank(len(ordered), confidence)
     return Interval(
         float(np.median(ordered)), float(ordered[rank - 1]), float(ordered[-rank])
     )
 
 
-def _ranks(count: int, confidence: float) -> int:
+def _rank(count: int, confidence: float) -> int:
     """The ``r`` of `interval_of_median`."""
     rank, below = 0, 0.0
     while rank <= count // 2:
@@ -140,19 +140,19 @@ def _ranks(count: int, confidence: float) -> int:
 def in_turns(
     contenders: Sequence[Timed], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Seconds of a call, awaited and until it returns, ``[rounds, contenders, 2]``."""
+    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``."""
 
     def turn(contender: Timed) -> np.ndarray:
-        times = [_timed(contender) for _ in range(calls)]
+        times = [_time_call(contender) for _ in range(calls)]
         return trimmed_mean(np.array(times), trim)
 
-    return of_turns(contenders, rounds, turn)
+    return take_turns(contenders, rounds, turn)
 
 
-def of_turns(
+def take_turns(
     contenders: Sequence[Any], rounds: int, turn: Callable[[Any], Any]
 ) -> np.ndarray:
-    """What each contender's turns come to, in reversed order every second round."""
+    """Take turns, odd rounds reversed; the results ``[rounds, contenders, ...]``."""
     table = []
     for number in range(rounds):
         order = contenders[::-1] if number % 2 else contenders
@@ -161,7 +161,7 @@ def of_turns(
     return np.array(table)
 
 
-def _timed(contender: Timed) -> tuple[float, float]:
+def _time_call(contender: Timed) -> tuple[float, float]:
     start = time.perf_counter()
     out = contender.run()
     returned = time.perf_counter()
@@ -170,15 +170,15 @@ def _timed(contender: Timed) -> tuple[float, float]:
 
 
 def trimmed_mean(times: np.ndarray, trim: float) -> np.ndarray:
-    """The mean over dim 0 without the extremes."""
+    """The mean over dim 0 without the ``trim`` share at each end."""
     dropped = int(len(times) * trim)
     return np.sort(times, axis=0)[dropped : len(times) - dropped].mean(axis=0)
 
 
 def calls_in(seconds: float, contenders: Sequence[Timed], warmup_calls: int) -> int:
-    """Warm the contenders up; how many calls of the slowest fit."""
+    """Warm the contenders up; return how many calls of the slowest one fit."""
     slowest = 0.0
     for contender in contenders:
-        times = [_timed(contender)[0] for _ in range(warmup_calls)]
+        times = [_time_call(contender)[0] for _ in range(warmup_calls)]
         slowest = max(slowest, min(times))
     return int(np.clip(seconds / slowest, 1, 1000))

@@ -1,4 +1,4 @@
-"""What came of trials? Figures as intervals, a table, and verdicts over others."""
+"""The results of trials: intervals, a table, and comparisons with other results."""
 
 import dataclasses
 import enum
@@ -14,12 +14,12 @@ from towerjax.types.tables import Shown, Table
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What came of one trial.
+    """The result of one trial.
 
     Attributes:
-      trial: What was measured.
+      trial: The trial.
       status: ``"ok"``, ``"failed"`` or ``"not available"``.
-      record: The whole line: figures or ``error``, ``machine``, ``versions``,
+      record: The whole record: figures or ``error``, ``machine``, ``versions``,
         ``timing``, ``load``.
     """
 
@@ -29,17 +29,17 @@ class Result:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Result":
-        """The result that a line holds."""
+        """Make a result from a record."""
         return cls(Trial(**record["trial"]), record["status"], record)
 
     def interval(self, name: str) -> Interval | None:
         """A figure: ``step_s, return_s, hand_s, over_hand, communication``.
 
         Args:
-          name: Its name.
+          name: The figure's name.
 
         Returns:
-          Its interval; None where it was not measured.
+          The figure's interval; None if it was not measured.
         """
         found = self.record.get(name)
         return None if found is None else Interval(**found)
@@ -58,17 +58,17 @@ def read_results(path: str | os.PathLike[str]) -> list[Result]:
       path: The file.
 
     Returns:
-      One for each trial, the last where there are several.
+      A `Result` for each trial, the last of several.
 
     Raises:
-      ValueError: A line is not a result; a torn last one is left out.
-      OSError: It cannot be read.
+      ValueError: A line is not a result; a torn last line is left out.
+      OSError: The file cannot be read.
     """
     return [Result.of(record) for record in read_records(path, "trial")]
 
 
 class Verdict(enum.Enum):
-    """What two results of one trial say."""
+    """The outcome of comparing two results of one trial."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -85,10 +85,10 @@ class Comparison:
     """Two results of one trial.
 
     Attributes:
-      trial: What was measured.
-      verdict: What they say.
+      trial: The trial.
+      verdict: The outcome.
       ratio: The new step time over the old one; its ends are as far apart as both
-        intervals allow. None where one of them has no time.
+        intervals allow. None if one of them has no time.
     """
 
     trial: Trial
@@ -97,7 +97,7 @@ class Comparison:
 
     @property
     def is_worse(self) -> bool:
-        """Slower, or failed and did not before?"""
+        """Whether the new result is slower, or failed and did not before."""
         return self.verdict in (Verdict.SLOWER, Verdict.NEWLY_FAILED)
 
 
@@ -109,7 +109,7 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Comparison]:
       new: The results to judge.
 
     Returns:
-      One `Comparison` for each trial of either, the new ones first.
+      A `Comparison` for each trial of either, the new ones first.
 
     Example:
       >>> step = {"median": 1.0, "low": 0.9, "high": 1.1}
@@ -141,7 +141,7 @@ def _judge(new: Result, old: Result | None) -> Comparison:
 
 
 def differences(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
-    """In what the two sets of results were not measured alike."""
+    """Sentences on the differences in machine, timing and versions of two results."""
     lines = []
     for name in ("machine", "timing", "versions") if old and new else ():
         before, after = (x[0].record.get(name, {}) for x in (old, new))
@@ -155,14 +155,14 @@ COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending
 
 
 def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
-    """Examples/s for each device, over those of the smallest trial of its kind.
+    """Examples/s for each device, over those of the smallest comparable trial.
 
-    Of its kind are trials that differ in ``T`` and ``D`` alone and have the same
-    batch, or else the same batch for each tower. One tower reduces nothing, so it
-    stands for each cross-tower op.
+    Trials are comparable if they differ in ``T`` and ``D`` alone and have the same
+    batch, or else the same batch for each tower. A trial of one tower, which reduces
+    nothing, is comparable for each cross-tower op.
     """
     rate = result.examples_per_s
-    for kind in (_of_same_batch, _of_same_rows):
+    for kind in (_batch_group, _rows_group):
         alike = [
             (other.trial.devices, other.trial.towers, i)
             for i, other in enumerate(results)
@@ -176,44 +176,44 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
         first = results[min(alike)[-1]] if alike else result
         if rate and first.examples_per_s and first.trial != result.trial:
             scale = first.trial.devices / result.trial.devices
-            return rate.over(first.examples_per_s).scaled(scale)
+            return rate.over(first.examples_per_s).times(scale)
     return None
 
 
-def _of_same_batch(trial: Trial) -> Trial:
+def _batch_group(trial: Trial) -> Trial:
     return dataclasses.replace(
         trial, towers=1, devices=1, cross_tower_ops="AllReduce()"
     )
 
 
-def _of_same_rows(trial: Trial) -> Trial:
+def _rows_group(trial: Trial) -> Trial:
     rows = trial.batch // trial.towers
-    return dataclasses.replace(_of_same_batch(trial), batch=rows)
+    return dataclasses.replace(_batch_group(trial), batch=rows)
 
 
 def over_hand(result: Result, results: Sequence[Result]) -> Interval | None:
-    """The step over the hand-written one, of the same rounds where it has those."""
+    """The step's time over the hand-written step's, if possible of the same rounds."""
     step, paired = result.interval("step_s"), result.interval("over_hand")
     if paired is not None or step is None:
         return paired
     for other in results:
         hand = other.interval("hand_s")
-        if hand and _one_step(other.trial) == _one_step(result.trial):
+        if hand and _hand_step_key(other.trial) == _hand_step_key(result.trial):
             return step.over(hand)
     return None
 
 
-def _one_step(trial: Trial) -> tuple[Any, ...]:
-    """What the hand-written step of a trial depends on."""
+def _hand_step_key(trial: Trial) -> tuple[Any, ...]:
+    """The options on which the hand-written step of a trial depends."""
     repeats = (trial.micro_batches, trial.steps_per_call)
     return (trial.model, trial.devices, trial.batch, trial.dtype, *repeats)
 
 
 class Results(list[Result], Shown):
-    """The results of a sweep: a list, and a table where it is shown."""
+    """The results of a sweep: a list that prints as a table."""
 
     def tables(self, compared: Sequence[Comparison] = ()) -> tuple[Table, ...]:
-        """What is shown: results, those without figures, and what `compare` found."""
+        """The shown tables: results, trials without figures, and comparisons."""
         reasons: dict[tuple[str, str], list[str]] = {}
         for result in self:
             if result.status != "ok":
@@ -226,7 +226,7 @@ class Results(list[Result], Shown):
             for c in compared
         ]
         found = (
-            Table("Results", COLUMNS, tuple(rows_of(self))),
+            Table("Results", COLUMNS, tuple(cells_of(self))),
             Table("Without figures", ("status", "why", "trials"), tuple(without)),
             Table(
                 "Compared",
@@ -237,7 +237,7 @@ class Results(list[Result], Shown):
         return found[:1] + tuple(table for table in found[1:] if table.rows)
 
 
-def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
+def cells_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """The cells of the table, a row for each trial, under `COLUMNS`."""
     rows = []
     for result in results:
@@ -247,10 +247,10 @@ def rows_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
             over = _cell(over_hand(result, results), "{:.2f}")
             is_paired = over == "-" or "over_hand" in result.record
             cells = [
-                _cell(step.scaled(1e3), "{:.3g}"),
+                _cell(step.times(1e3), "{:.3g}"),
                 f"{rate.median:,.0f}",
                 _cell(efficiency(result, results), "{:.2f}"),
-                over if is_paired else f"*{over}*",
+                over if is_paired else f"*{over}*",  # not of the same rounds
                 _cell(result.interval("communication"), "{:.1%}"),
             ]
         if result.status != "not available":

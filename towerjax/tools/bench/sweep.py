@@ -1,4 +1,4 @@
-"""How does a whole grid run? Each trial in a process of its own, and a line for it."""
+"""Run the trials of a grid, each in its own process, and record them in a file."""
 
 import contextlib
 import dataclasses
@@ -17,31 +17,31 @@ from towerjax.loop.progress import Display, display_here
 from towerjax.tools.bench.grid import Grid, Trial
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result, Results
-from towerjax.tools.sweep.record_file import News, RecordFile
+from towerjax.tools.sweep.record_file import RecordFile, SweepBar
 
 
 def describe_machine() -> dict[str, Any]:
-    """The processor, its cores that this process may use, and the system."""
+    """The processor, the number of cores that this process may use, the system."""
     return {
         "processor": _processor(),
-        "cores": cores(),
+        "cores": num_cores(),
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
 def versions() -> dict[str, str]:
-    """Name -> version, of Python and of the packages that are installed."""
+    """Name -> version of Python and of installed packages."""
     others = library_versions("keras", "tensorflow", "torch")
     return {"python": platform.python_version(), **others}
 
 
-def load() -> float | None:
-    """How many programs ran or waited here in the last minute, on average."""
+def load_average() -> float | None:
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def cores() -> int:
-    """How many this process may use."""
+def num_cores() -> int:
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -57,7 +57,7 @@ def _processor() -> str:
 
 
 _WORKER = (sys.executable, "-m", "towerjax.tools.bench.trials")
-_KEPT = 2000  # of what a worker that died has said
+_KEPT_BYTES = 2000  # of a failed worker's output in its record
 
 
 def sweep(
@@ -69,29 +69,29 @@ def sweep(
     trial_timeout_s: float = 1800.0,
     progress: bool | None = None,
 ) -> Results:
-    """The results of all trials of a grid, from the file and from those still to run.
+    """Run the trials of a grid that the file does not have; return all results.
 
-    Each trial runs in a process of its own, which shows JAX ``D`` CPU devices, or all
-    accelerators; one that dies or takes too long is recorded as failed, with what it
-    said last. Programs are kept in JAX's persistent cache, so that each compiles once:
+    Each trial runs in its own process, in which JAX has ``D`` CPU devices, or all
+    accelerators; one that dies or takes too long is recorded as failed, with the end of
+    its output. Programs are kept in JAX's persistent cache, so that each compiles once:
     ``JAX_COMPILATION_CACHE_DIR``, or a folder of the user's cache.
 
     Args:
-      grid: What is measured.
+      grid: The grid to measure.
       path: A file of JSON lines, written as trials end. Trials that it has are not
-        run again, so that an interrupted sweep goes on.
+        run again, so that an interrupted sweep can be continued.
       timing: How trials are timed; None is ``TimingProtocol()``.
       retry_failed: Run trials again that the file has as failed or not available.
-      trial_timeout_s: A trial that takes longer is ended and recorded as failed.
+      trial_timeout_s: A trial that takes longer is killed and recorded as failed.
       progress: None shows a bar on a terminal, else lines; True always a bar; False
         nothing.
 
     Returns:
-      A list, one for each trial, in the grid's order; a table in a notebook.
+      A list of `Result`, in the grid's order, which prints as a table.
 
     Raises:
-      ValueError: The file holds something else, or was measured on another machine,
-        with other versions or another protocol.
+      ValueError: The file holds other lines, or was measured on another machine, with
+        other versions or another protocol.
 
     Example:
       >>> grid = Grid(("mlp",), towers=(2,), batches=(8,))
@@ -117,30 +117,30 @@ def sweep(
         for trial, record in known.items()
         if record is None or (retry_failed and record["status"] != "ok")
     ]
-    # Asks for no device, which a worker is to have.
+    # Not `choose_display`, which starts JAX's devices: the workers need them.
     display = Display() if progress is False else display_here(bar=bool(progress))
     done = len(trials) - len(todo)
-    with contextlib.closing(News(display, len(trials), done, "trial")) as news:
+    with contextlib.closing(SweepBar(display, len(trials), done, "trial")) as bar:
         for trial in todo:
-            news.starts(trial.describe())
-            found = _measured(trial, timing, trial_timeout_s)
+            bar.start(trial.describe())
+            found = _measure(trial, timing, trial_timeout_s)
             known[trial] = file.add({"trial": trials[trial], **found})
             note = f"{trial.describe()}: {found['status']}: "
             error = str(found.get("error", "")).partition("\n")[0]
-            news.ends(note + error if error else "")
+            bar.end(note + error if error else "")
     return Results(Result.of(record) for record in known.values() if record)
 
 
-def _measured(trial: Trial, timing: TimingProtocol, timeout_s: float) -> dict[str, Any]:
-    """What came of a trial in a process of its own."""
+def _measure(trial: Trial, timing: TimingProtocol, timeout_s: float) -> dict[str, Any]:
+    """Run a trial in its own process; return its record."""
     job = {"trial": dataclasses.asdict(trial), "timing": dataclasses.asdict(timing)}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
         record = pathlib.Path(folder, "record")
         try:
             done = subprocess.run(
                 [*_WORKER, record],
                 input=json.dumps(job).encode(),
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 env=worker_environ(dict(os.environ), trial),
                 timeout=timeout_s,
@@ -153,17 +153,17 @@ def _measured(trial: Trial, timing: TimingProtocol, timeout_s: float) -> dict[st
             why = f"ended with exit code {done.returncode}"
             if done.returncode < 0:
                 why = f"was ended by {signal.Signals(-done.returncode).name}"
-        said.seek(max(0, said.seek(0, os.SEEK_END) - _KEPT))
-        last = said.read().decode(errors="replace").strip()
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _KEPT_BYTES))
+        last = output.read().decode(errors="replace").strip()
     return {"status": "failed", "error": f"{why}. Last it said: {last}"}
 
 
-# glibc gives large blocks back at once, or not, as it happens; what a step then pays
-# for fresh pages can be more than the step, and is not of the contender.
-_KEEPS_MEMORY = {
+# glibc returns large blocks to the system at once or not, by chance; fresh pages can
+# then cost more than the step, and are not the contender's time.
+_MALLOC_SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # the most it takes
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
 }
 
 
@@ -173,7 +173,7 @@ def worker_environ(environ: dict[str, str], trial: Trial) -> dict[str, str]:
     folder = str(pathlib.Path(caches) / "towerjax" / "bench")
     return {
         "JAX_COMPILATION_CACHE_DIR": folder,
-        **_KEEPS_MEMORY,
+        **_MALLOC_SETTINGS,
         **environ,
         "JAX_NUM_CPU_DEVICES": str(trial.devices),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -1,4 +1,4 @@
-"""What does one trial measure? Contenders in turns, in a process of its own."""
+"""Measure one trial, its contenders in turns, in the process of a worker."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.collectives.choose import ops_of
+from towerjax.collectives.choose import parse_ops
 from towerjax.tools.bench.baseline import (
     CHAIN,
     Contender,
@@ -30,8 +30,8 @@ from towerjax.tools.bench.protocol import (
     in_turns,
     interval_of_median,
 )
-from towerjax.tools.bench.sweep import load
-from towerjax.tools.shell import named
+from towerjax.tools.bench.sweep import load_average
+from towerjax.tools.shell import resolve
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 
 NUM_LOSSES = 3
@@ -70,7 +70,7 @@ def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
 def figures(
     table: np.ndarray, names: Sequence[str], steps: int, timing: TimingProtocol
 ) -> dict[str, Any]:
-    """The numbers of a trial from its rounds."""
+    """The figures of a trial, from the seconds ``[rounds, contenders, 2]``."""
     own = table[:, 0] / steps
     values = {"step_s": own[:, 0], "return_s": own[:, 1]}
     if "hand" in names:
@@ -102,12 +102,12 @@ def strategy_of(trial: Trial) -> Strategy:
         towers=trial.towers,
         local="scan" if trial.strategy == "mirrored_scan" else "vmap",
         executor="pmap" if trial.strategy == "mirrored_pmap" else "shard_map",
-        cross_tower_ops=ops_of(trial.cross_tower_ops),
+        cross_tower_ops=parse_ops(trial.cross_tower_ops),
     )
 
 
 def work_of(trial: Trial, seed: int) -> Work:
-    """What a trial's step has to do."""
+    """The `Work` of a trial's step."""
     shares = trial.towers * trial.micro_batches
     if trial.batch % shares:
         raise ValueError(
@@ -126,7 +126,7 @@ def first_losses(contender: Contender) -> list[float]:
     while len(losses) < NUM_LOSSES:
         jax.block_until_ready(contender.run())
         loss = np.asarray(contender.loss, np.float64).ravel()
-        # Several steps a call give one a step; pmap gives one a device, all the same.
+        # Several steps a call have one loss each; pmap has one, the same, a device.
         is_of_steps = contender.loss.sharding.is_fully_replicated
         losses += loss.tolist() if is_of_steps else [float(loss[0])]
     return losses
@@ -138,7 +138,7 @@ _TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 def check_losses(
     losses: Sequence[float], expected: Sequence[float], trial: Trial
 ) -> None:
-    """Raise unless both trained the same model from the same batch."""
+    """Raise unless both have the same losses, and so the same computation."""
     rtol = _TOLERANCE[trial.dtype]
     first = list(zip(losses, expected, strict=False))[:NUM_LOSSES]
     if not np.allclose(*np.array(first).T, rtol=rtol, atol=0):
@@ -150,21 +150,21 @@ def check_losses(
 
 
 def main() -> None:
-    """Run the job of the standard input; a file holds what came of it."""
+    """Run the job on the standard input; write its record to a file."""
     job = json.load(sys.stdin)
-    record = run_and_note(Trial(**job["trial"]), TimingProtocol(**job["timing"]))
+    record = run_recorded(Trial(**job["trial"]), TimingProtocol(**job["timing"]))
     pathlib.Path(sys.argv[1]).write_text(json.dumps(record))
 
 
-def run_and_note(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
-    """What came of a trial, whatever it was."""
-    start, load_before = time.perf_counter(), load()
+def run_recorded(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
+    """Run a trial; return its record, also if it failed."""
+    start, load_before = time.perf_counter(), load_average()
     try:
         if ":" in trial.by:
-            found = {"status": "ok", **named(trial.by)(trial, timing)}
+            found = {"status": "ok", **resolve(trial.by)(trial, timing)}
         else:
             found = {"status": "ok", **run_trial(trial, timing)}
-    except Exception as error:  # of any kind: it is recorded, and the sweep goes on
+    except Exception as error:  # any error is recorded, and the sweep continues
         is_there = not isinstance(error, ModuleNotFoundError | NotImplementedError)
         status = "failed" if is_there else "not available"
         found = {"status": status, "error": f"{type(error).__name__}: {error}"}

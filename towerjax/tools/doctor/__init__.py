@@ -1,1 +1,1 @@
-"""Is this machine ready? What it has, whether its devices add up, what to mend."""
+"""``towerjax doctor``: show a machine's devices, test their sums, advise."""

@@ -1,4 +1,4 @@
-"""What does ``towerjax doctor`` do? It looks at the machine, tests it, and advises."""
+"""``towerjax doctor``: test every device and cross-tower op, and print advice."""
 
 import argparse
 import dataclasses
@@ -22,32 +22,32 @@ from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.mesh import cluster
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement, place
-from towerjax.step.report.step_report import timed
+from towerjax.step.report.step_report import time_calls
 from towerjax.tools.doctor.machine import Advice, Machine, advice_on, this_machine
-from towerjax.tools.shell import NOT_SO, OK, show
+from towerjax.tools.shell import FAULT, OK, show
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
 from towerjax.types.tables import Table, as_text, in_bytes
 
 _ROUNDS = 5
-_LARGEST = 1000
+_LARGEST_ADDEND = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What one device did by itself, or one cross-tower op on all devices."""
+class Probe:
+    """The test of one device alone, or of one cross-tower op on all devices."""
 
     name: str  # "gpu:0", or the op
-    wrong: tuple[str, ...]  # what was not as it should be, in sentences
-    # Median time to bring the bytes there, or of one sum of all towers.
+    wrong: tuple[str, ...]  # the faults that were found, in sentences
+    # Median time to transfer the bytes to a device, or of one sum over all towers.
     milliseconds: float
-    # The same as a rate: of an op, 2 (D - 1) / D times each device's bytes, what the
-    # links carry when none is idle. None where nothing has to travel.
+    # The same as a rate: for an op, 2 (D - 1) / D times each device's bytes, what the
+    # links carry when none is idle. None where nothing is sent.
     gigabytes_per_second: float | None
 
 
 def ops_for(num_devices: int) -> tuple[CrossTowerOps, ...]:
-    """One of every cross-tower op that so many devices can honour."""
+    """One of every cross-tower op that can run on so many devices."""
     sizes = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
     return (
         AllReduce(),
@@ -58,19 +58,19 @@ def ops_for(num_devices: int) -> tuple[CrossTowerOps, ...]:
     )
 
 
-def device_result(device: Any, num_bytes: int) -> Result:
-    """One device alone: numbers there and back, and a product of matrices."""
+def check_device(device: Any, num_bytes: int) -> Probe:
+    """Test one device alone: a transfer there and back, and a matrix product."""
     wrong = []
     sent = np.arange(num_bytes // 4, dtype=np.int32)
-    seconds, there = _timed(lambda: jax.device_put(sent, device))
+    seconds, there = _median_time(lambda: jax.device_put(sent, device))
     if not np.array_equal(np.asarray(there), sent):
         wrong.append("gives back other numbers than it was given")
-    # Small whole numbers: exact at any precision that a device multiplies with.
+    # Small whole numbers: exact at any precision of a device's products.
     a, b = np.random.default_rng(0).integers(-8, 9, size=(2, 64, 64))
     put = [jax.device_put(x.astype(np.float32), device) for x in (a, b)]
     if not np.array_equal(np.asarray(jnp.dot(*put)), a @ b):
         wrong.append("multiplies two matrices of small whole numbers wrongly")
-    return Result(
+    return Probe(
         canonical_device_name(device),
         tuple(wrong),
         seconds * 1e3,
@@ -78,14 +78,14 @@ def device_result(device: Any, num_bytes: int) -> Result:
     )
 
 
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """The median of the seconds that it takes after a first time, and its result."""
-    timing = timed(lambda _: (None, call()), None, _ROUNDS)
+def _median_time(call: Callable[[], Any]) -> tuple[float, Any]:
+    """The median seconds of calls after the first, and the result of a call."""
+    timing = time_calls(lambda _: (None, call()), None, _ROUNDS)
     return timing.step_s, call()
 
 
-def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Result:
-    """One op on all devices, its sums compared with NumPy's bit for bit."""
+def check_op(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Probe:
+    """Test one op on all devices: compare its sums with NumPy's, bit for bit."""
     towers = max(2, len(devices))
     placement = Placement(devices, towers, local="vmap", executor="shard_map")
     rows = tower_rows(towers, max(num_bytes // 4, towers))
@@ -97,13 +97,13 @@ def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Re
     fn = over_devices(device_fn, placement, layouts, Layout.MIRRORED)
     placed = place(rows, placement, Layout.PER_TOWER)
     call = jax.jit(fn).lower(placed).compile()
-    seconds, got = _timed(lambda: call(placed))
+    seconds, got = _median_time(lambda: call(placed))
     share = 2 * (len(devices) - 1) / len(devices)
     expected = rows.astype(np.float64).sum(axis=0)
     wrong = [
         sentence
         for shard in got.addressable_shards
-        for sentence in differences(
+        for sentence in wrong_sums(
             canonical_device_name(shard.device),
             np.asarray(shard.data),
             expected,
@@ -111,21 +111,22 @@ def op_result(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Re
         )
     ]
     rate = share * rows[0].nbytes / seconds / 1e9 if len(devices) > 1 else None
-    return Result(repr(op), tuple(wrong), seconds * 1e3, rate)
+    return Probe(repr(op), tuple(wrong), seconds * 1e3, rate)
 
 
 def tower_rows(towers: int, length: int) -> np.ndarray:
-    """What each tower adds: whole numbers whose sums are exact, in any order."""
+    """The addends of the towers: whole numbers whose sums are exact in any order."""
     numbers = np.random.default_rng(towers)
-    rows = numbers.integers(-_LARGEST, _LARGEST, size=(towers, length))
+    rows = numbers.integers(-_LARGEST_ADDEND, _LARGEST_ADDEND, size=(towers, length))
+    # The first sums have one addend that is not 0: a wrong one names its tower.
     rows[:, :towers] = np.diag(np.arange(1, towers + 1))
     return rows.astype(np.float32)
 
 
-def differences(
+def wrong_sums(
     name: str, got: np.ndarray, expected: np.ndarray, towers: int
 ) -> tuple[str, ...]:
-    """Where a device's sums are not those of NumPy."""
+    """Sentences on where a device's sums differ from NumPy's."""
     places = np.flatnonzero(~(got == expected))
     if not len(places):
         return ()
@@ -142,11 +143,11 @@ def differences(
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """What is here, do the devices add up, and what to mend.
+    """Show this machine's devices, test them, and say what to mend.
 
     Print versions, devices and settings; test every device and every cross-tower op
     against NumPy and measure them; say what to mend. In a job of several processes each
-    tests its own devices, and the first one prints.
+    tests its own devices; process 0 prints, and each that finds something wrong.
 
     Example:
       towerjax doctor --mebibytes 256 --json
@@ -162,9 +163,9 @@ def doctor(options: argparse.Namespace) -> int:
     num_bytes = options.mebibytes << 20
     alone, together = [], []
     if machine.devices:
-        alone = [device_result(device, num_bytes) for device in jax.local_devices()]
+        alone = [check_device(device, num_bytes) for device in jax.local_devices()]
         names = tuple(device.name for device in machine.devices)
-        together = [op_result(op, names, num_bytes) for op in ops_for(len(names))]
+        together = [check_op(op, names, num_bytes) for op in ops_for(len(names))]
     advice = (*_failures(alone, together), *advice_on(machine))
     is_well = not any(one.is_wrong for one in advice)
     if not machine.devices or jax.process_index() == 0 or not is_well:
@@ -175,8 +176,8 @@ def doctor(options: argparse.Namespace) -> int:
             "ops": [dataclasses.asdict(x) for x in together],
             "advice": [dataclasses.asdict(x) for x in advice],
         }
-        show(options, _text(machine, alone, together, advice), fields)
-    return OK if is_well else NOT_SO
+        show(options, _report_text(machine, alone, together, advice), fields)
+    return OK if is_well else FAULT
 
 
 _LEAVE_OUT = "Leave that device out, tj.Mirrored(devices=...), and have it looked at."
@@ -186,8 +187,8 @@ _TEST_FEWER = (
 )
 
 
-def _failures(alone: Sequence[Result], together: Sequence[Result]) -> list[Advice]:
-    """What failed or was slow, each as something to mend."""
+def _failures(alone: Sequence[Probe], together: Sequence[Probe]) -> list[Advice]:
+    """An `Advice` for each test that failed and each device that is slow."""
     parts = ((alone, "", _LEAVE_OUT), (together, ":", _TEST_FEWER))
     found = [
         Advice(True, f"{result.name}{colon} {sentence}.", fix)
@@ -208,10 +209,10 @@ def _failures(alone: Sequence[Result], together: Sequence[Result]) -> list[Advic
     ]
 
 
-def _text(
+def _report_text(
     machine: Machine,
-    alone: Sequence[Result],
-    together: Sequence[Result],
+    alone: Sequence[Probe],
+    together: Sequence[Probe],
     advice: Sequence[Advice],
 ) -> str:
     versions = [f"{name} {text}" for name, text in machine.versions.items()]
@@ -230,11 +231,11 @@ def _text(
             x.name,
             x.kind,
             in_bytes(x.memory_bytes) if x.memory_bytes else "-",
-            *_measured(result),
+            *_probe_cells(result),
         )
         for x, result in devices
     ]
-    of_ops = [(result.name, *_measured(result)) for result in together]
+    of_ops = [(result.name, *_probe_cells(result)) for result in together]
     head = ("device", "kind", "memory", *measured)
     tables = [Table("Devices, each alone", head, tuple(of_devices))]
     head = ("cross-tower op", *measured)
@@ -246,7 +247,7 @@ def _text(
     return "\n".join(lines)
 
 
-def _measured(result: Result) -> tuple[str, str, str]:
+def _probe_cells(result: Probe) -> tuple[str, str, str]:
     rate = result.gigabytes_per_second
     shown = "-" if rate is None else f"{rate:.2f}"
     return "wrong" if result.wrong else "right", f"{result.milliseconds:.3f}", shown

@@ -1,4 +1,4 @@
-"""What is here for towers to run on, and what about it is to be mended?"""
+"""Describe the machine that towers run on, and advise what to mend on it."""
 
 import dataclasses
 import os
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.tools.bench.sweep import cores, versions
+from towerjax.tools.bench.sweep import num_cores, versions
 
 _PREFIXES = ("JAX_", "XLA_", "CUDA_VISIBLE", "NCCL_", "TOWERJAX_", "TF_CONFIG")
 _OPTIONS = (
@@ -27,25 +27,25 @@ class DeviceInfo:
     """One device."""
 
     name: str  # "gpu:0"
-    kind: str  # what its maker calls it
-    process: int  # which process of the job has it
-    memory_bytes: int | None  # what JAX may take of its memory
+    kind: str  # the maker's name of it
+    process: int  # the process of the job that owns it
+    memory_bytes: int | None  # how much of its memory JAX may use
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What one process of a job sees."""
+    """The machine as one process of a job sees it."""
 
     versions: dict[str, str]  # by name
     system: str  # the operating system and the processor's kind
     devices: tuple[DeviceInfo, ...]  # all devices of the job, in tower order
-    problem: str | None  # what JAX said where it has none
+    problem: str | None  # JAX's error if it has no devices
     cpus: int  # how many processors this process may use
     memory_bytes: int | None  # how much memory the machine has
     shared_memory_bytes: int | None  # how large /dev/shm is; None where there is none
-    nvidia: bool  # does the machine have an NVIDIA GPU, whatever JAX knows of it?
+    nvidia: bool  # whether it has an NVIDIA GPU, even one that JAX does not find
     environment: dict[str, str]  # the variables that JAX, XLA and NCCL read
-    options: dict[str, bool]  # those of JAX that change numbers or speed
+    options: dict[str, bool]  # options of JAX that change results or speed
 
     @property
     def platform(self) -> str | None:
@@ -54,15 +54,15 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What this process sees; starts JAX's devices."""
-    devices, problem = _devices()
+    """The `Machine` of this process; starts JAX's backends."""
+    devices, problem = _find_devices()
     shm = pathlib.Path("/dev/shm")
     return Machine(
         versions=versions(),
         system=f"{platform.system()} {platform.machine()}",
         devices=devices,
         problem=problem,
-        cpus=cores(),
+        cpus=num_cores(),
         memory_bytes=_memory_bytes(),
         shared_memory_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvidia=pathlib.Path("/dev/nvidiactl").exists(),
@@ -75,19 +75,19 @@ def this_machine() -> Machine:
     )
 
 
-def _devices() -> tuple[tuple[DeviceInfo, ...], str | None]:
+def _find_devices() -> tuple[tuple[DeviceInfo, ...], str | None]:
     try:
         found = jax.devices()
     except (RuntimeError, AssertionError) as error:
-        # The one where a platform does not start; of one that JAX was not told of
-        # ("cuda" without its plugin) it asserts, without a word.
+        # A RuntimeError if a platform does not start; an AssertionError without text if
+        # JAX does not know the platform ("cuda" without its plugin).
         return (), str(error) or "it could start no platform that it was told to."
     return tuple(_device_info(device) for device in found), None
 
 
 def _device_info(device: Any) -> DeviceInfo:
-    own = device.process_index == jax.process_index()
-    stats = (device.memory_stats() if own else None) or {}
+    is_own = device.process_index == jax.process_index()
+    stats = (device.memory_stats() if is_own else None) or {}
     return DeviceInfo(
         name=canonical_device_name(device),
         kind=device.device_kind,
@@ -105,20 +105,20 @@ def _memory_bytes() -> int | None:
 _LEAST_SHARED_BYTES = 1 << 30
 _FINITE = "; a step refuses what is not finite by itself"
 _DRAWS = "random draws depend on how arrays lie on devices"
-_WIDE = "numbers without a dtype are of 64 bits"
-_TRAPS = (  # an option, the value to tell of, is it wrong, why, what to do besides
+_64_BIT = "numbers without a dtype are of 64 bits"
+_TRAPS = (  # option, the value to warn of, is it wrong, why, an end of the advice
     ("jax_disable_jit", True, True, "nothing is compiled", ""),
     ("jax_threefry_partitionable", False, True, _DRAWS, ""),
     ("jax_debug_nans", True, False, "every result is fetched and looked at", _FINITE),
-    ("jax_enable_x64", True, False, _WIDE, ", if that is not meant"),
+    ("jax_enable_x64", True, False, _64_BIT, ", if that is not meant"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """One thing to mend, or to know."""
+    """One fault to mend, or fact to know."""
 
-    is_wrong: bool  # must it be mended? Else it may be meant so
+    is_wrong: bool  # whether it must be mended; else it may be intended
     what: str  # what was found
     fix: str  # what to do
 
@@ -127,7 +127,7 @@ class Advice:
 
 
 def advice_on(machine: Machine) -> tuple[Advice, ...]:
-    """What to mend on a machine, and what to know of it."""
+    """All advice on a machine, faults first."""
     if not machine.devices:
         on_devices = _on_no_devices(machine)
     elif machine.platform == "cpu":
@@ -138,17 +138,17 @@ def advice_on(machine: Machine) -> tuple[Advice, ...]:
     return tuple(sorted(found, key=lambda advice: not advice.is_wrong))
 
 
-Found: TypeAlias = Iterator[tuple[bool, str, str]]
+AdviceFields: TypeAlias = Iterator[tuple[bool, str, str]]
 
 
-def _on_no_devices(machine: Machine) -> Found:
+def _on_no_devices(machine: Machine) -> AdviceFields:
     fix = "Install JAX for this machine's accelerator, pip install 'jax[cuda13]'."
     if platforms := machine.environment.get("JAX_PLATFORMS"):
         fix = f"Unset JAX_PLATFORMS, which is {platforms!r}. {fix}"
     yield True, f"JAX has no devices: {machine.problem}", fix
 
 
-def _on_cpu_devices(machine: Machine) -> Found:
+def _on_cpu_devices(machine: Machine) -> AdviceFields:
     if machine.nvidia:
         is_asked = "JAX_PLATFORMS" in machine.environment
         what = "The machine has an NVIDIA GPU, but JAX computes on the CPU."
@@ -158,29 +158,31 @@ def _on_cpu_devices(machine: Machine) -> Found:
         what = "There is one CPU device, so nothing travels between devices."
         yield False, what, "To try several, set JAX_NUM_CPU_DEVICES=8."
     first = machine.devices[0].process
-    own = sum(device.process == first for device in machine.devices)
-    if own > machine.cpus:
-        what = f"{own} CPU devices share {machine.cpus} processors: good for tests, but"
+    count = sum(device.process == first for device in machine.devices)
+    if count > machine.cpus:
+        what = (
+            f"{count} CPU devices share {machine.cpus} processors: good for tests, but"
+        )
         what += " times say nothing about scaling."
         fix = "For speed take as many devices as there are processors, or fewer."
         yield False, what, fix
 
 
-def _on_accelerators(machine: Machine) -> Found:
+def _on_accelerators(machine: Machine) -> AdviceFields:
     kinds = sorted({device.kind for device in machine.devices})
     if len(kinds) > 1:
         what = f"The devices are of several kinds, {', '.join(kinds)}; the slowest sets"
         what += " the pace of all."
         yield False, what, "Name those of one kind: tj.Mirrored(devices=...)."
     shared, number = machine.shared_memory_bytes, len(machine.devices)
-    several = number > 1 and machine.platform == "gpu"
-    if several and shared is not None and shared < _LEAST_SHARED_BYTES:
+    has_gpus = number > 1 and machine.platform == "gpu"
+    if has_gpus and shared is not None and shared < _LEAST_SHARED_BYTES:
         what = f"/dev/shm has {shared >> 20} MiB, too little for NCCL to send between"
         fix = "Start the container with --shm-size=8g, or --ipc=host."
         yield True, f"{what} {number} GPUs.", fix
 
 
-def _on_options(machine: Machine) -> Found:
+def _on_options(machine: Machine) -> AdviceFields:
     flags = machine.environment.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" in flags:
         what = "XLA_FLAGS says how many CPU devices there are, the old way."

@@ -1,1 +1,1 @@
-"""Many results of one kind: a grid, trainings, a file that resumes, a table."""
+"""Sweeps: a grid of configurations, their trainings, a file of results, a table."""

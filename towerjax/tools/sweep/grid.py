@@ -1,4 +1,4 @@
-"""Which configurations are there? Every combination of lists, or a list of them."""
+"""Make the configurations of a grid, and find the names that can be traced."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ Config: TypeAlias = dict[str, Any]
 
 
 def combinations(lists: Mapping[str, Iterable[Any]]) -> list[Config]:
-    """Every combination, the last name's values next to each other."""
+    """Every combination of the values; those of the last name vary fastest."""
     return [
         dict(zip(lists, values, strict=True))
         for values in itertools.product(*lists.values())
@@ -22,7 +22,7 @@ def combinations(lists: Mapping[str, Iterable[Any]]) -> list[Config]:
 
 
 def configs_of(grid: Any) -> list[Config]:
-    """The configurations of a grid, plain numbers and texts, each once."""
+    """The configurations of a grid, checked, each once."""
     if isinstance(grid, Mapping):
         for name, values in grid.items():
             if isinstance(values, str) or not isinstance(values, Iterable):
@@ -30,7 +30,7 @@ def configs_of(grid: Any) -> list[Config]:
                     f"grid: {name}={values!r} must be a list, [{values!r}]."
                 )
         grid = combinations(grid)
-    configs = [{name: _plain(name, x) for name, x in dict(c).items()} for c in grid]
+    configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
     names = [list(config) for config in configs]
     if not configs or any(set(one) != set(names[0]) or not one for one in names):
         raise ValueError(
@@ -41,7 +41,7 @@ def configs_of(grid: Any) -> list[Config]:
     return [x for i, x in enumerate(configs) if x not in configs[:i]]
 
 
-def _plain(name: str, value: Any) -> Any:
+def _as_plain(name: str, value: Any) -> Any:
     if isinstance(value, np.generic | jax.Array) and not value.ndim:
         value = value.item()
     if not isinstance(value, str | int | float | bool | None):
@@ -54,7 +54,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
-    """Names of numbers, but for ``static``; each with the one dtype of all values."""
+    """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
     if isinstance(static, str):
         raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
     for name in (static := list(static)):
@@ -64,15 +64,15 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
             )
     columns = {name: [c[name] for c in configs] for name in configs[0]}
     return {
-        name: _dtype_of(name, values)
+        name: _traced_dtype(name, values)
         for name, values in columns.items()
         if name not in static
         and all(isinstance(x, float) or is_whole(x) for x in values)
     }
 
 
-def _dtype_of(name: str, values: list[Any]) -> Any:
-    """In which devices hold numbers that are traced."""
+def _traced_dtype(name: str, values: list[Any]) -> Any:
+    """The dtype of traced numbers on devices; raise if it cannot hold one."""
     dtype = held_dtype(float if any(isinstance(x, float) for x in values) else int)
     try:
         np.array(values, dtype)

@@ -1,4 +1,4 @@
-"""What is kept and told of results? A line of JSON each, and how long is left."""
+"""Keep the results of a sweep as lines of JSON, and show its progress."""
 
 import json
 import os
@@ -7,34 +7,34 @@ import time
 from typing import Any, TypeAlias
 
 from towerjax.loop.progress import Display, format_seconds
-from towerjax.loop.records import append_line, as_json, lines_of
+from towerjax.loop.writers import append_line, as_json, read_lines
 
-Record: TypeAlias = dict[str, Any]
+Line: TypeAlias = dict[str, Any]
 
 
 class RecordFile:
-    """A file of results that a sweep goes on in; None keeps them in memory alone.
+    """A file of results, which a sweep continues; None keeps them in memory alone.
 
-    ``key`` names what of a record says of which result it is; the last one of each
-    counts. ``about`` is what all records of one sweep have in common.
+    ``key`` names the field that identifies a result, of which the last record counts.
+    ``about`` has the fields that all records of one sweep share.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, key: str, about: Record
+        self, path: str | os.PathLike[str] | None, key: str, about: Line
     ) -> None:
         self.path = None if path is None else pathlib.Path(path)
         self.key, self.about = key, about
-        self._found: dict[str, Record] = {}
+        self._records: dict[str, Line] = {}
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path is not None and self.path.exists():
-            self._found, kept = _read(self.path, key)
-            for record in self._found.values():
+            self._records, size = _read_file(self.path, key)
+            for record in self._records.values():
                 self._check_same(record)
-            if kept < self.path.stat().st_size:
-                os.truncate(self.path, kept)
+            if size < self.path.stat().st_size:
+                os.truncate(self.path, size)
 
-    def _check_same(self, record: Record) -> None:
+    def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
             if (old := record.get(name)) != value:
                 raise ValueError(
@@ -42,40 +42,40 @@ class RecordFile:
                     f" sweep has {value}. Use another path."
                 )
 
-    def get(self, key: Any) -> Record | None:
-        """What is known of a result."""
-        return self._found.get(_text(key))
+    def get(self, key: Any) -> Line | None:
+        """The record with that key, or None."""
+        return self._records.get(_key_text(key))
 
-    def add(self, record: Record) -> Record:
-        """Append a line."""
+    def add(self, record: Line) -> Line:
+        """Append a record to the file; return it as the file has it."""
         record = as_json({**record, **self.about})
         if self.path is not None:
             with self.path.open("ab", buffering=0) as file:
                 append_line(file, record)
-        self._found[_text(record[self.key])] = record
+        self._records[_key_text(record[self.key])] = record
         return record
 
 
-def read_records(path: str | os.PathLike[str], key: str) -> list[Record]:
-    """The records in a file, the last of each key; a torn last line is left out."""
-    return list(_read(pathlib.Path(path), key)[0].values())
+def read_records(path: str | os.PathLike[str], key: str) -> list[Line]:
+    """The records in a file, the last of each key, without a torn last line."""
+    return list(_read_file(pathlib.Path(path), key)[0].values())
 
 
-def _read(path: pathlib.Path, key: str) -> tuple[dict[str, Record], int]:
-    """The records, and how many bytes their whole lines have."""
-    found, kept = {}, 0
-    for record, length in lines_of(path, key, "a sweep"):
-        found[_text(record[key])] = record
-        kept += length
-    return found, kept
+def _read_file(path: pathlib.Path, key: str) -> tuple[dict[str, Line], int]:
+    """The records by key, and the number of bytes of all whole lines."""
+    found, size = {}, 0
+    for record, length in read_lines(path, key, "a sweep"):
+        found[_key_text(record[key])] = record
+        size += length
+    return found, size
 
 
-def _text(key: Any) -> str:
+def _key_text(key: Any) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-class News:
-    """Tells of each result of a sweep as it begins and ends."""
+class SweepBar:
+    """Shows which result of a sweep is being made, and the time left."""
 
     def __init__(self, display: Display, total: int, done: int, what: str) -> None:
         self._display, self._total, self._before = display, total, done
@@ -83,8 +83,8 @@ class News:
         if done:
             display.note(f"{done} of {total} {what}s were done before")
 
-    def starts(self, text: str) -> None:
-        """One begins."""
+    def start(self, text: str) -> None:
+        """Show that a result is begun."""
         here = self._done - self._before
         number = min(self._done + 1, self._total)
         words = [f"{self._what} {number}/{self._total}  {text}"]
@@ -94,14 +94,14 @@ class News:
             words.append(f"{format_seconds(left_s)} left")
         self._display.show(self._done, self._total, "  ".join(words))
 
-    def ends(self, note: str = "") -> None:
-        """One is done."""
+    def end(self, note: str = "") -> None:
+        """Count a result as done."""
         self._done += 1
         if note:
             self._display.note(note)
         if self._done == self._total:
-            self.starts("done")
+            self.start("done")
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """End the display."""
         self._display.close()

@@ -1,4 +1,4 @@
-"""What came out of a sweep? A table, the best, learning curves with their bands."""
+"""The results of a sweep: a table, the best member, learning curves."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from towerjax.tools.sweep.grid import Config
-from towerjax.types.options import check_choice, optional
+from towerjax.types.options import check_choice, require
 from towerjax.types.tables import Shown, Table
 
 
@@ -16,13 +16,13 @@ class Member:
     """One training of a sweep.
 
     Attributes:
-      config: What `build` was given.
+      config: The arguments of ``build``.
       metrics: Name -> ``[n, ...]``, of each step.
-      evaluation: What ``evaluate`` returned of its last state.
-      order: How it was trained: ``"together"``, ``"in_turn"``, or ``"alone"`` where no
-        other shared its program.
-      seconds: How long its training took, compiling included; of members that were
-        trained together, their share.
+      evaluation: What ``evaluate`` returned for its last state.
+      order: How it was trained: ``"together"``, ``"in_turn"``, or ``"alone"`` if no
+        other member shared its program.
+      seconds: How long its training took, compilation included; of members that were
+        trained together each has an equal share.
     """
 
     config: Config
@@ -33,20 +33,20 @@ class Member:
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "Member":
-        """The member that a line holds."""
-        metrics = {name: _array(x) for name, x in record["metrics"].items()}
-        found = {name: _array(x)[()] for name, x in record["evaluation"].items()}
+        """Make a member from a record."""
+        metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
+        found = {name: _to_numbers(x)[()] for name, x in record["evaluation"].items()}
         about = record["order"], record["seconds"]
         return cls(record["config"], metrics, found, *about)
 
     @property
     def final(self) -> dict[str, Any]:
-        """The evaluation, and the last step's metrics that it does not have."""
+        """The evaluation, and the last step's metrics of other names."""
         last = {name: x[-1] for name, x in self.metrics.items()}
         return {**last, **self.evaluation}
 
 
-def _array(values: Any) -> np.ndarray:
+def _to_numbers(values: Any) -> np.ndarray:
     array = np.asarray(values)
     return array if array.dtype.kind in "biu" else array.astype(float)
 
@@ -55,21 +55,22 @@ def _array(values: Any) -> np.ndarray:
 class Sweep(Shown):
     """The members of a sweep, in the grid's order.
 
-    Printed it is a table of text, in a notebook HTML, with ``rich.print`` a rich table.
+    It prints as a table of text, in a notebook as HTML, by ``rich.print`` as a rich
+    table.
 
     Attributes:
-      members: Each a `Member`.
+      members: A tuple of `Member`.
     """
 
     members: tuple[Member, ...]
 
     @property
     def configs(self) -> list[Config]:
-        """What the members were built of."""
+        """The configurations of the members."""
         return [member.config for member in self.members]
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown: a row a member."""
+        """The shown table, with a row for each member."""
         rows = self.rows()
         cells = [
             tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
@@ -78,7 +79,7 @@ class Sweep(Shown):
         return (Table(f"{len(rows)} members", tuple(rows[0]), tuple(cells)),)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping a member: configuration, last numbers, how it was trained."""
+        """A mapping for each member: configuration, last numbers, order, seconds."""
         return [
             {
                 **member.config,
@@ -99,20 +100,20 @@ class Sweep(Shown):
           ValueError: pandas is not installed.
         """
         needs = "to_pandas(), which gives what rows() does,"
-        return optional("pandas", needs, "pandas").DataFrame(self.rows())
+        return require("pandas", needs, "pandas").DataFrame(self.rows())
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
-        """The member whose last number is best; one that is not finite never is.
+        """The member whose last number is best; numbers that are not finite come last.
 
         Args:
-          metric: A name of the evaluation, or else of a step's metrics.
+          metric: A name of the evaluation, or of a step's metrics.
           mode: ``"min"`` or ``"max"``.
 
         Returns:
           A `Member`.
 
         Raises:
-          ValueError: There is no such number.
+          ValueError: The members have no metric of that name.
         """
         check_choice("mode", mode, ("min", "max"))
         self._check_name(metric, self.members[0].final)
@@ -128,14 +129,14 @@ class Sweep(Shown):
     def curves(
         self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
     ) -> dict[str, np.ndarray]:
-        """Learning curves, those that differ in ``over`` alone next to each other.
+        """Learning curves, of which those that differ in ``over`` alone are stacked.
 
         Args:
           metric: A name of a step's metrics.
           over: Names of the configuration, such as seeds.
 
         Returns:
-          What the members of a curve have in common -> ``[members, n]``.
+          The other configuration values, as text -> ``[members, n]``.
 
         Raises:
           ValueError: There is no such name.
@@ -165,7 +166,7 @@ class Sweep(Shown):
         Raises:
           ValueError: There is no such name, or no Matplotlib.
         """
-        figures = optional("matplotlib.figure", "plot()", "'towerjax[examples]'")
+        figures = require("matplotlib.figure", "plot()", "'towerjax[examples]'")
         picture = figures.Figure(figsize=(5.0, 3.4), layout="constrained", dpi=70)
         panel = picture.subplots()
         panel.set(xlabel="step", ylabel=metric)

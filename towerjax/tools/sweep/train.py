@@ -1,4 +1,4 @@
-"""How are many configurations trained? Those of one program together, or in turn."""
+"""Train the configurations of a grid; those of one program together or in turn."""
 
 import contextlib
 import dataclasses
@@ -11,16 +11,16 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from towerjax.data.feed import anew
+from towerjax.data.feed import as_reusable
 from towerjax.loop.progress import choose_display
-from towerjax.loop.records import plain
 from towerjax.loop.run import run
+from towerjax.loop.writers import json_value
 from towerjax.step.members import MembersStep
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.bench.protocol import in_turns
 from towerjax.tools.sweep.grid import Config, configs_of, traced_names
-from towerjax.tools.sweep.record_file import News, Record, RecordFile
+from towerjax.tools.sweep.record_file import Line, RecordFile, SweepBar
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_function
@@ -43,36 +43,36 @@ def sweep(
     steps_per_call: int = 1,
     progress: bool | None = None,
 ) -> Sweep:
-    """Trains every configuration of a grid; those of one program compile once.
+    """Train every configuration of a grid; those of one program compile once.
 
-    Names of the grid whose values are all numbers are *traced*: ``build`` gets arrays
-    ``()`` for them, so that one program serves all their values (a learning rate, a
-    coefficient of the loss, a seed of ``jax.random.key``). Everything else, and what
-    ``static`` names, ``build`` gets as it is, and each combination of it is a program
-    of its own. The members of a program see the same batches in the same order, and
-    come to what each comes to alone, up to rounding.
+    Names of the grid whose values are all numbers are *traced*: ``build`` is given
+    arrays ``()`` for them, so that one program serves all their values (a learning
+    rate, a coefficient of the loss, a seed of ``jax.random.key``). All other values,
+    and those that ``static`` names, are given to ``build`` as they are, and each
+    combination of them is a program. The members of a program see the same batches in
+    the same order, and each gets the result of training alone, up to rounding.
 
-    A member whose loss is not finite stays as it was before that step, goes on with the
-    next batch, and its curve says so; the others are not held up.
+    A member whose loss is not finite keeps its state of before that step and continues
+    with the next batch; its curve shows the loss. The others are not affected.
 
     Args:
       build: ``build(**config) -> (step, state)``, pure: a step of
         `build_train_step` or `build_step`, and what its ``init`` returns.
       grid: ``{name: values}``, of which every combination is trained, or a list of
         configurations. Values are numbers, texts, bools and None.
-      batches: What `run` takes and can be gone through again: a list, `batches`; or a
+      batches: Batches as for `run` that can be iterated again: a list, `batches`; or a
         function of the names that are not traced, ``batches(**static) -> iterable``.
-      steps: How many steps each does; None goes to the end of the data.
+      steps: How many steps each does; None runs to the end of the data.
       static: Names of numbers that change the program: widths, towers, batch sizes.
       order: How the members of a program are trained: ``"together"`` by ``vmap``,
         which takes the memory of all; ``"in_turn"``, one after another by one program,
-        each kept as it ends; ``"fastest"`` compiles both, times some steps, and takes
-        the faster one.
-      evaluate: ``evaluate(state, **config) -> {name: number}``, of each member's last
-        state, on the host; the place to save it, too.
-      results: A file of JSON lines, one a member as it ends. Members that it has are
-        not trained again, so that a killed sweep goes on.
-      steps_per_call: As of `run`.
+        each recorded when it ends; ``"fastest"`` compiles both, times some steps, and
+        takes the faster one.
+      evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host
+        with each member's last state; it may save that state, too.
+      results: A file of JSON lines, one for each member, written when it ends. Members
+        that it has are not trained again, so that a killed sweep can be continued.
+      steps_per_call: As for `run`.
       progress: None shows a bar on a terminal, else lines; True always a bar; False
         nothing.
 
@@ -80,8 +80,8 @@ def sweep(
       A `towerjax.tools.Sweep`, in the grid's order.
 
     Raises:
-      ValueError: The grid is malformed, the file holds another sweep, ``build`` needs a
-        number that is traced, or as `run` does.
+      ValueError: The grid is malformed, the file holds another sweep, ``build`` needs
+        the value of a traced number, there are several processes, or `run` raises.
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj
@@ -115,30 +115,30 @@ def sweep(
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
     done = sum(file.get(config) is not None for config in configs)
     display = choose_display(progress)
-    with contextlib.closing(News(display, len(configs), done, "member")) as news:
+    with contextlib.closing(SweepBar(display, len(configs), done, "member")) as bar:
         for fixed, members in programs.values():
             todo = [config for config in members if file.get(config) is None]
             known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
             program = _Program(
                 build, fixed, traced, batches, steps, steps_per_call, evaluate
             )
-            asked = known.pop() if order == "fastest" and known else order
-            news.starts(", ".join(f"{k}={x}" for k, x in fixed.items()))
-            with _explained(traced):
-                for record in program.trained(todo, asked) if todo else ():
+            chosen = known.pop() if order == "fastest" and known else order
+            bar.start(", ".join(f"{k}={x}" for k, x in fixed.items()))
+            with _explain_tracing(traced):
+                for record in program.train_members(todo, chosen) if todo else ():
                     file.add(record)
-                    news.ends()
+                    bar.end()
     found = [file.get(config) for config in configs]
     return Sweep(tuple(Member.of(record) for record in found if record is not None))
 
 
 @contextlib.contextmanager
-def _explained(traced: Iterable[str]) -> Iterator[None]:
-    """Around what traces ``build``: says that numbers are arrays there."""
+def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
+    """Explain an error of tracing ``build``: numbers of the grid are arrays there."""
     try:
         yield
     except Exception as error:
-        # NumPy and Python speak of a tracer as JAX does.
+        # Errors of NumPy and Python name the tracer, too.
         is_ours = isinstance(error, jax.errors.JAXTypeError)
         if not is_ours and "Tracer" not in str(error):
             raise
@@ -152,7 +152,7 @@ def _explained(traced: Iterable[str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What members that differ in traced numbers alone share."""
+    """The program of all members that differ in traced numbers alone."""
 
     build: Build
     fixed: Config
@@ -162,8 +162,8 @@ class _Program:
     steps_per_call: int
     evaluate: Callable[..., Mapping[str, Any]] | None
 
-    def trained(self, members: Sequence[Config], order: str) -> Iterator[Record]:
-        """A record of each member, once it is trained."""
+    def train_members(self, members: Sequence[Config], order: str) -> Iterator[Line]:
+        """Train the members; yield the record of each."""
         numbers = {
             name: np.array([config[name] for config in members], dtype)
             for name, dtype in self.traced.items()
@@ -172,23 +172,23 @@ class _Program:
             {name: x[i] for name, x in numbers.items()} for i in range(len(members))
         ]
         order = order if len(members) > 1 else "alone"
-        alone, together = (MembersStep(self._built, x) for x in (each[0], numbers))
+        alone, together = (MembersStep(self._build_step, x) for x in (each[0], numbers))
         if order == "fastest":
-            both = _Turn(self, together, numbers), _Turn(self, alone, each[0])
+            both = _Contender(self, together, numbers), _Contender(self, alone, each[0])
             in_turns(both, rounds=1, calls=1)  # compiles
             times = in_turns(both, rounds=_ROUNDS, calls=1)[:, :, 0].min(axis=0)
             is_faster = times[0] < len(members) * times[1]
             order = "together" if is_faster else "in_turn"
         if order == "together":
-            yield from self._records(together, numbers, members, order)
+            yield from self._train_and_record(together, numbers, members, order)
             return
         for one, config in zip(each, members, strict=True):
-            yield from self._records(alone, one, [config], order)
+            yield from self._train_and_record(alone, one, [config], order)
 
     def run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
-        """``(state, history)`` of all steps, or of the first few."""
+        """Run all steps, or the first few calls; return ``(state, history)``."""
         source, steps = self.source, self.steps
-        batches: Any = anew("batches", source, "every training needs all of it")
+        batches: Any = as_reusable("batches", source, "every training needs all of it")
         if callable(batches):
             batches = batches(**(self.fixed if batches is source else {}))
         per_call = self.steps_per_call
@@ -198,9 +198,9 @@ class _Program:
             step, state, batches, steps=steps, steps_per_call=per_call, progress=False
         )
 
-    def _records(
+    def _train_and_record(
         self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
-    ) -> Iterator[Record]:
+    ) -> Iterator[Line]:
         start_s = time.perf_counter()
         state, history = self.run(step, step.begin(numbers))
         seconds = (time.perf_counter() - start_s) / len(configs)
@@ -213,11 +213,11 @@ class _Program:
                 "config": config,
                 "order": order,
                 "seconds": round(seconds, 3),
-                "metrics": {name: plain(name, x) for name, x in own.items()},
-                "evaluation": {name: plain(name, x) for name, x in found.items()},
+                "metrics": {name: json_value(name, x) for name, x in own.items()},
+                "evaluation": {name: json_value(name, x) for name, x in found.items()},
             }
 
-    def _built(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
+    def _build_step(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
         built = self.build(**self.fixed, **numbers)
         if not (
             isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], Step)
@@ -230,8 +230,8 @@ class _Program:
 
 
 @dataclasses.dataclass
-class _Turn:
-    """One of two ways to train, for a few steps at a time."""
+class _Contender:
+    """An order of training to time: `run` continues it by a few calls of the step."""
 
     program: _Program
     step: MembersStep
@@ -239,7 +239,7 @@ class _Turn:
     state: Any = None
 
     def run(self) -> Any:
-        """A few steps on."""
+        """Do a few calls."""
         state = self.step.begin(self.numbers) if self.state is None else self.state
         self.state, _ = self.program.run(self.step, state, _MEASURED_STEPS)
         return self.state

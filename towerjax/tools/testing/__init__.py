@@ -1,6 +1,6 @@
-"""Is your own code right on any number of towers? For tests of your own."""
+"""Functions for users' tests: audit a loss function, compare steps with one tower."""
 
-from towerjax.step.amiss import check_mirrored as check_mirrored
+from towerjax.step.faults import check_mirrored as check_mirrored
 from towerjax.tools.testing.audit import AuditReport as AuditReport
 from towerjax.tools.testing.audit import Finding as Finding
 from towerjax.tools.testing.audit import SplitError as SplitError

@@ -1,4 +1,4 @@
-"""Does a loss function give the same on any number of towers? The audit."""
+"""Check that a loss function gives the same on any number of towers."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ class Finding:
     Attributes:
       leaf: Its name, such as ``gradient['w']``.
       towers: ``T`` where the difference is largest.
-      split: Which split that was.
+      split: The split where it is largest.
       value: The element that differs most, on ``T`` towers.
       one_tower: The same element on one tower.
       difference: The largest difference.
-      relative: The same in parts of the leaf's largest value.
+      relative: The largest difference over the leaf's largest value.
     """
 
     leaf: str
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What was compared, and that it was the same.
+    """The leaves that were compared and are the same.
 
     Attributes:
       towers: The numbers of towers.
@@ -60,8 +60,8 @@ class AuditReport:
       compared: Names of the leaves.
       not_compared: Names of the leaves that were left out: random ones with
         ``rng="ignore"``, keys, and local variables without one value.
-      largest: The largest difference, in parts of its leaf's largest value.
-      largest_leaf: Which leaf that was.
+      largest: The largest difference over its leaf's largest value.
+      largest_leaf: The leaf with that difference.
     """
 
     towers: tuple[int, ...]
@@ -84,10 +84,10 @@ class AuditReport:
 
 
 class SplitError(AssertionError):
-    """Something depends on how the batch was split over towers.
+    """A leaf depends on how the batch was split over towers.
 
     Attributes:
-      findings: One `Finding` a leaf.
+      findings: A `Finding` for each such leaf.
     """
 
     def __init__(self, findings: Sequence[Finding]) -> None:
@@ -103,12 +103,12 @@ class SplitError(AssertionError):
         )
 
     def __reduce__(self) -> Any:
-        """Made again of its findings, in another process."""
+        """Pickle the error by its findings."""
         return type(self), (self.findings,)
 
 
-# As a jaxpr writes the dtypes: eight times the distance of neighbours.
-_RTOL = {"f16[": 8 * 2.0**-10, "bf16[": 8 * 2.0**-7}
+# By the names of dtypes in a jaxpr: eight times the dtype's epsilon.
+_RTOLS = {"f16[": 8 * 2.0**-10, "bf16[": 8 * 2.0**-7}
 
 
 def assert_replicates(
@@ -125,10 +125,10 @@ def assert_replicates(
 ) -> AuditReport:
     """Raise if loss, gradient, metrics or local state depend on the number of towers.
 
-    Train steps of ``T`` towers on one device get the batch in order and with its rows
-    permuted, padded so that towers have unequally many rows, and are compared with the
-    step of one tower. What a train step refuses, such as padding that counts, it
-    refuses here.
+    Train steps of ``T`` towers on one device are given the batch in order and with its
+    rows permuted, padded so that towers have unequally many rows, and are compared with
+    the step of one tower. What a train step refuses, such as padding rows that change
+    the loss, is refused here, too.
 
     Args:
       loss_fn: As for `build_train_step`.
@@ -137,26 +137,26 @@ def assert_replicates(
         loss takes weights.
       towers: The numbers of towers ``T`` to compare with one.
       local: Tower-local variables: a pytree of ``TowerLocal``, each leaf one tower's.
-      rng: The key that ``tower.rng`` is made of; None is ``jax.random.key(0)``. What
-        changes with it differs, because towers have keys of their own; with
+      rng: The key from which ``tower.rng`` is derived; None is ``jax.random.key(0)``.
+        Leaves that depend on it differ, because each tower has its own key; with
         ``"ignore"`` such leaves are left out, and the report names them.
-      rtol: The largest difference, in parts of a leaf's largest value (for gradients at
+      rtol: The largest difference over a leaf's largest value (for gradients at
         least 1% of the largest one's, and 0.1% of the loss); None is 1e-4, and more
         where the loss function computes in 16 bits.
       loss_reduction: As for `build_train_step`.
-      padding: May towers have padded rows? False is for losses that are only trained
-        with ``remainder="error"``, and takes numbers of towers that divide ``B``.
+      padding: Whether towers may have padding rows. False is for losses that are only
+        trained with ``remainder="error"``, and for numbers of towers that divide ``B``.
 
     Returns:
       An `AuditReport` of what was compared.
 
     Raises:
       SplitError: An ``AssertionError``: which leaf depends on the split, by how much
-        and at which ``T``; its ``findings`` say the same as data.
-      ReplicationError: As of a train step.
-      ValueError: An argument is not one that there is, the batch is malformed, a
-        value on one tower is not finite, nothing is left to compare, or ``T`` does
-        not divide the batch and ``padding`` is False.
+        and at which ``T``; its ``findings`` hold the same as data.
+      ReplicationError: As for a train step.
+      ValueError: An argument is invalid, the batch is malformed, the loss or gradient
+        on one tower is not finite, nothing is left to compare, or ``T`` does not divide
+        the batch and ``padding`` is False.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -173,14 +173,14 @@ def assert_replicates(
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
     """
-    towers, examples = check_wholes("towers", towers), _checked_batch(batch)
+    towers, examples = check_wholes("towers", towers), _check_batch(batch)
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
     if isinstance(rng, str) and rng != "ignore":
         raise ValueError(
             f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
         )
-    audited = _Audited(loss_fn, params, local, loss_reduction, padding, examples)
+    audited = _Audit(loss_fn, params, local, loss_reduction, padding, examples)
     key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
     permuted = np.random.default_rng(0).permutation(examples)
     batches = {
@@ -189,12 +189,12 @@ def assert_replicates(
     }
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
-        one = audited.run(alone, batch, key)
-        _refuse_nonfinite(one)
+        expected = audited.run(alone, batch, key)
+        _refuse_nonfinite(expected)
         random = frozenset()
         if isinstance(rng, str):
             other = audited.run(alone, batch, jax.random.fold_in(key, 1))
-            random = frozenset(name for name in one if _gap(other[name], one[name]) > 0)
+            random = frozenset(x for x in expected if _gap(other[x], expected[x]) > 0)
         runs = {
             (number, name): audited.run(step, rows, key)
             for number, step in (
@@ -204,23 +204,23 @@ def assert_replicates(
         }
         if rtol is None:
             rtol = audited.rtol(alone, batch)
-    return _report(one, runs, random, rtol, examples, audited.left_out())
+    return _build_report(expected, runs, random, rtol, examples, audited.left_out())
 
 
-def _kept(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
-    """An optimizer whose state is the last gradient."""
+def _keep(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
+    """The update of an optimizer whose state is the last gradient."""
     return updates, updates
 
 
-def _reals(x: Any) -> np.ndarray:
-    """In float64; of complex numbers both parts."""
+def _as_reals(x: Any) -> np.ndarray:
+    """The array in float64; real and imaginary parts stacked if it is complex."""
     x = np.asarray(x)
     return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Audited:
-    """A loss function, as train steps of any number of towers on one device."""
+class _Audit:
+    """Makes and runs train steps of a loss function for any number of towers."""
 
     loss_fn: LossFn
     params: PyTree
@@ -230,31 +230,31 @@ class _Audited:
     examples: int
 
     def step(self, towers: int) -> TrainStep:
-        """The train step of so many towers, which have unequally many rows."""
+        """A train step of ``towers`` towers, which have unequally many rows."""
         step = build_train_step(
             self.loss_fn,
-            optax.GradientTransformation(lambda params: params, _kept),
+            optax.GradientTransformation(lambda params: params, _keep),
             Mirrored(devices=(jax.local_devices()[0],), towers=towers),
             loss_reduction=self.reduction,
             remainder="pad" if self.padding else "error",
             on_nonfinite="ignore",
             donate=False,
         )
-        if self.padding and towers > 1:  # of equally many rows a mean of means is right
+        if self.padding and towers > 1:  # a mean of means is right for equal row counts
             step.expect_batch_rows([towers * (self.examples // towers + 1)])
         return step
 
     def run(
         self, step: TrainStep, batch: PyTree, key: jax.Array
     ) -> dict[str, np.ndarray]:
-        """What a step came to, by the names of the leaves."""
+        """Gradient, loss, metrics and local state after one step, by leaf name."""
         state, metrics = step(step.init(self.params, local=self.local, rng=key), batch)
         found = named_leaves("gradient", state.opt_state)
         found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
         for name, variable in named_leaves("local", state.local, is_leaf=is_local):
             if variable.reduction is not Reduction.NONE:
                 found += named_leaves(name, read_local(variable))
-        return {name: _reals(x) for name, x in found if not is_key(x)}
+        return {name: _as_reals(x) for name, x in found if not is_key(x)}
 
     def left_out(self) -> tuple[str, ...]:
         """Names of the local leaves that have no one value to compare."""
@@ -266,34 +266,35 @@ class _Audited:
         )
 
     def rtol(self, step: TrainStep, batch: PyTree) -> float:
-        """What rounding may make, by the narrowest dtype of the traced step."""
+        """The tolerance for rounding, by the narrowest dtype of the traced step."""
         state = step.init(self.params, local=self.local)
         text = str(jax.make_jaxpr(step.fn)(state, jax.tree.map(native, batch)))
         return max(
-            [1e-4, *(rtol for name, rtol in _RTOL.items() if f":{name}" in text)]
+            [1e-4, *(rtol for name, rtol in _RTOLS.items() if f":{name}" in text)]
         )
 
 
-def _report(
-    one: Mapping[str, np.ndarray],
+def _build_report(
+    expected: Mapping[str, np.ndarray],
     runs: Mapping[tuple[int, str], Mapping[str, np.ndarray]],
     random: frozenset[str],
     rtol: float,
     examples: int,
     left_out: tuple[str, ...],
 ) -> AuditReport:
-    """What was compared; raises where a leaf is not what it is on one tower."""
-    compared = tuple(sorted(one.keys() - random))
+    """The report; raise if a leaf differs from its value on one tower."""
+    compared = tuple(sorted(expected.keys() - random))
     if not compared:
         raise ValueError(
             "rng='ignore' leaves nothing to compare: every leaf changes with tower.rng."
             " Switch the random part off for the audit, for instance with"
             " deterministic=True, or draw from keys that lie in the batch."
         )
-    sizes = _sizes([one, *runs.values()])
+    sizes = _sizes([expected, *runs.values()])
     found = []
     for name in compared:
-        each = [_finding(name, x, runs[x][name], one[name], sizes[name]) for x in runs]
+        want, size = expected[name], sizes[name]
+        each = [_finding(name, run, x[name], want, size) for run, x in runs.items()]
         found.append(max(each, key=lambda finding: finding.difference))
     if bad := [x for x in found if x.relative > rtol]:
         raise SplitError(bad)
@@ -310,9 +311,9 @@ def _report(
 
 
 def _sizes(runs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Each leaf's largest value, by which differences are measured.
+    """Each leaf's largest value, by which differences are divided.
 
-    A gradient that is 0 but for rounding is as inexact as the others, and as the loss.
+    A gradient that is 0 up to rounding has the error of the others and of the loss.
     """
     sizes = {
         name: max(np.abs(x[name][np.isfinite(x[name])]).max(initial=0) for x in runs)
@@ -350,7 +351,7 @@ def _finding(
     )
 
 
-def _checked_batch(batch: PyTree) -> int:
+def _check_batch(batch: PyTree) -> int:
     if any(is_rows(x) for x in jax.tree.leaves(batch, is_leaf=is_rows)):
         raise ValueError(
             "The audit permutes the rows of the batch, which it cannot do with"
@@ -359,8 +360,8 @@ def _checked_batch(batch: PyTree) -> int:
     return count_examples(batch)
 
 
-def _refuse_nonfinite(one: Mapping[str, np.ndarray]) -> None:
-    bad = [name for name, x in one.items() if not np.isfinite(x).all()]
+def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
+    bad = [name for name, x in expected.items() if not np.isfinite(x).all()]
     bad = [name for name in bad if name.startswith(("loss", "gradient"))]
     if bad:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is a result compared with, and where do two differ?"""
+"""Compare two trees leaf by leaf, and rebuild a step on one tower to compare with."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -9,6 +9,7 @@ import numpy as np
 
 from towerjax.collectives import Compressed
 from towerjax.data.placer import Placer
+from towerjax.estimator.model_engine import ModelTrainStep
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
 from towerjax.step.step import Step, build_step
@@ -20,7 +21,7 @@ from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data
 from towerjax.types.options import check_number
 
-_SHOWN = 20
+_MAX_LINES = 20
 
 
 def assert_same(
@@ -28,22 +29,23 @@ def assert_same(
 ) -> None:
     """Raise unless two trees are the same, leaf by leaf.
 
-    A leaf differs where ``|a - b| > rtol * max |b|``, the largest of the leaf's
-    elements: an element near 0 is as exact as the sums it was made of. NaN is the
-    same as NaN. Tower-local and mirrored variables are compared as the one value
-    that they are read as, so states of different numbers of towers can be compared.
+    A leaf differs where ``|a - b| > rtol * max |b|``, over the leaf's elements: an
+    element near 0 is as exact as the terms of its sum. Integers and bools differ unless
+    they are equal. NaN equals NaN. Tower-local and
+    mirrored variables are compared by the one value that they are read as, so that
+    states of different numbers of towers can be compared.
 
     Args:
       a: A ``TrainState``, a ``History`` (steps and metrics), or any tree of arrays.
-      b: What it should be, of the same structure, shapes and dtypes.
-      rtol: The largest difference, in parts of the leaf's largest element.
-      bits: Must every bit be equal? Then ``rtol`` is not used.
+      b: The expected tree, of the same structure, shapes and dtypes.
+      rtol: The largest difference over ``b``'s largest element in the leaf.
+      bits: Whether every bit must be equal; then ``rtol`` is not used.
 
     Raises:
-      AssertionError: A leaf differs; each is named, with its largest difference,
-        where that is and how many ulps it is.
-      ValueError: ``rtol`` is no number >= 0, or a tower-local variable has no one
-        value.
+      AssertionError: A leaf differs or is missing; the first 20 are named, each with
+        its largest difference, the index of that and its number of ulps.
+      ValueError: ``rtol`` is no number >= 0, a tower-local variable has no one value,
+        or a tree is a dataclass that is no pytree.
 
     Example:
       >>> assert_same({"w": np.ones(3)}, {"w": np.ones(3)}, bits=True)
@@ -54,7 +56,7 @@ def assert_same(
         * a['w'] is 1.0 and should be 1.25 at (): they differ by 0.25 = 2.1e+06 ulps
     """
     check_number("rtol", rtol, "a number >= 0")
-    a, b = _readable(a), _readable(b)
+    a, b = _read_tree(a), _read_tree(b)
     left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
     lines = [f"{name} is missing" for name in right if name not in left]
     lines += [f"{name} should not be there" for name in left if name not in right]
@@ -68,16 +70,16 @@ def assert_same(
             lines += _difference(name, left[name], right[name], rtol, bits)
     if lines:
         how = "bit by bit" if bits else f"rtol={rtol:g}"
-        shown = [f"  * {line}" for line in lines[:_SHOWN]]
-        if len(lines) > _SHOWN:
-            shown.append(f"  * and {len(lines) - _SHOWN} more")
+        shown = [f"  * {line}" for line in lines[:_MAX_LINES]]
+        if len(lines) > _MAX_LINES:
+            shown.append(f"  * and {len(lines) - _MAX_LINES} more")
         head = (
             f"{len(lines)} of {len(left.keys() | right.keys())} leaves differ ({how})"
         )
         raise AssertionError("\n".join([f"{head}:", *shown]))
 
 
-def _readable(tree: PyTree) -> PyTree:
+def _read_tree(tree: PyTree) -> PyTree:
     if isinstance(tree, History):
         tree = {"steps": tree.steps, "metrics": dict(tree.metrics)}
     if dataclasses.is_dataclass(tree) and jax.tree_util.all_leaves([tree]):
@@ -89,7 +91,7 @@ def _readable(tree: PyTree) -> PyTree:
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
-    """What is wrong with a leaf, as no text or one."""
+    """A list of one sentence if the leaf differs, else an empty list."""
     a, b = np.asarray(key_data(a)), np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (a, b)]
@@ -97,12 +99,12 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
     if a.size == 0:
         return []
     if bits:
-        wrong = (_bytes(a) != _bytes(b)).any(axis=-1)
+        wrong = (_byte_rows(a) != _byte_rows(b)).any(axis=-1)
     else:
-        wrong = _wrong(a, b, rtol)
+        wrong = _differs(a, b, rtol)
     if not wrong.any():
         return []
-    gap = np.where(wrong, np.abs(_wide(a) - _wide(b)), -1.0)
+    gap = np.where(wrong, np.abs(_as_wide(a) - _as_wide(b)), -1.0)
     at = np.unravel_index(np.argmax(np.where(np.isnan(gap), np.inf, gap)), a.shape)
     place = tuple(int(i) for i in at)
     text = f"{name} is {a[at]} and should be {b[at]} at {place}: they differ"
@@ -113,25 +115,25 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
     return [text]
 
 
-def _bytes(x: np.ndarray) -> np.ndarray:
+def _byte_rows(x: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(x).reshape(-1, 1).view(np.uint8)
     return flat.reshape(*x.shape, -1)
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _as_wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
-def _wrong(a: np.ndarray, b: np.ndarray, rtol: float) -> np.ndarray:
+def _differs(a: np.ndarray, b: np.ndarray, rtol: float) -> np.ndarray:
     if a.dtype.kind in "biu":
         return a != b
-    a, b = _wide(a), _wide(b)
+    a, b = _as_wide(a), _as_wide(b)
     size = np.max(np.abs(np.where(np.isfinite(b), b, 0.0)))
     return gaps(a, b) > rtol * size
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """The differences; infinite where only one is not finite."""
+    """The absolute differences; infinite where only one value is not finite."""
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
@@ -143,7 +145,7 @@ def _ulps(a: Any, b: Any, gap: float) -> str:
         return ""
     info = jnp.finfo(dtype)
     size = max(abs(float(a)), abs(float(b)), float(info.tiny))
-    # The gap between neighbours of this size; the dtype need not be one of NumPy's.
+    # The distance of neighbouring floats of this size; np.spacing lacks bfloat16.
     spacing = 2.0 ** np.floor(np.log2(size)) * float(info.eps)
     return f" = {gap / spacing:.2g} ulps"
 
@@ -154,20 +156,21 @@ StepOrModel = TypeVar("StepOrModel", TrainStep, Step, ReplicatedModel)
 def one_tower(step: StepOrModel) -> StepOrModel:
     """The same step, or the same model, on one tower of the first device.
 
-    The functions, the optimizer and all options are those of the step, but that
-    micro-batches are folded into one pass and that states are not donated. Batches
-    are padded and cut as the step's are, so that both see the same examples.
+    It has the step's functions, optimizer and options, except that micro-batches are
+    one pass and states are not donated. Batches are padded and cut as the step's are,
+    so that both see the same examples.
 
     Args:
       step: What `build_train_step`, `build_step` or `replicate_model_fn` returned.
 
     Returns:
-      A step of its own, with its own ``init``; compare with `assert_same`. Its
-      ``tower.rng`` is tower 0's, so losses with random draws of their own differ.
+      A new step with its own ``init``; compare with `assert_same`. Its ``tower.rng``
+      is tower 0's, so that losses with random draws differ.
 
     Raises:
-      ValueError: It is neither, or a model with ``remainder="drop"`` on several
-        towers, which drops by their number, or its towers go alone (``sync=``).
+      ValueError: ``step`` is none of these, such as a model's ``train_step()``; a model
+        with ``remainder="drop"`` on several towers, whose number decides what is
+        dropped; or a step with ``sync=`` or ``Compressed`` gradients.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -190,7 +193,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
                 " with remainder='pad', or with 'error' and whole batches."
             )
         return ReplicatedModel(step.model_fn, _one_device(step.strategy), options)
-    if not isinstance(step, Step):
+    if not isinstance(step, Step) or isinstance(step, ModelTrainStep):
         raise ValueError(
             f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
@@ -205,7 +208,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
 
 
 def _on_one_tower(step: Any) -> Any:
-    """A step on one tower, for the batches of a step on several."""
+    """A step on one tower that takes the batches of a step on several."""
     strategy = _one_device(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     if not isinstance(step, TrainStep):

@@ -1,1 +1,1 @@
-"""What can be done with all towers' values outside a step?"""
+"""The methods of strategies: what they do with all towers' values outside a step."""

@@ -1,4 +1,4 @@
-"""How are variables made, changed and read across towers?"""
+"""Create, assign, update and read variables for all towers at once."""
 
 import dataclasses
 import operator
@@ -13,7 +13,7 @@ from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.values import unwrap
 from towerjax.towers.executors import is_of_one_tower
-from towerjax.towers.merge import held
+from towerjax.towers.merge import as_native
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
     MirroredVar,
@@ -21,10 +21,10 @@ from towerjax.towers.variables import (
     Variable,
     any_per_tower,
     check_variable,
-    combined,
-    fitted,
+    fit,
     is_per_tower,
-    named,
+    label,
+    next_value,
     plain,
 )
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
@@ -33,7 +33,7 @@ from towerjax.types.options import check_text
 
 
 class VariableMethods:
-    """What every strategy can do with variables; all of it pure."""
+    """The methods of strategies for variables; all of them pure."""
 
     placement: Placement
 
@@ -48,12 +48,12 @@ class VariableMethods:
         """A new variable on the strategy's devices.
 
         Args:
-          name: What errors call it.
+          name: Its name in error messages.
           initial: A pytree of arrays or numbers, or a function that makes one; called
             once, so that random values are the same on all towers.
-          reduction: How towers' values become one: of a mirrored variable those they
-            assign, of a tower-local one their copies when it is read.
-          tower_local: A copy a tower instead of one mirrored value?
+          reduction: How towers' values become one: for a mirrored variable those that
+            they assign, for a tower-local one their copies when it is read.
+          tower_local: Whether each tower has a copy, and not all one mirrored value.
 
         Returns:
           ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``.
@@ -96,20 +96,18 @@ class VariableMethods:
                 f"create_var: initial of {name!r} holds no arrays: {value!r}."
             )
         if tower_local:
-            rows = copies(value, self.placement.num_towers)
-            return TowerLocal(
-                placed(rows, self.placement, Layout.PER_TOWER), reduction, name
-            )
-        return MirroredVar(
-            placed(value, self.placement, Layout.MIRRORED), reduction, name
-        )
+            rows = replicate(value, self.placement.num_towers)
+            rows = place_concrete(rows, self.placement, Layout.PER_TOWER)
+            return TowerLocal(rows, reduction, name)
+        value = place_concrete(value, self.placement, Layout.MIRRORED)
+        return MirroredVar(value, reduction, name)
 
     def assign(self, variable: Variable, value: PyTree) -> Any:
-        """The variable with a new value, seen across towers.
+        """The variable with a new value, assigned for all towers at once.
 
         Args:
           variable: Mirrored: takes the value. Tower-local: reads as the value
-            afterwards; of a SUM each tower has its share, integers in whole parts.
+            afterwards; of a SUM each tower gets a share, of integers a whole one.
           value: One value, the same for all towers.
 
         Returns:
@@ -126,7 +124,7 @@ class VariableMethods:
           >>> strategy.assign(count, 7).value.tolist()
           [4, 3]
         """
-        return self._assigned(variable, value, None, "assign")
+        return self._assign(variable, value, None, "assign")
 
     def assign_add(self, variable: Variable, value: PyTree) -> Any:
         """The mirrored variable with a value added to it.
@@ -139,8 +137,8 @@ class VariableMethods:
           The new variable.
 
         Raises:
-          ValueError: As `assign`; the variable is tower-local, whose copies or sum
-            could be meant.
+          ValueError: As `assign`; the variable is tower-local, so that either its
+            copies or their sum could be meant.
 
         Example:
           >>> import towerjax as tj
@@ -149,39 +147,39 @@ class VariableMethods:
           >>> float(strategy.assign_add(v, 6).value)
           7.0
         """
-        return self._assigned(variable, value, operator.add, "assign_add")
+        return self._assign(variable, value, operator.add, "assign_add")
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
-        """As `assign_add`, of the variable with the value taken off."""
-        return self._assigned(variable, value, operator.sub, "assign_sub")
+        """As `assign_add`, but subtracts the value."""
+        return self._assign(variable, value, operator.sub, "assign_sub")
 
-    def _assigned(
+    def _assign(
         self,
         variable: Variable,
         value: PyTree,
         combine: Callable[[jax.Array, jax.Array], jax.Array] | None,
         what: str,
     ) -> Any:
-        """The variable after an assignment to all towers at once."""
+        """Assign for all towers at once: the new variable."""
         check_variable(variable, f"strategy.{what}")
-        check_mirrored([value], f"strategy.{what} of {named(variable)}")
-        value = held("value", plain(value))
+        refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
+        value = as_native("value", plain(value))
         if isinstance(variable, MirroredVar):
-            new = fitted(variable, value)
+            new = fit(variable, value)
             if combine is not None:
-                new = combined(variable, combine, new)
-            return _replaced(variable, new)
+                new = next_value(variable, combine, new)
+            return _replace_value(variable, new)
         if combine is not None:
             sign = "-" if what == "assign_sub" else "+"
             raise ValueError(
-                f"strategy.{what} of {named(variable)}, across towers: shall each copy"
+                f"strategy.{what} of {label(variable)}, across towers: shall each copy"
                 f" change? Write strategy.update(v, lambda x: x {sign} value). Or what"
                 f" they read as? strategy.assign(v, strategy.read_var(v) {sign} value)."
                 f" Or write tower.{what} in a tower."
             )
         num_towers = self.placement.num_towers
         check_towers(variable, num_towers)
-        return _replaced(variable, _copies_for(variable, value, num_towers))
+        return _replace_value(variable, _fit_copies(variable, value, num_towers))
 
     def update(
         self,
@@ -197,7 +195,7 @@ class VariableMethods:
           variable: Mirrored: ``fn`` is called once. Tower-local: once for each
             tower's copy.
           fn: Returns the new value, of the same structure and shapes.
-          *args: Values that all towers share; a mirrored variable is its value.
+          *args: Values that all towers share; for a mirrored variable its value.
           **kwargs: As ``args``.
 
         Returns:
@@ -216,19 +214,18 @@ class VariableMethods:
           10.0
         """
         check_variable(variable, "strategy.update")
-        check_mirrored([args, kwargs], f"strategy.update of {named(variable)}")
-        args, kwargs = held("fn's arguments", plain((args, kwargs)))
+        refuse_per_tower([args, kwargs], f"strategy.update of {label(variable)}")
+        args, kwargs = as_native("fn's arguments", plain((args, kwargs)))
         if isinstance(variable, MirroredVar):
-            return _replaced(
-                variable, fitted(variable, plain(fn(variable.value, *args, **kwargs)))
-            )
+            new = plain(fn(variable.value, *args, **kwargs))
+            return _replace_value(variable, fit(variable, new))
         check_towers(variable, self.placement.num_towers)
         news = [plain(fn(own, *args, **kwargs)) for own in unwrap(variable)]
-        rows = [fitted(variable, new, copies=True) for new in news]
-        return _replaced(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
+        rows = [fit(variable, new, copies=True) for new in news]
+        return _replace_value(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
 
     def read_var(self, value: PyTree) -> PyTree:
-        """Each variable's one value; any other value as it is.
+        """Replace each variable of a tree by its one value.
 
         Args:
           value: A pytree that may hold variables.
@@ -238,8 +235,8 @@ class VariableMethods:
           own reduction.
 
         Raises:
-          ValueError: A tower-local variable's reduction is NONE, or it has not one
-            copy for each tower; names it.
+          ValueError: A tower-local variable's reduction is NONE, or it lacks a copy for
+            a tower.
 
         Example:
           >>> import towerjax as tj
@@ -253,27 +250,27 @@ class VariableMethods:
         return read_variables(value)
 
 
-def placed(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """A copy of the tree on the strategy's devices; as it is where it is traced."""
+def place_concrete(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
+    """Copy the tree to the strategy's devices, unless it is traced."""
     return tree if is_traced(tree) else place(tree, placement, layout)
 
 
-def copies(value: PyTree, num_towers: int) -> PyTree:
-    """The value once for each tower, side by side."""
+def replicate(value: PyTree, num_towers: int) -> PyTree:
+    """Copy the value for each tower, to leaves ``[T, ...]``."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_towers, *x.shape)), value)
 
 
-def shares(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """Copies whose aggregate is the value."""
+def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
+    """The towers' copies ``[T, ...]`` that reduce to the value."""
     if variable.reduction is not Reduction.SUM:
-        return copies(value, num_towers)
+        return replicate(value, num_towers)
 
     def one(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return jnp.broadcast_to(x / num_towers, (num_towers, *x.shape))
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(
-                f"{named(variable)} is {x.dtype} with Reduction.SUM: its value has no"
+                f"{label(variable)} is {x.dtype} with Reduction.SUM: its value has no"
                 f" parts for {num_towers} towers. Use strategy.update for each tower's"
                 " copy, or create it with ONLY_FIRST_TOWER."
             )
@@ -287,7 +284,7 @@ def shares(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
 
 
 def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
-    """The towers' parts in the dtype of their copies."""
+    """Cast the towers' copies; raise where the dtype cannot hold a number."""
     if rows.dtype == dtype:
         return rows
     cast = rows.astype(dtype)
@@ -300,7 +297,7 @@ def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _dtypes_to_assign(variable: Variable) -> Callable[[Any], Sequence[Any]]:
-    """Its own dtype and the one it reads as; first what holds every such value."""
+    """The dtypes of values that fit, preferred first: its own and its reduction's."""
 
     def takes(dtype: Any) -> Sequence[Any]:
         if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -314,9 +311,9 @@ def _dtypes_to_assign(variable: Variable) -> Callable[[Any], Sequence[Any]]:
     return takes
 
 
-def _copies_for(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    value = fitted(variable, value, copies=True, takes=_dtypes_to_assign(variable))
-    rows, treedef = jax.tree.flatten(shares(variable, value, num_towers))
+def _fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
+    value = fit(variable, value, copies=True, takes=_dtypes_to_assign(variable))
+    rows, treedef = jax.tree.flatten(split_sum(variable, value, num_towers))
     names = [name for name, _ in named_leaves("value", value)]
     old, problems = jax.tree.leaves(variable.value), []
     for i, name in enumerate(names):
@@ -326,30 +323,30 @@ def _copies_for(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
             problems.append(f"{name} {error}")
     if problems:
         raise ValueError(
-            f"The value does not fit {named(variable)}: {listed(problems)}. Create"
+            f"The value does not fit {label(variable)}: {listed(problems)}. Create"
             " the variable with a larger dtype, or pass a value that fits."
         )
     return treedef.unflatten(rows)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:
-    """Raise unless the variable has one copy for each tower."""
+    """Raise unless the variable has a copy for each tower."""
     if is_of_one_tower(variable.value):
         raise ValueError(
-            f"{named(variable)} is the tower's own copy in a tower function: read"
+            f"{label(variable)} is the tower's own copy in a tower function: read"
             " .value, change it with tower.assign, or meet first, with"
             " tower.merge_call(fn, variable), whose function gets all copies."
         )
     for x in jax.tree.leaves(variable.value):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
-                f"{named(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
+                f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
                 f" {num_towers} towers. Make it with strategy.create_var(...,"
                 " tower_local=True)."
             )
 
 
-def check_mirrored(values: PyTree, what: str) -> None:
+def refuse_per_tower(values: PyTree, what: str) -> None:
     """Raise when a value differs from tower to tower."""
     for x in jax.tree.leaves(values, is_leaf=is_per_tower):
         if is_per_tower(x):
@@ -360,14 +357,14 @@ def check_mirrored(values: PyTree, what: str) -> None:
             )
 
 
-def _replaced(variable: Any, value: PyTree) -> Any:
-    """The variable with a value that lies as the old one does."""
+def _replace_value(variable: Any, value: PyTree) -> Any:
+    """Replace the variable's value, placed as the old one."""
     new = jax.tree.map(copy_like, variable.value, value)
     return dataclasses.replace(variable, value=new)
 
 
 def copy_like(old: Any, new: Any) -> jax.Array:
-    """A copy of ``new`` where ``old`` lies; the caller's buffer is not shared."""
+    """Copy ``new`` to the placement of ``old``, so that no buffer is shared."""
     if not isinstance(old, jax.Array) or is_traced((old, new)):
         return jnp.asarray(new)
     return jax.device_put(jnp.copy(new), old.sharding)

@@ -1,4 +1,4 @@
-"""What does a function return on every tower? Traced for all, proved, compiled."""
+"""call_for_each_tower: trace a function for all towers, prove it, and compile it."""
 
 import dataclasses
 import functools
@@ -15,37 +15,37 @@ from towerjax.mesh.placement import (
     TowerAxes,
     place,
     place_rows,
-    waited,
+    wait_on_cpus,
 )
 from towerjax.proof.analysis import analyse
-from towerjax.proof.found import prove_mirrored, refuse_draws
+from towerjax.proof.findings import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constant import Constant
-from towerjax.towers.cross_tower.values import opened
+from towerjax.towers.cross_tower.values import unpad_batches
 from towerjax.towers.executors import (
-    Traced,
-    closed_over,
+    TracedCall,
+    closed_over_kinds,
+    explain_errors,
     is_inside_tower,
     over_devices,
-    tower_explained,
     trace_one_tower,
 )
-from towerjax.towers.merge import held, is_mergeable, stacked_rows
-from towerjax.towers.one_axis import over_local_towers
+from towerjax.towers.merge import as_native, is_mergeable, stack_towers
 from towerjax.towers.tower import Tower, tower_of
-from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, named
+from towerjax.towers.tower_axis import over_local_towers
+from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers, is_traced
 from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
-# An array leaf: each tower's own row; any tower's; a mirrored variable's, by its name.
+# Kinds of array leaves: a row a tower; free to differ; else a mirrored variable's name.
 _ROWS, _FREE = "rows", "free"
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Outputs(Traced):
-    """What a compiled call returns besides arrays: a pytree node without leaves."""
+class _Outputs(TracedCall):
+    """What a compiled call returns besides arrays; a pytree node without leaves."""
 
     treedef: Any
     constants: tuple[Any, ...]
@@ -53,7 +53,7 @@ class _Outputs(Traced):
     mirrored: tuple[bool, ...]
 
     def tree(self, arrays: list[Any]) -> PyTree:
-        """The function's own tree of results."""
+        """The function's tree of results, from its arrays."""
         wrapped = iter(
             x if mirrored or kind == _ROWS else PerTower(x)
             for x, mirrored, kind in zip(arrays, self.mirrored, self.kinds, strict=True)
@@ -64,7 +64,7 @@ class _Outputs(Traced):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """Which function is called where and with what structure: the jit cache's key."""
+    """The key of the jit cache: a function, its placement, its arguments' structure."""
 
     strategy: Any
     placement: Placement
@@ -76,29 +76,29 @@ class _Call:
     def device_fn(
         self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
     ) -> tuple[list[Any], tuple[Any, ...]]:
-        """All towers of a device: array outputs ``[k, ...]``, and the other outputs."""
+        """Run a device's towers: array outputs ``[k, ...]``, and the other outputs."""
         others = []
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
             tower = tower_of(self.strategy, axes, tower_id)
-            out, *kept = _split_outputs(self._called(tower, row[1:], arrays))
+            out, *kept = _split_outputs(self._call_fn(tower, row[1:], arrays))
             others[:] = kept
             return (), out
 
         out = over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
         return out, tuple(others)
 
-    def _called(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
+    def _call_fn(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
         constants = [constant.value for constant in self.constants]
         pools = {_ROWS: iter(rows), _FREE: iter(arrays), "": iter(constants)}
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-        with tower_explained():
+        with explain_errors():
             return self.fn(tower, *args, **kwargs)
 
     def prove(self, rows: list[Any], arrays: list[Any]) -> _Outputs:
-        """Which outputs are the same on every tower; refuses what is not and must."""
+        """Find the outputs that are mirrored; raise where one must be and is not."""
         axes, others = self.placement.abstract_axes, []
 
         def trace_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
@@ -106,7 +106,7 @@ class _Call:
             others[:] = kept
             return out
 
-        # What the function closes over are constants of it, the same on all towers.
+        # Values that the function closes over are constants, the same on all towers.
         values = (rows, arrays)
         jaxpr, _ = trace_one_tower(trace_fn, axes, _IN_LAYOUTS, values)
         if _is_pmap(self.placement):
@@ -128,14 +128,14 @@ class _Call:
             dependence is None and kind != _ROWS
             for dependence, kind in zip(found.outputs, kinds, strict=True)
         ]
-        traced = self, closed_over(jaxpr)
+        traced = self, closed_over_kinds(jaxpr)
         return _Outputs(*traced, treedef, constants, kinds, tuple(mirrored))
 
 
-# The unused argument says on which device a call without others runs.
+# Kept, since the unused first argument sets the device of a call without others.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _Outputs]:
-    """The array outputs of a call and the rest; JAX's own cache knows it again."""
+    """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
     outputs = call.prove(rows, arrays)
     layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in outputs.mirrored]
 
@@ -148,7 +148,7 @@ def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _O
 
 
 class CallMethods:
-    """What every strategy can do with a function: call it on every tower."""
+    """The method of strategies that calls a function on every tower."""
 
     placement: Placement
 
@@ -162,18 +162,18 @@ class CallMethods:
     ) -> PyTree:
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
-        Compiled once for each function and structure of arguments, so keep the
-        function: a lambda made anew is compiled anew. As under ``jax.jit``, what it
-        closes over is looked at while it is traced, the first time; variables are
-        arguments. A Python number is a part of the program, so each value compiles one
-        that is kept: pass a number that changes as ``np.float32(lr)``. Works inside
-        ``jax.jit``, ``jax.grad`` and ``lax.scan``.
+        Compiled once for each function and structure of arguments, so reuse the
+        function: a new lambda is compiled anew. As under ``jax.jit``, what it closes
+        over is read once, in the first trace; pass variables as arguments. A Python
+        number is a part of the program, so each value compiles a program that is kept:
+        pass a number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
+        ``jax.grad`` and ``lax.scan``.
 
         Args:
           fn: The tower function; may use ``tower.merge_call`` and the like.
-          *args: ``PerTower`` leaves and an element of `distribute_dataset` are handed
-            out row by row, a tower-local variable holds the tower's copy, others go
-            in whole.
+          *args: Each tower gets its row of ``PerTower`` leaves and of an element of
+            `distribute_dataset`, its copy of a tower-local variable, and all of other
+            values.
           run_concurrently: Always True: all towers are one program. To see values,
             write ``jax.debug.print("{}", x)`` in ``fn``.
           **kwargs: As ``args``.
@@ -209,7 +209,7 @@ class CallMethods:
         if is_inside_tower():
             _refuse_nested_pmap(placement)
             placement = dataclasses.replace(placement, devices=placement.devices[:1])
-        given = held("fn's arguments", opened((args, kwargs)))
+        given = as_native("fn's arguments", unpad_batches((args, kwargs)))
         leaves, treedef = jax.tree.flatten(given, is_leaf=_is_rows)
         found = _kinds_of(given, lambda x: is_variable(x) or _is_rows(x))
         kinds = tuple(kind if kind in (_ROWS, "") else _FREE for kind in found)
@@ -221,21 +221,21 @@ class CallMethods:
             self, placement, fn, treedef, kinds, tuple(map(Constant, of_kind("")))
         )
         rows, traced = _own_rows(of_kind(_ROWS), placement.num_towers), is_traced(())
-        rows = [_placed(x, placement, Layout.PER_TOWER, traced) for x in rows]
+        rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
         arrays = of_kind(_FREE)
-        arrays = [_placed(x, placement, Layout.MIRRORED, traced) for x in arrays]
+        arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
         out, outputs = _run(call, rows, arrays)
         outputs.refuse_again(call)
-        return outputs.tree(waited(out))
+        return outputs.tree(wait_on_cpus(out))
 
 
 def _own_rows(values: list[Any], num_towers: int) -> list[Any]:
-    """Leaves ``[T, ...]`` of each argument that differs from tower to tower."""
+    """Stack each argument that differs from tower to tower to leaves ``[T, ...]``."""
     rows = [x if _is_rows(x) else PerTower(x) for x in values]
-    # pmap wants at least one argument of the towers' own, and jit one that lies on
-    # the strategy's device: the first, not used.
+    # pmap needs at least one argument with a row a tower, and jit one on the strategy's
+    # device: the first, unused.
     first = np.arange(num_towers, dtype=np.int32)
-    return [first, *(stacked_rows(x, num_towers, "A PerTower argument") for x in rows)]
+    return [first, *(stack_towers(x, num_towers, "A PerTower argument") for x in rows)]
 
 
 def _refuse_nested_pmap(placement: Placement) -> None:
@@ -262,7 +262,7 @@ def _is_pmap(placement: Placement) -> bool:
 
 
 def _refuse_tracers(consts: list[Any]) -> None:
-    # JAX would hand each device a part of such a value, without an error.
+    # JAX would silently give each device a part of such a value.
     if has_tracers(consts):
         raise ValueError(
             "call_for_each_tower: fn closes over a value of the jit, grad or scan"
@@ -276,21 +276,21 @@ def _is_rows(x: Any) -> bool:
 
 
 def _kinds_of(tree: PyTree, stops: Any = is_variable) -> Iterator[str]:
-    """The kind of each leaf in tree order; "" for what is no array."""
+    """The kind of each leaf in tree order; "" for a leaf that is no array."""
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=stops):
         if isinstance(node, TowerLocal):
             yield from (_ROWS for _ in jax.tree.leaves(node))
         elif isinstance(node, PerTower):
             yield _ROWS
         elif isinstance(node, MirroredVar):
-            root = f"{named(node)}, the result{jax.tree_util.keystr(path)},"
+            root = f"{label(node)}, the result{jax.tree_util.keystr(path)},"
             yield from (name for name, _ in named_leaves(root, node.value))
         else:
             yield _FREE if is_mergeable(node) else ""
 
 
 def _split_outputs(out: PyTree) -> tuple[list[Any], Any, tuple, tuple]:
-    """Arrays; and treedef, constants (None where an array is), kinds of the arrays."""
+    """Arrays; treedef, constants (None in place of arrays), kinds of the arrays."""
     leaves, treedef = jax.tree.flatten(out)
     kinds = list(_kinds_of(out))
     constants = [None if kind else (x,) for x, kind in zip(leaves, kinds, strict=True)]
@@ -298,10 +298,10 @@ def _split_outputs(out: PyTree) -> tuple[list[Any], Any, tuple, tuple]:
     return arrays, treedef, tuple(constants), tuple(filter(None, kinds))
 
 
-def _placed(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
-    """On the strategy's devices, but for tracers and inside a trace."""
+def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:
+    """Place an argument on the strategy's devices, unless JAX is tracing."""
     if traced or has_tracers(x):
         return jax.tree.map(jnp.asarray, x)
     if placement.num_processes > 1 and layout is Layout.MIRRORED:
-        return place(x, placement, layout)  # the same on all: the first process's
+        return place(x, placement, layout)  # the first process's value, on all
     return place_rows(x, placement, layout)

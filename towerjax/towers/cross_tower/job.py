@@ -1,4 +1,4 @@
-"""What does a strategy know of its job: its processes, their input, several steps?"""
+"""A strategy's processes, its data sets, and several steps in one program."""
 
 import copy
 import dataclasses
@@ -13,11 +13,11 @@ from jax import lax
 
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import Remainder, row_weights, rows_of_towers, with_shared
+from towerjax.data.shard import Remainder, row_weights, split_rows, with_shared
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
-from towerjax.towers.executors import Traced, closed_over, is_inside_tower
-from towerjax.towers.merge import stacked_rows
+from towerjax.towers.executors import TracedCall, closed_over_kinds, is_inside_tower
+from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
@@ -34,14 +34,14 @@ from towerjax.types.options import check_takes, check_whole
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Kept(Traced):
-    """Values that are no arrays, handed out of a trace: a node without leaves."""
+class _StaticOutputs(TracedCall):
+    """Values that are no arrays, as a trace's output: a pytree node without leaves."""
 
     values: dict[str, Any]
 
 
 class MultiStepContext:
-    """What a step function of ``run_steps_on_dataset`` may say, and what came of it.
+    """The context of a step function of ``run_steps_on_dataset``, and its outputs.
 
     Attributes:
       strategy: The strategy that runs the steps.
@@ -51,7 +51,7 @@ class MultiStepContext:
         set without a reduction.
       non_tensor_outputs: Name -> what was set while the steps were traced.
       final: After the run: what the last step returned.
-      iterations: After the run: how many steps were done.
+      iterations: After the run: the number of steps done.
     """
 
     def __init__(self, strategy: Any, weight: PerTower | None = None) -> None:
@@ -66,7 +66,7 @@ class MultiStepContext:
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
     ) -> PyTree:
-        """The strategy's own, in which a tower may set outputs of this context."""
+        """As the strategy's, but a tower function may set outputs of this context."""
 
         def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._tower, self._of_towers = tower, {}
@@ -86,18 +86,18 @@ class MultiStepContext:
     def set_last_step_output(
         self, name: str, output: PyTree, reduction: Reduction = Reduction.NONE
     ) -> None:
-        """Hand out a value of the last step; setting it again overwrites it.
+        """Output a value of the last step; setting it again overwrites it.
 
         Args:
           name: Its name in ``last_step_outputs``.
           output: In a step, a ``PerTower`` or a value that all towers share; in a
             tower function under ``call_for_each_tower``, the tower's own value.
-          reduction: How the towers' values become one; NONE hands them out as they
-            are, which a tower function cannot.
+          reduction: How the towers' values become one; NONE keeps them apart, which a
+            tower function cannot.
 
         Raises:
-          ValueError: NONE in a tower function, or one of the strategy's own call; the
-            output is no array.
+          ValueError: NONE in a tower function; the strategy, and not this context,
+            called the tower function; the output is no array.
         """
         for leaf in jax.tree.leaves(output):
             if problem_of(leaf):
@@ -126,7 +126,7 @@ class MultiStepContext:
         self._of_towers[name] = reduction, output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Hand out something that is no array; noted while the steps are traced.
+        """Output something that is no array; recorded while the steps are traced.
 
         Args:
           name: Its name in ``non_tensor_outputs``.
@@ -148,7 +148,7 @@ class MultiStepContext:
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """Which steps, of which towers: the key by which JAX knows the program again."""
+    """The key of the jit cache: a step function and its strategy."""
 
     strategy: Any
     fn: Callable[..., PyTree]
@@ -156,17 +156,17 @@ class _Steps:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(
+def _run_steps(
     steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
-) -> tuple[PyTree, dict[str, Any], _Kept]:
-    """The carry after ``count`` steps, the last one's outputs, and what is no array."""
+) -> tuple[PyTree, dict[str, Any], _StaticOutputs]:
+    """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
     num_towers, values = steps.strategy.num_towers, {}
     batches, num_valid, shared = arrays
 
     def one(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
         def of_towers(x: jax.Array) -> PerTower:
             x = x[i]
-            return PerTower(x if steps.bare else rows_of_towers(x, num_towers))
+            return PerTower(x if steps.bare else split_rows(x, num_towers))
 
         rows = jax.tree.leaves(batches)[0].shape[1] // num_towers
         weight = row_weights(num_valid[i][:, None], 0, rows)
@@ -175,23 +175,23 @@ def _run(
         batch = with_shared(batch, jax.tree.map(lambda x: x[i], shared))
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", steps.fn, ctx, carry, *inputs)
-        carry = _like(carry, _stacked(steps.fn(ctx, carry, *inputs), num_towers))
+        carry = _fit_carry(carry, _stack_own(steps.fn(ctx, carry, *inputs), num_towers))
         values.update(ctx.non_tensor_outputs)
         return carry, ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
-    kept = _Kept(steps, closed_over(jaxpr), values)
+    kept = _StaticOutputs(steps, closed_over_kinds(jaxpr), values)
     empty = jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
-    # As it was placed, so that the next call is no other program.
+    # Placed as before, so that the next call needs no other program.
     shardings = jax.tree.map(steps.strategy.placement.sharding, _layouts(carry))
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
 
 
 def _layouts(tree: PyTree) -> PyTree:
-    """Where each array lies: a value that each tower has of its own is split."""
+    """The layout of each array: PER_TOWER for values that each tower has."""
 
     def layout(node: Any) -> PyTree:
         one = Layout.PER_TOWER if is_per_tower(node) else Layout.MIRRORED
@@ -200,16 +200,16 @@ def _layouts(tree: PyTree) -> PyTree:
     return jax.tree.map(layout, tree, is_leaf=is_per_tower)
 
 
-def _stacked(carry: PyTree, num_towers: int) -> PyTree:
-    """The carry with each tower's values side by side, also where they came apart."""
+def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
+    """Stack each ``PerTower`` of the carry to leaves ``[T, ...]``."""
 
     def stack(x: PerTower) -> PerTower:
-        return PerTower(stacked_rows(x, num_towers, "A PerTower of the carry"))
+        return PerTower(stack_towers(x, num_towers, "A PerTower of the carry"))
 
     return map_parts(PerTower, stack, carry)
 
 
-def _placed(tree: PyTree, placement: Placement) -> PyTree:
+def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
     def one(layout: Layout, x: Any) -> Any:
         sharding = placement.sharding(layout)
         there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
@@ -218,8 +218,8 @@ def _placed(tree: PyTree, placement: Placement) -> PyTree:
     return jax.tree.map(one, _layouts(tree), tree)
 
 
-def _like(before: PyTree, after: PyTree) -> PyTree:
-    """What a step returned, once the next step can take it."""
+def _fit_carry(before: PyTree, after: PyTree) -> PyTree:
+    """Raise unless the next step can take what a step returned."""
     if found := changes("initial", before, after):
         raise ValueError(
             "run_steps_on_dataset: a step returns what the next one takes, of the same"
@@ -228,47 +228,46 @@ def _like(before: PyTree, after: PyTree) -> PyTree:
     return jax.tree.map(jnp.asarray, after)
 
 
-def _checked(iterator: Any) -> Iterable[PlacedBatch]:
+def _placed_batches(iterator: Any) -> Iterable[PlacedBatch]:
     if not isinstance(iterator, Iterator):
         raise ValueError(
-            f"run_steps_on_dataset takes an iterator, so that the next call goes on"
+            f"run_steps_on_dataset takes an iterator, so that the next call continues"
             f" where this one ends, but got a {type(iterator).__name__}. Write"
             " iterator = iter(strategy.distribute_dataset(...)) before the loop."
         )
     for batch in iterator:
         if not isinstance(batch, PlacedBatch):
             raise ValueError(
-                f"run_steps_on_dataset takes placed batches, but the iterator gave a"
-                f" {type(batch).__name__}. Write"
-                " iter(strategy.distribute_dataset(...))."
+                f"run_steps_on_dataset takes placed batches, but the iterator gave a "
+                f"{type(batch).__name__}. Write iter(strategy.distribute_dataset(...))."
             )
         yield batch
 
 
 class JobMethods:
-    """What every strategy can say about its processes, and do with their input."""
+    """The methods of strategies for processes and their input."""
 
     placement: Placement
     prefetch_on_device: int
 
     @property
     def between_graph(self) -> bool:
-        """Does each of several processes build and run the program by itself?"""
+        """Whether each of several processes builds and runs the program."""
         return self.placement.num_processes > 1
 
     @property
     def should_init(self) -> bool:
-        """Is this the process whose initial values all start with? The first is."""
+        """Whether all processes start with this one's initial values: the first."""
         return jax.process_index() == 0
 
     @property
     def should_checkpoint(self) -> bool:
-        """Is this the process that writes what the job writes once?"""
+        """Whether this process writes what the job writes once: the first."""
         return jax.process_index() == 0
 
     @property
     def should_save_summary(self) -> bool:
-        """Is this the process that writes summaries for all?"""
+        """Whether this process writes summaries for all: the first."""
         return jax.process_index() == 0
 
     def configure(
@@ -278,26 +277,26 @@ class JobMethods:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> Self:
-        """This strategy in a job of several processes, which this one joins.
+        """Join a job of several processes, and return this strategy for it.
 
         The same as ``tj.cluster.initialize(cluster_spec=...)`` before the strategy is
-        used. Nothing else changes: which cross-tower op is used, the strategy says.
+        used. Nothing else changes: the strategy still has its cross-tower op.
 
         Args:
-          cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None takes
-            what the environment says.
-          task_type: ``"chief"`` or ``"worker"``: the list in which this process is.
-          task_id: Its place there, from 0.
+          cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None reads
+            the environment.
+          task_type: ``"chief"`` or ``"worker"``: the list that names this process.
+          task_id: Its index there, from 0.
 
         Returns:
           An equal strategy, of all the processes' devices.
 
         Raises:
-          ValueError: The cluster is wrong or incomplete; says how.
+          ValueError: The cluster is wrong or incomplete.
           RuntimeError: JAX was used before.
         """
         initialize(cluster_spec=cluster_spec, task_type=task_type, task_id=task_id)
-        return copy.copy(self)  # without what was looked up before
+        return copy.copy(self)  # without the cached placement
 
     def distribute_dataset(
         self,
@@ -312,23 +311,23 @@ class JobMethods:
         Order is kept. ``prefetch_on_device`` of them are placed in advance.
 
         Args:
-          source: An iterable of batches or a loader (Grain, ``tf.data``, PyTorch),
-            or a function of no arguments that returns one: of several processes each
-            goes through it and places its own towers' part. A function of one
-            argument, a `InputContext`, returns the process's own part.
+          source: An iterable of batches or a loader (Grain, ``tf.data``, PyTorch), or a
+            function of no arguments that returns one: each of several processes reads
+            all of it, and places its own towers' part. A function of one argument, an
+            `InputContext`, returns the process's own part.
           split: ``"batch"``: an element is a global batch and is split over the
             towers. ``"elements"``: each tower gets an element of its own, so that a
             step takes ``T`` of them (what ``MirroredStrategy`` did).
           remainder: What happens where towers cannot share rows evenly, and where
             elements or processes run out: ``"pad"`` with rows of weight 0, ``"drop"``
             or ``"error"``.
-          micro_batches: As the step has it: what else must divide a tower's rows.
+          micro_batches: That of the step, which must divide a tower's rows too.
 
         Returns:
           A `DistributedDataset`.
 
         Raises:
-          ValueError: ``source`` is nothing to go through, or an option is wrong.
+          ValueError: ``source`` cannot be iterated, or an option is wrong.
 
         Example:
           >>> import numpy as np, towerjax as tj
@@ -349,17 +348,19 @@ class JobMethods:
         iterations: int = 1,
         initial: PyTree = None,
     ) -> MultiStepContext:
-        """Several steps of a function of one's own, in one program.
+        """Run several steps of a function in one program.
 
         Args:
           fn: ``(ctx, carry, *inputs) -> carry``, in cross-tower view.
           iterator: ``iter(strategy.distribute_dataset(...))``.
-          iterations: ``K``, how many of its batches to take.
+          iterations: ``K``, the number of batches to take.
           initial: The carry of the first step, or None.
 
         Returns:
-          A `MultiStepContext`: ``final``, ``last_step_outputs``,
-          ``non_tensor_outputs``, ``iterations``.
+          A `MultiStepContext`.
+
+        Raises:
+          ValueError: No iterator of placed batches, or ``fn`` changes the carry's type.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, towerjax as tj
@@ -374,7 +375,7 @@ class JobMethods:
           (10.0, 4.0)
         """
         check_whole("iterations", iterations, 1)
-        batches = list(itertools.islice(_checked(iterator), iterations))
+        batches = list(itertools.islice(_placed_batches(iterator), iterations))
         if any(batch.num_steps is not None for batch in batches):
             raise ValueError(
                 "run_steps_on_dataset takes batches of one step, and no stacked ones."
@@ -388,9 +389,9 @@ class JobMethods:
         towers = self.placement.num_towers
         placer = Placer(self.placement, shares=towers, remainder="error")
         *arrays, count = placer.place_several(batches, iterations).args
-        carry = _placed(_stacked(initial, towers), self.placement)
+        carry = _place_carry(_stack_own(initial, towers), self.placement)
         steps = _Steps(self, fn, batches[0].bare)
-        carry, outputs, kept = _run(steps, carry, arrays, count)
+        carry, outputs, kept = _run_steps(steps, carry, arrays, count)
         kept.refuse_again(steps)
         ctx = MultiStepContext(self)
         ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))

@@ -1,4 +1,4 @@
-"""What can be done with all towers' values outside a step? A strategy's methods."""
+"""The methods of every strategy, for all towers' values outside a step."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.call import CallMethods
 from towerjax.towers.cross_tower.job import JobMethods
 from towerjax.towers.cross_tower.placement import PlacementMethods
-from towerjax.towers.cross_tower.values import send
+from towerjax.towers.cross_tower.values import copy_to
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
 from towerjax.types.leaves import has_tracers
@@ -22,7 +22,7 @@ from towerjax.types.tables import in_html
 
 
 class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMethods):
-    """What every strategy can do with towers' values; all of it pure."""
+    """The methods of every strategy; all of them pure."""
 
     cross_tower_ops: Any
 
@@ -31,7 +31,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
     def _repr_html_(self) -> str:
         try:
             placement = self.placement
-        except ValueError as error:  # what cannot be placed here can still be shown
+        except ValueError as error:  # shown even if its devices are not here
             return in_html(repr(self), (), [(str(error),)])
         each = placement.axes.num_local
         rows = [
@@ -47,7 +47,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
         return in_html(repr(self), ("device", "towers"), rows, last=last)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The options alone: devices, once looked up, do not pickle."""
+        """The options alone, since the devices of a placement do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
 
@@ -58,7 +58,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
 
     @property
     def is_single_tower(self) -> bool:
-        """Is there one tower alone?"""
+        """Whether there is one tower alone."""
         return self.num_towers == 1
 
     @property
@@ -101,12 +101,16 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
           reduction: SUM, MEAN or ONLY_FIRST_TOWER.
           value: A pytree of ``PerTower`` and of values that all towers share.
           axis: Also reduce over this dim of each tower's value.
-          destinations: Where the result shall lie: a device name, a ``jax.Device``,
-            several of these, or a value, for the devices where that lies; while JAX
-            traces, a traced value alone, which lies on all.
+          destinations: The devices of the result: a device name, a ``jax.Device``,
+            several of these, or a value that lies on them; while JAX traces, only a
+            traced value, which lies on all.
 
         Returns:
           The tree with one value a leaf.
+
+        Raises:
+          ValueError: SUM of a value that all towers share, other towers than the
+            strategy's, or destinations that are no devices.
         """
         return values.reduce_values(
             self, reduction, value, axis=axis, destinations=destinations
@@ -115,7 +119,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
     def batch_reduce(
         self, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
     ) -> list[PyTree]:
-        """One value of each pair's towers' values; all sums travel together.
+        """Reduce the towers' values of each pair; all sums are computed together.
 
         Args:
           reduction: SUM, MEAN or ONLY_FIRST_TOWER.
@@ -140,7 +144,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
                 )
         reduced = self.reduce(reduction, [value for value, _ in pairs])
         return [
-            x if destinations is None else send(x, destinations)
+            x if destinations is None else copy_to(x, destinations)
             for x, (_, destinations) in zip(reduced, pairs, strict=True)
         ]
 
@@ -149,7 +153,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
 
         Args:
           value: A pytree of arrays or numbers.
-          destinations: Where to; None is all worker devices.
+          destinations: The devices; None is all worker devices.
 
         Returns:
           The tree of mirrored arrays.
@@ -161,10 +165,10 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
                 " strategy.unwrap(value)[0]."
             )
         if destinations is not None:
-            return send(value, destinations)
+            return copy_to(value, destinations)
         if has_tracers(value):
             return value
-        return send(value, self.worker_devices)
+        return copy_to(value, self.worker_devices)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """All towers' values joined along a dim; sizes may differ along it alone.
@@ -186,7 +190,7 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
         *args: PyTree,
         **kwargs: PyTree,
     ) -> PerTower:
-        """``fn(element, *args)`` of each element, element ``j`` on tower ``j mod T``.
+        """``fn(element, *args)`` of each element; tower ``j mod T`` gets result ``j``.
 
         Args:
           fn: A function of one element.
@@ -223,20 +227,19 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
         num_towers = self.num_towers
         results = [fn(x, *args, **kwargs) for x in elements]
         by_tower = [results[t::num_towers] for t in range(num_towers)]
-
         return PerTower(
             tuple(
-                jax.tree.map(_stack, *group, is_leaf=is_rows)
+                jax.tree.map(_stack_results, *group, is_leaf=is_rows)
                 for group in by_tower
                 if group
             )
         )
 
 
-def _stack(*leaves: Any) -> jax.Array:
+def _stack_results(*leaves: Any) -> jax.Array:
     if is_rows(leaves[0]):
         raise ValueError(
-            "map: fn returns IndexedRows, of which several do not stack. Return"
+            "map: fn returns IndexedRows, which cannot be stacked. Return"
             " rows.to_dense(), or use call_for_each_tower."
         )
     return jnp.stack([jnp.asarray(x) for x in leaves])

@@ -1,4 +1,4 @@
-"""Where do values lie? Fetch, select, regroup, save, restore."""
+"""Fetch, select, regroup, save and restore the towers' values."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -13,26 +13,20 @@ from towerjax.mesh.devices import canonical_device_name, host_device
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import (
     cast_exactly,
-    check_mirrored,
-    placed,
-    shares,
+    place_concrete,
+    refuse_per_tower,
+    split_sum,
 )
-from towerjax.towers.cross_tower.values import opened, send
-from towerjax.towers.merge import are_apart, check_structures, is_mergeable, num_rows
+from towerjax.towers.cross_tower.values import copy_to, unpad_batches
+from towerjax.towers.merge import check_structures, is_mergeable, is_tuple, num_stacked
 from towerjax.towers.tower_local import read_variables
-from towerjax.towers.variables import (
-    MirroredVar,
-    TowerLocal,
-    is_variable,
-    named,
-    plain,
-)
+from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import has_tracers, key_data, listed, native
 
 
 class PlacementMethods:
-    """What every strategy can do with where values lie."""
+    """The methods of strategies that move values between devices and trees."""
 
     placement: Placement
 
@@ -45,16 +39,16 @@ class PlacementMethods:
         """The value, or ``fn`` of it, on one device.
 
         Args:
-          value: What all towers share; variables are read.
-          destination: A device or its name; None is this process's first CPU, and
-            leaves what JAX is tracing where it is.
-          fn: Applied where the value lies, before it is sent: send what is small.
+          value: A value that all towers share; variables are read.
+          destination: A device or its name; None is this process's first CPU, or no
+            transfer while JAX traces.
+          fn: Applied where the value lies, so that only its result is sent.
 
         Returns:
           A tree of arrays.
 
         Raises:
-          ValueError: The value differs from tower to tower; the device is none.
+          ValueError: The value differs from tower to tower; there is no such device.
 
         Example:
           >>> import towerjax as tj
@@ -64,11 +58,11 @@ class PlacementMethods:
           3.0
         """
         value = read_variables(value)
-        check_mirrored(value, "strategy.fetch")
+        refuse_per_tower(value, "strategy.fetch")
         value = value if fn is None else fn(value)
         if destination is None:
             destination = value if has_tracers(value) else host_device()
-        return send(value, destination)
+        return copy_to(value, destination)
 
     def select_tower(self, value: PyTree, tower: Any) -> PyTree:
         """Tower ``t``'s own tree of a tree that holds all towers' values.
@@ -101,7 +95,7 @@ class PlacementMethods:
             ) from error
 
         def row(rows: Any) -> Any:
-            count = len(rows) if are_apart(rows) else num_rows(rows)
+            count = len(rows) if is_tuple(rows) else num_stacked(rows)
             if not 0 <= tower < count:
                 raise ValueError(
                     f"There is no tower {tower} among the values of {count} towers."
@@ -114,11 +108,11 @@ class PlacementMethods:
                 return jax.tree.map(row, x)
             if not isinstance(x, PerTower):
                 return x
-            return row(x.values) if are_apart(x.values) else jax.tree.map(row, x.values)
+            return row(x.values) if is_tuple(x.values) else jax.tree.map(row, x.values)
 
         return jax.tree.map(
             one,
-            opened(value),
+            unpad_batches(value),
             is_leaf=lambda x: isinstance(x, PerTower) or is_variable(x),
         )
 
@@ -141,7 +135,7 @@ class PlacementMethods:
           >>> strategy.regroup([{"a": "x", "n": 3}, {"a": "y", "n": 3}])
           {'a': PerTower(values=('x', 'y')), 'n': 3}
         """
-        if not isinstance(nests, Sequence):  # a dict by device, as TensorFlow had it
+        if not isinstance(nests, Sequence):  # such as TensorFlow's dict by device
             raise ValueError(
                 f"regroup: got a {type(nests).__name__}. Pass a list of one tree for"
                 " each tower, in the order of the towers."
@@ -158,47 +152,47 @@ class PlacementMethods:
         def one(path: tuple[Any, ...], *leaves: Any) -> Any:
             where = leaf_name("nests", path)
             if any(isinstance(x, MirroredVar) for x in leaves):
-                return _one_variable(leaves, where)
+                return _check_one_variable(leaves, where)
             if any(map(is_whole, leaves)):
                 check_structures(leaves, where)
                 return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
-            return leaves[0] if _are_one(leaves) else PerTower(_side_by_side(leaves))
+            return leaves[0] if _is_same(leaves) else PerTower(_stack_or_tuple(leaves))
 
         check_structures(nests, "nests", is_leaf=is_whole)
         return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
 
 
-def _are_one(leaves: Sequence[Any]) -> bool:
-    """Is it one value on all towers: the same object, or equal constants?"""
+def _is_same(leaves: Sequence[Any]) -> bool:
+    """Whether all towers hold the same object, or equal constants."""
     first = leaves[0]
     if isinstance(first, str | bytes | int | float | complex):
         return all(type(x) is type(first) and x == first for x in leaves)
     return all(x is first for x in leaves)
 
 
-def _side_by_side(leaves: Sequence[Any]) -> Any:
+def _stack_or_tuple(leaves: Sequence[Any]) -> Any:
     kinds = {(np.shape(x), jnp.result_type(x)) for x in leaves if is_mergeable(x)}
     if len(kinds) == 1 and all(map(is_mergeable, leaves)):
         return jnp.stack([jnp.asarray(x) for x in leaves])
     return tuple(leaves)
 
 
-def _one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
+def _check_one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
     first = leaves[0]
-    told = [
-        (named(x), x.reduction) if is_variable(x) else (f"a {type(x).__name__}", None)
+    labels = [
+        (label(x), x.reduction) if is_variable(x) else (f"a {type(x).__name__}", None)
         for x in leaves
     ]
     for tower, x in enumerate(leaves):
-        if told[tower] != told[0]:
+        if labels[tower] != labels[0]:
             raise ValueError(
                 f"{where}: towers made variables with a mismatching name or reduction:"
-                f" tower 0 {told[0][0]}, tower {tower} {told[tower][0]}. Give a"
+                f" tower 0 {labels[0][0]}, tower {tower} {labels[tower][0]}. Give a"
                 " mirrored variable one name on all towers."
             )
         if x is not first and _bits(x) != _bits(first):
             raise ValueError(
-                f"{where} is mirrored {named(x)}, but tower {tower} holds another value"
+                f"{where} is mirrored {label(x)}, but tower {tower} holds another value"
                 " than tower 0. Reduce before you make it, or change it by"
                 " tower.assign."
             )
@@ -211,14 +205,14 @@ def _bits(x: MirroredVar) -> tuple[Any, list[bytes]]:
 
 
 def saved_values(tree: PyTree) -> PyTree:
-    """The tree as plain values that do not know how many towers there were.
+    """The tree as plain values that do not depend on the number of towers.
 
     Args:
       tree: A pytree that may hold variables, such as a ``TrainState``.
 
     Returns:
       The tree: a mirrored variable is its value, a tower-local one its aggregate;
-      what is no variable as it is.
+      other leaves do not change.
 
     Raises:
       ValueError: Tower-local variables have no aggregate; names all of them.
@@ -236,7 +230,7 @@ def saved_values(tree: PyTree) -> PyTree:
         try:
             check_addable(x.reduction, x.value) if isinstance(x, TowerLocal) else None
         except ValueError:
-            problems.append(f"{leaf_name('tree', path)}, {named(x)}, {x.reduction!r}")
+            problems.append(f"{leaf_name('tree', path)}, {label(x)}, {x.reduction!r}")
     if problems:
         raise ValueError(
             "These tower-local variables have no one value to save:"
@@ -250,17 +244,17 @@ def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:
     """A tree like another, holding saved values, on the strategy's towers.
 
     Args:
-      strategy: Which towers, where; any number, whoever saved.
-      like: What `saved_values` was given, or its like, such as a new state: says
-        structure, reductions, shapes and dtypes; its values are not used.
-      saved: What `saved_values` returned, maybe read from a file.
+      strategy: The towers and devices; any number, whatever strategy saved.
+      like: A tree such as `saved_values` was given, such as a new state: its structure,
+        reductions, shapes and dtypes are used, its values are not.
+      saved: What `saved_values` returned, or the same read from a file.
 
     Returns:
       The tree: mirrored values on all devices; of a tower-local SUM each tower has
       its share, of MEAN and ONLY_FIRST_TOWER the value.
 
     Raises:
-      ValueError: Structure, shape or dtype differ, or a whole number would be cut;
+      ValueError: Structure, shape or dtype differ, or a number does not fit its dtype;
         names all leaves.
 
     Example:
@@ -271,11 +265,11 @@ def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:
       >>> restored_values(strategy, like, 7).value.tolist()
       [3, 2, 2]
     """
-    return restored_on(strategy.placement, like, saved)
+    return restore_on(strategy.placement, like, saved)
 
 
-def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
-    """As `restored_values`, on the towers of a placement."""
+def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
+    """As `restored_values`, for the towers of a placement."""
     problems: list[str] = []
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_variable)
     expected = plain(like)
@@ -287,7 +281,7 @@ def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
         )
     parts = treedef.flatten_up_to(saved)
     out = [
-        _restored(placement, leaf_name("saved", path), x, part, problems)
+        _restore_node(placement, leaf_name("saved", path), x, part, problems)
         for (path, x), part in zip(nodes, parts, strict=True)
     ]
     if problems:
@@ -298,27 +292,27 @@ def restored_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
     return treedef.unflatten(out)
 
 
-def _restored(
+def _restore_node(
     placement: Placement, where: str, like: Any, saved: PyTree, problems: list[str]
 ) -> Any:
-    """The node on the strategy's towers; says in ``problems`` what does not fit."""
+    """Restore a node; adds to ``problems`` the leaves that do not fit."""
     layout = Layout.PER_TOWER if isinstance(like, TowerLocal) else Layout.MIRRORED
-    where += f", {named(like)}," if is_variable(like) else ""
+    where += f", {label(like)}," if is_variable(like) else ""
     leaves, pairs = [], jax.tree_util.tree_leaves_with_path(saved)
     for (path, new), old in zip(pairs, jax.tree.leaves(like), strict=True):
         try:
-            leaf = _restored_leaf(placement.num_towers, like, old, new)
+            leaf = _restore_leaf(placement.num_towers, like, old, new)
         except ValueError as error:
             problems.append(f"{leaf_name(where, path)} {error}")
         else:
             numbers = isinstance(leaf, jax.Array)
-            leaves.append(placed(leaf, placement, layout) if numbers else leaf)
+            leaves.append(place_concrete(leaf, placement, layout) if numbers else leaf)
     if problems:
         return None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _restored_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
+def _restore_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
     if isinstance(old, str):
         return new
     local = isinstance(like, TowerLocal)
@@ -331,6 +325,6 @@ def _restored_leaf(num_towers: int, like: Any, old: Any, new: Any) -> Any:
         raise ValueError(f"has shape {new.shape}, expected {shape}")
     if new.dtype not in (read, dtype):
         raise ValueError(f"is {new.dtype}, expected {read}")
-    # Divided before it is cast: a sum of small integers may not be a small integer.
-    rows = shares(like, new, num_towers) if local else new
+    # Split before the cast: a sum of int8 may not fit int8.
+    rows = split_sum(like, new, num_towers) if local else new
     return cast_exactly(rows, dtype)

@@ -1,4 +1,4 @@
-"""What are the towers' values together? Unwrap, reduce, gather, send."""
+"""Unwrap, reduce, gather and copy the towers' values."""
 
 import functools
 import itertools
@@ -12,13 +12,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from towerjax.collectives.reduce import (
-    addable,
     check_addable,
     check_axis,
     check_dim,
     check_reduction,
     reduce_stacked,
     reduced_dtype,
+    sum_dtype,
 )
 from towerjax.collectives.rows_over_towers import (
     check_joins,
@@ -29,15 +29,15 @@ from towerjax.collectives.rows_over_towers import (
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import canonical_device_name, find_device
-from towerjax.mesh.placement import Placement, place, place_rows, waited
+from towerjax.mesh.placement import Placement, place, place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.executors import is_of_one_tower, over_devices
 from towerjax.towers.merge import (
-    are_apart,
+    as_native,
     check_structures,
-    held,
-    num_rows,
-    stacked_rows,
+    is_tuple,
+    num_stacked,
+    stack_towers,
 )
 from towerjax.towers.tower_local import read_local_over_towers
 from towerjax.towers.variables import (
@@ -57,8 +57,8 @@ _ALLOWED = (
 
 
 def destination_names(destinations: Any) -> tuple[str, ...]:
-    """The canonical names of the devices that are meant."""
-    names = tuple(canonical_device_name(device) for device in _devices(destinations))
+    """The canonical names of the devices of ``destinations``."""
+    names = tuple(canonical_device_name(device) for device in _devices_in(destinations))
     if not names:
         raise ValueError("destinations is empty; name at least one device.")
     for name in names:
@@ -70,7 +70,7 @@ def destination_names(destinations: Any) -> tuple[str, ...]:
 
 
 def _refuse_other_processes(names: tuple[str, ...]) -> None:
-    """Raise, on every process alike, where a name is not every process's own."""
+    """Raise, on all processes, unless each owns equally many of the devices."""
     owners = [find_device(name).process_index for name in names]
     if len({owners.count(p) for p in range(jax.process_count())}) > 1:
         raise ValueError(
@@ -81,7 +81,7 @@ def _refuse_other_processes(names: tuple[str, ...]) -> None:
         )
 
 
-def _devices(destinations: Any) -> list[Any]:
+def _devices_in(destinations: Any) -> list[Any]:
     if isinstance(destinations, tuple | list):
         for each in destinations:
             if not isinstance(each, str | jax.Device):
@@ -115,23 +115,23 @@ def _devices_of_value(value: Any) -> list[Any]:
     return list(found)
 
 
-def reduce_side_by_side(strategy: Any, reduction: Reduction, stacked: PyTree) -> PyTree:
-    """One value of the towers' values that lie side by side.
+def reduce_on_devices(strategy: Any, reduction: Reduction, stacked: PyTree) -> PyTree:
+    """Reduce leaves ``[T, ...]`` to one value.
 
-    SUM and MEAN of arrays that are there travel together, in one compiled program by
-    the strategy's cross-tower ops. Where JAX is tracing, as inside a ``merge_call``,
-    and for ONLY_FIRST_TOWER nothing travels.
+    SUM and MEAN of concrete arrays are computed together, in one compiled program, by
+    the strategy's cross-tower ops. While JAX traces, as inside a ``merge_call``, and
+    for ONLY_FIRST_TOWER there is no communication.
     """
-    nothing = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
-    if nothing or is_traced(stacked):
+    no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
+    if no_sums or is_traced(stacked):
         return reduce_stacked(reduction, stacked)
     placement: Placement = strategy.placement
     rows = place_rows(stacked, placement, Layout.PER_TOWER)
-    return waited(_reduced(rows, strategy=strategy, reduction=reduction))
+    return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "reduction"))
-def _reduced(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
+def _reduce_all(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
     placement: Placement = strategy.placement
 
     def device_fn(rows: PyTree) -> PyTree:
@@ -144,16 +144,16 @@ def _reduced(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
 
 
 def as_per_tower(x: Any) -> PerTower:
-    """The towers' values, without the reduction of a tower-local variable."""
+    """``x`` as ``PerTower``, if it is a tower-local variable; else ``x``."""
     if not isinstance(x, TowerLocal):
         return x
-    # A tuple that a variable holds is a tree, of copies side by side.
-    apart = are_apart(x.value)
-    return PerTower(tuple(_rows(x.value)) if apart else x.value)
+    # A tuple in a variable is a tree of leaves [T, ...].
+    apart = is_tuple(x.value)
+    return PerTower(tuple(_unstack(x.value)) if apart else x.value)
 
 
-def opened(tree: PyTree) -> PyTree:
-    """The tree with each element of a data set as its towers' rows."""
+def unpad_batches(tree: PyTree) -> PyTree:
+    """Replace each placed batch of a tree by its towers' rows."""
 
     def is_placed(x: Any) -> bool:
         return isinstance(x, PlacedBatch)
@@ -165,25 +165,25 @@ def opened(tree: PyTree) -> PyTree:
 
 def unwrap(value: Any) -> list[Any]:
     """The towers' values, or trees, as a list; ``[value]`` when it is one value."""
-    value = opened(value)
+    value = unpad_batches(value)
     if not any_per_tower(value):
         return [value]
     parts, treedef = jax.tree.flatten(value, is_leaf=is_per_tower)
     columns = [
-        _each(as_per_tower(x).values) if is_per_tower(x) else itertools.repeat(x)
+        _tower_rows(as_per_tower(x).values) if is_per_tower(x) else itertools.repeat(x)
         for x in parts
     ]
     return [treedef.unflatten(row) for row in zip(*columns, strict=False)]
 
 
-def _each(rows: Any) -> list[Any]:
-    return list(rows) if are_apart(rows) else _rows(rows)
+def _tower_rows(rows: Any) -> list[Any]:
+    return list(rows) if is_tuple(rows) else _unstack(rows)
 
 
-def _rows(side_by_side: PyTree) -> list[PyTree]:
-    """Each tower's tree of leaves ``[T, ...]``."""
-    towers = range(num_rows(side_by_side))
-    return [jax.tree.map(lambda x, t=t: x[t], side_by_side) for t in towers]
+def _unstack(stacked: PyTree) -> list[PyTree]:
+    """Split a tree of leaves ``[T, ...]`` into the towers' trees."""
+    towers = range(num_stacked(stacked))
+    return [jax.tree.map(lambda x, t=t: x[t], stacked) for t in towers]
 
 
 def reduce_values(
@@ -194,9 +194,9 @@ def reduce_values(
     axis: int | None = None,
     destinations: Any = None,
 ) -> PyTree:
-    """One value of all towers' values."""
+    """Reduce all towers' values to one; see `CrossTowerMethods.reduce`."""
     check_reduction(reduction)
-    value = held("value", opened(value))
+    value = as_native("value", unpad_batches(value))
     if axis is not None:
         check_axis(axis)
     if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
@@ -205,7 +205,7 @@ def reduce_values(
             " Reduction.ONLY_FIRST_TOWER does not say. Write SUM or MEAN, or reduce"
             " without axis and then over the dim."
         )
-    value = _whole(Weighted | IndexedRows, value, strategy.num_towers)
+    value = _group_fields(Weighted | IndexedRows, value, strategy.num_towers)
 
     def one(x: Any) -> Any:
         if not is_per_tower(x):
@@ -220,26 +220,26 @@ def reduce_values(
             return jax.tree.map(
                 lambda *r, axis=axis: _reduce_with_axis(reduction, r, axis), *rows
             )
-        return PerTower(stacked_rows(x, strategy.num_towers, "The PerTower value"))
+        return PerTower(stack_towers(x, strategy.num_towers, "The PerTower value"))
 
     out = jax.tree.map(one, value, is_leaf=lambda x: is_per_tower(x) or is_rows(x))
     leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
     stacked = [x.values for x in leaves if is_per_tower(x)]
-    one_value = iter(reduce_side_by_side(strategy, reduction, stacked))
+    one_value = iter(reduce_on_devices(strategy, reduction, stacked))
     leaves = [next(one_value) if is_per_tower(x) else x for x in leaves]
     out = jax.tree.unflatten(treedef, leaves)
-    return out if destinations is None else send(out, destinations)
+    return out if destinations is None else copy_to(out, destinations)
 
 
-def _whole(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
-    """The tree with each part of a class ``PerTower`` as a whole, where a field is.
+def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
+    """Make each part of class ``kind`` with a ``PerTower`` field one ``PerTower``.
 
-    So a ``Weighted`` adds up together, of towers that all have one weight too.
+    So both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
     """
 
-    def side_by_side(x: Any) -> Any:
+    def stack_field(x: Any) -> Any:
         if is_per_tower(x):
-            return stacked_rows(as_per_tower(x), num_towers, "A field")
+            return stack_towers(as_per_tower(x), num_towers, "A field")
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
     def one(part: Any) -> Any:
@@ -247,9 +247,9 @@ def _whole(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
         own = [as_per_tower(x).values for x in fields if is_per_tower(x)]
         if not own:
             return part
-        if any(map(are_apart, own)):
+        if any(map(is_tuple, own)):
             return PerTower(tuple(unwrap(part)))
-        return PerTower(treedef.unflatten(map(side_by_side, fields)))
+        return PerTower(treedef.unflatten(map(stack_field, fields)))
 
     return map_parts(kind, one, tree)
 
@@ -258,12 +258,12 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
     num_towers, name = strategy.num_towers, "The PerTower value"
     if axis is not None:
         raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
-    if not are_apart(rows):
+    if not is_tuple(rows):
         leaves, treedef = jax.tree.flatten(rows, is_leaf=is_rows)
         out = [
             reduce_stacked_rows(reduction, x, num_towers)
             if is_rows(x)
-            else PerTower(stacked_rows(PerTower(x), num_towers, name))
+            else PerTower(stack_towers(PerTower(x), num_towers, name))
             for x in leaves
         ]
         return jax.tree.unflatten(treedef, out)
@@ -277,13 +277,13 @@ def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) ->
     def one(*leaves: Any) -> Any:
         if any(map(is_rows, leaves)):
             return reduce_rows(reduction, list(leaves))
-        return PerTower(stacked_rows(PerTower(leaves), num_towers, name))
+        return PerTower(stack_towers(PerTower(leaves), num_towers, name))
 
     return jax.tree.map(one, *rows, is_leaf=is_rows)
 
 
-def _refuse_own(what: str, value: Any, instead: str) -> None:
-    """Raise in a tower function for a value of the tower's, which has met no other."""
+def _refuse_in_tower(what: str, value: Any, instead: str) -> None:
+    """Raise in a tower function for one tower's value, which no collective merged."""
     if is_of_one_tower(value):
         raise ValueError(
             f"strategy.{what} in a tower function of a value that is one tower's. Write"
@@ -293,16 +293,16 @@ def _refuse_own(what: str, value: Any, instead: str) -> None:
 
 
 def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
-    _refuse_own("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
+    _refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
-        # A copy: the caller may go on writing into a NumPy array.
+        # A copy, since the caller may write into a NumPy array later.
         numpys = np.ndarray | np.generic
         return jax.tree.map(
             lambda x: jnp.array(x) if isinstance(x, numpys) else x, value
         )
     known = not isinstance(value, Tracer) and not is_rows(value)
-    # Such as the gradient of an unused parameter. In NumPy: while JAX traces, its own
-    # comparison would have no value.
+    # Such as the gradient of an unused parameter. Compared in NumPy, since JAX's
+    # comparison has no value while JAX traces.
     if known and not np.any(np.asarray(value)):
         return value
     if is_rows(value):
@@ -317,9 +317,9 @@ def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
 
 
 def _rows_of_towers(strategy: Any, value: PerTower) -> list[Any]:
-    """Each tower's value; a tuple from ``map`` may leave out the last towers."""
+    """Each tower's value; a tuple of ``map`` may lack those of the last towers."""
     rows = unwrap(value)
-    too_few = len(rows) < strategy.num_towers and not are_apart(value.values)
+    too_few = len(rows) < strategy.num_towers and not is_tuple(value.values)
     if not rows or too_few or len(rows) > strategy.num_towers:
         raise ValueError(
             f"The PerTower value holds {len(rows)} towers' values, but the strategy has"
@@ -331,18 +331,18 @@ def _rows_of_towers(strategy: Any, value: PerTower) -> list[Any]:
 def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> Any:
     rows = [jnp.asarray(row) for row in rows]
     check_dim(rows, axis)
-    # Joined and not added up row by row, so that bfloat16 is rounded once.
-    joined = _join(rows, axis, "reduce with")
+    # Joined before they are added, so that bfloat16 is rounded once.
+    joined = _concatenate(rows, axis, "reduce with")
     dtype = reduced_dtype(reduction, joined.dtype)
-    total = joined.astype(addable(dtype)).sum(axis=axis)
+    total = joined.astype(sum_dtype(dtype)).sum(axis=axis)
     if reduction is Reduction.MEAN:
         total = total / max(joined.shape[axis], 1)  # no elements: 0, never NaN
     return total.astype(dtype)
 
 
-def send(value: PyTree, destinations: Any) -> PyTree:
-    """The value on one device, or a copy on each of several."""
-    if has_tracers(destinations):  # which lie on every device, as the value does there
+def copy_to(value: PyTree, destinations: Any) -> PyTree:
+    """Copy the value to one device, or to each of several."""
+    if has_tracers(destinations):  # on every device, as is the value
         return value
     if has_tracers(value):
         raise ValueError(
@@ -359,13 +359,13 @@ def send(value: PyTree, destinations: Any) -> PyTree:
 def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
     check_axis(axis)
-    value = _whole(IndexedRows, held("value", value), strategy.num_towers)
+    value = _group_fields(IndexedRows, as_native("value", value), strategy.num_towers)
     if not is_per_tower(value):
         if any_per_tower(value):
             one = functools.partial(gather_values, strategy, axis=axis)
             stops = lambda x: is_per_tower(x) or is_rows(x)  # noqa: E731
             return jax.tree.map(one, value, is_leaf=stops)
-        _refuse_own("gather", value, "tower.all_gather(x)")
+        _refuse_in_tower("gather", value, "tower.all_gather(x)")
         if strategy.num_towers > 1:
             raise ValueError(
                 f"gather of a value that is the same on all {strategy.num_towers}"
@@ -374,27 +374,27 @@ def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
             )
         value = PerTower((value,))
     rows = _rows_of_towers(strategy, as_per_tower(value))
-    # A shape of IndexedRows is part of their structure, and may differ.
+    # The shape of IndexedRows is part of their structure, but may differ.
     bare = [jax.tree.map(lambda x: 0, row, is_leaf=is_rows) for row in rows]
     check_structures(bare, "gather: the PerTower value")
 
-    def joined(*leaves: Any) -> Any:
+    def join(*leaves: Any) -> Any:
         check_joins(leaves, axis)
         if any(map(is_rows, leaves)):
-            return waited(join_tower_rows(list(leaves)))
-        return _join(tuple(map(jnp.asarray, leaves)), axis, "gather along")
+            return wait_on_cpus(join_tower_rows(list(leaves)))
+        return _concatenate(tuple(map(jnp.asarray, leaves)), axis, "gather along")
 
-    return jax.tree.map(joined, *rows, is_leaf=is_rows)
+    return jax.tree.map(join, *rows, is_leaf=is_rows)
 
 
-def _join(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
-    def others(row: jax.Array) -> tuple[int, ...]:
+def _concatenate(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
+    def other_dims(row: jax.Array) -> tuple[int, ...]:
         return tuple(np.delete(row.shape, axis).tolist())
 
     for tower, row in enumerate(rows):
-        if row.ndim != rows[0].ndim or others(row) != others(rows[0]):
+        if row.ndim != rows[0].ndim or other_dims(row) != other_dims(rows[0]):
             raise ValueError(
                 f"{what} axis {axis}: tower {tower} has shape {row.shape} and"
                 f" tower 0 {rows[0].shape}; only dim {axis} may differ."
             )
-    return waited(jnp.concatenate(rows, axis=axis))
+    return wait_on_cpus(jnp.concatenate(rows, axis=axis))

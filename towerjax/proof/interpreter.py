@@ -1,4 +1,4 @@
-"""How is a program evaluated one equation after another? In each one's own name."""
+"""Evaluate a jaxpr equation by equation, each with its own source information."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,8 +8,8 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
 
-class Walk:
-    """The values of a jaxpr that is evaluated equation by equation."""
+class Interpreter:
+    """Holds the values of a jaxpr while a caller evaluates its equations."""
 
     def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
         self.values: dict[Any, Any] = dict(
@@ -22,22 +22,22 @@ class Walk:
         return var.val if isinstance(var, Literal) else self.values[var]
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
-        """Evaluate an equation."""
+        """Evaluate an equation and store its results; ``operands`` replace its own."""
         operands = [self.read(x) for x in eqn.invars] if operands is None else operands
-        self.values.update(zip(eqn.outvars, evaluated(eqn, operands), strict=True))
+        self.values.update(zip(eqn.outvars, evaluate_eqn(eqn, operands), strict=True))
 
 
-def evaluated(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """What an equation gives for operands, in its line's name."""
+def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation for ``operands``, in its `eqn_context`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with as_written(eqn):
+    with eqn_context(eqn):
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 
 
 @contextlib.contextmanager
-def as_written(eqn: Any) -> Iterator[None]:
-    """In the name of an equation's line, with the settings that it was traced with."""
+def eqn_context(eqn: Any) -> Iterator[None]:
+    """Trace with an equation's line, name stack and JAX settings."""
     names = current_name_stack() + eqn.source_info.name_stack
     where = user_context(eqn.source_info.traceback, name_stack=names)
     with where, eqn.ctx.manager:

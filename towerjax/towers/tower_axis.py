@@ -1,8 +1,8 @@
-"""How does a program over one axis of all towers run on the devices that there are?
+"""Lower the one axis of all towers to the device axis and a device's local towers.
 
-A tower function sees one axis of ``T`` towers, wherever they lie, so that the program
-that runs is the program that is proved. It is traced so; then each collective over that
-axis becomes one over the device axis and the towers of a device.
+A tower function is traced with one axis of ``T`` towers, on any devices, so that the
+program that runs is the program that is proved. Then each collective over that axis is
+replaced by one over the device axis and the local towers.
 """
 
 import functools
@@ -21,17 +21,17 @@ from towerjax.collectives.reduce import add_pairwise, gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.proof.equation import (
     is_hidden,
-    line_of,
     named_axes,
     open_jaxpr,
-    opened,
+    trace_hidden,
+    user_line,
 )
-from towerjax.towers.together import together
+from towerjax.towers.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers
 
-# JAX itself does these over several axes at once.
-_REDUCTIONS = frozenset("psum pmax pmin".split())
+# JAX itself reduces over several axes at once.
+_MULTI_AXIS = frozenset("psum pmax pmin".split())
 _CUSTOM = frozenset("custom_jvp_call custom_vjp_call".split())
 
 
@@ -43,23 +43,23 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
 
 
 def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
-    """The axes, with their sizes, that are bound where a tower function is traced."""
+    """The axes, with their sizes, that are bound while a tower function is traced."""
     sizes = {DEVICE_AXIS: axes.num_devices, LOCAL_AXIS: axes.num_local}
     bound = [(name, sizes[name]) for name in axes.names]
     if axes.in_turn and axes.num_towers > 1:
-        return bound  # towers never meet: the axis is not there
+        return bound  # towers never communicate: there is no axis of all towers
     return [(axes.tower_axis, axes.num_towers), *bound]
 
 
-def on_these_devices(
+def lower_tower_axis(
     tower_fn: Callable[..., PyTree], axes: TowerAxes
 ) -> Callable[..., PyTree]:
-    """A tower function whose axis of all towers is made of those that are bound."""
-    if not _meets(axes) and axes.traced is None:
+    """Replace a tower function's axis of all towers by the axes that are bound."""
+    if not _has_tower_axis(axes) and axes.traced is None:
         return tower_fn
 
     def run(*args: PyTree) -> PyTree:
-        program, tree = _program_here(tower_fn, axes, args)
+        program, tree = _lower_program(tower_fn, axes, args)
         leaves = jax.tree.leaves(args)
         out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
         return jax.tree.unflatten(tree, map(jnp.asarray, out))
@@ -67,37 +67,37 @@ def on_these_devices(
     return run
 
 
-def _meets(axes: TowerAxes) -> bool:
+def _has_tower_axis(axes: TowerAxes) -> bool:
     return axes.tower_axis in dict(axes_in_tower(axes))
 
 
-def _program_here(
+def _lower_program(
     tower_fn: Callable[..., PyTree], axes: TowerAxes, args: tuple[PyTree, ...]
 ) -> tuple[ClosedJaxpr, Any]:
-    """The program of one tower on these devices, and the tree of what it returns."""
-    devices = _Devices(axes)
-    program, tree = devices.traced(tower_fn, *jax.tree.flatten(args))
-    return devices.program(program) if _meets(axes) else program, tree
+    """The lowered program of one tower, and the treedef of its results."""
+    lowering = _Lowering(axes)
+    program, tree = lowering.trace(tower_fn, *jax.tree.flatten(args))
+    return lowering.lower(program) if _has_tower_axis(axes) else program, tree
 
 
-class _Devices:
-    """Writes the programs of a step for some devices, each jaxpr once."""
+class _Lowering:
+    """Lowers programs to the axes of some devices, each jaxpr once."""
 
     def __init__(self, axes: TowerAxes) -> None:
         self.axes = axes
-        # Rules of derivatives are traced later, where perhaps no axis is bound.
+        # Derivative rules are traced later, where an axis may not be bound.
         self._env = axes_in_tower(axes)
         self._rules = {
-            "jvp_jaxpr_fun": self._jaxpr_of_rule,
-            "fwd_jaxpr_thunk": self._jaxpr_of_rule,
-            "bwd": self._backward,
+            "jvp_jaxpr_fun": self._lower_rule,
+            "fwd_jaxpr_thunk": self._lower_rule,
+            "bwd": self._lower_bwd,
         }
         self._done: dict[int, Any] = {}
 
-    def traced(
+    def trace(
         self, tower_fn: Callable[..., PyTree], leaves: list[Any], treedef: Any
     ) -> tuple[Any, Any]:
-        """A tower function's program, and the tree of what it returns; traced once."""
+        """Trace a tower function once: its program, and the treedef of its results."""
         kinds = [jax.typeof(x) for x in leaves]
         key = (self.axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
         if (known := (self.axes.traced or {}).get(key)) is not None:
@@ -114,59 +114,59 @@ class _Devices:
             self.axes.traced[key] = traced, trees[0]
         return traced, trees[0]
 
-    def program(self, jaxpr: Any) -> Any:
-        """A jaxpr, closed or not, with collectives that these devices have."""
+    def lower(self, jaxpr: Any) -> Any:
+        """Replace the collectives of a jaxpr, closed or not."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
-            eqns, new = [self._equation(eqn) for eqn in body.eqns], jaxpr
+            eqns, new = [self._lower_eqn(eqn) for eqn in body.eqns], jaxpr
             if any(a is not b for a, b in zip(eqns, body.eqns, strict=True)):
-                new = body.replace(eqns=eqns, effects=self._effects(body.effects))
+                new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
-            self._done[id(jaxpr)] = new, jaxpr  # kept, so that no other has its id
+            self._done[id(jaxpr)] = new, jaxpr  # a jaxpr that is kept keeps its id
         return self._done[id(jaxpr)][0]
 
-    def _equation(self, eqn: JaxprEqn) -> JaxprEqn:
+    def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
         if self.axes.tower_axis in named_axes(eqn):
-            adds_up = eqn.primitive.name in _REDUCTIONS
-            if adds_up and eqn.params.get("axis_index_groups") is None:
-                return self._renamed(eqn)
+            is_reduction = eqn.primitive.name in _MULTI_AXIS
+            if is_reduction and eqn.params.get("axis_index_groups") is None:
+                return self._rename_axis(eqn)
             if self.axes.names == (DEVICE_AXIS,):
-                return self._renamed(eqn)
-            return self._called(eqn, lambda *x: self._among_all(eqn, x))
+                return self._rename_axis(eqn)
+            return self._as_call(eqn, lambda *x: self._emulate(eqn, x))
         own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(named_axes(eqn))
         if own:
-            raise ValueError(_OWN.format(axis=own.pop(), line=line_of((eqn, None))))
+            raise ValueError(_OWN.format(axis=own.pop(), line=user_line((eqn, None))))
         if eqn.primitive.name == "custom_vmap_call":
-            # Its rule for several towers might say another thing than for one.
-            return self._called(eqn, jaxpr_as_fun(self.program(eqn.params["call"])))
-        params = {key: self._param(value) for key, value in eqn.params.items()}
+            # Its vmap rule may compute something else than its call for one tower.
+            return self._as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])))
+        params = {key: self._lower_param(value) for key, value in eqn.params.items()}
         if eqn.primitive.name in _CUSTOM:
             for key in self._rules.keys() & params.keys():
                 new = functools.partial(self._rules[key], params[key])
                 params[key] = wrap_init(new, debug_info=params[key].debug_info)
         if any(params[key] is not value for key, value in eqn.params.items()):
-            return eqn.replace(params=params, effects=self._effects(eqn.effects))
-        return self._unhidden(eqn) if is_hidden(eqn) else eqn
+            return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
+        return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
-    def _param(self, value: Any) -> Any:
+    def _lower_param(self, value: Any) -> Any:
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
-            return self.program(value)
+            return self.lower(value)
         if not isinstance(value, tuple):
             return value
-        parts = [self._param(part) for part in value]
+        parts = [self._lower_param(part) for part in value]
         if all(a is b for a, b in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
-    def _jaxpr_of_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
-        """The program of a custom derivative, and what JAX wants to know with it."""
+    def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
+        """Lower the program of a custom derivative rule; its other results stay."""
         found = []
         trace = lambda: found.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
-        return self.program(found[0]), *found[1:]
+        return self.lower(found[0]), *found[1:]
 
-    def _backward(self, rule: Any, *args: Any) -> Any:
-        """Custom cotangents; what stands for zeros goes in and out as it is."""
+    def _lower_bwd(self, rule: Any, *args: Any) -> Any:
+        """Lower a custom backward rule; symbolic zeros go in and out unchanged."""
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
@@ -175,26 +175,26 @@ class _Devices:
 
         arrays = arrays_of(args)
         traced = jax.make_jaxpr(of_arrays, axis_env=self._env)(*arrays)
-        body = self.program(traced.jaxpr)
+        body = self.lower(traced.jaxpr)
         arrays = jax.core.eval_jaxpr(body, traced.consts, *arrays)
         return with_arrays(out, arrays)[0]
 
-    def _unhidden(self, eqn: JaxprEqn) -> JaxprEqn:
-        """Code that a primitive holds, written out where towers meet in it."""
+    def _lower_hidden(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Replace a primitive with hidden code by that code, if it has collectives."""
         sizes = {self.axes.tower_axis: self.axes.num_towers}
-        program = opened(eqn, sizes)
-        if program is None or self.program(program) is program:
+        program = trace_hidden(eqn, sizes)
+        if program is None or self.lower(program) is program:
             return eqn
-        return self._called(eqn, jaxpr_as_fun(self.program(program)))
+        return self._as_call(eqn, jaxpr_as_fun(self.lower(program)))
 
-    def _effects(self, effects: Any) -> set[Any]:
+    def _new_effects(self, effects: Any) -> set[Any]:
         new: set[Any] = set()
         for effect in effects:
             is_axis = getattr(effect, "name", None) == self.axes.tower_axis
             new |= {type(effect)(n) for n in self.axes.names} if is_axis else {effect}
         return new
 
-    def _renamed(self, eqn: JaxprEqn) -> JaxprEqn:
+    def _rename_axis(self, eqn: JaxprEqn) -> JaxprEqn:
         key = "axes" if "axes" in eqn.params else "axis_name"
         given, names = eqn.params[key], self.axes.names
         if isinstance(given, tuple):
@@ -203,9 +203,9 @@ class _Devices:
         else:
             [new] = names
         params = {**eqn.params, key: new}
-        return eqn.replace(params=params, effects=self._effects(eqn.effects))
+        return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
 
-    def _called(self, eqn: JaxprEqn, fn: Callable[..., Any]) -> JaxprEqn:
+    def _as_call(self, eqn: JaxprEqn, fn: Callable[..., Any]) -> JaxprEqn:
         avals: list[Any] = [v.aval for v in eqn.invars]
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
         closed = jax.make_jaxpr(fn, axis_env=self._env)(*shapes)
@@ -215,8 +215,8 @@ class _Devices:
             effects=closed.effects,
         )
 
-    def _among_all(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-        """A collective done by each tower for itself, on what all towers have."""
+    def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """Gather all towers' operands, and compute the collective on each tower."""
         axes, params = self.axes, dict(eqn.params)
         tower = first_tower_of_device(axes)
         if LOCAL_AXIS in axes.names:
@@ -225,9 +225,9 @@ class _Devices:
             return [tower]
         groups = params.get("axis_index_groups")
         if eqn.primitive.name == "reduce_scatter" and groups is None:
-            return [_scattered(operands[0], axes.names, params)]
+            return [_scatter(operands[0], axes.names, params)]
         rows, size = gather_over_towers(list(operands), axes), axes.num_towers
-        if eqn.primitive.name == "ppermute":  # under vmap only of all towers
+        if eqn.primitive.name == "ppermute":  # jax.vmap takes full permutations only
             sources = np.full(size, -1)
             for source, target in params["perm"]:
                 sources[target] = source
@@ -244,15 +244,15 @@ class _Devices:
             rows = [x[jnp.asarray(groups)[group]] for x in rows]
             tower = jnp.asarray(order % size)[tower]
             params["axis_index_groups"] = None
-        one = functools.partial(eqn.primitive.bind, **params)
+        collective = functools.partial(eqn.primitive.bind, **params)
         is_one = eqn.primitive.name == "all_gather" and groups is None
         over = {"axis_name": axes.tower_axis, "axis_size": size}
-        out = jax.vmap(one, out_axes=None if is_one else 0, **over)(*rows)
+        out = jax.vmap(collective, out_axes=None if is_one else 0, **over)(*rows)
         return [x if is_one else x[tower] for x in jax.tree.leaves(out)]
 
 
-def _scattered(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.Array:
-    """Its sum over towers, of which each has a part: one axis after another."""
+def _scatter(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.Array:
+    """The reduce-scatter of ``x``, over one axis after another."""
     dim = params["scatter_dimension"]
     for name in names:
         x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
@@ -265,7 +265,7 @@ def arrays_of(tree: PyTree) -> list[Any]:
 
 
 def with_arrays(tree: PyTree, arrays: Sequence[Any]) -> Any:
-    """The tree with others in place of its arrays."""
+    """Replace the arrays of a tree by others."""
     new = iter(arrays)
     return jax.tree.map(lambda x: next(new) if isinstance(x, jax.Array) else x, tree)
 
@@ -293,17 +293,19 @@ def over_local_towers(
     stack_sums: bool,
     number: jax.Array | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``tower_fn(tower_id, own, *common)`` for each tower of this device.
+    """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
-    Where ``axes.traced`` keeps programs, ``tower_fn`` is a function of these alone.
+    Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
+    and ``kept`` as rows. ``number`` is any traced int >= 0; see `_map_one_tower`. Where
+    ``axes.traced`` caches programs, ``tower_fn`` depends on its arguments alone.
     """
-    on_devices = on_these_devices(tower_fn, axes)
+    lowered_fn = lower_tower_axis(tower_fn, axes)
 
     def of_tower(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-        return on_devices(tower_id, own, *common)
+        return lowered_fn(tower_id, own, *common)
 
-    def alone(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-        return _alone(on_devices, tower_id, own, *common)
+    def isolated(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
+        return _isolate(lowered_fn, tower_id, own, *common)
 
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
@@ -315,11 +317,11 @@ def over_local_towers(
     if not axes.in_turn:
         own = (ids, per_tower)
         args = (*jax.tree.map(lambda x: x[0], own), *common)
-        program, tree = _program_here(tower_fn, axes, args)
+        program, tree = _lower_program(tower_fn, axes, args)
         num_sums = 0 if stack_sums else tree.children()[0].num_leaves
         own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
         try:
-            out = together(program, own, rest, num_sums, _add_rows)
+            out = vmap_and_sum(program, own, rest, num_sums, _add_rows)
         except NotImplementedError as error:
             error.add_note(_NO_VMAP)
             raise
@@ -327,21 +329,21 @@ def over_local_towers(
     if stack_sums:
         if axes.num_local == 1:
             number = ids[0] if number is None else number
-            return _map_of_one(alone, ids, per_tower, number)
-        return lax.map(lambda row: alone(*row), (ids, per_tower))
-    return _running_sum(of_tower, ids, per_tower)
+            return _map_one_tower(isolated, ids, per_tower, number)
+        return lax.map(lambda row: isolated(*row), (ids, per_tower))
+    return _scan_and_add(of_tower, ids, per_tower)
 
 
-def _alone(tower_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """One tower's program, fused with nothing that depends on how many are here.
+def _isolate(tower_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """Run one tower's program between barriers, so that XLA fuses nothing else with it.
 
-    What all towers compute alike stays in it, too: XLA would move parts of it out of
-    the loop over towers, other ones on one device than on several.
+    Else XLA would also move what all towers compute alike out of the loop over towers,
+    and other parts of it on one device than on several.
     """
     return lax.optimization_barrier(tower_fn(*lax.optimization_barrier(args)))
 
 
-def _map_of_one(
+def _map_one_tower(
     tower_fn: Callable[..., PyTree],
     ids: jax.Array,
     per_tower: PyTree,
@@ -349,9 +351,9 @@ def _map_of_one(
 ) -> PyTree:
     """``lax.map`` over one tower, compiled as it would be over several.
 
-    XLA drops a loop of one trip, and XLA:CPU barriers before it fuses; then a tower is
-    fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So the number
-    of trips is one that the compiler cannot know, and rows are a part of more.
+    XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
+    tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
+    ``number`` hides that there is one trip, and the row is a slice of two.
     """
     row = jax.tree.map(lambda x: x[0], (ids, per_tower))
     shapes = jax.eval_shape(tower_fn, *row)
@@ -367,19 +369,19 @@ def _map_of_one(
 
 
 def _add_rows(x: jax.Array) -> jax.Array:
-    # A sum over what a product has made XLA:CPU fuses with it, and then makes both
+    # XLA:CPU fuses a sum with the product that it adds up, and then computes both
     # element by element: 2 to 5 times slower than additions.
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return add_pairwise(x)
     return x.sum(axis=0, dtype=x.dtype)
 
 
-def _running_sum(
+def _scan_and_add(
     tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
     ids: jax.Array,
     per_tower: PyTree,
 ) -> tuple[PyTree, PyTree]:
-    """One tower after another, holding one tower's sums at a time."""
+    """Run one tower after another, and hold one tower's sums at a time."""
     row = jax.tree.map(lambda x: x[0], (ids, per_tower))
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(tower_fn, *row)[0])
 

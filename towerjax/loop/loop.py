@@ -1,4 +1,4 @@
-"""What happens in a run? Batches placed, calls dispatched, their results kept."""
+"""`Loop`: place batches, dispatch calls, record their results, evaluate and save."""
 
 import collections
 import contextlib
@@ -13,18 +13,18 @@ import jax
 from towerjax.data import feed
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
-from towerjax.loop.evaluate import evaluate as over_batches
+from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.options import Evaluation, LoopOptions, WithState
+from towerjax.loop.options import EvalOptions, LoopOptions, WithState
 from towerjax.loop.progress import Progress
-from towerjax.loop.records import Record, Writers
 from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Watch
+from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.amiss import NonFiniteError
-from towerjax.step.checking import error_of, in_brief, is_refused
+from towerjax.step.checking import error_of, is_refused, verdict_of
 from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.inference import placed_params
+from towerjax.step.faults import NonFiniteError
+from towerjax.step.inference import place_params
 from towerjax.step.state import TrainState, step_number
 
 
@@ -33,20 +33,20 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    guarded: Any
+    guarded: Any  # as `CompiledStep.dispatch` returns it
     placed: PlacedBatch
     wait_s: float = 0.0
 
 
 class Loop:
-    """A run under way: its state, the calls in flight, and what came of the others."""
+    """A run under way: its state, the calls in flight, and the log of finished ones."""
 
     def __init__(
         self,
         step: CompiledStep,
         state: TrainState,
         options: LoopOptions,
-        evaluation: Evaluation,
+        evaluation: EvalOptions,
         progress: Progress,
         ledger: Ledger,
         exit_code: int | None = None,
@@ -68,29 +68,29 @@ class Loop:
         self._fault: Exception | None = None
         self._is_evaluation_due = False
 
-    def go_on(self, saving: Saving | None) -> None:
-        """Save the run, and count on where the checkpoint it begins with stopped."""
+    def resume_from(self, saving: Saving | None) -> None:
+        """Save by ``saving``; restore the counts of the checkpoint it resumed from."""
         self.saving = saving
         if saving is not None and saving.resumed is not None:
-            self._watch.recall(saving.resumed.stopping)
+            self._watch.restore_counts(saving.resumed.stopping)
             self._is_evaluation_due = saving.resumed.evaluation_due
             number = saving.resumed.step
             self._progress.note(f"goes on after step {number}, from its checkpoint")
 
     def run(self) -> None:
-        """All steps, and the evaluations between and after them; saved at its end."""
+        """Do all steps and evaluations; save at the end, at SIGTERM and at Ctrl-C."""
         try:
             self._run()
         except BaseException as error:
             self.guard.finish()
-            if (failure := self._stop(error)) is not None:
+            if (failure := self._save_at_stop(error)) is not None:
                 raise failure from error
             raise
 
     def _run(self) -> None:
-        with contextlib.closing(self._placed()) as placed_batches:
+        with contextlib.closing(self._placed_batches()) as placed_batches:
             while True:
-                # First of all: the run that this one goes on from may have ended here.
+                # Before the first step: the resumed run may have ended here.
                 if self._is_evaluation_due:
                     self._evaluate()
                 if self.saving is not None and self.saving.is_due(self._dispatched):
@@ -102,11 +102,11 @@ class Loop:
                 before = self._dispatched
                 self._dispatch(placed)
                 for hook in self._options.with_state:
-                    if _passes(hook.every, before, self._dispatched):
+                    if _reaches_multiple(hook.every, before, self._dispatched):
                         self._fetch(0)
                 if self.saving is not None:
                     self.guard.check()
-                    self.saving.check_asked_to_end(self._dispatched)
+                    self.saving.check_preempted(self._dispatched)
         self._fetch(0)
         self._check_enough()
         self._ledger.settle()
@@ -117,9 +117,9 @@ class Loop:
         self.writers.close()
         self.writers.check()
         with self.guard:
-            self.state = self._watch.to_return(self.state)
+            self.state = self._watch.final_state(self.state)
 
-    def _placed(self) -> Generator[PlacedBatch, None, None]:
+    def _placed_batches(self) -> Generator[PlacedBatch, None, None]:
         size, ledger = self._options.steps_per_call, self._ledger
         depth = 0 if ledger.prefetches else self._options.prefetch
         batches = itertools.islice(ledger, self._options.steps)
@@ -137,7 +137,7 @@ class Loop:
         try:
             return next(placed_batches, None)
         except Exception:
-            # The steps before the broken batch are whole: hooks shall see them.
+            # The steps before the broken batch are done: call their hooks first.
             self._fetch(0)
             raise
         finally:
@@ -155,26 +155,25 @@ class Loop:
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
-            if _passes(self._evaluation.every, self._dispatched, after):
+            if _reaches_multiple(self._evaluation.every, self._dispatched, after):
                 self._is_evaluation_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
 
     def _save(self, *, last: bool = False) -> None:
-        """Begin to save the state; of the last one wait for the end."""
+        """Begin to save the state; if it is the ``last``, wait until it is saved."""
         if self.saving is None:
             return
-        self._fetch(0)  # what is saved has been looked at, and is in the files
+        self._fetch(0)  # first check the steps so far, and write their records
         with self.guard:
-            due = self._is_evaluation_due
-            saved = self.state, self._dispatched, self._watch.memory
-            self.saving.save(*saved, evaluation_due=due)
+            counts, due = self._watch.counts, self._is_evaluation_due
+            self.saving.save(self.state, self._dispatched, counts, evaluation_due=due)
             if last:
                 self.saving.wait()
 
-    def _stop(self, error: BaseException) -> Exception | None:
-        """Save the state where the run was asked to end; why not, if not."""
-        # Ctrl-C may find several processes after different steps.
+    def _save_at_stop(self, error: BaseException) -> Exception | None:
+        """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""
+        # At Ctrl-C several processes may be after different steps: nothing is saved.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
         if self.saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return None
@@ -189,25 +188,25 @@ class Loop:
         return None
 
     def _fetch(self, allowed: int) -> None:
-        """Wait for the oldest calls until so many are in flight; look at each step."""
+        """Wait for the oldest calls until ``allowed`` are in flight; process each."""
         while len(self._in_flight) > allowed:
-            with self.guard.looking():
-                self._look_at_oldest()
+            with self.guard.holding_sigterm():
+                self._process_oldest()
 
-    def _look_at_oldest(self) -> None:
+    def _process_oldest(self) -> None:
         before, call = self._log.number, self._in_flight[0]
         rows, faults = self._record_oldest()
         self.writers.check()
         number, last = before, self._log.number
         for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
-                self._fault = self._with_place(fault, call.placed, index)
+                self._fault = self._locate(fault, call.placed, index)
                 raise self._fault
             number += 1
             for hook in self._options.hooks:
                 if not isinstance(hook, WithState):
                     hook(number, row)
-                elif number == last and _passes(hook.every, before, last):
+                elif number == last and _reaches_multiple(hook.every, before, last):
                     after = hook.function(number, self.state, row)
                     if isinstance(after, TrainState):
                         after = dataclasses.replace(after, step=self.state.step)
@@ -215,13 +214,11 @@ class Loop:
         self._hooked = last
         self._progress.step(number, rows[-1], self._rate())
 
-    def _with_place(
-        self, error: Exception, placed: PlacedBatch, index: int
-    ) -> Exception:
-        """The error, with the tower and the leaf where a refused step was not finite.
+    def _locate(self, error: Exception, placed: PlacedBatch, index: int) -> Exception:
+        """Add to the error the tower and leaf where a refused step was not finite.
 
         The step's batch is run again, with the present parameters: the step changed
-        none, but others may have come after it.
+        none, but later steps may have.
         """
         if not isinstance(error, NonFiniteError) or error.places:
             return error
@@ -234,28 +231,28 @@ class Loop:
             error.add_note(f"Looking for the place failed: {failure}")
             return error
         located = NonFiniteError(error.step, places)
-        again = "The place was looked for by running the batch again with the"
-        again += f" parameters after step {step_number(self.state)}"
-        located.add_note(again + ("." if places else ": there all was finite."))
+        note = "The batch was run again to locate this, with the parameters after step"
+        note += f" {step_number(self.state)}"
+        located.add_note(note + ("." if places else ": all values were finite."))
         return located
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
         call = self._in_flight[0]
         examples = call.placed.num_examples
-        metrics, guarded = jax.device_get((call.metrics, in_brief(call.guarded)[0]))
-        # One step gives scalars, several give a dim of steps, not all of them used.
+        metrics, guarded = jax.device_get((call.metrics, verdict_of(call.guarded)[0]))
+        # One step has scalars, several have a dim of steps, of which not all are used.
         indices = range(len(examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
         refused = [is_refused(guarded[i]) for i in indices]
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
         placement = self._step.strategy.placement
-        told = {"refusals": self._step.options.on_nonfinite == "raise"}
+        options = {"refusals": self._step.options.on_nonfinite == "raise"}
         faults = [
-            error_of(call.guarded, first - 1 + i, placement, **told, index=at)
+            error_of(call.guarded, first - 1 + i, placement, **options, index=at)
             for i, at in enumerate(indices)
         ]
-        with self.guard:  # what is in the history is in the files, and once
+        with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()
             self._fault = next((x for x in faults if x is not None), None)
             waits_s = [call.wait_s] + [0.0] * (len(rows) - 1)
@@ -270,9 +267,9 @@ class Loop:
             return
         self._fetch(0)
         start_s = time.perf_counter()
-        values = over_batches(
+        values = evaluate_batches(
             evaluate,
-            self._evaluated(),
+            self._state_to_evaluate(),
             batches,
             prefetch=self._options.prefetch,
             in_flight=self._options.in_flight,
@@ -281,24 +278,24 @@ class Loop:
         with self.guard:
             self._log.evaluations.append((number, values))
             self.writers.write([Record("eval", number, time.time(), values)])
-            self._watch.see(number, values, self.state)
+            self._watch.add(number, values, self.state)
             self._is_evaluation_due = False
             if self.saving is not None:
-                self.saving.saw(number, values)
+                self.saving.add_evaluation(number, values)
         self.writers.check()
         self._evaluate_s += time.perf_counter() - start_s
         watch = self._watch
         in_short = watch.describe(number, values)
         self._progress.evaluation(number, values, in_short, watch.stopped)
 
-    def _evaluated(self) -> TrainState:
-        """The state, or with other parameters in it."""
+    def _state_to_evaluate(self) -> TrainState:
+        """The run's state, or what ``eval_params`` makes of it."""
         if self._evaluation.params is None:
             return self.state
         given = self._evaluation.params(self.state)
         if isinstance(given, TrainState):
             return given
-        params = placed_params(given, self._step.strategy)
+        params = place_params(given, self._step.strategy)
         return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:
@@ -309,9 +306,9 @@ class Loop:
             return
         if done == 0 and self._watch.stopped is None:
             raise ValueError(
-                "batches is empty. An iterator that was gone through before is: make"
-                " it anew. If a run that stopped left them, it had done all its steps,"
-                " or its error had ended a generator."
+                "batches is empty. An iterator is empty after its first use: make it"
+                " anew. error.batches is empty if the run had done all its steps, or"
+                " if the error had ended a generator."
             )
         if steps is not None and done < steps and self._watch.stopped is None:
             raise ValueError(
@@ -326,7 +323,7 @@ class Loop:
         return self._log.num_steps / max(seconds, 1e-9)
 
     def history(self) -> History:
-        """What there is so far."""
+        """The history so far."""
         steps_per_second, steps = self._rate(), self._log.num_steps
         summary = RunSummary(
             towers=self._step.strategy.placement.num_towers,
@@ -339,12 +336,12 @@ class Loop:
         )
         return self._log.history(summary, self._watch.best, self._watch.stopped)
 
-    def hand_over(self, error: Any) -> None:
-        """Give what there is to an exception: the caller's state was donated."""
+    def attach_results(self, error: Any) -> None:
+        """Attach state, batches and history to an exception: the state was donated."""
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
-        error.state = self.state if _is_whole(self.state) else None
+        error.state = self.state if _is_usable(self.state) else None
         self.writers.close()
         self.writers.explain(error)
         error.history = self.history()
@@ -363,20 +360,20 @@ class Loop:
                 " steps, and a state may need a process that has gone"
             )
         for hook in self._options.with_state:
-            if _passes(hook.every, self._hooked, self._dispatched):
+            if _reaches_multiple(hook.every, self._hooked, self._dispatched):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
 
 
-def _passes(every: int | None, before: int, after: int) -> bool:
-    """Is a multiple of ``every`` among the steps after ``before``?"""
+def _reaches_multiple(every: int | None, before: int, after: int) -> bool:
+    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
     return every is not None and after // every > before // every
 
 
-def _is_whole(state: TrainState) -> bool:
-    """Has a state been computed, and its buffers not been taken over?"""
+def _is_usable(state: TrainState) -> bool:
+    """Whether the state could be computed and no step has donated its buffers."""
     try:
         jax.block_until_ready(state)
-    except (RuntimeError, ValueError):  # a failed computation, or a donated array
+    except (RuntimeError, ValueError):  # a failed computation, or donated buffers
         return False
     return not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -1,4 +1,4 @@
-"""What does a step need on more devices, or other ones? Compiled for each of them."""
+"""Plan a step for other devices, by compiling it for them."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """A step compiled for so many devices, one tower on each.
+    """A step compiled for ``T`` devices, one tower on each.
 
     Attributes:
-      state: How the strategy lays the state: ``"mirrored"``, ``"sharded_optimizer"``
-        or ``"sharded"``.
-      examples: Of the global batch.
-      report: What the compiler made of it.
-      largest_batch: The most examples with which it fits, to an eighth; None where it
-        was not asked for.
-      bound_s: No step is faster: the longer of its products at the stated rate and
-        what it sends at the stated bandwidth; None where neither was stated.
+      state: The layout of the state: ``"mirrored"``, ``"sharded_optimizer"`` or
+        ``"sharded"``.
+      examples: The examples in the global batch.
+      report: The report of the compiled step.
+      largest_batch: The most examples with which it fits, to an eighth; None if it
+        was not searched for.
+      bound_s: A lower bound of the step's time: the longer of its products at the
+        stated rate and its bytes sent at the stated bandwidth; None without either.
     """
 
     state: str
@@ -48,18 +48,18 @@ class PlanRow:
 class Plan(Stored):
     """What a step needs on devices that are not here; see ``tj.tools.plan``.
 
-    Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.
+    It prints as text, in a notebook as HTML, by ``rich.print`` as rich tables.
 
     Attributes:
-      on: The devices' target.
-      rows: One for each number of towers and layout of the state.
+      on: The target that the devices are of, as `plan` was given it.
+      rows: A row for each number of towers and layout of the state.
     """
 
     on: str
     rows: tuple[PlanRow, ...]
 
     def tables(self) -> tuple[Table, ...]:
-        """What is shown."""
+        """The shown table."""
         head = ("towers", "state", "examples", "held", "peak", "products", "sent")
         more = {
             "largest batch": any(row.largest_batch is not None for row in self.rows),
@@ -100,33 +100,32 @@ def plan(
     flop_rate: float | None = None,
     bandwidth: float | None = None,
 ) -> Plan:
-    """What a step needs on any numbers of devices that are not here, by compiling it.
+    """Compile a step for any numbers of devices that are not here; report its needs.
 
-    The compiler is the devices' own, so that memory, what is sent and whether it fits
-    are what they would be there. Times need the devices themselves; with rates that you
-    state there is a bound.
+    The compiler is that of the devices, so that memory, communication and whether the
+    step fits are as they would be there. Times need the devices; with rates that you
+    state there is a lower bound.
 
     Args:
       make_step: ``strategy -> (step, params, batch)``, the last two arrays or
-        ``jax.ShapeDtypeStruct``: ``strategy.num_towers`` says how large the global
-        batch is to be.
-      on: A target, as `Absent` takes it: ``"a100"``, ``"h100"``, ``"h200"``,
-        ``"b200"``, XLA's text of a GPU, or TPUs by their topology, ``"v5e:2x4"``, which
-        says how many towers there are.
-      towers: Each ``T``, one tower a device.
-      states: How state lies; see `Mirrored`.
-      largest_batch: Search for the largest batch that fits, to an eighth: some ten
-        compiles a row.
-      flop_rate: FLOP/s of a device's products that you expect at most.
-      bandwidth: Bytes a second that a device sends at most.
+        ``jax.ShapeDtypeStruct``; choose the global batch by ``strategy.num_towers``.
+      on: A target of `Absent`: ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, XLA's
+        text of a GPU, or TPUs by their topology, ``"v5e:2x4"``, which is the number of
+        towers, too.
+      towers: The numbers of towers ``T``, one tower a device.
+      states: The layouts of the state; see `Mirrored`.
+      largest_batch: Whether to search for the largest batch that fits, to an eighth:
+        some ten compilations a row.
+      flop_rate: The most FLOP/s of a device's products that you expect.
+      bandwidth: The most bytes a second that a device sends.
 
     Returns:
-      A `Plan`: printed it is text, in a notebook HTML.
+      A `Plan`, which prints as text, in a notebook as HTML.
 
     Raises:
       ReplicationError: As ``step.check``.
-      ValueError: The compiler is not installed, options that there are not, or a batch
-        that towers cannot share.
+      ValueError: The compiler is not installed, an option is invalid, or the towers
+        cannot share the batch.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, towerjax as tj
@@ -141,24 +140,20 @@ def plan(
     for state in states:
         check_choice("states", state, get_args(StateLayout))
     rows = []
-    for devices in _devices(on, towers):
+    for devices in _absent_devices(on, towers):
         for state in states:
             step, params, batch = make_step(Mirrored(devices=devices, state=state))
             report = step.report(params, batch)
-            row = PlanRow(
-                state=state,
-                examples=jax.tree.leaves(batch)[0].shape[0],
-                report=report,
-                largest_batch=_largest_batch(step, params, batch, report)
-                if largest_batch
-                else None,
-                bound_s=_bound(report, flop_rate, bandwidth),
+            examples = jax.tree.leaves(batch)[0].shape[0]
+            most = (
+                _largest_batch(step, params, batch, report) if largest_batch else None
             )
-            rows.append(row)
+            bound_s = _bound(report, flop_rate, bandwidth)
+            rows.append(PlanRow(state, examples, report, most, bound_s))
     return Plan(on, tuple(rows))
 
 
-def _devices(on: str, towers: Sequence[int]) -> list[Absent]:
+def _absent_devices(on: str, towers: Sequence[int]) -> list[Absent]:
     if Absent.is_topology(on):
         return [Absent(on)]
     return [Absent(on, number) for number in check_wholes("towers", towers)]
@@ -177,18 +172,18 @@ def _largest_batch(step: Any, params: PyTree, batch: PyTree, report: StepReport)
     def fits(units: int) -> bool:
         try:
             found = step.report(params, _with_rows(batch, units * unit))
-        except jax.errors.JaxRuntimeError as error:  # the word of a TPU's compiler
+        except jax.errors.JaxRuntimeError as error:  # raised by the TPU compiler
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return False
         return found.memory.fits
 
-    asked = max(examples // unit, 1)
-    return unit * most_that(fits, asked, report.memory.fits)
+    start = max(examples // unit, 1)
+    return unit * most_that(fits, start, report.memory.fits)
 
 
 def most_that(fits: Callable[[int], bool], start: int, start_fits: bool) -> int:
-    """The most that fits, within an eighth: doubled until it does not, then halved."""
+    """The most that fits, to an eighth: double until it does not fit, then bisect."""
     low, high = (start, None) if start_fits else (0, start)
     while high is None or high - low > max(high // 8, 1):
         middle = 2 * low if high is None else (low + high) // 2
@@ -197,7 +192,7 @@ def most_that(fits: Callable[[int], bool], start: int, start_fits: bool) -> int:
 
 
 def _with_rows(batch: PyTree, rows: int) -> PyTree:
-    """The shapes of a batch of so many rows."""
+    """The shapes of a batch with ``rows`` rows."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch
     )
@@ -206,7 +201,7 @@ def _with_rows(batch: PyTree, rows: int) -> PyTree:
 def _bound(
     report: StepReport, flop_rate: float | None, bandwidth: float | None
 ) -> float | None:
-    """The longer of what products and sending take at least."""
+    """The longer of the least times of products and of sending; None without rates."""
     pairs = ((report.flops.matmul, flop_rate), (report.bytes_sent, bandwidth))
     times = [amount / rate for amount, rate in pairs if rate is not None]
     return max(times, default=None)

@@ -1,4 +1,4 @@
-"""Can a step go on from this state? Its numbers placed, the rest checked."""
+"""Check the state that a step is given, and place its numbers on the devices."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.mesh.placement import Placement, lies, place
+from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
@@ -17,10 +17,10 @@ from towerjax.types.tables import layout_of
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """The state with each number that lies elsewhere put on the towers' devices.
+    """The state with each scalar that lies elsewhere placed on the towers' devices.
 
-    Such as a learning rate that was written into the optimizer's state. Of several
-    processes, each of which calls this, the first one's numbers are taken.
+    A learning rate written into the optimizer's state, for example. All processes call
+    this, and the first one's numbers are taken.
     """
     check_not_donated(state)
     named, treedef = named_leaves("state", state), jax.tree.structure(state)
@@ -36,14 +36,14 @@ def with_numbers_placed(
     numbers = [leaves[i] for i in away]
     if jax.tree.structure(expected) == treedef:
         types = [jnp.result_type(x) for x in jax.tree.leaves(expected)]
-        numbers = [_number(*named[i], types[i]) for i in away]
+        numbers = [_cast_number(*named[i], types[i]) for i in away]
     for i, number in zip(away, place(numbers, placement, Layout.MIRRORED), strict=True):
         leaves[i] = number
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _number(name: str, value: Any, dtype: Any) -> Any:
-    """The value in the dtype, unless it needs another one."""
+def _cast_number(name: str, value: Any, dtype: Any) -> Any:
+    """The value in this dtype; raises if the dtype cannot hold it."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return value
     plain = np.asarray(value).item()
@@ -56,9 +56,9 @@ def _number(name: str, value: Any, dtype: Any) -> Any:
 
 
 def is_usable(state: Any) -> bool:
-    """Is it a state on devices whose buffers no step has taken over?
+    """Whether ``state`` is a state on devices whose buffers were not donated.
 
-    Looks at one leaf, in a moment: JAX 0.10 does not raise but abort the process
+    Looks at one leaf, to be quick: JAX 0.10 aborts the process, and does not raise,
     when several CPU devices are given a donated array.
     """
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
@@ -106,33 +106,29 @@ def check_opt_state(given: PyTree, made: PyTree) -> None:
         )
 
 
-def check_state(
-    state: TrainState,
-    placement: Placement,
-    layout: TrainState,
-    *,
-    counts: bool,
+def check_made_for(
+    state: TrainState, placement: Placement, layout: TrainState, *, counts: bool
 ) -> None:
-    """Raise unless all but numbers was made for these towers and devices."""
-    _check_counts(state, counts)
-    check_towers(state, placement.num_towers)
+    """Raise unless all arrays but scalars were made for these towers and devices."""
+    _check_example_count(state, counts)
+    check_num_towers(state, placement.num_towers)
     shardings = jax.tree.leaves(placement.shardings(layout, state))
     pairs = zip(named_leaves("state", state), shardings, strict=True)
     elsewhere = [
-        f"{name} is {_where(x)}"
+        f"{name} is {_describe_location(x)}"
         for (name, x), sharding in pairs
-        if np.shape(x) and not lies(x, sharding)
+        if np.shape(x) and not has_sharding(x, sharding)
     ]
     if elsewhere:
         raise ValueError(
-            f"The state lies elsewhere than the strategy says, whose devices are"
+            f"The state is not placed as the strategy says on its devices,"
             f" {list(placement.devices)}: {listed(elsewhere)}. Move it with"
             " step.place(state)."
         )
 
 
-def check_towers(state: TrainState, num_towers: int) -> None:
-    """Raise unless each tower has its copy of what is its own."""
+def check_num_towers(state: TrainState, num_towers: int) -> None:
+    """Raise unless tower-local values have one row for each tower."""
     wrong_towers = [
         f"{name} has {np.shape(x)[:1]} copies"
         for root in ("local", "own")
@@ -140,7 +136,7 @@ def check_towers(state: TrainState, num_towers: int) -> None:
         if np.shape(x)[:1] != (num_towers,)
     ]
     if wrong_towers:
-        # Towers that train alone have parameters of their own, of which none is saved.
+        # Towers that train alone have parameters of their own, which are not saved.
         alone = getattr(state.own, "reduction", None) is Reduction.NONE
         move = (
             " Move tower-local variables with tj.towers.restored_values(strategy,"
@@ -154,7 +150,7 @@ def check_towers(state: TrainState, num_towers: int) -> None:
         )
 
 
-def _check_counts(state: TrainState, counts: bool) -> None:
+def _check_example_count(state: TrainState, counts: bool) -> None:
     if counts != (state.seen is not None):
         raise ValueError(
             "The step counts examples, but state.seen is None. Begin a count with"
@@ -168,7 +164,7 @@ def _check_counts(state: TrainState, counts: bool) -> None:
 
 
 def check_not_donated(state: TrainState) -> None:
-    """Raise where a step has taken over the state's arrays, or some of them."""
+    """Raise if arrays of the state were donated to an earlier step."""
     gone = [
         name
         for name, x in named_leaves("state", state)
@@ -184,7 +180,7 @@ def check_not_donated(state: TrainState) -> None:
         )
 
 
-def _where(x: Any) -> str:
+def _describe_location(x: Any) -> str:
     if not isinstance(x, jax.Array):
         return f"on the host ({type(x).__name__})"
     return f"{layout_of(x)}, on {', '.join(sorted(map(str, x.devices())))}"

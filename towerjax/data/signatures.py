@@ -1,4 +1,4 @@
-"""How many kinds of batch does a step compile for? As many as were said, or a few."""
+"""Limit the batch signatures (tree, shapes and dtypes) that a step compiles for."""
 
 import functools
 import warnings
@@ -10,29 +10,26 @@ from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature, batch_signature, explain_change
 
-_MOST = 8
+_MOST_PROGRAMS = 8
 
 
-class Kinds:
-    """The kinds of batch that a step has compiled for."""
+class SeenSignatures:
+    """The batch signatures that a step has compiled for, at most ``max_programs``."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, max_programs: int | None) -> None:
         self.seen: dict[Signature, None] = {}  # in order
-        self._most, self._warns = most or _MOST, most is None
+        self._most, self._warns = max_programs or _MOST_PROGRAMS, max_programs is None
 
-    def allowed(self, batch: PlacedBatch) -> Signature:
-        """The batch's kind, to be put into ``seen`` once it is compiled."""
+    def admit(self, batch: PlacedBatch) -> Signature:
+        """The batch's signature, which the caller adds to ``seen`` once it compiled."""
         towers = batch.counts.shape[-1]
-        dense = functools.partial(_dense, towers=towers)
+        dense = functools.partial(_shape_over_towers, towers=towers)
         arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
-        kind = batch_signature(arrays, batch.args[2])
-        if not self.seen or kind in self.seen:
-            return kind
-        change = (
-            "The batch has changed since the step was compiled:\n"
-            + explain_change(list(self.seen)[-1], kind)
-            + "\n"
-        )
+        signature = batch_signature(arrays, batch.args[2])
+        if not self.seen or signature in self.seen:
+            return signature
+        difference = explain_change(list(self.seen)[-1], signature)
+        change = f"The batch has changed since the step was compiled:\n{difference}\n"
         if len(self.seen) >= self._most:
             raise ValueError(
                 change + "Make it like the first one (a smaller last batch is filled up"
@@ -49,10 +46,10 @@ class Kinds:
                 " meant.",
                 stacklevel=2,
             )
-        return kind
+        return signature
 
 
-def _dense(x: Any, towers: int) -> Any:
+def _shape_over_towers(x: Any, towers: int) -> Any:
     if not is_sparse(x):
         return x
     rows, *shape = dense_shape(x)  # rows of a tower, as it sees them

@@ -1,4 +1,4 @@
-"""What is written of a run while it goes on? Records, by writers, as lines of JSON."""
+"""Write the metrics of a run while it is under way, by writers such as `JsonLines`."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import from_first_process
-from towerjax.types.options import check_path
+from towerjax.types.options import check_flag, check_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,33 +22,33 @@ class Record:
     """The metrics of one step, or of one evaluation."""
 
     kind: Literal["train", "eval"]
-    step: int  # the step's number; of an evaluation that of the step before it
+    step: int  # the step's number; for an evaluation that of the last step before it
     time_s: float  # seconds since 1970 when the metrics reached the host
     metrics: Mapping[str, Any]  # name -> number or array, on the host
 
 
 class OpenWriter(Protocol):
-    """Something under way that takes records."""
+    """A writer that has been opened for one run."""
 
     def write(self, record: Record) -> None:
-        """Write one record down."""
+        """Write one record."""
         ...
 
     def close(self) -> None:
-        """Write what is left, and let go of files. Called once."""
+        """Write what is buffered, and close files. Called once."""
         ...
 
 
 class Writer(Protocol):
-    """Where records go: options, of which each run opens an `OpenWriter`."""
+    """The options of a writer, from which each run opens an `OpenWriter`."""
 
     def open(self, start: int) -> OpenWriter:
-        """Begin, or go on."""
+        """Open for a run whose state has done ``start`` steps."""
         ...
 
 
 class Writers:
-    """The open writers of a run. Each gets every record, whatever the others do."""
+    """The open writers of a run. Each gets every record, even if another fails."""
 
     def __init__(self, writers: Iterable[Writer], start: int) -> None:
         self.failure: Exception | None = None
@@ -62,7 +62,7 @@ class Writers:
             raise
 
     def write(self, records: Sequence[Record]) -> None:
-        """Give them to each writer; one that fails gets no more, and is noted."""
+        """Give the records to each writer; one that fails is closed and dropped."""
         for writer in tuple(self._open):
             try:
                 for record in records:
@@ -71,7 +71,7 @@ class Writers:
                 self._drop(writer, failure)
 
     def close(self) -> None:
-        """Close each writer, once; a failure is kept in mind."""
+        """Close each writer, once; keep the first failure."""
         for writer in tuple(self._open):
             self._drop(writer, None)
 
@@ -90,7 +90,7 @@ class Writers:
             raise self.failure
 
     def explain(self, error: BaseException) -> None:
-        """Tell of a failure in an exception that ends the run anyway."""
+        """Note a failure in another exception that ends the run."""
         if self.failure is not None and not self._raised:
             self._raised = True
             error.add_note(
@@ -100,7 +100,7 @@ class Writers:
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
-    """The writers, once they are some."""
+    """Return the writers as a tuple, or raise if one cannot be opened."""
     if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
         raise ValueError(
             f"writers={writers!r} must be a list, such as [tj.JsonLines('run.jsonl')]."
@@ -116,26 +116,26 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
     return writers
 
 
-def opened(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
-    """The writers of a run, open on the first of the processes that share it."""
+def open_all(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
+    """Open the writers of a run, on process 0 alone of those that share it."""
     if placement.num_processes == 1:
         return Writers(writers, start)
     failure, made = None, Writers((), start)
     if jax.process_index() == 0:
         try:
             made = Writers(writers, start)
-        except Exception as error:  # the others would wait for this one's steps
+        except Exception as error:  # raised below, after the other processes know
             failure = error
     failed = from_first_process(np.array(failure is not None))
     if failure is not None:
         raise failure
     if failed:
-        raise ValueError("A writer could not be opened on process 0, which says why.")
+        raise ValueError("A writer could not be opened on process 0: see its error.")
     return made
 
 
 def as_json(value: Any) -> Any:
-    """The value with each float that is not finite by its name, as ``float`` reads."""
+    """Replace each float that is not finite by its name, which ``float`` reads."""
     if isinstance(value, Mapping):
         return {name: as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -146,12 +146,12 @@ def as_json(value: Any) -> Any:
 
 
 HEAD = b'{"kind": '
-"""How every line begins; a torn one may be shorter."""
+"""The first bytes of every line; a torn line may be shorter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonLines:
-    """A file of one JSON object a line, one line a step and an evaluation.
+    """A file with one line of JSON for each step and each evaluation.
 
     ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
     ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact: read back, they are
@@ -159,16 +159,16 @@ class JsonLines:
     ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. Arrays are
     nested lists.
 
-    A line is handed to the operating system whole before the next step is looked at,
+    Each line is one ``write`` to the operating system, before the next step's hooks,
     so that a process killed at any time leaves whole lines.
 
     A run that starts at step ``n`` keeps the lines up to step ``n`` and cuts off
-    later ones, and a torn last line: those steps are done again, and no step is
-    there twice. A run that starts at step 0 refuses a file that has lines.
+    later ones, and a torn last line: those steps are done again, and no step has
+    two lines. A run that starts at step 0 refuses a file that has lines.
 
     Attributes:
       path: The file; its folder is made.
-      replace: May a run that starts at step 0 cut off all lines of an earlier one?
+      replace: Whether a run that starts at step 0 may cut off the lines of another.
 
     Example:
       >>> import tempfile
@@ -187,9 +187,10 @@ class JsonLines:
 
     def __post_init__(self) -> None:
         check_path("JsonLines.path", self.path, "a file's path")
+        check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> "OpenJsonLines":
-        """Begin, or go on after the lines of earlier steps.
+        """Open the file, after the lines of earlier steps.
 
         Args:
           start: Steps that the state had done before.
@@ -198,25 +199,25 @@ class JsonLines:
           The open file.
 
         Raises:
-          ValueError: The file holds something else, or an earlier run.
+          ValueError: ``path`` is a folder, or holds something else or an earlier run.
         """
         path = pathlib.Path(self.path)
         if path.is_dir():
             raise ValueError(f"JsonLines(path={str(path)!r}) is a folder; name a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A pipe or a device has no lines to go on after.
-        again = self._cut(path, start) if path.is_file() else None
-        return OpenJsonLines(path, again)
+        # A pipe or a device has no earlier lines.
+        repeated = self._cut(path, start) if path.is_file() else None
+        return OpenJsonLines(path, repeated)
 
     def _cut(self, path: pathlib.Path, start: int) -> tuple[int, int] | None:
-        """Where the line of an evaluation begins that may be done again."""
+        """Cut off later lines; (step, offset) of a last line that is an evaluation."""
         kept = last = 0
-        again = None
-        for found, length in lines_of(path, "step", "a run", HEAD):
+        repeated = None
+        for found, length in read_lines(path, "step", "a run", HEAD):
             last = max(last, found["step"])
             if last <= start:
                 is_last = (found["step"], found.get("kind")) == (start, "eval")
-                again = (start, kept) if is_last else None
+                repeated = (start, kept) if is_last else None
                 kept += length
         if start == 0 and last > 0 and not self.replace:
             raise ValueError(
@@ -226,17 +227,17 @@ class JsonLines:
             )
         if kept < path.stat().st_size:
             os.truncate(path, kept)
-        return again
+        return repeated
 
 
-def lines_of(
+def read_lines(
     path: pathlib.Path, key: str, owner: str, head: bytes = b""
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """The object of each line, which has the key, and its length; not of a torn end."""
+    """Yield each whole line's object, which must have ``key``, and length in bytes."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n") and line.startswith(head[: len(line)]):
-                return  # by a kill or a full disk
+                return  # torn by a kill or a full disk
             try:
                 if not line.startswith(head):
                     raise ValueError("Each line begins in the same way.")
@@ -251,7 +252,7 @@ def lines_of(
 
 
 def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
-    """Write an object to an unbuffered file: one call, which no kill cuts in two."""
+    """Write an object to an unbuffered file by one call, which no kill can tear."""
     rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
     while rest:
         rest = rest[file.write(rest) :]
@@ -261,17 +262,17 @@ class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
     def __init__(
-        self, path: pathlib.Path, again: tuple[int, int] | None = None
+        self, path: pathlib.Path, repeated: tuple[int, int] | None = None
     ) -> None:
-        self._file, self._again = path.open("ab", buffering=0), again
+        self._file, self._repeated = path.open("ab", buffering=0), repeated
 
     def write(self, record: Record) -> None:
-        """Append a line; an evaluation done again takes the place of the last."""
-        if self._again and (record.kind, record.step) == ("eval", self._again[0]):
-            self._file.truncate(self._again[1])
-        self._again = None
+        """Append a line; the same evaluation done again replaces the last line."""
+        if self._repeated and (record.kind, record.step) == ("eval", self._repeated[0]):
+            self._file.truncate(self._repeated[1])
+        self._repeated = None
         head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
-        metrics = {name: plain(name, x) for name, x in record.metrics.items()}
+        metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
         append_line(self._file, {**head, "metrics": metrics})
 
     def close(self) -> None:
@@ -279,8 +280,8 @@ class OpenJsonLines:
         self._file.close()
 
 
-def plain(name: str, value: Any) -> Any:
-    """A metric as JSON can hold it."""
+def json_value(name: str, value: Any) -> Any:
+    """Convert a metric to numbers and lists for JSON."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
         return array.tolist()

@@ -1,33 +1,34 @@
-"""What can the analysis of a per-tower function find, and what of it is refused?"""
+"""The findings of the analysis of a tower function, and the errors for them."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from towerjax.types.leaves import listed
 
 
 @dataclasses.dataclass(frozen=True)
 class Dependence:
-    """Why a value differs: an input, "tower.id" or a primitive; and who made it."""
+    """The source of a difference (an input, "tower.id" or a primitive) and its line."""
 
     source: str
-    line: str  # "train.py:12 (loss_fn)"; "" for an input returned as it came in
+    line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective as written; XLA may merge or remove it."""
+    """One collective in the jaxpr; XLA may merge or remove it."""
 
     primitive: str
     axes: tuple[str, ...]
     bytes: int  # of its operands
-    trips: int | None  # product of the scans around it; None under a while
+    trips: int | None  # product of the lengths of the scans around it; None in a while
     line: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Hang:
-    """A collective that some towers reach and others do not: on devices, a hang."""
+    """A collective that only some towers reach: devices would hang."""
 
     primitive: str
     line: str
@@ -37,32 +38,35 @@ class Hang:
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """A sum over towers, at a line, of what is the same on all: `T` times too much."""
+    """A sum over towers of a value that is the same on all: `T` times too much."""
 
     line: str
-    outputs: tuple[int, ...]  # which hold it; where there are none, into says what does
+    outputs: tuple[int, ...]  # those that hold it; if none, ``into`` says what does
     into: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Random numbers, at `line`, of a key of rbg that differs from tower to tower."""
+    """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
 
     line: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """Where towers meet in their middle, and if what they bring depends on an input."""
+class TowerCall:
+    """A collective of ``tower``, and whether its operand depends on a named input."""
 
     name: str
     line: str
     depends: bool
 
 
+Found: TypeAlias = Collective | Dependence | Draw | Hang | Repeat | TowerCall
+
+
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """What the walk found; `outputs[i]` is None where output i is MIRRORED."""
+    """All findings; `outputs[i]` is None where output i is MIRRORED."""
 
     outputs: tuple[Dependence | None, ...]
     hangs: tuple[Hang, ...]
@@ -70,11 +74,11 @@ class Analysis:
     repeats: tuple[Repeat, ...] = ()
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
-    meetings: tuple[Meeting, ...] = ()  # of `depends` alone
+    tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
-    def joined(cls, parts: Sequence["Analysis"]) -> "Analysis":
-        """What was found in all of them, one after another."""
+    def concat(cls, parts: Sequence["Analysis"]) -> "Analysis":
+        """Concatenate the findings of several analyses."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(*(sum([getattr(x, name) for x in parts], ()) for name in names))
 
@@ -84,7 +88,7 @@ _REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over
 or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
 tj.PerTower(value), or TowerOutput(local=...)."""
 _FACTORS = "A mean is multiplied with what differs from tower to tower:"
-_ROWS = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
+_UNIFY = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
 same on all towers, tower.reduce(tj.Reduction.MEAN, factor). Where each tower's own is
 meant, as where it clips its gradient, say tj.Weighted(total * factor, weight)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
@@ -97,16 +101,18 @@ merge_call or reduction out of the cond or while."""
 
 
 class ReplicationError(ValueError):
-    """What is MIRRORED differs or is counted T times, or a collective would hang.
+    """A MIRRORED value differs or is counted T times, or a collective would hang.
 
-    Or random numbers would depend on how many towers share a device.
+    Also where a mean's factor differs from tower to tower or a bare value from
+    micro-batch to micro-batch, where towers that train alone communicate, and where
+    random numbers would depend on how many towers share a device.
     """
 
 
 def prove_mirrored(
     analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
 ) -> None:
-    """Nothing, when every output declared MIRRORED is proved so and nothing hangs."""
+    """Raise unless outputs with a name are MIRRORED, and nothing hangs or repeats."""
     differing = [
         f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
         + (f"made at {d.line}" if d.line else "returned as it came in")
@@ -118,7 +124,7 @@ def prove_mirrored(
         f"{hang.control_line}, whose predicate differs from tower to tower"
         for hang in analysis.hangs
     ]
-    repeated = [_repeat(repeat, names) for repeat in analysis.repeats]
+    repeated = [_describe_repeat(repeat, names) for repeat in analysis.repeats]
     text = differing and [_DIFFERING, *differing, advice or _REDUCE]
     text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
     text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
@@ -127,40 +133,40 @@ def prove_mirrored(
 
 
 def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
-    """Raise where draws would depend on how many towers share a device."""
+    """Raise where random numbers would depend on how many towers share a device."""
     lines = dict.fromkeys(draw.line or "a line of a library" for draw in analysis.draws)
     if lines and shared:
         raise ReplicationError(
-            "Random numbers of a key of rbg depend under vmap on how many towers share"
-            f" a device, and are drawn at {', '.join(lines)}. Use jax.random.key(seed,"
+            "Under vmap, random numbers of an rbg key depend on how many towers share a"
+            f" device. They are drawn at {', '.join(lines)}. Use jax.random.key(seed,"
             " impl='threefry2x32'), local='scan', or one tower a device."
         )
 
 
 def refuse_factors(analysis: Analysis) -> None:
-    """Raise where a mean's factor is another on another tower."""
-    told = [
+    """Raise where the factor of a mean differs from tower to tower."""
+    lines = [
         f"  - what depends on {x.source}; it "
         + (f"is made at {x.line}" if x.line else "stands as it came in")
         for x in analysis.factors
     ]
-    if told:
-        raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(told), _ROWS]))
+    if lines:
+        raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(lines), _UNIFY]))
 
 
-def refuse_meetings(analysis: Analysis) -> None:
-    """Raise where towers that go alone communicate."""
-    met = [f"{x.primitive} at {x.line}" for x in analysis.collectives]
-    if met:
+def refuse_collectives(analysis: Analysis) -> None:
+    """Raise where towers communicate that must not between synchronisations."""
+    lines = [f"{x.primitive} at {x.line}" for x in analysis.collectives]
+    if lines:
         raise ReplicationError(
-            f"Towers go alone between synchronisations, but meet in a step:"
-            f" {listed(dict.fromkeys(met))}. Leave it out, or say"
+            f"With sync= towers train alone, but they communicate in a step:"
+            f" {listed(dict.fromkeys(lines))}. Leave it out, or say"
             " sync=tj.sync.EveryStep()."
         )
 
 
-def refuse_of_parts(found: Sequence[Dependence | None], names: Sequence[str]) -> None:
-    """Raise where a bare value is another one in each micro-batch of a tower."""
+def refuse_varying(found: Sequence[Dependence | None], names: Sequence[str]) -> None:
+    """Raise where a bare value differs between the micro-batches of a tower."""
     pairs = zip(found, names, strict=False)
     bare = [f"{name}, made at {x.line}" for x, name in pairs if x is not None]
     if bare:
@@ -173,7 +179,7 @@ def refuse_of_parts(found: Sequence[Dependence | None], names: Sequence[str]) ->
         )
 
 
-def _repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
+def _describe_repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
     line = repeat.line or "a line of a library"
     if not repeat.outputs:
         return f"  - {repeat.into} (at {line})"

@@ -1,4 +1,4 @@
-"""Of what is the sum over towers one operation? Of those that add up by themselves."""
+"""Compute the sum over towers of an operation's results as one operation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,44 +9,44 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from towerjax.collectives.reduce import join_rows
 
-AtOnce = tuple[Callable[..., jax.Array], list[Any]]
+FusedSum = tuple[Callable[..., jax.Array], list[Any]]
 
-# They move values, add them up, change their sign: of a sum as of each of its parts.
-_MOVES = frozenset("transpose reshape squeeze broadcast_in_dim neg reduce_sum".split())
+# Linear in one operand: the result for a sum is the sum of the results.
+_LINEAR = frozenset("transpose reshape squeeze broadcast_in_dim neg reduce_sum".split())
 
 
-def at_once(
+def fused_sum(
     eqn: JaxprEqn, is_own: Callable[[Any], bool], made: dict[Any, JaxprEqn]
-) -> AtOnce | None:
-    """How the sum over towers of what it gives is done at once, and of what.
+) -> FusedSum | None:
+    """The one operation that sums an equation's results over towers, and its operands.
 
-    ``made`` says by which equation each value is made.
+    ``is_own(x)`` says if x differs between towers; ``made[x]`` is the equation of x.
     """
     name, given = eqn.primitive.name, list(eqn.invars)
     if name == "scatter-add" and _are_zeros(given[0], made):
-        return _added_rows, given[1:]
+        return _sum_of_scatters, given[1:]
     if not all(map(is_own, given)):
-        return None  # what all towers share would be held ``k`` times
+        return None  # a value that all towers share would be copied ``k`` times
     if name == "dot_general":
-        return _product, given
+        return _sum_of_products, given
     if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
-        return _convolution, given
+        return _sum_of_convolutions, given
     return None
 
 
-def hands_on(eqn: JaxprEqn) -> bool:
-    """Is what it makes of a sum the sum of what it makes of each?
+def is_linear(eqn: JaxprEqn) -> bool:
+    """Whether an equation gives for a sum the sum of its results.
 
-    Of a conversion it is not: what towers rounded to 16 bits would be rounded once, and
-    the sum depend on how many share a device.
+    A conversion does not: a sum would be rounded to 16 bits once, and not the value of
+    each tower, so that the result would depend on how many towers share a device.
     """
     if eqn.primitive.name == "pad":
         return _is_zero(eqn.invars[1])
-    return eqn.primitive.name in _MOVES
+    return eqn.primitive.name in _LINEAR
 
 
-def handed_on(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
-    """What such an equation makes of a value."""
+def apply_linear(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+    """The result of a linear equation for ``x``."""
     numbers = [y.val for y in eqn.invars[1:] if isinstance(y, Literal)]
     return eqn.primitive.bind(x, *numbers, **eqn.params)
 
@@ -62,8 +62,8 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, Literal) and value.val == 0
 
 
-def _product(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum over dim 0 of products, as one that contracts it too."""
+def _sum_of_products(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over dim 0 of products, as one product that also contracts dim 0."""
     contracted, batch = eqn.params["dimension_numbers"]
     within = tuple((0, *(dim + 1 for dim in dims)) for dims in contracted)
     beside = tuple(tuple(dim + 1 for dim in dims) for dims in batch)
@@ -71,15 +71,15 @@ def _product(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
     return eqn.primitive.bind(a, b, **params)
 
 
-def _convolution(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The sum over dim 0 of convolutions, as one of ``k`` times as many features."""
+def _sum_of_convolutions(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The sum over dim 0 of convolutions, as one with ``k`` times the features."""
     dims = eqn.params["dimension_numbers"]
     x, kernel = join_rows(x, dims.lhs_spec[1]), join_rows(kernel, dims.rhs_spec[1])
     return eqn.primitive.bind(x, kernel, **eqn.params)
 
 
-def _added_rows(eqn: JaxprEqn, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """The sum over dim 0 of rows added into zeros: all of them into the same."""
+def _sum_of_scatters(eqn: JaxprEqn, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The sum over dim 0 of scatters into zeros, as one scatter of all rows."""
     dims = eqn.params["dimension_numbers"]
     batching = dims.scatter_indices_batching_dims
     dims = dims._replace(

@@ -1,10 +1,10 @@
-"""How do the towers of a device run together? By ``vmap``, and their sums at once.
+"""Run the towers of a device by ``vmap``, and sum their results in one operation.
 
-The sum over towers of products of two matrices is one product, which contracts the
-towers' dim too; that of convolutions is one convolution, and of rows added into zeros,
-as a lookup's gradient, all rows are added into the same. `jax.vmap` would make ``k`` of
-each and hold them all: of gradients ``k`` times the parameters. So it is inside of
-``jit``, of ``checkpoint`` and in each step of a ``scan``, too.
+The sum over towers of matrix products is one product, which also contracts the towers'
+dim; that of convolutions is one convolution, and that of rows scattered into zeros, as
+the gradient of a lookup, is one scatter of all rows. `jax.vmap` would compute ``k``
+results and hold them all: for gradients, ``k`` times the parameters. The same is done
+inside ``jit`` and ``checkpoint``, and in each step of a ``scan``.
 """
 
 import operator
@@ -20,8 +20,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import loop_sizes, open_jaxpr
-from towerjax.proof.walk import Walk, as_written
-from towerjax.towers.at_once import at_once, handed_on, hands_on
+from towerjax.proof.interpreter import Interpreter, eqn_context
+from towerjax.towers.fused_sums import apply_linear, fused_sum, is_linear
 from towerjax.types import PyTree
 
 Operands = Sequence[jax.Array]
@@ -29,45 +29,45 @@ Add = Callable[[jax.Array], jax.Array]
 Part = Callable[[Operands, Add], jax.Array]
 
 
-def together(
+def vmap_and_sum(
     program: ClosedJaxpr,
     own: Sequence[jax.Array],
     common: Sequence[Any],
     num_sums: int,
     add: Add,
 ) -> list[jax.Array]:
-    """What one tower's program returns, of all towers, ``[k, ...]``, its sums added.
+    """Run one tower's program for all towers: sums, then other results ``[k, ...]``.
 
-    ``own`` are its first arguments, ``[k, ...]``, and the others those of all towers;
-    sums are the first ``num_sums`` of its results, which ``add`` adds up.
+    ``own`` are its first arguments, ``[k, ...]``; all towers share the others. The
+    first ``num_sums`` results are summed, by ``add`` where no one operation can.
     """
-    cut = Cut(program.jaxpr, len(own), num_sums)
-    opened = {id(eqn): _opened(eqn, sums, add) for eqn, sums in cut.opened.values()}
+    plan = SumPlan(program.jaxpr, len(own), num_sums)
+    opened = {id(eqn): _with_sums(eqn, sums, add) for eqn, sums in plan.opened.values()}
     kept = program.jaxpr.outvars[num_sums:]
 
     def of_tower(*own: jax.Array) -> list[jax.Array]:
-        walk = Walk(program, [*own, *common])
+        walk = Interpreter(program, [*own, *common])
         for eqn in program.jaxpr.eqns:
             if id(eqn) in opened:
-                with as_written(eqn):
+                with eqn_context(eqn):
                     out = opened[id(eqn)](own[0], *map(walk.read, eqn.invars))
                 walk.values.update(zip(eqn.outvars, out, strict=True))
             else:
                 walk.evaluate(eqn)
-        return [jnp.asarray(walk.read(x)) for x in (*kept, *cut.operands)]
+        return [jnp.asarray(walk.read(x)) for x in (*kept, *plan.operands)]
 
-    axes = [0] * len(kept) + [None if one else 0 for one in cut.is_sum]
+    axes = [0] * len(kept) + [None if one else 0 for one in plan.is_sum]
     out = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)(*own)
     operands = out[len(kept) :]
-    sums = [reduce(operator.add, [x(operands, add) for x in one]) for one in cut.sums]
+    sums = [reduce(operator.add, [x(operands, add) for x in one]) for one in plan.sums]
     return [*sums, *out[: len(kept)]]
 
 
-def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-    """``fn(value)``, computed with a dim before: as a state has one tower's value.
+def with_leading_dim(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
+    """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
 
-    What is updated in another shape than the state's XLA:CPU copies, at every step.
-    Numbers stay ``()``: divided by one of ``[1]`` bits would depend on ``D``.
+    XLA:CPU copies a value, at every step, if its update has another shape than the
+    state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
     """
     axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
     given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
@@ -75,22 +75,22 @@ def as_one_of_several(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x[0], out)
 
 
-class Cut:
-    """A program without its sums: of what they are made, and how.
+class SumPlan:
+    """How to compute the sums of a program's first results from values inside it.
 
     Attributes:
-      operands: The values of which sums are made.
-      is_sum: Which of these an opened equation has added up over towers.
+      operands: The values that sums are computed from.
+      is_sum: Whether an opened equation has already summed each operand over towers.
       sums: For each sum its parts.
-      opened: Equations that hold a program, by ``id``, and which results are sums.
+      opened: Equations with an inner program, by ``id``, and their results to sum.
     """
 
     def __init__(self, body: Jaxpr, num_own: int, num_sums: int) -> None:
         self.operands: list[Any] = []
         self.is_sum: list[bool] = []
         self.opened: dict[int, tuple[JaxprEqn, set[int]]] = {}
-        self._running: dict[int, set[int]] = {}
-        self._own = depending(body, body.invars[:num_own])
+        self._carried: dict[int, set[int]] = {}
+        self._own = dependents(body, body.invars[:num_own])
         self._uses = _uses_in(body)
         self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
         sums = body.outvars[:num_sums]
@@ -99,51 +99,52 @@ class Cut:
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, Var) and value in self._own  # a literal has no hash
 
-    def _taken(self, value: Any, *, is_sum: bool = False) -> int:
+    def _take(self, value: Any, *, is_sum: bool = False) -> int:
+        """Add a value to the operands, and return its index."""
         self.operands.append(value)
         self.is_sum.append(is_sum)
         return len(self.operands) - 1
 
     def _rows(self, values: Sequence[Any]) -> Part:
-        return partial(_rows, [self._taken(x) for x in values])
+        return partial(_added_part, [self._take(x) for x in values])
 
     def _parts(self, value: Any) -> list[Part]:
-        """What adds a value up; of what is best done by each tower for itself none."""
+        """The parts of the sum of a value; none where each tower best computes it."""
         parts, rest, left = [], [], [value]
-        while left:  # a chain of sums, as long as a parameter is often used
+        while left:  # a chain of additions, one for each use of a parameter
             value = left.pop()
             once = isinstance(value, Var) and self._uses[value] == 1
             eqn = self._made.get(value) if once else None
-            if eqn and _adds(eqn):
+            if eqn and _is_addition(eqn):
                 left += reversed(eqn.invars)
-            elif eqn and (found := at_once(eqn, self._is_own, self._made)):
+            elif eqn and (found := fused_sum(eqn, self._is_own, self._made)):
                 merge, given = found
-                given = [self._taken(x) for x in given]
-                parts.append(partial(_merged, merge, eqn, given))
-            elif eqn and hands_on(eqn) and (before := self._parts(eqn.invars[0])):
-                parts += [partial(_handed_on, eqn, part) for part in before]
+                given = [self._take(x) for x in given]
+                parts.append(partial(_fused_part, merge, eqn, given))
+            elif eqn and is_linear(eqn) and (before := self._parts(eqn.invars[0])):
+                parts += [partial(_linear_part, eqn, part) for part in before]
             elif eqn and self._is_own(value) and self._adds_inside(eqn, value):
                 sums = self.opened.setdefault(id(eqn), (eqn, set()))[1]
                 sums.add(eqn.outvars.index(value))
-                parts.append(partial(_as_it_is, self._taken(value, is_sum=True)))
+                parts.append(partial(_presummed_part, self._take(value, is_sum=True)))
             else:
                 rest.append(value)
         return [*parts, self._rows(rest)] if parts and rest else parts
 
     def _adds_inside(self, eqn: JaxprEqn, value: Any) -> bool:
-        """Is the sum over towers of this result that of the program's it holds?"""
+        """Whether the inner program can sum this result of an equation over towers."""
         if eqn.primitive.name in ("jit", "remat2"):
             return True
         if eqn.primitive.name != "scan":
             return False
-        if id(eqn) not in self._running:
-            self._running[id(eqn)] = _running_sums(eqn)
+        if id(eqn) not in self._carried:
+            self._carried[id(eqn)] = _carried_sums(eqn)
         number, (_, num_carry) = eqn.outvars.index(value), loop_sizes(eqn)
-        return number >= num_carry or number in self._running[id(eqn)]
+        return number >= num_carry or number in self._carried[id(eqn)]
 
 
-def depending(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
-    """What depends on these; all else would be held ``k`` times."""
+def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
+    """The values that depend on ``given``, and so differ from tower to tower."""
     found: set[Any] = set(given)
     for eqn in body.eqns:
         if any(isinstance(x, Var) and x in found for x in eqn.invars):
@@ -151,8 +152,8 @@ def depending(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
     return found
 
 
-def _adds(eqn: JaxprEqn) -> bool:
-    """Does it add values of one shape, and no number to each element?"""
+def _is_addition(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds values of one shape, without broadcasting."""
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     is_sum = eqn.primitive.name in ("add", "add_any")
     return is_sum and all(x.shape == avals[0].shape for x in avals)
@@ -163,7 +164,7 @@ def _uses_in(body: Jaxpr) -> Counter[Any]:
     return uses + Counter(x for x in body.outvars if isinstance(x, Var))
 
 
-def _merged(
+def _fused_part(
     merge: Callable[..., jax.Array],
     eqn: JaxprEqn,
     taken: Sequence[int],
@@ -173,23 +174,20 @@ def _merged(
     return merge(eqn, *[given[i] for i in taken])
 
 
-def _handed_on(eqn: JaxprEqn, part: Part, given: Operands, add: Add) -> jax.Array:
-    return handed_on(eqn, part(given, add))
+def _linear_part(eqn: JaxprEqn, part: Part, given: Operands, add: Add) -> jax.Array:
+    return apply_linear(eqn, part(given, add))
 
 
-def _as_it_is(taken: int, given: Operands, add: Add) -> jax.Array:
+def _presummed_part(taken: int, given: Operands, add: Add) -> jax.Array:
     return given[taken]
 
 
-def _rows(rows: Sequence[int], given: Operands, add: Add) -> jax.Array:
+def _added_part(rows: Sequence[int], given: Operands, add: Add) -> jax.Array:
     return add(reduce(operator.add, [given[i] for i in rows]))
 
 
-# Equations that hold a program, whose sums are those of the program.
-
-
-def _running_sums(eqn: JaxprEqn) -> set[int]:
-    """To which carries of a scan each step adds something, without a look at them."""
+def _carried_sums(eqn: JaxprEqn) -> set[int]:
+    """The carries of a scan that each step only adds to, and does not read."""
     body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
     uses, made = _uses_in(body), {x: e for e in body.eqns for x in e.outvars}
     found = set()
@@ -201,13 +199,16 @@ def _running_sums(eqn: JaxprEqn) -> set[int]:
                 continue
             if value is carry:
                 found.add(number)
-            elif value in made and _adds(made[value]):
+            elif value in made and _is_addition(made[value]):
                 left += made[value].invars
     return found
 
 
-def _opened(eqn: JaxprEqn, sums: set[int], add: Add) -> Callable[..., Any]:
-    """An equation that holds a program, of which ``vmap`` adds up some results."""
+def _with_sums(eqn: JaxprEqn, sums: set[int], add: Add) -> Callable[..., Any]:
+    """An equation with an inner program, for which ``vmap`` sums some results.
+
+    ``of_tower`` is mapped, so that the rule runs even if all towers share the rest.
+    """
 
     @jax.custom_batching.custom_vmap
     def one(of_tower: jax.Array, *given: jax.Array) -> list[jax.Array]:
@@ -216,37 +217,37 @@ def _opened(eqn: JaxprEqn, sums: set[int], add: Add) -> Callable[..., Any]:
     @one.def_vmap
     def of_all(size: int, are_own: list[bool], *all_given: Any) -> Any:
         (_, *is_own), (_, *given) = are_own, all_given
-        if not any(is_own):
+        if not any(is_own):  # then no argument has a dim of towers: stack one
             is_own[0], given[0] = True, jnp.stack([given[0]] * size)
         if eqn.primitive.name == "scan":
-            return _scanned(eqn, sums, is_own, given, add)
-        out = _called(eqn, sums, is_own, given, add)
+            return _scan_on_all(eqn, sums, is_own, given, add)
+        out = _call_on_all(eqn, sums, is_own, given, add)
         return out, [i not in sums for i in range(len(out))]
 
     return one
 
 
-def _called(
+def _call_on_all(
     eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], add: Add
 ) -> list[jax.Array]:
     program = eqn.params["jaxpr"]
     if eqn.primitive.name == "remat2":
         if not isinstance(program, ClosedJaxpr):
             program = ClosedJaxpr(program, ())
-        # What keeps XLA from taking what was computed before in place of it.
+        # A barrier, so that XLA does not use the values of the forward pass instead.
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             given = lax.optimization_barrier(given)
-    return _of_all(program, sums, is_own, given, add)
+    return _vmap_any_order(program, sums, is_own, given, add)
 
 
-def _of_all(
+def _vmap_any_order(
     program: ClosedJaxpr,
     sums: set[int],
     is_own: Sequence[bool],
     given: Sequence[Any],
     add: Add,
 ) -> list[jax.Array]:
-    """`together` of any arguments that are towers' own, and any results as sums."""
+    """`vmap_and_sum` with towers' own arguments, and sums, in any position."""
     body = program.jaxpr
     order = sorted(range(len(given)), key=lambda i: not is_own[i])
     results = sorted(range(len(body.outvars)), key=lambda i: i not in sums)
@@ -256,21 +257,21 @@ def _of_all(
     )
     values, num_own = [given[i] for i in order], sum(is_own)
     own, common = values[:num_own], values[num_own:]
-    out = together(program.replace(jaxpr=body), own, common, len(sums), add)
+    out = vmap_and_sum(program.replace(jaxpr=body), own, common, len(sums), add)
     return [out[results.index(i)] for i in range(len(out))]
 
 
-def _scanned(
+def _scan_on_all(
     eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], add: Add
 ) -> tuple[list[jax.Array], list[bool]]:
-    """A scan of all towers, in each step of which sums are added up; ``[k, ...]``?"""
+    """Scan all towers, summing in each step; and which results are ``[k, ...]``."""
     params, program = eqn.params, eqn.params["jaxpr"]
     size = next(len(x) for x, own in zip(given, is_own, strict=True) if own)
     first, number = loop_sizes(eqn)
-    own, own_out = _own_in_loop(eqn, sums, is_own)
+    own, own_out = _own_in_scan(eqn, sums, is_own)
     consts, xs = given[:first], given[first + number :]
 
-    def begun(i: int) -> jax.Array:
+    def initial(i: int) -> jax.Array:
         x, has_towers = given[first + i], is_own[first + i]
         if i in sums:
             return add(x) if has_towers else x * jnp.asarray(size, x.dtype)
@@ -280,40 +281,40 @@ def _scanned(
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         seen = [jnp.zeros_like(x) if i in sums else x for i, x in enumerate(carry)]
-        out = _of_all(program, sums, own, [*consts, *seen, *xs], add)
+        out = _vmap_any_order(program, sums, own, [*consts, *seen, *xs], add)
         out = [x if i in sums or own_out[i] else x[0] for i, x in enumerate(out)]
         new = [x + out[i] if i in sums else out[i] for i, x in enumerate(carry)]
         return new, out[number:]
 
     carry, ys = lax.scan(
         step,
-        [begun(i) for i in range(number)],
-        [_turned(x, is_own[first + number + i]) for i, x in enumerate(xs)],
+        [initial(i) for i in range(number)],
+        [_swap_axes(x, is_own[first + number + i]) for i, x in enumerate(xs)],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
     has_towers = [x and i not in sums for i, x in enumerate(own_out)]
-    ys = [_turned(y, has_towers[number + i]) for i, y in enumerate(ys)]
+    ys = [_swap_axes(y, has_towers[number + i]) for i, y in enumerate(ys)]
     return [*carry, *ys], has_towers
 
 
-def _turned(x: Any, has_towers: bool) -> Any:
-    """Steps before towers for towers before steps, and the other way round."""
+def _swap_axes(x: Any, has_towers: bool) -> Any:
+    """Swap the dims of steps and of towers, where there are towers."""
     return jnp.swapaxes(x, 0, 1) if has_towers else x
 
 
-def _own_in_loop(
+def _own_in_scan(
     eqn: JaxprEqn, sums: set[int], is_own: Sequence[bool]
 ) -> tuple[list[bool], list[bool]]:
-    """Which arguments and results of a scan's step are towers' own."""
+    """Whether each argument and result of a scan's step differs between towers."""
     body, own = open_jaxpr(eqn.params["jaxpr"]), list(is_own)
     first, number = loop_sizes(eqn)
     while True:
         for i in range(number):
-            own[first + i] &= i not in sums  # a sum is of all towers
+            own[first + i] &= i not in sums  # all towers share a sum
         pairs = zip(body.invars, own, strict=True)
-        found = depending(body, [x for x, one in pairs if one])
+        found = dependents(body, [x for x, one in pairs if one])
         out = [isinstance(x, Var) and x in found for x in body.outvars]
         out = [x or (i < number and own[first + i]) for i, x in enumerate(out)]
         carry = [x and i not in sums for i, x in enumerate(out[:number])]

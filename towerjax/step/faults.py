@@ -1,4 +1,4 @@
-"""What can be amiss in a step? Copies that differ, and values that are not finite."""
+"""Faults of a step: devices' copies that differ, and values that are not finite."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Differing:
     leaf: str  # "params/Dense_2/kernel"
 
     def __str__(self) -> str:
-        towers = f" ({told_towers(self.towers)})" if self.towers else ""
+        towers = f" ({towers_text(self.towers)})" if self.towers else ""
         return f"{self.device}{towers}, {self.leaf}"
 
 
@@ -55,24 +55,24 @@ class DesyncError(RuntimeError):
         self.step, self.differing = step, tuple(differing)
 
 
-def told_towers(towers: Sequence[int]) -> str:
-    """The towers in words."""
+def towers_text(towers: Sequence[int]) -> str:
+    """The towers as a text, such as ``"towers 0, 2-5"``."""
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
             runs[-1].append(tower)
         else:
             runs.append([tower])
-    told = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
-    return ("tower " if len(towers) == 1 else "towers ") + ", ".join(told)
+    texts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    return ("tower " if len(towers) == 1 else "towers ") + ", ".join(texts)
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """A number made of an array's bits and of where they are.
+    """A hash of an array's bits and their positions, ``()`` uint32.
 
     Each word is mixed with its position by a bijection, and the words are added. So
-    a change of one element always shows, whatever it is; of changes of several, one
-    in ``2**32`` does not.
+    a change of one element always changes the hash; a change of several elements goes
+    unseen once in ``2**32``.
 
     Source:
       The bijection is the finalizer of MurmurHash3 (Appleby, 2011),
@@ -94,7 +94,7 @@ def fingerprints(tree: PyTree) -> jax.Array:
 
 
 def outliers(prints: np.ndarray) -> np.ndarray:
-    """Which devices differ from most, leaf by leaf."""
+    """``[D, L]`` bool: whether a device's copy of a leaf is unlike that of most."""
     wrong = np.zeros(prints.shape, bool)
     for leaf in np.flatnonzero((prints != prints[:1]).any(axis=0)):
         _, first, group, sizes = np.unique(
@@ -117,10 +117,10 @@ def differing_leaves(
 
 
 def check_mirrored(state: PyTree) -> None:
-    """Nothing, when all devices hold the same bits of each array that they share.
+    """Raise unless all devices hold the same bits of each mirrored array.
 
-    Looks at every byte, on the host: for tests and for searching. Of several
-    processes each looks at its own devices.
+    Compares every byte on the host, so it is for tests and for finding a fault. Each
+    of several processes compares its own devices.
 
     Args:
       state: A state, or any pytree of arrays. What is split over devices passes.
@@ -149,21 +149,21 @@ def check_mirrored(state: PyTree) -> None:
         raise DesyncError(int(getattr(state, "step", 0)), found)
 
 
-Part: TypeAlias = tuple[str, str, PyTree]
-"""What its leaves are, what they are called, and the leaves."""
+NamedPart: TypeAlias = tuple[str, str, PyTree]
+"""``(part, root, tree)``: such as ``("gradient", "params", grads)``."""
 
 KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
-"""What a flag says."""
+"""The meaning of a flag."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A leaf of a tower's own, before any reduction, that was not finite."""
+    """A leaf of one tower that was not finite, before any reduction."""
 
     step: int  # counted from 0
     tower: int
     leaf: str  # "params/Dense_2/kernel"
-    part: str  # "parameter" as the step began, "loss", "gradient", "metric"
+    part: str  # "parameter" (before the step), "loss", "gradient", "metric", "value"
     kind: str  # "NaN", "infinity", "NaN and infinity"; or "NaN or infinity"
 
 
@@ -171,14 +171,14 @@ class NonFiniteError(FloatingPointError):
     """The loss, a gradient or a parameter was NaN or infinite, on some tower.
 
     A refused step left parameters, optimizer state and local variables as they were.
-    Towers that go alone leave their own part of it out, and tell when they meet.
+    A tower that trains alone skips its own refused step and reports it at a meeting.
 
     Attributes:
       step: Which step, counted from 0.
       places: Where it was found, a `Place` for each tower and leaf; empty where that
-        is not known, and ``step.locate(state, batch)`` tells.
-      refused: Was the step refused? Else a check found what the guard passes.
-      alone: Did towers go alone, and tell it at this step, when they met?
+        is not known: ``step.locate(state, batch)`` finds it.
+      refused: Whether the step was refused; else a check found what the guard passes.
+      alone: Whether towers train alone and reported it at this step, a meeting.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class NonFiniteError(FloatingPointError):
         refused: bool = True,
         alone: bool = False,
     ) -> None:
-        where = f" Found: {told_places(places)}." if places else ""
+        where = f" Found: {places_text(places)}." if places else ""
         if alone:
             text = (
                 f"Before towers met at step {step}, a tower's own loss or gradient was"
@@ -221,13 +221,13 @@ class NonFiniteError(FloatingPointError):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """What of each leaf is not finite."""
+    """A flag for each leaf, and for each tower where it has leaves of its own."""
 
     table: jax.Array  # [M] or [T, M] uint8: 0, or a key of KINDS
     names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
 
     def places(self, step: int) -> list[Place]:
-        """In words, once it is on the host."""
+        """A `Place` for each flag that is set, once the table is on the host."""
         return [
             Place(step, int(tower), name, part, KINDS[int(self.table[tower, i])])
             for tower, i in np.argwhere(self.table)
@@ -235,8 +235,8 @@ class Flags:
         ]
 
 
-def flags(parts: Sequence[Part], *, due: jax.Array) -> Flags:
-    """What of each leaf is not finite."""
+def flag_leaves(parts: Sequence[NamedPart], *, due: jax.Array) -> Flags:
+    """Flags of one tower's leaves; all 0 where the check is not due."""
 
     def flag(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -258,20 +258,20 @@ def flags(parts: Sequence[Part], *, due: jax.Array) -> Flags:
     return Flags(table, tuple((part, name) for part, name, _ in named))
 
 
-def side_by_side(shared: Flags, own: Flags) -> Flags:
-    """Flags that all local towers share, before their own."""
+def join_flags(shared: Flags, own: Flags) -> Flags:
+    """Join the flags of leaves that local towers share with each tower's own."""
     rows = jnp.broadcast_to(shared.table, (own.table.shape[0], *shared.table.shape))
     table = jnp.concatenate([rows, own.table], axis=1)
     return Flags(table, shared.names + own.names)
 
 
-def told_places(places: Sequence[Place]) -> str:
-    """The places in words, those of several towers together."""
+def places_text(places: Sequence[Place]) -> str:
+    """The places as a text, in which several towers of one leaf are one entry."""
     towers: dict[Place, list[int]] = {}
     for place in places:
         towers.setdefault(dataclasses.replace(place, tower=0), []).append(place.tower)
-    told = [
-        f"{told_towers(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
+    texts = [
+        f"{towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
         for x, ids in towers.items()
     ]
-    return listed(told)
+    return listed(texts)

@@ -1,4 +1,4 @@
-"""Where is a training saved, how often, and how does it come back?"""
+"""`Checkpointer`: the options of checkpoints, and how a state is restored."""
 
 import contextlib
 import dataclasses
@@ -16,55 +16,56 @@ from towerjax.loop.checkpoint.folder import (
 )
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
-    array_files,
+    array_checkpointer,
     check_same_model,
-    restored,
+    restore_leaves,
 )
-from towerjax.loop.stopping import Mode, sign_of
-from towerjax.mesh.processes import first_process_says
+from towerjax.loop.stopping import Direction, sign_of
+from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.given_state import check_is_state
 from towerjax.step.state import TrainState
+from towerjax.step.state_checks import check_is_state
 from towerjax.types import named_leaves
 from towerjax.types.leaves import listed
 from towerjax.types.options import (
+    cast_ints,
     check_choice,
-    check_does,
+    check_methods,
     check_path,
     check_text,
     check_whole,
     is_whole,
-    plain_wholes,
 )
 
-Place = Literal["cursor", "count", "anew"]
+Resume = Literal["cursor", "count", "anew"]
 ARRAYS = "arrays"
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpointer:
-    """Saves a training into a folder, and goes on from there after any end.
+    """Saves a training into a folder, and resumes it from there.
 
-    ``run(..., checkpointer=...)`` begins with the newest checkpoint of the folder if it
-    is beyond the state that was passed, and saves on the way, at the end, at SIGTERM
-    and at Ctrl-C. Going on gives the bits of a run that was never stopped: the state,
-    its random key, the count of examples and the place in the batches are saved. A
-    checkpoint fits any number of towers and devices. See ``docs/checkpoints.md``.
+    ``run(..., checkpointer=...)`` starts from the newest checkpoint of the folder if
+    that is after the state that was passed. It saves during the run, at its end, at
+    SIGTERM and at Ctrl-C. A resumed run has the bits of one that was never stopped:
+    the state, its random key, the count of examples and the position in the batches
+    are saved. A checkpoint fits any number of towers and devices. See
+    ``docs/checkpoints.md``.
 
     Attributes:
-      directory: The folder, of this training alone; made. Of several processes all
-        must see the same one.
+      directory: A folder for this training alone; made. All of several processes must
+        see the same folder.
       every: Save after each step whose number is a multiple; None saves at the end and
         when the run is stopped.
-      keep: How many of the newest checkpoints stay.
+      keep: How many of the newest checkpoints are kept.
       best: The name of a scalar metric of the evaluation: each evaluation that is
-        better than all before it is saved, and the best one stays besides.
-      mode: Is less of it better, or more? NaN never is.
-      batches: How a resumed run finds its place. ``"cursor"``: the batches say and are
-        told where they are, as those of `batches` and Grain; a list is counted off.
-        ``"count"``: as many batches as were used are taken and dropped, which is the
-        same place if they come in the same order again. ``"anew"``: it goes on with
-        the first batch it is given.
+        better than all before it is saved, and the best one is kept besides.
+      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN never is.
+      batches: How a resumed run finds its position in the batches. ``"cursor"``: by
+        ``get_state`` and ``set_state`` of the batches, such as those of `batches` and
+        Grain; a list is skipped by count. ``"count"``: it takes and drops as many
+        batches as were used, which is right if their order is the same again.
+        ``"anew"``: it starts with the first batch.
       exit_code: Of the ``SystemExit`` that ends a run at SIGTERM, once it is saved.
 
     Example:
@@ -87,8 +88,8 @@ class Checkpointer:
     every: int | None = None
     keep: int = 3
     best: str | None = None
-    mode: Mode = "min"
-    batches: Place = "cursor"
+    mode: Direction = "min"
+    batches: Resume = "cursor"
     exit_code: int = 75
 
     def __post_init__(self) -> None:
@@ -96,25 +97,25 @@ class Checkpointer:
         check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
-        plain_wholes(self)
+        cast_ints(self)
         if self.best is not None:
             check_text("best", self.best, "the name of a metric, such as 'loss'")
-        check_choice("mode", self.mode, get_args(Mode))
-        check_choice("batches", self.batches, get_args(Place))
+        check_choice("mode", self.mode, get_args(Direction))
+        check_choice("batches", self.batches, get_args(Resume))
 
     @property
     def path(self) -> pathlib.Path:
-        """The directory."""
+        """The absolute path of ``directory``."""
         return pathlib.Path(self.directory).absolute()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """After which steps there are checkpoints, ascending; read anew each time."""
+        """The steps of the checkpoints, ascending; read from the folder each time."""
         return saved_steps(self.path)
 
     @property
     def best_step(self) -> int | None:
-        """Of the checkpoints with such an evaluation, the number of the best."""
+        """The step of the best checkpoint by the metric ``best``, or None."""
         if self.best is None:
             return None
         sign, found = sign_of(self.mode), {}
@@ -125,10 +126,10 @@ class Checkpointer:
         return min(found, key=found.__getitem__, default=None)
 
     def record(self, number: int) -> CheckpointRecord:
-        """What a checkpoint says of itself.
+        """The record of a checkpoint.
 
         Args:
-          number: After which step.
+          number: The step after which it was saved.
 
         Returns:
           The `CheckpointRecord`.
@@ -143,23 +144,23 @@ class Checkpointer:
     ) -> TrainState:
         """The state of a checkpoint, on this step's towers and devices.
 
-        Of several processes all call it.
+        All of several processes call it.
 
         Args:
           step: The train step.
-          state: One of the same model, such as ``step.init(params)``; says where each
-            leaf shall lie. It is kept.
-          number: After which step it was saved; None is the newest.
+          state: A state of the same model, such as ``step.init(params)``, whose
+            shardings the result has. It is not donated.
+          number: The step after which it was saved; None is the newest.
 
         Returns:
           The state.
 
         Raises:
-          CheckpointError: There is none; a file is missing, cut or changed; or it is
-            one of another model. Names files and leaves.
-          ValueError: ``state`` is none, or not on devices.
+          CheckpointError: There is none; a file is missing, truncated or changed; or
+            it is of another model. Names files and leaves.
+          ValueError: ``state`` is no ``TrainState``, or not on devices.
         """
-        check_does("step", step, "strategy start", "tj.build_train_step(...)")
+        check_methods("step", step, "strategy start", "tj.build_train_step(...)")
         check_is_state(state)
         leaves = named_leaves("state", state)
         away = [name for name, x in leaves if not isinstance(x, jax.Array)]
@@ -178,11 +179,11 @@ class Checkpointer:
             check_same_model(self.record(chosen).leaves, state, where)
             return chosen
 
-        chosen = first_process_says(choose)
+        chosen = call_on_first_process(choose)
         arrays = folder_of(self.path, chosen) / ARRAYS
-        with contextlib.closing(array_files()) as files:
-            return restored(
-                lambda asked: files.restore(arrays, asked),
+        with contextlib.closing(array_checkpointer()) as files:
+            return restore_leaves(
+                lambda shapes: files.restore(arrays, shapes),
                 self.record(chosen).leaves,
                 state,
                 step.strategy.placement,

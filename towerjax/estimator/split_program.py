@@ -1,0 +1,223 @@
+"""Split a model function's program into passes, where its optimizers reduce gradients.
+
+The function is traced once, as one tower's jaxpr. Each `meet` in it, where an optimizer
+needs the sum over all towers, ends a pass, which returns the tower's addends. Results
+that depend on no value of one tower are computed once, after the last pass.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal, Primitive
+
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.metrics.weighted import Weighted
+from towerjax.proof.equation import named_axes
+from towerjax.proof.interpreter import Interpreter
+from towerjax.step.returned import Hole, is_hole, is_typed
+from towerjax.step.state import TrainState
+from towerjax.step.update import needed_eqns
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PyTree, Sum
+
+_meet = Primitive("towers_meet")
+_meet.multiple_results = True
+
+
+@_meet.def_abstract_eval
+def _summed_shapes(*operands: Any, treedef: Any, copies: tuple[int, ...]) -> list[Any]:
+    del treedef
+    return [
+        x.update(shape=(x.shape[0] * count, *x.shape[1:])) if count else x
+        for x, count in zip(operands, copies, strict=True)
+    ]
+
+
+def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
+    """Sum losses and gradients over towers; table rows are concatenated.
+
+    Binds a primitive without an implementation: `SplitProgram` supplies its values.
+    ``count``: the number of towers times that of micro-batches.
+    """
+    leaves, treedef = jax.tree.flatten((loss, grads))
+    parts = jax.tree.leaves((loss, grads), is_leaf=is_rows)
+    copies = tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
+    outcomes = _meet.bind(*map(jnp.asarray, leaves), treedef=treedef, copies=copies)
+    return jax.tree.unflatten(treedef, outcomes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Result:
+    """A leaf of a tower's result; a leaf such as ``Sum`` may hold several arrays."""
+
+    treedef: Any  # of its arrays
+    arrays: list[Any]  # the variables of the jaxpr that hold them
+    number: int | None  # of the pass that returns it; None: the update computes it
+    is_local: bool  # a tower-local variable
+
+
+class SplitProgram:
+    """One tower's program, split into passes and an update that runs once after them.
+
+    ``is_own``: which inputs differ between towers; a state's leaves come first.
+    """
+
+    def __init__(self, closed: Any, tree: PyTree, is_own: Sequence[bool]) -> None:
+        self._closed, eqns = closed, closed.jaxpr.eqns
+        pairs = zip(closed.jaxpr.invars, is_own, strict=True)
+        self._own_vars = {var for var, own in pairs if own}
+        self._known: dict[Any, int] = {}  # jaxpr variable -> the first pass to know it
+        for eqn in eqns:
+            number = self._pass_of(eqn.invars)
+            if eqn.primitive is _meet:
+                number += 1
+            elif _names_an_axis(eqn) or self._is_own(eqn.invars):
+                self._own_vars.update(eqn.outvars)
+            self._known.update(dict.fromkeys(eqn.outvars, number))
+        meets = [eqn for eqn in eqns if eqn.primitive is _meet]
+        self._eqns = [eqn for eqn in eqns if eqn.primitive is not _meet]
+        leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
+        outvars = iter(closed.jaxpr.outvars)
+        self._results = [self._make_result(x, outvars) for x in leaves]
+        numbers = [self._pass_of(eqn.invars) for eqn in meets]
+        last = max([0, *numbers, *(x.number or 0 for x in self._results)])
+        self._meets = [
+            [eqn for eqn, at in zip(meets, numbers, strict=True) if at == number]
+            for number in range(last + 1)
+        ]
+
+    @property
+    def num_passes(self) -> int:
+        """The number of passes, at least one."""
+        return len(self._meets)
+
+    def run(self, number: int, args: PyTree, merged: list[Any]) -> dict[str, Any]:
+        """One tower's results in a pass; ``merged`` holds those of earlier passes."""
+        walk = self._walk(jax.tree.leaves(args), merged)
+        wanted = self._vars_of_pass(number)
+        self._evaluate(walk, wanted, lambda eqn: self._pass_of(eqn.invars) == number)
+        operands = [
+            jax.tree.unflatten(eqn.params["treedef"], map(walk.read, eqn.invars))
+            for eqn in self._meets[number]
+        ]
+        results = [
+            _read_result(x, walk) if x.number == number else Hole("later")
+            for x in self._results
+        ]
+        return {
+            **jax.tree.unflatten(self._treedef, results),
+            "minimized": _one_or_all([loss for loss, _ in operands]),
+            "grads": _one_or_all([_as_sums(grads) for _, grads in operands]),
+        }
+
+    def results(self, state: TrainState, merged: list[Any]) -> dict[str, Any]:
+        """The function's results, merged over towers."""
+        leaves = jax.tree.leaves(state)
+        others = len(self._closed.jaxpr.invars) - len(leaves)
+        walk = self._walk([*leaves, *[None] * others], merged)
+        bare = [x for x in self._results if x.number is None]
+        wanted = [var for x in bare for var in x.arrays]
+
+        def is_last(eqn: Any) -> bool:
+            number = self._pass_of(eqn.invars)
+            return number == self.num_passes and not self._is_own(eqn.invars)
+
+        self._evaluate(walk, wanted, is_last)
+        pools = [
+            jax.tree.leaves(
+                {key: x[key] for key in x if key not in _MEET_KEYS},
+                is_leaf=lambda x: is_typed(x) or is_hole(x),
+            )
+            for x in merged
+        ]
+        results = [
+            _read_result(x, walk) if x.number is None else pools[x.number][i]
+            for i, x in enumerate(self._results)
+        ]
+        return jax.tree.unflatten(self._treedef, results)
+
+    def refuse_changed_local(self, num_state: int) -> None:
+        """Raise where a pass reads tower-local variables that another pass changes.
+
+        A micro-batch sees the change of the one before only in the pass that makes it.
+        ``num_state``: how many inputs are the state's leaves.
+        """
+        local = self._own_vars.intersection(self._closed.jaxpr.invars[:num_state])
+        moved = {x.number for x in self._results if x.is_local and {*x.arrays} - local}
+        for number in range(self.num_passes):
+            wanted = self._vars_of_pass(number)
+            eqns = needed_eqns(self._eqns, wanted, lambda eqn: False)
+            read = {var for var in wanted if not isinstance(var, Literal)}
+            read |= {x for e in eqns for x in e.invars if not isinstance(x, Literal)}
+            if moved - {number} and read & local:
+                raise ValueError(_CHANGED_LOCAL)
+
+    def _vars_of_pass(self, number: int) -> list[Any]:
+        """The jaxpr variables that a pass returns, and the operands of its `meet`s."""
+        wanted = [var for x in self._results if x.number == number for var in x.arrays]
+        return wanted + [var for eqn in self._meets[number] for var in eqn.invars]
+
+    def _make_result(self, leaf: Any, outvars: Any) -> _Result:
+        shapes, treedef = jax.tree.flatten(leaf)
+        arrays = [next(outvars) for _ in shapes]
+        is_from_tower = is_typed(leaf) or self._is_own(arrays)
+        number = self._pass_of(arrays) if is_from_tower else None
+        return _Result(treedef, arrays, number, isinstance(leaf, TowerLocal))
+
+    def _pass_of(self, arrays: Iterable[Any]) -> int:
+        known = [self._known.get(x, 0) for x in arrays if not isinstance(x, Literal)]
+        return max(known, default=0)
+
+    def _is_own(self, arrays: Iterable[Any]) -> bool:
+        return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
+
+    def _walk(self, inputs: Sequence[Any], merged: list[Any]) -> Interpreter:
+        """An interpreter that has the inputs and the results of earlier `meet`s."""
+        walk = Interpreter(self._closed, inputs)
+        for meets, tree in zip(self._meets, merged, strict=False):
+            sums = (_all_of(meets, tree[name]) for name in _MEET_KEYS)
+            for eqn, loss, grads in zip(meets, *sums, strict=True):
+                outcomes = jax.tree.leaves((loss, grads))
+                walk.values.update(zip(eqn.outvars, outcomes, strict=True))
+        return walk
+
+    def _evaluate(self, walk: Interpreter, wanted: list[Any], is_here: Any) -> None:
+        """Evaluate what is wanted, and equations with effects for which ``is_here``."""
+        for eqn in needed_eqns(
+            self._eqns, wanted, lambda eqn: bool(eqn.effects) and is_here(eqn)
+        ):
+            walk.evaluate(eqn)
+
+
+_MEET_KEYS = ("minimized", "grads")
+_CHANGED_LOCAL = (
+    "model_fn changes tower-local variables, and reads them both before and after an"
+    " optimizer's update, where several micro-batches would not see the same change."
+    " Read them before the first update alone, or say micro_batches=1."
+)
+
+
+def _names_an_axis(eqn: Any) -> bool:
+    nested = [getattr(effect, "name", None) for effect in eqn.effects]
+    return bool(named_axes(eqn)) or any(nested)
+
+
+def _read_result(result: _Result, walk: Interpreter) -> Any:
+    return jax.tree.unflatten(result.treedef, map(walk.read, result.arrays))
+
+
+def _as_sums(grads: PyTree) -> PyTree:
+    """Gradients as `Sum` leaves; table rows, which are concatenated, as they are."""
+    return jax.tree.map(lambda x: x if is_rows(x) else Sum(x), grads, is_leaf=is_rows)
+
+
+def _one_or_all(items: list[Any]) -> Any:
+    """The one item without its list, so that error messages name leaves without [0]."""
+    return items[0] if len(items) == 1 else items
+
+
+def _all_of(meets: list[Any], one_or_all: Any) -> list[Any]:
+    return [one_or_all] if len(meets) == 1 else one_or_all

@@ -1,1 +1,0 @@
-"""What did the compiler make of a step, and what would it be on other machines?"""
