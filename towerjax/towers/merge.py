@@ -12,6 +12,7 @@ from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof.scale import MERGED
 from towerjax.towers.executors import in_merge_fn
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import native, refuse_unheld
@@ -115,7 +116,7 @@ def _stack_leaves(leaves: Sequence[Any], name: str) -> jax.Array:
 
 
 def merge_over_towers(
-    strategy: Any,
+    strategy: StrategyFields,
     axes: TowerAxes,
     tower_id: jax.Array,
     merge_fn: Callable[..., PyTree],

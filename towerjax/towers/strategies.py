@@ -17,7 +17,7 @@ from towerjax.mesh.devices import (
     first_of_each_process,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
-from towerjax.towers.cross_tower.methods import CrossTowerMethods
+from towerjax.towers.cross_tower.job import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -25,7 +25,7 @@ StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mirrored(CrossTowerMethods):
+class Mirrored(StrategyMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
 
     Attributes:
@@ -148,7 +148,7 @@ def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class OneDevice(CrossTowerMethods):
+class OneDevice(StrategyMethods):
     """One tower on one device: no split, no scaling, no communication.
 
     Attributes:

@@ -19,6 +19,7 @@ from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
 from towerjax.proof.scale import GATHERED, REDUCED
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import merge_over_towers, refuse_all_towers, refuse_in_turn
 from towerjax.towers.variables import Variable, assign_in_tower
 from towerjax.types import PyTree, Reduction
@@ -45,7 +46,7 @@ class Tower:
     id: jax.Array
     num_towers: int = dataclasses.field(metadata=_STATIC)
     local: PyTree
-    strategy: Any = dataclasses.field(metadata=_STATIC)
+    strategy: StrategyFields = dataclasses.field(metadata=_STATIC)
     extra: PyTree
     _axes: TowerAxes = dataclasses.field(metadata=_STATIC)
     # None outside a step: only steps have a number, a key and a batch.
@@ -292,7 +293,7 @@ def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
 
 
 def tower_of(
-    strategy: Any,
+    strategy: StrategyFields,
     axes: TowerAxes,
     tower_id: jax.Array,
     state: Any = None,

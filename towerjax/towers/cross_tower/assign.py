@@ -13,6 +13,7 @@ from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.values import unwrap
 from towerjax.towers.executors import is_of_one_tower
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import as_native
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import (
@@ -32,10 +33,8 @@ from towerjax.types.leaves import is_traced, listed, native, refuse_unheld
 from towerjax.types.options import check_text
 
 
-class VariableMethods:
+class VariableMethods(StrategyFields):
     """The methods of strategies for variables; all of them pure."""
-
-    placement: Placement
 
     def create_var(
         self,

@@ -29,6 +29,7 @@ from towerjax.towers.executors import (
     over_devices,
     trace_one_tower,
 )
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import as_native, is_mergeable, stack_towers
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_axis import over_local_towers
@@ -66,7 +67,7 @@ class _Outputs(TracedCall):
 class _Call:
     """The key of the jit cache: a function, its placement, its arguments' structure."""
 
-    strategy: Any
+    strategy: StrategyFields
     placement: Placement
     fn: Callable[..., PyTree]
     treedef: Any
@@ -147,10 +148,8 @@ def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _O
     return run(rows, arrays), outputs
 
 
-class CallMethods:
+class CallMethods(StrategyFields):
     """The method of strategies that calls a function on every tower."""
-
-    placement: Placement
 
     def call_for_each_tower(
         self,

@@ -16,6 +16,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import Remainder, row_weights, split_rows, with_shared
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
+from towerjax.towers.cross_tower.methods import CrossTowerMethods
 from towerjax.towers.executors import TracedCall, closed_over_kinds, is_inside_tower
 from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
@@ -54,7 +55,9 @@ class MultiStepContext:
       iterations: After the run: the number of steps done.
     """
 
-    def __init__(self, strategy: Any, weight: PerTower | None = None) -> None:
+    def __init__(
+        self, strategy: CrossTowerMethods, weight: PerTower | None = None
+    ) -> None:
         self.strategy, self.weight = strategy, weight
         self.last_step_outputs: dict[str, Any] = {}
         self.non_tensor_outputs: dict[str, Any] = {}
@@ -150,7 +153,7 @@ class MultiStepContext:
 class _Steps:
     """The key of the jit cache: a step function and its strategy."""
 
-    strategy: Any
+    strategy: CrossTowerMethods
     fn: Callable[..., PyTree]
     bare: bool
 
@@ -244,11 +247,8 @@ def _placed_batches(iterator: Any) -> Iterable[PlacedBatch]:
         yield batch
 
 
-class JobMethods:
-    """The methods of strategies for processes and their input."""
-
-    placement: Placement
-    prefetch_on_device: int
+class StrategyMethods(CrossTowerMethods):
+    """All methods of every strategy: here those for processes and their input."""
 
     @property
     def between_graph(self) -> bool:

@@ -12,19 +12,16 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.towers.cross_tower import values
 from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.call import CallMethods
-from towerjax.towers.cross_tower.job import JobMethods
+from towerjax.towers.cross_tower.destinations import copy_to
 from towerjax.towers.cross_tower.placement import PlacementMethods
-from towerjax.towers.cross_tower.values import copy_to
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
 from towerjax.types.leaves import has_tracers
 from towerjax.types.tables import in_html
 
 
-class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMethods):
-    """The methods of every strategy; all of them pure."""
-
-    cross_tower_ops: Any
+class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
+    """The methods of every strategy for its towers' values; all of them pure."""
 
     __repr__ = short_repr
 
@@ -50,11 +47,6 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods, JobMetho
         """The options alone, since the devices of a placement do not pickle."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def num_towers(self) -> int:
-        """``T``."""
-        return self.placement.num_towers
 
     @property
     def is_single_tower(self) -> bool:

@@ -17,7 +17,9 @@ from towerjax.towers.cross_tower.assign import (
     refuse_per_tower,
     split_sum,
 )
-from towerjax.towers.cross_tower.values import copy_to, unpad_batches
+from towerjax.towers.cross_tower.destinations import copy_to
+from towerjax.towers.cross_tower.values import unpad_batches
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import check_structures, is_mergeable, is_tuple, num_stacked
 from towerjax.towers.tower_local import read_variables
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label, plain
@@ -25,10 +27,8 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import has_tracers, key_data, listed, native
 
 
-class PlacementMethods:
+class PlacementMethods(StrategyFields):
     """The methods of strategies that move values between devices and trees."""
-
-    placement: Placement
 
     def fetch(
         self,
@@ -240,7 +240,7 @@ def saved_values(tree: PyTree) -> PyTree:
     return read_variables(tree)
 
 
-def restored_values(strategy: Any, like: PyTree, saved: PyTree) -> PyTree:
+def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
     """A tree like another, holding saved values, on the strategy's towers.
 
     Args:

@@ -1,4 +1,4 @@
-"""Unwrap, reduce, gather and copy the towers' values."""
+"""Unwrap, reduce and gather the towers' values."""
 
 import functools
 import itertools
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from towerjax.collectives.reduce import (
     check_addable,
@@ -28,10 +27,11 @@ from towerjax.collectives.rows_over_towers import (
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.devices import canonical_device_name, find_device
-from towerjax.mesh.placement import Placement, place, place_rows, wait_on_cpus
+from towerjax.mesh.placement import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
+from towerjax.towers.cross_tower.destinations import copy_to
 from towerjax.towers.executors import is_of_one_tower, over_devices
+from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import (
     as_native,
     check_structures,
@@ -41,81 +41,17 @@ from towerjax.towers.merge import (
 )
 from towerjax.towers.tower_local import read_local_over_towers
 from towerjax.towers.variables import (
-    MirroredVar,
     TowerLocal,
     any_per_tower,
     is_per_tower,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import has_tracers, is_traced, map_parts
-
-_ALLOWED = (
-    " destinations may be a device name such as 'cpu:1', a jax.Device, a tuple or list"
-    " of these, or a value that lies on the devices: a jax.Array, a PerTower or a"
-    " variable."
-)
+from towerjax.types.leaves import is_traced, map_parts
 
 
-def destination_names(destinations: Any) -> tuple[str, ...]:
-    """The canonical names of the devices of ``destinations``."""
-    names = tuple(canonical_device_name(device) for device in _devices_in(destinations))
-    if not names:
-        raise ValueError("destinations is empty; name at least one device.")
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"destinations names {name} more than once in {names}.")
-    if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
-        _refuse_other_processes(names)
-    return names
-
-
-def _refuse_other_processes(names: tuple[str, ...]) -> None:
-    """Raise, on all processes, unless each owns equally many of the devices."""
-    owners = [find_device(name).process_index for name in names]
-    if len({owners.count(p) for p in range(jax.process_count())}) > 1:
-        raise ValueError(
-            f"destinations {', '.join(names)} belong to the processes {owners} of"
-            f" {jax.process_count()}: names count the devices of all processes. Pass a"
-            " device of each process's own, jax.local_devices()[0], or leave"
-            " destinations out and read the value with np.asarray."
-        )
-
-
-def _devices_in(destinations: Any) -> list[Any]:
-    if isinstance(destinations, tuple | list):
-        for each in destinations:
-            if not isinstance(each, str | jax.Device):
-                raise ValueError(
-                    f"destinations has {each!r}, which is not a device.{_ALLOWED}"
-                )
-        return list(destinations)
-    if isinstance(destinations, str | jax.Device):
-        return [destinations]
-    if isinstance(destinations, jax.Array | PerTower | TowerLocal | MirroredVar):
-        return _devices_of_value(destinations)
-    raise ValueError(f"destinations={destinations!r} names no devices.{_ALLOWED}")
-
-
-def _devices_of_value(value: Any) -> list[Any]:
-    """The devices of all arrays of a value, each once."""
-    found: dict[Any, None] = {}
-    for leaf in jax.tree.leaves(value):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-            what = "is traced" if isinstance(leaf, Tracer) else "lies on the host"
-            raise ValueError(
-                f"destinations is a {type(value).__name__} whose {type(leaf).__name__}"
-                f" {what}, so that no device is named by it.{_ALLOWED}"
-            )
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            devices: Any = sharding.mesh.devices
-            found |= dict.fromkeys(devices.flat)
-        else:
-            found |= dict.fromkeys(sorted(leaf.devices(), key=lambda d: d.id))
-    return list(found)
-
-
-def reduce_on_devices(strategy: Any, reduction: Reduction, stacked: PyTree) -> PyTree:
+def reduce_on_devices(
+    strategy: StrategyFields, reduction: Reduction, stacked: PyTree
+) -> PyTree:
     """Reduce leaves ``[T, ...]`` to one value.
 
     SUM and MEAN of concrete arrays are computed together, in one compiled program, by
@@ -125,14 +61,16 @@ def reduce_on_devices(strategy: Any, reduction: Reduction, stacked: PyTree) -> P
     no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
     if no_sums or is_traced(stacked):
         return reduce_stacked(reduction, stacked)
-    placement: Placement = strategy.placement
+    placement = strategy.placement
     rows = place_rows(stacked, placement, Layout.PER_TOWER)
     return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
 
 
 @functools.partial(jax.jit, static_argnames=("strategy", "reduction"))
-def _reduce_all(rows: PyTree, *, strategy: Any, reduction: Reduction) -> PyTree:
-    placement: Placement = strategy.placement
+def _reduce_all(
+    rows: PyTree, *, strategy: StrategyFields, reduction: Reduction
+) -> PyTree:
+    placement = strategy.placement
 
     def device_fn(rows: PyTree) -> PyTree:
         ops, axes = strategy.cross_tower_ops, placement.axes
@@ -187,7 +125,7 @@ def _unstack(stacked: PyTree) -> list[PyTree]:
 
 
 def reduce_values(
-    strategy: Any,
+    strategy: StrategyFields,
     reduction: Reduction,
     value: PyTree,
     *,
@@ -254,7 +192,9 @@ def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
     return map_parts(kind, one, tree)
 
 
-def _reduce_sparse(strategy: Any, reduction: Reduction, rows: Any, axis: Any) -> Any:
+def _reduce_sparse(
+    strategy: StrategyFields, reduction: Reduction, rows: Any, axis: Any
+) -> Any:
     num_towers, name = strategy.num_towers, "The PerTower value"
     if axis is not None:
         raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
@@ -292,7 +232,7 @@ def _refuse_in_tower(what: str, value: Any, instead: str) -> None:
         )
 
 
-def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
+def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
     _refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
         # A copy, since the caller may write into a NumPy array later.
@@ -316,7 +256,7 @@ def _reduce_mirrored(strategy: Any, reduction: Reduction, value: Any) -> Any:
     )
 
 
-def _rows_of_towers(strategy: Any, value: PerTower) -> list[Any]:
+def _rows_of_towers(strategy: StrategyFields, value: PerTower) -> list[Any]:
     """Each tower's value; a tuple of ``map`` may lack those of the last towers."""
     rows = unwrap(value)
     too_few = len(rows) < strategy.num_towers and not is_tuple(value.values)
@@ -340,23 +280,7 @@ def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> A
     return total.astype(dtype)
 
 
-def copy_to(value: PyTree, destinations: Any) -> PyTree:
-    """Copy the value to one device, or to each of several."""
-    if has_tracers(destinations):  # on every device, as is the value
-        return value
-    if has_tracers(value):
-        raise ValueError(
-            f"destinations={destinations!r} inside a tower function or a step: a value"
-            " there lies on every device already. Leave destinations out."
-        )
-    names = destination_names(destinations)
-    for name in names:
-        find_device(name)
-    there = Placement(names, len(names), local="vmap", executor="shard_map")
-    return place(value, there, Layout.MIRRORED)
-
-
-def gather_values(strategy: Any, value: PyTree, axis: int) -> PyTree:
+def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
     check_axis(axis)
     value = _group_fields(IndexedRows, as_native("value", value), strategy.num_towers)
