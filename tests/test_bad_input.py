@@ -170,7 +170,7 @@ def test_a_state_from_elsewhere_is_refused(compiled):
     there = build(strategy=tj.Mirrored(("cpu:2", "cpu:3")))
     here = build()
     strange = there.init(start())
-    refused(here, strange, good(), r"elsewhere .*\['cpu:0', 'cpu:1'\]", compiled)
+    refused(here, strange, good(), r"not placed .*\['cpu:0', 'cpu:1'\]", compiled)
     state, _ = here(here.place(strange), good())
     refused(here, strange, good(), r"step\.place\(state\)", compiled)
     four = build(strategy=tj.Mirrored(TWO, towers=4)).init(start(), local=local)
