@@ -81,6 +81,7 @@ def test_absent_devices_are_plain_values():
     [
         (("h300", 8), "'h300' is no device that is known here: 'a100', 'h100'"),
         (("h200",), "number=None must be a whole number >= 1"),
+        (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
         (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
         (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
         (("v5e:2x4", 8), "'v5e:2x4' says how many TPUs there are"),

@@ -50,6 +50,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 12 minor: 9 }}
 device_description_str: "NVIDIA {name}"
 """
+_MOST = 1 << 20  # GPUs; the compiler takes a minute and 8 GB of memory for these
 _TPU = re.compile(r"v\d+\w*:(\d+(?:x\d+)*)")
 
 
@@ -64,7 +65,7 @@ class Absent:
     Attributes:
       target: A GPU, ``"a100"``, ``"h100"``, ``"h200"`` or ``"b200"``; TPUs by their
         topology, ``"v5e:2x4"``; or XLA's text of a GPU, a ``GpuTargetConfigProto``.
-      number: How many; None for TPUs, whose topology says it.
+      number: How many, up to 1,048,576; None for TPUs, whose topology says it.
       hosts: How many hosts share the GPUs evenly; None is one for each eight.
 
     Raises:
@@ -97,7 +98,7 @@ class Absent:
                 f" {', '.join(map(repr, _GPUS))}, a TPU topology such as 'v5e:2x4', or"
                 " XLA's text of a GPU, which has gpu_device_info { ... }."
             )
-        check_whole("number", self.number)
+        check_whole("number", self.number, 1, _MOST)
         check_whole("hosts", self.hosts, or_none=True)
         if len(self) % self.num_hosts:
             raise ValueError(
