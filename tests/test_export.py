@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -122,6 +123,17 @@ def test_features_of_another_kind_are_refused(folder, features, text):
 def test_a_folder_that_there_is_stays(folder):
     with pytest.raises(ValueError, match="served' exists. Export into a new one"):
         tj.estimator.export_model(replicated(), WEIGHTS, X[:1], folder)
+
+
+def test_a_second_process_neither_writes_nor_minds_what_the_first_wrote(
+    tmp_path, monkeypatch
+):
+    target = tmp_path / "served"
+    target.mkdir()
+    monkeypatch.setattr(jax, "process_index", lambda *_: 1)
+    model, features = replicated(only_predicts), {"x": X[:1]}
+    tj.estimator.export_model(model, WEIGHTS, features, target, platforms=["cpu"])
+    assert not list(target.iterdir())
 
 
 def test_a_signature_that_there_is_not_is_refused(folder):

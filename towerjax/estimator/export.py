@@ -156,8 +156,8 @@ def export_model(
       >>> load_exported(folder)(jnp.arange(3.0))["y"].tolist()
       [0.0, 2.0, 4.0]
     """
-    target = pathlib.Path(directory)
-    if target.exists():
+    target, is_first = pathlib.Path(directory), jax.process_index() == 0
+    if is_first and target.exists():  # another may see what the first has just written
         raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
     _check_export(model, features, platforms)
     _require_flatbuffers()
@@ -182,7 +182,7 @@ def export_model(
             " x.reshape(x.shape[0], -1), and no if on x.shape[0]."
         )
         raise
-    if jax.process_index() == 0:
+    if is_first:
         _write(target, programs, signatures)
 
 
