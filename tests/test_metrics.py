@@ -302,6 +302,13 @@ def test_arrays_may_be_in_another_byte_order():
     assert [float(x) for x in values()] == [np.float32(0.6), np.float32(0.6), 1]
 
 
+@pytest.mark.parametrize("of_tree", [False, True])
+def test_a_mean_made_of_arrays_in_another_byte_order_has_a_value(of_tree):
+    rows, weight = np.array([2, 6], ">f4"), np.array(4, ">f4")
+    value = tj.Weighted({"a": rows} if of_tree else rows, weight).value
+    assert np.asarray(value["a"] if of_tree else value).tolist() == [0.5, 1.5]
+
+
 def test_a_tree_of_sums_is_divided_in_float64():
     state = tj.Weighted({"a": np.float64(2**25 + 1)}, np.float64(2))
     assert value_on_host(state) == {"a": 2**24 + 0.5}

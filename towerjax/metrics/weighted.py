@@ -15,6 +15,7 @@ from jax.core import Tracer
 from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
 from towerjax.proof.scale import SHARED_FACTOR
 from towerjax.types import ArrayLike, PyTree
+from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
 
 
@@ -190,14 +191,14 @@ class Weighted(_LossTerm):
 
         The leaves of a tree are multiplied by one reciprocal of the weight.
         """
-        weight = jnp.asarray(self.weight)
-        _refuse_unclear(jax.tree.leaves(self.sum), weight.shape)
-        if jax.tree_util.all_leaves([self.sum]):
-            return ratio(jnp.asarray(self.sum), weight)
+        total, weight = jax.tree.map(native, self.sum), jnp.asarray(native(self.weight))
+        _refuse_unclear(jax.tree.leaves(total), weight.shape)
+        if jax.tree_util.all_leaves([total]):
+            return ratio(jnp.asarray(total), weight)
         # One reciprocal behind a barrier: XLA turns only some divisions by a scalar
         # into products with its reciprocal, and then the bits depend on D.
         scale = lax.optimization_barrier(ratio(1.0, weight))
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype), self.sum)
+        return jax.tree.map(lambda x: x * scale.astype(x.dtype), total)
 
 
 @jax.tree_util.register_dataclass
