@@ -395,6 +395,43 @@ def test_an_update_that_forgets_the_value_is_told_of_it():
         assert ("merged['grads'].value" in notes) == noted, caught.value
 
 
+def inner_mean(w, batch, tower):
+    return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+
+
+def half_way(strategy):
+    """A step from 0 to half of the mean."""
+    step = tj.build_train_step(inner_mean, optax.sgd(0.25), strategy)
+    start = jax.device_get(step.init(np.float32(0)))
+    return lambda rows: step.fn(start, rows)[0].params
+
+
+def mean_square(strategy):
+    step = tj.build_eval_step(lambda *args: {"m": inner_mean(*args)}, strategy)
+    return lambda rows: step.fn(np.float32(0), rows)["m"].value
+
+
+@pytest.mark.parametrize(
+    "build, near", [(half_way, (0.25, 1.25)), (mean_square, (0.5, 6.5))]
+)
+def test_a_step_in_a_tower_is_of_one_device_and_of_the_towers_rows(build, near):
+    def train(strategy):
+        inner = build(strategy)
+
+        def loss(w, batch, tower):
+            return tj.Weighted.mean((w * inner(batch) - batch) ** 2, tower.weight)
+
+        step = tj.build_train_step(loss, optax.sgd(0.5), mirrored(2, 2))
+        after, _ = step(step.init(np.float32(0)), np.arange(4, dtype=np.float32))
+        return float(after.params)
+
+    expected = np.mean(np.repeat(near, 2) * np.arange(4))
+    assert np.isclose(train(tj.OneDevice("cpu:1")), expected, rtol=1e-6)
+    assert np.isclose(train(mirrored(2, 1)), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"2 devices is .*devices=\('cpu:0',\), tow"):
+        train(mirrored(2, 2))
+
+
 def test_integers_that_would_wrap_are_refused_by_the_function_too():
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1))
     batch = {**data(4), "id": np.full(4, 2**31)}

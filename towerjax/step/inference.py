@@ -19,6 +19,7 @@ from towerjax.step.report.step_report import StepReport, program_report, time_ca
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
 from towerjax.step.state_checks import check_not_donated, check_num_towers
+from towerjax.towers.executors import refuse_devices_in_tower
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -103,6 +104,7 @@ class InferenceStep:
         placement, recipe = self.strategy.placement, self._runner.recipe
 
         def fn(state: Any, batch: PyTree) -> Any:
+            refuse_devices_in_tower(placement)
             if not isinstance(state, TrainState):
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)

@@ -28,7 +28,7 @@ from towerjax.step.state import (
     step_number,
 )
 from towerjax.step.state_checks import check_is_state
-from towerjax.towers.executors import shapes_of
+from towerjax.towers.executors import refuse_devices_in_tower, shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
 from towerjax.types.options import check_function, check_takes
@@ -61,7 +61,7 @@ class Step(CompiledStep):
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
         proved where it is traced. The host's part of a call is left out: nothing is
         placed or donated, and a refused step leaves the state unchanged and does not
-        raise.
+        raise. Inside a tower function write that of a step of one device.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -76,6 +76,7 @@ class Step(CompiledStep):
         placement, recipe = self.strategy.placement, self._runner.recipe
 
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+            refuse_devices_in_tower(placement)
             check_is_state(state)
             placed = self._placer.fit_traced(batch)
             run = Proving(placement, on_devices=True)

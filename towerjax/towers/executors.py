@@ -204,6 +204,17 @@ def is_inside_tower() -> bool:
     return _is_bound(DEVICE_AXIS) or _is_bound(LOCAL_AXIS)
 
 
+def refuse_devices_in_tower(placement: Placement) -> None:
+    """Raise if a step of several devices is traced in a tower, which has one."""
+    if placement.num_devices > 1 and is_inside_tower():
+        raise ValueError(
+            f"A step of {placement.num_devices} devices is called in a tower, which"
+            " runs on one device. Build the inner step for one,"
+            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
+            f"{placement.num_towers}); it is given the tower's own rows."
+        )
+
+
 def is_of_one_tower(value: PyTree) -> bool:
     """Whether ``value`` is traced in a tower function, and not in a merge function."""
     return has_tracers(value) and is_inside_tower() and not _is_bound(_MERGING)
