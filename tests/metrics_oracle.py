@@ -26,7 +26,8 @@ def outcomes(yes, said, w):
 
 
 def even(n):
-    inner = [(i + 1) / (n - 1) for i in range(n - 2)]
+    """Even thresholds, or those given, and one below and one above all scores."""
+    inner = n if isinstance(n, list) else [(i + 1) / (n - 1) for i in range(n - 2)]
     return np.float32([-1e-7, *inner, 1 + 1e-7])
 
 
@@ -123,6 +124,7 @@ VALUES = {
     "auc": auc_roc,
     "auc_pr": auc_pr,
     "auc_few": lambda r, w: auc_roc(r, w, 5),
+    "auc_of": lambda r, w: auc_roc(r, w, [0.1, 0.45, 0.9]),
     "auc_pr_few": lambda r, w: auc_pr(r, w, 5),
     "sensitivity": lambda r, w: at_nearest(r, w, 0.8, "specificity"),
     "specificity": lambda r, w: at_nearest(r, w, 0.4, "sensitivity"),

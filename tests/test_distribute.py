@@ -157,6 +157,18 @@ def test_elements_left_over_at_the_end(remainder, expected):
     assert [placed.counts.tolist() for placed in dataset] == expected
 
 
+def test_a_short_last_element_is_dropped_when_asked_for():
+    def counts(sizes):
+        dataset = mirrored(2).distribute_dataset(
+            lambda: map(np.arange, sizes), split="elements", remainder="drop"
+        )
+        return [placed.counts.tolist() for placed in dataset]
+
+    assert counts([4, 4, 4, 2]) == counts([4, 4, 3]) == [[4, 4]]
+    with pytest.raises(ValueError, match=r"2 towers take .* 2 of sizes \[4, 2\]"):
+        counts([4, 2, 4, 4])
+
+
 def test_elements_left_over_are_an_error_when_asked_for():
     dataset = mirrored(3).distribute_dataset(
         [np.arange(2)] * 5, split="elements", remainder="error"

@@ -299,27 +299,29 @@ def test_a_tower_optimizer_may_be_made_by_a_function():
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [2, 6])
-def test_recall_at_k_is_a_mean_of_rows(towers):
+def test_recall_at_k_divides_by_all_labels(towers):
+    """Rows have one to seven labels, so that a mean of the rows' recalls differs."""
     rng = np.random.default_rng(0)
-    scores, labels = rng.normal(size=(23, 10)), rng.integers(0, 10, 23)
-    best = np.argsort(-scores.astype(np.float32), axis=1)[:, :3]
-    expected = (best == labels[:, None]).any(axis=1).mean()
+    scores = rng.normal(size=(23, 10)).astype(np.float32)
+    labels = rng.permuted(np.arange(10) < rng.integers(1, 8, (23, 1)), axis=1)
+    best = np.argsort(-scores, axis=1)[:, :3]
+    hits = np.take_along_axis(labels, best, axis=1).sum(1)
+    expected = hits.sum() / labels.sum(), hits.sum() / (3 * 23)
+    assert abs((hits / labels.sum(1)).mean() - expected[0]) > 0.01
 
     def model_fn(variables, features, labels, mode, tower):
-        found = jax.lax.top_k(features, 3)[1]
-        hits = (found == labels[:, None]).any(axis=1)
-        recall = tj.metrics.mean(hits, tower.weight)
-        return tj.estimator.ModelSpec(
-            mode, loss=recall, eval_metrics={"recall": recall}
-        )
+        w, found = tower.weight, jax.lax.top_k(features, 3)[1]
+        hits = jnp.take_along_axis(labels, found, axis=1).sum(axis=1)
+        recall = tj.Weighted(w @ hits, w @ labels.sum(axis=1))
+        precision = tj.Weighted(w @ hits, 3 * w.sum())
+        metrics = {"recall": recall, "precision": precision}
+        return tj.estimator.ModelSpec(mode, loss=recall, eval_metrics=metrics)
 
-    model = tj.estimator.replicate_model_fn(
-        model_fn, devices=mirrored(2, towers=towers)
-    )
-    spec = model(
-        np.float32(1), np.float32(scores), np.int32(labels), tj.estimator.Mode.EVAL
-    )
-    assert float(spec.eval_metrics["recall"].value) == pytest.approx(expected)
+    strategy = mirrored(2, towers=towers)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
+    spec = model(np.float32(1), scores, labels, tj.estimator.Mode.EVAL)
+    found = [float(spec.eval_metrics[name].value) for name in ("recall", "precision")]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 LOSSES = np.array([1, 2, 3, 4, 5, 6, 7], np.float32)

@@ -190,6 +190,8 @@ EXPECTED = {
         [28.0, 140.0],
     ),
     "saved_and_restored": [6.0, 6.0, 3.0, 6.0, 0.75],
+    "of_the_first": [3.0, 4.0, 8.0, 1.0, 1, [1.0], [2.0]],
+    "sums_of_rows": [[[0, 0], [10, 10], [0, 0]], [[1, 1], [11, 11], [1, 1]]],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
     "desynced": [0, "cpu:3", [3], "params"],

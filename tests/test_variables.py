@@ -483,6 +483,79 @@ def test_what_cannot_be_assigned_across_towers(initial, options, value, text):
         mirrored(2).assign(v, value)
 
 
+@LAYOUTS
+def test_a_tower_makes_and_reduces_a_variable_of_its_own(T, D):
+    strategy = mirrored(T, D)
+
+    def tower_fn(tower):
+        n = strategy.create_var("n", [1, 2], reduction=R.SUM, tower_local=True)
+        n = tower.assign_add(n, [tower.id, 0])
+        total, rows = tower.reduce(R.SUM, n), tower.all_gather(n)
+        return n, [x + tower.id for x in total], rows
+
+    n, (first, _), rows = strategy.call_for_each_tower(tower_fn)
+    own, total = np.arange(1, T + 1), T * (T + 1) // 2
+    assert isinstance(n, tj.TowerLocal) and n.value[0].tolist() == own.tolist()
+    assert [int(x) for x in strategy.read_var(n)] == [total, 2 * T]
+    assert [int(x) for x in strategy.unwrap(first)] == [total + t for t in range(T)]
+    assert rows[0].tolist() == own.tolist() and rows[1].tolist() == [2] * T
+    assert jax.tree.structure(strategy.assign(n, [7, 8])) == jax.tree.structure(n)
+
+
+@pytest.mark.parametrize("where", ["outside", "tower", "merge"])
+def test_a_variable_of_a_number_has_its_own_dtype(where):
+    strategy = mirrored(2)
+
+    def make(*_):
+        v = strategy.create_var("v", 1.0)
+        n = strategy.create_var("n", 1.0, reduction=R.MEAN, tower_local=True)
+        own = n.value if where == "tower" else n.value[0]
+        return v.value * jnp.bfloat16(1), own * jnp.bfloat16(1)
+
+    if where == "outside":
+        found = make()
+    elif where == "tower":
+        found = strategy.call_for_each_tower(make)
+    else:
+        found = strategy.call_for_each_tower(lambda tower: tower.merge_call(make))
+    assert [x.dtype for x in found] == [np.float32] * 2
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda strategy, n: tj.towers.saved_values({"n": n}),
+        lambda strategy, n: tj.towers.restored_values(strategy, n, np.float32(6)),
+        lambda strategy, n: strategy.fetch(n),
+        lambda strategy, n: strategy.read_var(n),
+        lambda strategy, n: strategy.unwrap(n),
+        lambda strategy, n: strategy.select_tower(n, 1),
+        lambda strategy, n: strategy.reduce(R.SUM, n),
+        lambda strategy, n: strategy.gather([n], 0),
+    ],
+)
+def test_a_towers_own_copy_is_not_all_copies(read):
+    strategy = mirrored(2)
+    n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
+    with refuses(
+        "tower-local variable 'n' is the tower's own copy in a tower function"
+    ):
+        strategy.call_for_each_tower(lambda tower, n: read(strategy, n), n)
+    strategy.call_for_each_tower(  # a merge function is given all copies
+        lambda tower, n: tower.merge_call(lambda s, n: s.read_var(n), n), n
+    )
+
+
+def test_one_towers_value_is_not_another_towers():
+    strategy, v = mirrored(2), mirrored(2).create_var("v", 1.0)
+    with refuses(r"strategy.select_tower in a tower .* tower.all_gather\(x\)\[1\]"):
+        strategy.call_for_each_tower(
+            lambda tower, x: strategy.select_tower(x, 1), tj.PerTower(np.arange(2.0))
+        )
+    out = strategy.call_for_each_tower(lambda _, v: strategy.select_tower(v, 1), v)
+    assert float(out.value) == 1
+
+
 def test_another_number_of_copies_is_refused():
     n = mirrored(2).create_var("n", 1.0, tower_local=True)
     text = r"variable 'n' has shape \(2,\), but dim 0 runs over the 3 towers"

@@ -8,6 +8,7 @@ import time
 import traceback
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import writes
@@ -178,6 +179,36 @@ def saved_and_restored(me):
     return totals
 
 
+def of_the_first(me):
+    """Host values that differ from process to process, given to methods for all."""
+    strategy, x = tj.Mirrored(towers=4), np.float32(1 + me)
+    v = strategy.create_var("v", x)
+    mean = strategy.reduce(tj.Reduction.MEAN, {"x": x, "n": 1 + me})
+    found = [
+        strategy.update(v, lambda a, b, *, k: a + k * b, x, k=2 + me).value,
+        strategy.assign(v, 4 * x).value,
+        strategy.assign_add(v, 7 + me).value,
+        mean["x"],
+        mean["n"],
+        *strategy.map(lambda e, y: e * y, [x, 2 * x], x).values,
+    ]
+    return [np.asarray(one).tolist() for one in found]
+
+
+def sums_of_rows(me):
+    """Rows of a table, reduced: every process reads and applies them."""
+    strategy = tj.Mirrored(towers=4)
+    rows = strategy.call_for_each_tower(
+        lambda tower: tj.sparse.IndexedRows(
+            jnp.full((1, 2), tower.id + 1.0), jnp.array([1]) + 0 * tower.id, (3, 2)
+        )
+    )
+    total = strategy.reduce(tj.Reduction.SUM, rows)
+    table = strategy.create_var("table", np.ones((3, 2), np.float32))
+    new = strategy.update(table, lambda x, rows: rows.add_to(x), total).value
+    return [total.to_dense().tolist(), new.tolist()]
+
+
 def evaluated_and_predicted(me):
     strategy = tj.Mirrored(towers=4)
     evaluate = tj.build_eval_step(
@@ -328,6 +359,8 @@ SCENARIOS = [
     destination_of_one_process,
     ops,
     saved_and_restored,
+    of_the_first,
+    sums_of_rows,
     evaluated_and_predicted,
     differing_batches,
     differing_towers,

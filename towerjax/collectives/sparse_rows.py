@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -121,7 +121,13 @@ class IndexedRows:
 
     def __post_init__(self) -> None:
         """Check what is known: leaves may be tracers, or objects that are no arrays."""
-        object.__setattr__(self, "dense_shape", tuple(self.dense_shape))
+        shape: Any = self.dense_shape
+        if not isinstance(shape, Iterable):
+            raise ValueError(
+                f"IndexedRows.dense_shape is {shape!r}; it is the shape of the array"
+                " whose rows these are, (N, ...)."
+            )
+        object.__setattr__(self, "dense_shape", tuple(shape))
         object.__setattr__(self, "values", native(self.values))
         object.__setattr__(self, "indices", native(self.indices))
         if not self.dense_shape:

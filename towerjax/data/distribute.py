@@ -148,6 +148,9 @@ class _Elements:
         if not taken or (missing and self.options.remainder == "drop"):
             return None
         uneven = missing or len(set(sizes)) > 1
+        if uneven and self.options.remainder == "drop":
+            if not [*itertools.islice(elements, 1)]:
+                return None  # at the end of the data
         if uneven and self.options.remainder != "pad":
             raise ValueError(
                 f"{self.towers} towers take an element each, but got {len(taken)} of"

@@ -12,7 +12,7 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.towers.cross_tower.constant import key_of
-from towerjax.towers.executors import explain_errors
+from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
@@ -130,7 +130,7 @@ class ModelFn:
         }
         data = {"features": batch["features"], "labels": batch.get("labels")}
         try:
-            with explain_errors():
+            with in_tower_fn():
                 spec = self.fn(variables, **data, mode=mode, **accepted)
         except (TypeError, AttributeError) as error:
             if "labels" not in batch:

@@ -129,8 +129,22 @@ def _histograms(
 def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
     """Thresholds from just below 0, which all scores pass, to just above 1."""
     check_whole(f"{name}: num_thresholds", num_thresholds, 2)
-    inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+    return _with_ends(np.arange(1, num_thresholds - 1) / (num_thresholds - 1))
+
+
+def _with_ends(inner: np.ndarray) -> np.ndarray:
     return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
+
+
+def _check_rising(name: str, thresholds: Any) -> np.ndarray:
+    edges = np.asarray(thresholds, np.float64)
+    rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
+    if not rising or np.isnan(edges).any():
+        raise ValueError(
+            f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
+            " that rise, such as [0.25, 0.5]."
+        )
+    return edges
 
 
 def auc(
@@ -140,6 +154,7 @@ def auc(
     *,
     curve: Curve = "ROC",
     num_thresholds: int = 200,
+    thresholds: Any = None,
 ) -> Curves:
     """The area under the ROC or the precision-recall curve: ``tf.metrics.auc``.
 
@@ -157,6 +172,8 @@ def auc(
         whatever its value.
       curve: ``"ROC"`` or ``"PR"``.
       num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
+      thresholds: Ascending numbers from 0 to 1 in place of even ones; one below all
+        scores and one above all are added. ``num_thresholds`` is not used then.
 
     Returns:
       A `Curves` of float32 or wider: exact up to ``2**24`` a batch. Without
@@ -176,8 +193,13 @@ def auc(
       Precision-Recall and ROC curves", https://doi.org/10.1145/1143844.1143874.
     """
     check_choice("auc: curve", curve, get_args(Curve))
-    thresholds = _even_thresholds("auc", num_thresholds)
-    found = _histograms("auc", labels, predictions, weight, thresholds)
+    if thresholds is None:
+        edges = _even_thresholds("auc", num_thresholds)
+    else:
+        edges = _with_ends(_check_rising("auc", thresholds))
+        if edges[1] < 0 or edges[-2] > 1:
+            raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
+    found = _histograms("auc", labels, predictions, weight, edges)
     return Curves(*found, _area_under_roc if curve == "ROC" else _area_under_pr)
 
 
@@ -315,11 +337,5 @@ def recall_at_thresholds(
 def _at_thresholds(
     name: str, rows: tuple[Any, Any, Any], thresholds: Any, rate: str
 ) -> Curves:
-    edges = np.asarray(thresholds, np.float64)
-    rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
-    if not rising or np.isnan(edges).any():
-        raise ValueError(
-            f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
-            " that rise, such as [0.25, 0.5]."
-        )
+    edges = _check_rising(name, thresholds)
     return Curves(*_histograms(name, *rows, edges), getattr, (rate,))

@@ -33,7 +33,7 @@ from towerjax.step.returned import (
     split,
 )
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
-from towerjax.towers.executors import explain_errors
+from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_axis import over_local_towers
@@ -296,7 +296,7 @@ class Pass:
                 noted.append(Sum(weights))
 
             tower = dataclasses.replace(tower, _note=note)
-        with explain_errors():
+        with in_tower_fn():
             out = self.tower_fn(state, rows, tower, *merged)
         if self.weights != "summed":
             return out

@@ -21,7 +21,7 @@ from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype
 
-_MERGING = "towerjax_merging"
+_IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
 _HAVE_NO_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -201,7 +201,7 @@ def trace_one_tower(
 
 def is_inside_tower() -> bool:
     """Whether a tower function or a merge function is being traced."""
-    return _is_bound(DEVICE_AXIS) or _is_bound(LOCAL_AXIS)
+    return any(map(_is_bound, (_IN_TOWER, DEVICE_AXIS, LOCAL_AXIS)))
 
 
 def refuse_devices_in_tower(placement: Placement) -> None:
@@ -217,7 +217,12 @@ def refuse_devices_in_tower(placement: Placement) -> None:
 
 def is_of_one_tower(value: PyTree) -> bool:
     """Whether ``value`` is traced in a tower function, and not in a merge function."""
-    return has_tracers(value) and is_inside_tower() and not _is_bound(_MERGING)
+    return has_tracers(value) and is_in_tower_fn()
+
+
+def is_in_tower_fn() -> bool:
+    """Whether a tower function is being traced, and not a merge function in it."""
+    return is_inside_tower() and not _is_bound(_MERGING)
 
 
 def in_merge_fn() -> Any:
@@ -234,10 +239,14 @@ def _is_bound(axis: str) -> bool:
 
 
 @contextlib.contextmanager
-def explain_errors() -> Iterator[None]:
-    """Explain errors of a tower function: values not yet known, unbound axes."""
+def in_tower_fn() -> Iterator[None]:
+    """The context in which a tower function runs; explains its errors.
+
+    Notes are added where a value is not yet known, or an axis not bound.
+    """
     try:
-        yield
+        with bind_axis(_IN_TOWER):
+            yield
     except _HAVE_NO_VALUE as error:
         error.add_note(
             "A tower function is traced once for all towers: tower.id, the batch and"

@@ -21,7 +21,7 @@ from towerjax.metrics.weighted import UnknownWeights
 from towerjax.proof.scale import GATHERED, REDUCED
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import merge_over_towers, refuse_all_towers, refuse_in_turn
-from towerjax.towers.variables import Variable, assign_in_tower
+from towerjax.towers.variables import Variable, assign_in_tower, plain
 from towerjax.types import PyTree, Reduction
 
 _STATIC = {"static": True}
@@ -159,8 +159,8 @@ class Tower:
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
-          value: This tower's value, a pytree of arrays and of ``IndexedRows``, whose
-            rows are gathered and never added to each other.
+          value: This tower's value, a pytree of arrays, of variables, which are read,
+            and of ``IndexedRows``, whose rows are gathered and never added.
 
         Returns:
           Like ``value``; a MEAN of integers is float32 (of int64 float64), a SUM of
@@ -172,6 +172,7 @@ class Tower:
         """
         refuse_in_turn(self._axes, "tower.reduce")
         refuse_all_towers(value, "tower.reduce")
+        value = plain(value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else REDUCED):
             return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
@@ -183,7 +184,8 @@ class Tower:
         along the dim are joined outside, by ``strategy.gather``.
 
         Args:
-          value: This tower's value, leaves ``[...]`` and ``IndexedRows``.
+          value: This tower's value, leaves ``[...]``, ``IndexedRows``, and variables,
+            which are read.
           axis: Join the towers' values along this dim of them; None gives them a new
             leading one.
 
@@ -198,6 +200,7 @@ class Tower:
         """
         refuse_in_turn(self._axes, "tower.all_gather")
         refuse_all_towers(value, "tower.all_gather")
+        value = plain(value)
         if axis is not None:
             check_joins(value, axis)
 

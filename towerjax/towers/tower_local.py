@@ -18,8 +18,9 @@ from towerjax.collectives.reduce import (
     take_first,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
+from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
-from towerjax.towers.variables import TowerLocal, is_variable, label, plain
+from towerjax.towers.variables import TowerLocal, Variable, is_variable, label, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import (
     is_key,
@@ -34,6 +35,16 @@ from towerjax.types.leaves import (
 def is_local(x: Any) -> bool:
     """Whether ``x`` is a tower-local variable."""
     return isinstance(x, TowerLocal)
+
+
+def refuse_own_copy(variable: Variable) -> None:
+    """Raise in a tower function for the tower's own copy of a variable."""
+    if is_of_one_tower(variable.value):
+        raise ValueError(
+            f"{label(variable)} is the tower's own copy in a tower function: read"
+            " .value, change it with tower.assign, or meet first, with"
+            " tower.merge_call(fn, variable), whose function gets all copies."
+        )
 
 
 def layouts_of(variables: PyTree) -> PyTree:
@@ -102,6 +113,7 @@ def read_local(local: PyTree) -> PyTree:
     """
     variables = jax.tree.leaves(local, is_leaf=is_local)
     for variable in variables:
+        refuse_own_copy(variable)
         if variable.reduction is Reduction.NONE:
             raise ValueError(
                 f"{label(variable)} has Reduction.NONE, so it has no one value. Give it"

@@ -11,11 +11,12 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place
+from towerjax.towers.cross_tower.destinations import of_first_process
 from towerjax.towers.cross_tower.values import unwrap
-from towerjax.towers.executors import is_of_one_tower
+from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import as_native
-from towerjax.towers.tower_local import read_variables
+from towerjax.towers.tower_local import read_variables, refuse_own_copy
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
@@ -55,7 +56,8 @@ class VariableMethods(StrategyFields):
           tower_local: Whether each tower has a copy, and not all one mirrored value.
 
         Returns:
-          ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``.
+          ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``; in a tower
+          function a ``TowerLocal`` of the tower's own copy.
 
         Raises:
           ValueError: An option is of another type, or ``initial`` holds no arrays.
@@ -89,11 +91,15 @@ class VariableMethods(StrategyFields):
             )
         initial = plain(initial)
         refuse_unheld(f"create_var: {name!r}", initial)
-        value = jax.tree.map(lambda x: jnp.asarray(native(x)), initial)
+        # With their dtypes, so that none stays weakly typed.
+        initial = jax.tree.map(native, initial)
+        value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
         if not jax.tree.leaves(value):
             raise ValueError(
                 f"create_var: initial of {name!r} holds no arrays: {value!r}."
             )
+        if tower_local and is_in_tower_fn():
+            return TowerLocal(value, reduction, name)
         if tower_local:
             rows = replicate(value, self.placement.num_towers)
             rows = place_concrete(rows, self.placement, Layout.PER_TOWER)
@@ -162,7 +168,7 @@ class VariableMethods(StrategyFields):
         """Assign for all towers at once: the new variable."""
         check_variable(variable, f"strategy.{what}")
         refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
-        value = as_native("value", plain(value))
+        value = of_first_process(as_native("value", plain(value)), self.placement)
         if isinstance(variable, MirroredVar):
             new = fit(variable, value)
             if combine is not None:
@@ -194,7 +200,8 @@ class VariableMethods(StrategyFields):
           variable: Mirrored: ``fn`` is called once. Tower-local: once for each
             tower's copy.
           fn: Returns the new value, of the same structure and shapes.
-          *args: Values that all towers share; for a mirrored variable its value.
+          *args: Values that all towers share; for a mirrored variable its value. Of
+            several processes the first one's are used.
           **kwargs: As ``args``.
 
         Returns:
@@ -214,7 +221,8 @@ class VariableMethods(StrategyFields):
         """
         check_variable(variable, "strategy.update")
         refuse_per_tower([args, kwargs], f"strategy.update of {label(variable)}")
-        args, kwargs = as_native("fn's arguments", plain((args, kwargs)))
+        given = as_native("fn's arguments", plain((args, kwargs)))
+        args, kwargs = of_first_process(given, self.placement)
         if isinstance(variable, MirroredVar):
             new = plain(fn(variable.value, *args, **kwargs))
             return _replace_value(variable, fit(variable, new))
@@ -330,12 +338,7 @@ def _fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
 
 def check_towers(variable: Variable, num_towers: int) -> None:
     """Raise unless the variable has a copy for each tower."""
-    if is_of_one_tower(variable.value):
-        raise ValueError(
-            f"{label(variable)} is the tower's own copy in a tower function: read"
-            " .value, change it with tower.assign, or meet first, with"
-            " tower.merge_call(fn, variable), whose function gets all copies."
-        )
+    refuse_own_copy(variable)
     for x in jax.tree.leaves(variable.value):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(

@@ -24,7 +24,7 @@ from towerjax.towers.cross_tower.values import unpad_batches
 from towerjax.towers.executors import (
     TracedCall,
     closed_over_kinds,
-    explain_errors,
+    in_tower_fn,
     is_inside_tower,
     over_devices,
     trace_one_tower,
@@ -95,7 +95,7 @@ class _Call:
         leaves = [next(pools[kind]) for kind in self.kinds]
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-        with explain_errors():
+        with in_tower_fn():
             return self.fn(tower, *args, **kwargs)
 
     def prove(self, rows: list[Any], arrays: list[Any]) -> _Outputs:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -10,7 +11,7 @@ from towerjax.mesh.devices import canonical_device_name, find_device
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.variables import MirroredVar, TowerLocal
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, is_traced
 
 _ALLOWED = (
     " destinations may be a device name such as 'cpu:1', a jax.Device, a tuple or list"
@@ -33,6 +34,21 @@ def copy_to(value: PyTree, destinations: Any) -> PyTree:
         find_device(name)
     there = Placement(names, len(names), local="vmap", executor="shard_map")
     return place(value, there, Layout.MIRRORED)
+
+
+def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
+    """The tree; of several processes the first one's numbers, on all devices."""
+    if placement.num_processes == 1 or is_traced(tree):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    scalars = (bool, int, float, complex)
+    kinds = (jax.Array, np.ndarray, np.generic, *scalars)
+    held = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
+    placed = place([leaves[i] for i in held], placement, Layout.MIRRORED)
+    for i, x in zip(held, placed, strict=True):
+        # A Python number stays one, which takes the dtype of what it meets.
+        leaves[i] = x.item() if type(leaves[i]) in scalars else x
+    return treedef.unflatten(leaves)
 
 
 def _names_of(destinations: Any) -> tuple[str, ...]:

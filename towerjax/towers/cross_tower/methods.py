@@ -12,7 +12,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.towers.cross_tower import values
 from towerjax.towers.cross_tower.assign import VariableMethods
 from towerjax.towers.cross_tower.call import CallMethods
-from towerjax.towers.cross_tower.destinations import copy_to
+from towerjax.towers.cross_tower.destinations import copy_to, of_first_process
 from towerjax.towers.cross_tower.placement import PlacementMethods
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
@@ -216,6 +216,8 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
             )
         if not len(elements):
             raise ValueError("map: there are no elements.")
+        given = of_first_process((elements, args, kwargs), self.placement)
+        elements, args, kwargs = given
         num_towers = self.num_towers
         results = [fn(x, *args, **kwargs) for x in elements]
         by_tower = [results[t::num_towers] for t in range(num_towers)]

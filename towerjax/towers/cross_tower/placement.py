@@ -18,10 +18,11 @@ from towerjax.towers.cross_tower.assign import (
     split_sum,
 )
 from towerjax.towers.cross_tower.destinations import copy_to
-from towerjax.towers.cross_tower.values import unpad_batches
+from towerjax.towers.cross_tower.values import refuse_in_tower, unpad_batches
+from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import check_structures, is_mergeable, is_tuple, num_stacked
-from towerjax.towers.tower_local import read_variables
+from towerjax.towers.tower_local import read_variables, refuse_own_copy
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import has_tracers, key_data, listed, native
@@ -105,8 +106,11 @@ class PlacementMethods(StrategyFields):
 
         def one(x: Any) -> Any:
             if isinstance(x, TowerLocal):
+                refuse_own_copy(x)
                 return jax.tree.map(row, x)
             if not isinstance(x, PerTower):
+                if not is_variable(x):
+                    refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
                 return x
             return row(x.values) if is_tuple(x.values) else jax.tree.map(row, x.values)
 
@@ -228,7 +232,8 @@ def saved_values(tree: PyTree) -> PyTree:
     problems = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
         try:
-            check_addable(x.reduction, x.value) if isinstance(x, TowerLocal) else None
+            if isinstance(x, TowerLocal) and not is_of_one_tower(x.value):
+                check_addable(x.reduction, x.value)
         except ValueError:
             problems.append(f"{leaf_name('tree', path)}, {label(x)}, {x.reduction!r}")
     if problems:
@@ -265,6 +270,9 @@ def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> Py
       >>> restored_values(strategy, like, 7).value.tolist()
       [3, 2, 2]
     """
+    for x in jax.tree.leaves(like, is_leaf=is_variable):
+        if isinstance(x, TowerLocal):
+            refuse_own_copy(x)
     return restore_on(strategy.placement, like, saved)
 
 

@@ -29,7 +29,7 @@ from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.placement import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
-from towerjax.towers.cross_tower.destinations import copy_to
+from towerjax.towers.cross_tower.destinations import copy_to, of_first_process
 from towerjax.towers.executors import is_of_one_tower, over_devices
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import (
@@ -39,7 +39,7 @@ from towerjax.towers.merge import (
     num_stacked,
     stack_towers,
 )
-from towerjax.towers.tower_local import read_local_over_towers
+from towerjax.towers.tower_local import read_local_over_towers, refuse_own_copy
 from towerjax.towers.variables import (
     TowerLocal,
     any_per_tower,
@@ -85,6 +85,7 @@ def as_per_tower(x: Any) -> PerTower:
     """``x`` as ``PerTower``, if it is a tower-local variable; else ``x``."""
     if not isinstance(x, TowerLocal):
         return x
+    refuse_own_copy(x)
     # A tuple in a variable is a tree of leaves [T, ...].
     apart = is_tuple(x.value)
     return PerTower(tuple(_unstack(x.value)) if apart else x.value)
@@ -152,7 +153,8 @@ def reduce_values(
         x = as_per_tower(x)
         check_addable(reduction, x)
         if any(map(is_rows, jax.tree.leaves(x, is_leaf=is_rows))):
-            return _reduce_sparse(strategy, reduction, x.values, axis)
+            rows = _reduce_sparse(strategy, reduction, x.values, axis)
+            return map_parts(IndexedRows, lambda r: _on_all(strategy, r), rows)
         if axis is not None:
             rows = _rows_of_towers(strategy, x)
             return jax.tree.map(
@@ -192,6 +194,11 @@ def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
     return map_parts(kind, one, tree)
 
 
+def _on_all(strategy: StrategyFields, rows: IndexedRows) -> IndexedRows:
+    """The rows on all devices, as a reduced array is; traced ones as they are."""
+    return rows if is_traced(rows) else copy_to(rows, strategy.placement.devices)
+
+
 def _reduce_sparse(
     strategy: StrategyFields, reduction: Reduction, rows: Any, axis: Any
 ) -> Any:
@@ -222,7 +229,7 @@ def _reduce_sparse(
     return jax.tree.map(one, *rows, is_leaf=is_rows)
 
 
-def _refuse_in_tower(what: str, value: Any, instead: str) -> None:
+def refuse_in_tower(what: str, value: Any, instead: str) -> None:
     """Raise in a tower function for one tower's value, which no collective merged."""
     if is_of_one_tower(value):
         raise ValueError(
@@ -233,8 +240,9 @@ def _refuse_in_tower(what: str, value: Any, instead: str) -> None:
 
 
 def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
-    _refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
+    refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
+        value = of_first_process(value, strategy.placement)
         # A copy, since the caller may write into a NumPy array later.
         numpys = np.ndarray | np.generic
         return jax.tree.map(
@@ -289,7 +297,7 @@ def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
             one = functools.partial(gather_values, strategy, axis=axis)
             stops = lambda x: is_per_tower(x) or is_rows(x)  # noqa: E731
             return jax.tree.map(one, value, is_leaf=stops)
-        _refuse_in_tower("gather", value, "tower.all_gather(x)")
+        refuse_in_tower("gather", value, "tower.all_gather(x)")
         if strategy.num_towers > 1:
             raise ValueError(
                 f"gather of a value that is the same on all {strategy.num_towers}"
