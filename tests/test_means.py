@@ -292,7 +292,8 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
     def differs(params, batch, tower):
         return loss_fn(params, batch, tower) + tj.shared(batch["y"].sum())
 
-    refused(differs, r"loss\.shared depends on batch\['y'\]", tj.ReplicationError)
+    text = r"what tj\.shared is given, .*\n.* depends on batch\['y'\]; it is made at"
+    refused(differs, text, tj.ReplicationError)
     refused(
         lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
     )
@@ -366,6 +367,77 @@ def test_weights_learn_in_a_second_pass():
     np.testing.assert_allclose(metrics["loss"], mean, rtol=200 * EPS)
     expected = w - RATE * slope @ x / weight.sum()
     np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
+
+
+@pytest.mark.parametrize("T", [1, 2])
+@pytest.mark.parametrize("terms", [1, 2])
+def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):
+    def loss(params, batch, tower):
+        mean = tj.Weighted.mean((params["w"] @ batch["x"].T) ** 2, tower.weight)
+        rest = tj.Weighted.mean(batch["y"], batch["weight"]) if terms == 2 else 0 * mean
+        return mean + rest + tj.shared(batch["y"].mean() * params["w"].sum())
+
+    def tower_fn(state, batch, tower):
+        return tj.value_and_grad(loss)(state.params, batch, tower)[1]
+
+    step = tj.build_step(tower_fn, lambda state, _: (state, {}), mirrored(T, 1))
+    text = "what tj.shared is given, .*\n.*batch\\['y'\\]; it is made at .*test_means"
+    with pytest.raises(tj.ReplicationError, match=text):
+        step.check(params(), data())
+
+
+def test_weights_are_not_those_of_a_gradient_that_is_not_yet_known():
+    def loss(params, batch, tower):
+        error = batch["x"] @ params["w"] - batch["y"]
+        large = jax.lax.stop_gradient(abs(error) > 0.5) * tower.weight
+        mean = tj.Weighted.mean(error**2, tower.weight)
+        return mean + tj.Weighted.mean(abs(error), large)
+
+    def tower_fn(state, batch, tower):
+        _, grads = tj.value_and_grad(loss)(state.params, batch, tower)
+        sign = jax.tree.map(jnp.sign, grads.value)
+        ahead = jax.tree.map(lambda w, s: w + 0.05 * s, state.params, sign)
+        return tj.value_and_grad(loss)(ahead if moves else state.params, batch, tower)
+
+    def first(state, batch, tower):
+        return tj.value_and_grad(loss)(state.params, batch, tower)[1]
+
+    def second(state, batch, tower, grads):
+        sign = jax.tree.map(jnp.sign, grads.value)
+        ahead = jax.tree.map(lambda w, s: w + 0.05 * s, state.params, sign)
+        return tj.value_and_grad(loss)(ahead, batch, tower)
+
+    def update_fn(state, merged):
+        return state, {"loss": merged[0]}
+
+    moves = False
+    tj.build_step(tower_fn, update_fn, tj.OneDevice()).check(params(), data())
+    moves = True
+    step = tj.build_step(tower_fn, update_fn, tj.OneDevice())
+    with pytest.raises(
+        tj.ReplicationError, match="second pass, tj.build_step\\(\\(fir"
+    ):
+        step.check(params(), data())
+    tj.build_step((first, second), update_fn, tj.OneDevice()).check(params(), data())
+
+
+@pytest.mark.parametrize("A", [1, 2])
+def test_several_means_beside_several_local_variables(A):
+    def loss(w, batch, tower):
+        error = w - batch["x"]
+        first = tj.Weighted.mean(error**2, tower.weight)
+        local = {"n": tower.local["n"] + 1, "x": tower.local["x"] + batch["x"].sum()}
+        return tj.TowerOutput(first + tj.Weighted(error.sum(), 4.0), local=local)
+
+    local = {name: tj.TowerLocal(np.float32(0), tj.Reduction.SUM) for name in "nx"}
+    step = tj.build_train_step(loss, optax.sgd(0.5), mirrored(2, 1), micro_batches=A)
+    state, _ = step(
+        step.init(np.float32(1), local=local), {"x": np.arange(8, dtype=np.float32)}
+    )
+    # 1 - 0.5 * (2 * (1 - 3.5) + 8 / (4 * 2 * A))
+    assert float(state.params) == 1 - 0.5 * (-5 + 1 / A)
+    assert state.local["n"].value.tolist() == [A, A]
+    assert state.local["x"].value.tolist() == [6, 22]
 
 
 def test_padding_that_one_term_does_not_mask_is_refused():

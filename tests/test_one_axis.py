@@ -510,6 +510,68 @@ def test_sums_are_made_at_once_inside_of_other_programs(name):
     assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text
 
 
+def numbered(tower, x):
+    """A number of the tower, made inside of the loop, of nothing that differs."""
+
+    def body(c, _):
+        c = c + lax.axis_index(tower.axis_names)
+        return c, c * x.sum()
+
+    return lax.scan(body, jnp.int32(0), None, length=3)
+
+
+def kept_in_a_ref(tower, x):
+    def body(c, row):
+        ref = jax.new_ref(jnp.float32(0))
+        ref[...] = row
+        c = 2 * c + jax.freeze(ref)
+        return c, c
+
+    return lax.scan(body, jnp.float32(0), x)
+
+
+def of_a_literal(tower, x):
+    return lax.scan(lambda c, row: (2 * c + row, c - row), 0.0, x)
+
+
+def added_to(tower, x):
+    return lax.scan(lambda c, _: (c + 3, 2 * c), x[0], None, length=4)
+
+
+@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (1, 1)])
+@pytest.mark.parametrize("scanned", [numbered, kept_in_a_ref, of_a_literal, added_to])
+def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers(scanned, T, D):
+    x = np.arange(4 * T, dtype=np.float32)
+
+    def tower_fn(state, batch, tower):
+        c, ys = scanned(tower, batch)
+        return {"sum": tj.Sum(ys.sum()), "end": tj.Sum(c), "own": tj.PerTower(c)}
+
+    def update_fn(state, merged):
+        return state, merged
+
+    def metrics(D):
+        step = tj.build_step(tower_fn, update_fn, mirrored(T, D), check=None)
+        return step(step.init(np.float32(0)), x)[1]
+
+    found, alone = metrics(D), metrics(T)
+    assert len(set(alone["own"].tolist())) == T
+    jax.tree.map(np.testing.assert_array_equal, found, alone)
+
+
+@pytest.mark.parametrize("D", [1, 2])
+def test_a_carry_that_alone_is_summed_and_only_added_to(D):
+    def tower_fn(state, batch, tower):
+        c, _ = lax.scan(lambda c, _: (c + state.params, None), batch[0], None, 3)
+        return {"sum": tj.Sum(c)}
+
+    step = tj.build_step(
+        tower_fn, lambda state, merged: (state, merged), mirrored(4, D)
+    )
+    _, metrics = step(step.init(np.float32(2)), np.arange(8, dtype=np.float32))
+    assert metrics["sum"] == (0 + 2 + 4 + 6) + 4 * 3 * 2
+
+
 def test_what_towers_round_is_rounded_by_each():
     """Rounded once, the sum would depend on how many towers share a device."""
 

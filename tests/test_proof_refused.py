@@ -370,7 +370,9 @@ FACTORS = {
 @pytest.mark.parametrize("loss_fn", FACTORS, ids=lambda f: f.__name__)
 def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     first, told, *advice = refusal(loss_fn).splitlines()
-    assert first == "A mean is multiplied with what differs from tower to tower:"
+    assert first == (
+        "A mean's factor, or what tj.shared is given, differs from tower to tower:"
+    )
     assert f"depends on {FACTORS[loss_fn]};" in told and marked(loss_fn) in told
     assert "tj.Weighted.mean(values * factor, weight)" in advice[0]
 

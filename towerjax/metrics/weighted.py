@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
-from towerjax.proof.scale import SHARED_FACTOR
+from towerjax.proof.scale import SHARED_FACTOR, SHARED_TERM
 from towerjax.types import ArrayLike, PyTree
 from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
@@ -275,6 +275,8 @@ def shared(value: ArrayLike) -> Means:
       >>> float((Weighted(6.0, 3.0) + shared(0.5)).value)
       2.5
     """
+    if isinstance(value, Tracer):
+        value = checkpoint_name(value, SHARED_TERM)
     return Means((), value)
 
 

@@ -49,8 +49,10 @@ from towerjax.proof.scale import (
     COUNTS_EACH_TOWER,
     HAS_EXAMPLES,
     SHARED_FACTOR,
+    SHARED_TERM,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
+    UNKNOWN_GRADIENT,
     scale_of_equation,
     scale_of_summed,
     varying_literals,
@@ -225,7 +227,9 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see the names in `towerjax.proof.scale`."""
-    if eqn.params["name"] == SHARED_FACTOR and ins[0].axes:
+    if eqn.params["name"] == UNKNOWN_GRADIENT and context.towers == _NO_AXIS:
+        return [Mark(context.towers, "a gradient", (eqn, context.outer))]
+    if eqn.params["name"] in (SHARED_FACTOR, SHARED_TERM) and ins[0].axes:
         context.found.append(Dependence(ins[0].source, origin_line(ins[0])))
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], ins[0].scale, context.num_towers)

@@ -87,10 +87,11 @@ _DIFFERING = "These outputs must be the same on every tower, but are not:"
 _REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over towers,
 or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
 tj.PerTower(value), or TowerOutput(local=...)."""
-_FACTORS = "A mean is multiplied with what differs from tower to tower:"
+_FACTORS = "A mean's factor, or what tj.shared is given, differs from tower to tower:"
 _UNIFY = """Multiply the rows, tj.Weighted.mean(values * factor, weight), or make it the
 same on all towers, tower.reduce(tj.Reduction.MEAN, factor). Where each tower's own is
-meant, as where it clips its gradient, say tj.Weighted(total * factor, weight)."""
+meant, as where it clips its gradient, say tj.Weighted(total * factor, weight). A term
+of the rows is a mean of its own: loss + tj.Weighted.mean(values, tower.weight)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
 _ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
 tower.num_towers. Where T times the value is meant, write value * tower.num_towers in
@@ -144,7 +145,7 @@ def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
 
 
 def refuse_factors(analysis: Analysis) -> None:
-    """Raise where the factor of a mean differs from tower to tower."""
+    """Raise where the factor of a mean, or a shared term, differs between towers."""
     lines = [
         f"  - what depends on {x.source}; it "
         + (f"is made at {x.line}" if x.line else "stands as it came in")
@@ -152,6 +153,18 @@ def refuse_factors(analysis: Analysis) -> None:
     ]
     if lines:
         raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(lines), _UNIFY]))
+
+
+def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
+    """Raise where the weights of means depend on a gradient that is not yet known."""
+    if any(weights):
+        raise ReplicationError(
+            "The weights of a sum of several means are computed from the gradient of"
+            " another such sum, and all weights are added up before either is"
+            " differentiated. Give the second loss in a second pass,"
+            " tj.build_step((first, second), ...), which is given what the first has"
+            " returned, merged."
+        )
 
 
 def refuse_collectives(analysis: Analysis) -> None:

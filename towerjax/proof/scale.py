@@ -31,6 +31,12 @@ HAS_EXAMPLES = "towerjax.has_examples"
 SHARED_FACTOR = "towerjax.shared_factor"
 """Name of the factor of a mean, which must be the same on all towers."""
 
+SHARED_TERM = "towerjax.shared_term"
+"""Name of a term of a loss that is counted once, and must be the same on all towers."""
+
+UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
+"""Name of what stands for a gradient while only weights are computed."""
+
 SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
 """Name of a value that towers assign and that is added up over towers."""
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof.equation import forwarded_inputs
+from towerjax.proof.scale import UNKNOWN_GRADIENT
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name
@@ -84,8 +86,9 @@ def value_and_grad(
 
 
 def _nan_gradient(x: Any) -> jax.Array:
-    """The gradient in a pass for weights: NaN, so that a use of it is seen."""
-    return jnp.full(jnp.shape(x), jnp.nan, widen_dtype(jnp.result_type(x)))
+    """The gradient in a pass for weights: NaN, and named, so that a use is seen."""
+    nan = jnp.full(jnp.shape(x), jnp.nan, widen_dtype(jnp.result_type(x)))
+    return checkpoint_name(nan, UNKNOWN_GRADIENT)
 
 
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:

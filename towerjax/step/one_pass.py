@@ -273,7 +273,8 @@ class Pass:
         else:
             parts = split_micro_batches(rows, self.micro_batches)
             tree, pools = _scan_micro_batches(of_part, self.micro_batches, parts, local)
-            refuse_mixed_up(fill_holes(tree, pools), state.local)
+            if self.weights != "summed":  # in which nothing has its name
+                refuse_mixed_up(fill_holes(tree, pools), state.local)
         if self.alone is None:
             return tree, pools
         here = dataclasses.replace(state, local=with_local_values(state.local, local))

@@ -16,6 +16,7 @@ from towerjax.proof.findings import (
     refuse_collectives,
     refuse_draws,
     refuse_factors,
+    refuse_unknown,
 )
 from towerjax.proof.scale import REDUCED
 from towerjax.step.one_pass import Pass, PassResult
@@ -141,6 +142,10 @@ def _prove_body(
         of_more_towers=of_more_towers,
     )
     prove_mirrored(found, outputs, advice=one.advice)
+    if one.weights == "summed":
+        unknown = depends(body, [None] * len(body.invars)).outputs
+        pairs = zip(unknown, outputs, strict=True)
+        refuse_unknown([x for x, name in pairs if name is not None])
     return Proof(found, functools.partial(_unmasked, one, args, axes))
 
 

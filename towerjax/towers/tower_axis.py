@@ -321,7 +321,8 @@ def over_local_towers(
         num_sums = 0 if stack_sums else tree.children()[0].num_leaves
         own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
         try:
-            out = vmap_and_sum(program, own, rest, num_sums, _add_rows)
+            size = axes.num_local
+            out = vmap_and_sum(program, own, rest, num_sums, _add_rows, size=size)
         except NotImplementedError as error:
             error.add_note(_NO_VMAP)
             raise

@@ -7,6 +7,7 @@ results and hold them all: for gradients, ``k`` times the parameters. The same i
 inside ``jit`` and ``checkpoint``, and in each step of a ``scan``.
 """
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +20,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.proof.equation import loop_sizes, open_jaxpr
+from towerjax.proof.equation import (
+    all_eqns,
+    loop_sizes,
+    named_axes,
+    open_jaxpr,
+    refs,
+    sub_jaxprs,
+)
 from towerjax.proof.interpreter import Interpreter, eqn_context
 from towerjax.towers.fused_sums import apply_linear, fused_sum, is_linear
 from towerjax.types import PyTree
@@ -35,8 +43,10 @@ def vmap_and_sum(
     common: Sequence[Any],
     num_sums: int,
     add: Add,
+    *,
+    size: int,
 ) -> list[jax.Array]:
-    """Run one tower's program for all towers: sums, then other results ``[k, ...]``.
+    """Run one tower's program for ``size`` towers: sums, then others ``[k, ...]``.
 
     ``own`` are its first arguments, ``[k, ...]``; all towers share the others. The
     first ``num_sums`` results are summed, by ``add`` where no one operation can.
@@ -45,19 +55,21 @@ def vmap_and_sum(
     opened = {id(eqn): _with_sums(eqn, sums, add) for eqn, sums in plan.opened.values()}
     kept = program.jaxpr.outvars[num_sums:]
 
-    def of_tower(*own: jax.Array) -> list[jax.Array]:
+    def of_tower(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
         walk = Interpreter(program, [*own, *common])
         for eqn in program.jaxpr.eqns:
             if id(eqn) in opened:
                 with eqn_context(eqn):
-                    out = opened[id(eqn)](own[0], *map(walk.read, eqn.invars))
+                    out = opened[id(eqn)](number, *map(walk.read, eqn.invars))
                 walk.values.update(zip(eqn.outvars, out, strict=True))
             else:
                 walk.evaluate(eqn)
         return [jnp.asarray(walk.read(x)) for x in (*kept, *plan.operands)]
 
     axes = [0] * len(kept) + [None if one else 0 for one in plan.is_sum]
-    out = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)(*own)
+    towers = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)
+    # Numbered, since no argument may be a tower's own.
+    out = towers(jnp.arange(size), *own)
     operands = out[len(kept) :]
     sums = [reduce(operator.add, [x(operands, add) for x in one]) for one in plan.sums]
     return [*sums, *out[: len(kept)]]
@@ -144,12 +156,19 @@ class SumPlan:
 
 
 def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
-    """The values that depend on ``given``, and so differ from tower to tower."""
+    """The values that depend on ``given``, or on an axis of towers, and so differ."""
     found: set[Any] = set(given)
     for eqn in body.eqns:
-        if any(isinstance(x, Var) and x in found for x in eqn.invars):
-            found.update(eqn.outvars)
+        is_own = any(isinstance(x, Var) and x in found for x in eqn.invars)
+        if is_own or _names_local_axis(eqn):
+            found.update([*eqn.outvars, *refs(eqn)])
     return found
+
+
+def _names_local_axis(eqn: JaxprEqn) -> bool:
+    """Whether the equation, or one inside it, runs over the towers of a device."""
+    inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
+    return any(LOCAL_AXIS in named_axes(x) for x in itertools.chain([eqn], inside))
 
 
 def _is_addition(eqn: JaxprEqn) -> bool:
@@ -217,18 +236,22 @@ def _with_sums(eqn: JaxprEqn, sums: set[int], add: Add) -> Callable[..., Any]:
     @one.def_vmap
     def of_all(size: int, are_own: list[bool], *all_given: Any) -> Any:
         (_, *is_own), (_, *given) = are_own, all_given
-        if not any(is_own):  # then no argument has a dim of towers: stack one
-            is_own[0], given[0] = True, jnp.stack([given[0]] * size)
         if eqn.primitive.name == "scan":
-            return _scan_on_all(eqn, sums, is_own, given, add)
-        out = _call_on_all(eqn, sums, is_own, given, add)
+            return _scan_on_all(eqn, sums, is_own, given, add, size=size)
+        out = _call_on_all(eqn, sums, is_own, given, add, size=size)
         return out, [i not in sums for i in range(len(out))]
 
     return one
 
 
 def _call_on_all(
-    eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], add: Add
+    eqn: JaxprEqn,
+    sums: set[int],
+    is_own: list[bool],
+    given: list[Any],
+    add: Add,
+    *,
+    size: int,
 ) -> list[jax.Array]:
     program = eqn.params["jaxpr"]
     if eqn.primitive.name == "remat2":
@@ -237,7 +260,7 @@ def _call_on_all(
         # A barrier, so that XLA does not use the values of the forward pass instead.
         if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
             given = lax.optimization_barrier(given)
-    return _vmap_any_order(program, sums, is_own, given, add)
+    return _vmap_any_order(program, sums, is_own, given, add, size=size)
 
 
 def _vmap_any_order(
@@ -246,6 +269,8 @@ def _vmap_any_order(
     is_own: Sequence[bool],
     given: Sequence[Any],
     add: Add,
+    *,
+    size: int,
 ) -> list[jax.Array]:
     """`vmap_and_sum` with towers' own arguments, and sums, in any position."""
     body = program.jaxpr
@@ -257,22 +282,29 @@ def _vmap_any_order(
     )
     values, num_own = [given[i] for i in order], sum(is_own)
     own, common = values[:num_own], values[num_own:]
-    out = vmap_and_sum(program.replace(jaxpr=body), own, common, len(sums), add)
+    program = program.replace(jaxpr=body)
+    out = vmap_and_sum(program, own, common, len(sums), add, size=size)
     return [out[results.index(i)] for i in range(len(out))]
 
 
 def _scan_on_all(
-    eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], add: Add
+    eqn: JaxprEqn,
+    sums: set[int],
+    is_own: list[bool],
+    given: list[Any],
+    add: Add,
+    *,
+    size: int,
 ) -> tuple[list[jax.Array], list[bool]]:
     """Scan all towers, summing in each step; and which results are ``[k, ...]``."""
     params, program = eqn.params, eqn.params["jaxpr"]
-    size = next(len(x) for x, own in zip(given, is_own, strict=True) if own)
     first, number = loop_sizes(eqn)
     own, own_out = _own_in_scan(eqn, sums, is_own)
     consts, xs = given[:first], given[first + number :]
 
     def initial(i: int) -> jax.Array:
-        x, has_towers = given[first + i], is_own[first + i]
+        # A scan of a number starts from a literal, which has no shape.
+        x, has_towers = jnp.asarray(given[first + i]), is_own[first + i]
         if i in sums:
             return add(x) if has_towers else x * jnp.asarray(size, x.dtype)
         if own_out[i] and not has_towers:
@@ -281,7 +313,8 @@ def _scan_on_all(
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         seen = [jnp.zeros_like(x) if i in sums else x for i, x in enumerate(carry)]
-        out = _vmap_any_order(program, sums, own, [*consts, *seen, *xs], add)
+        values = [*consts, *seen, *xs]
+        out = _vmap_any_order(program, sums, own, values, add, size=size)
         out = [x if i in sums or own_out[i] else x[0] for i, x in enumerate(out)]
         new = [x + out[i] if i in sums else out[i] for i, x in enumerate(carry)]
         return new, out[number:]
