@@ -468,3 +468,52 @@ def test_they_are_data():
     with pytest.raises(dataclasses.FrozenInstanceError):
         tj.sync.LocalSGD(4).every = 5
     assert jnp.ndim(build(tj.sync.LocalSGD(4)).init(START).own.value.bad) == 1
+
+
+# Another sync= or cross-tower op in mid-training.
+
+
+def advised(step, state, call):
+    """The state after what the error says to write, and what it says."""
+    with pytest.raises(ValueError, match=r"another sync= or") as error:
+        call(state)
+    code = str(error.value).split("anew: ")[1].removesuffix(".")
+    names = {"dataclasses": dataclasses, "step": step, "state": state}
+    exec(code, names)
+    return names["state"], code
+
+
+EVERY = tj.sync.EveryStep()
+FEW_BITS = tj.collectives.Compressed(above_bytes=4)
+ALL = "opt_state=fresh.opt_state, own="
+SWITCHES = {
+    "every step to rounds": ((EVERY, None), (SYNCS["local"], None), ALL + "fresh.own)"),
+    "rounds to every step": ((SYNCS["local"], None), (EVERY, None), ALL + "None)"),
+    "few bits off": ((EVERY, FEW_BITS), (EVERY, None), "replace(state, own=None)"),
+    "few bits on": ((EVERY, None), (EVERY, FEW_BITS), "replace(state, own=fresh.own)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_step_says_how_the_state_of_another_sync_or_op_goes_on(name):
+    *made, text = SWITCHES[name]
+    options = dict(optimizer=optax.adam(0.1), donate=False, devices=2)
+    first, then = (
+        build(sync, **options, **({"cross_tower_ops": ops} if ops else {}))
+        for sync, ops in made
+    )
+    state, _ = trained(first, batches()[:4])
+    for call in (
+        lambda state: then(state, batches()[0]),
+        lambda state: then(then.place(state), batches()[0]),
+        lambda state: then.check(state, batches()[0]),
+        lambda state: jax.jit(then.fn)(state, batches()[0]),
+    ):
+        going_on, code = advised(then, state, call)
+        assert code.endswith(text), code
+        call(going_on)
+    if "bits" in name:
+        assert going_on.opt_state is state.opt_state
+    _, losses = trained(then, batches() * 4, going_on)
+    assert losses[-1] < losses[3]

@@ -57,7 +57,8 @@ class KeepsState(Protocol):
           gradient: Arrays or shapes like the gradient's, which are the parameters'.
 
         Returns:
-          Arrays, or None; the state of all towers has leaves ``[T, ...]``.
+          Arrays, leaves ``[T, ...]`` in the state of all towers; or None, and
+          ``state.own`` is None.
 
         Raises:
           ValueError: The op has nothing to do for such a gradient.

@@ -205,10 +205,12 @@ def init_state(
     return place(state, placement, state_layout(strategy))
 
 
-def init_op_state(strategy: Strategy, gradient: PyTree) -> TowerLocal:
+def init_op_state(strategy: Strategy, gradient: PyTree) -> TowerLocal | None:
     """``state.own`` before the first step, for a cross-tower op with a state."""
     ops: Any = strategy.cross_tower_ops
     own = ops.init_state(gradient)
+    if own is None:
+        return None
     return TowerLocal(replicate(own, strategy.num_towers), Reduction.SUM, name="own")
 
 

@@ -91,18 +91,26 @@ def check_like(state: TrainState, expected: TrainState) -> None:
         )
 
 
-def check_opt_state(given: PyTree, made: PyTree) -> None:
-    """Raise unless an optimizer's state has the leaves that the optimizer makes."""
-    has, needs = (
-        [(name, np.shape(x)) for name, x in named_leaves("", tree)]
-        for tree in (given, made)
-    )
-    if has != needs:
+def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
+    """Raise unless each field that a step makes has the leaves that the step makes."""
+    wrong, found = {}, []
+    for field, needed in made.items():
+        given = getattr(state, field)
+        own = field == "own"  # whose dim over towers `check_num_towers` looks at
+        has, needs = (
+            [tree is None, *((n, np.shape(x)[own:]) for n, x in named_leaves("", tree))]
+            for tree in (given, needed)
+        )
+        if has != needs:
+            wrong[field] = None if needed is None else f"fresh.{field}"
+            found += changes(f"state.{field}", given, needed)
+    if wrong:
+        begin = "fresh = step.init(state.params); " if any(wrong.values()) else ""
+        anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
-            "The state was made for another optimizer, or for other parameters, than"
-            f" this step's: {listed(changes('state.opt_state', given, made))}. Begin"
-            " the optimizer anew, dataclasses.replace(state,"
-            " opt_state=step.init(state.params).opt_state)."
+            "The state was made for another optimizer, other parameters, another sync="
+            f" or another cross-tower op than this step's: {listed(found)}. Begin these"
+            f" anew: {begin}state = dataclasses.replace(state, {anew})."
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.base import KeepsState
@@ -27,7 +28,7 @@ from towerjax.step.state import (
     split_state,
     step_number,
 )
-from towerjax.step.state_checks import check_is_state
+from towerjax.step.state_checks import check_is_state, check_made
 from towerjax.towers.executors import refuse_devices_in_tower, shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
@@ -78,6 +79,7 @@ class Step(CompiledStep):
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
             refuse_devices_in_tower(placement)
             check_is_state(state)
+            check_made(state, self._made(state.params))
             placed = self._placer.fit_traced(batch)
             run = Proving(placement, on_devices=True)
             out = recipe.fn(run, *split_state(state), *placed.args)
@@ -139,6 +141,18 @@ class Step(CompiledStep):
         """The parameters that get gradients."""
         return params
 
+    def _made(self, params: PyTree) -> dict[str, PyTree]:
+        """The shapes of the fields of a state that the step makes, by their names."""
+        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
+            return {"own": None}
+        return {"own": jax.eval_shape(self._op_state_maker(params))}
+
+    def _before_first_call(self, state: TrainState) -> TrainState:
+        made = self._made(state.params)
+        check_made(state, made)
+        number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        return dataclasses.replace(state, step=number, **made)
+
     def check(
         self,
         params: PyTree,
@@ -178,6 +192,7 @@ class Step(CompiledStep):
         """
         if not isinstance(params, TrainState):
             params = self.shapes(params, opt_state=opt_state, local=local, extra=extra)
+        check_made(params, self._made(params.params))
         args = (*split_state(params), *self._placer.shapes(batch))
         return prove(self._runner.recipe, self.strategy.placement, args)
 
@@ -201,10 +216,7 @@ class Step(CompiledStep):
         state = abstract_state(
             params, opt_state, num_towers, local, extra, counts=counts
         )
-        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
-            return state
-        own = jax.eval_shape(self._op_state_maker(state.params))
-        return dataclasses.replace(state, own=own)
+        return dataclasses.replace(state, own=self._made(state.params)["own"])
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
         """The compiled program for such a batch; for absent devices from shapes."""

@@ -35,7 +35,6 @@ from towerjax.step.optimizers import (
 from towerjax.step.returned import is_typed
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState, check_params
-from towerjax.step.state_checks import check_opt_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import apply_update, check_types
@@ -231,27 +230,22 @@ class TrainStep(Step):
         extra: PyTree = None,
     ) -> TrainState:
         """As `Step.shapes`; the optimizer makes the shapes of its own state."""
-        part = self._trained(check_params(params, shapes=True))
-        fresh, own = jax.eval_shape(self._begin, part)
         if not jax.tree.leaves(opt_state):
-            opt_state = fresh
-        state = super().shapes(params, opt_state=opt_state, local=local, extra=extra)
-        if own is None:
-            return state
-        towers = self.strategy.num_towers
-        own = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((towers, *x.shape), x.dtype), own
-        )
-        return dataclasses.replace(state, own=own)
+            opt_state = self._made(check_params(params, shapes=True))["opt_state"]
+        return super().shapes(params, opt_state=opt_state, local=local, extra=extra)
 
     def _trained(self, params: PyTree) -> PyTree:
         return trained_part(params, trainable_flags(params, self.training.trainable))
 
-    def _before_first_call(self, state: TrainState) -> TrainState:
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        fresh, _ = jax.eval_shape(self._begin, self._trained(state.params))
-        check_opt_state(state.opt_state, fresh)
-        return dataclasses.replace(state, step=number, opt_state=fresh)
+    def _made(self, params: PyTree) -> dict[str, PyTree]:
+        opt_state, own = jax.eval_shape(self._begin, self._trained(params))
+        if own is None:
+            return {"opt_state": opt_state, **super()._made(params)}
+        towers = self.strategy.num_towers
+        own = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((towers, *x.shape), x.dtype), own
+        )
+        return {"opt_state": opt_state, "own": own}
 
 
 def build_train_step(
