@@ -395,6 +395,19 @@ def test_an_update_that_forgets_the_value_is_told_of_it():
         assert ("merged['grads'].value" in notes) == noted, caught.value
 
 
+def test_leaves_without_a_gradient_are_refused_by_name():
+    def tower_fn(state, batch, tower):
+        return tj.value_and_grad(loss_fn)(state.params, batch, tower)
+
+    step = tj.build_step(tower_fn, lambda state, merged: (state, {}), mirrored(2, 1))
+    whole = {**params(), "seen": np.int32(0), "rngs": {"key": jax.random.key(0)}}
+    text = r"params\['rngs'\]\['key'\] is key<fry>; params\['seen'\] is int32. .*copy"
+    with pytest.raises(ValueError, match=text):
+        step.check(whole, data(4))
+    with pytest.raises(ValueError, match="but params is int. Pass"):
+        tj.value_and_grad(lambda w: tj.Weighted(w, 1.0))(2)
+
+
 def inner_mean(w, batch, tower):
     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
 

@@ -15,7 +15,7 @@ from towerjax.proof.equation import forwarded_inputs
 from towerjax.proof.scale import UNKNOWN_GRADIENT
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
-from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name
+from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, listed, widen_dtype
 
 
@@ -49,7 +49,8 @@ def value_and_grad(
 
     Raises:
       ValueError: The loss is no floating scalar, does not say how it is reduced, or
-        has weights that depend on the parameters.
+        has weights that depend on the parameters; or a leaf of ``params`` is neither
+        floating nor complex.
 
     Example:
       >>> import numpy as np
@@ -60,6 +61,7 @@ def value_and_grad(
     """
 
     def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
+        _refuse_without_gradient(params)
         given_to = (*args, *named.values())
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
 
@@ -83,6 +85,28 @@ def value_and_grad(
         return given, Sum(grads) if weight is None else Weighted(grads, weight)
 
     return run
+
+
+def _refuse_without_gradient(params: PyTree) -> None:
+    """Raise by name for leaves that have no gradient, such as counters and keys."""
+    dtypes = [
+        (name, getattr(leaf, "dtype", type(leaf)))
+        for name, leaf in named_leaves("params", params)
+    ]
+    bad = [
+        f"{name} is {getattr(dtype, '__name__', dtype)}"
+        for name, dtype in dtypes
+        if not jnp.issubdtype(dtype, jnp.inexact)
+    ]
+    if bad:
+        raise ValueError(
+            "tj.value_and_grad differentiates floating and complex leaves, but"
+            f" {listed(bad)}. Pass those alone, and the others beside them, to be put"
+            " together in the loss function: of Flax graph, params, rest ="
+            " nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest,"
+            " copy=True); of Equinox params, static = eqx.partition(model,"
+            " eqx.is_inexact_array), and eqx.combine(params, static)."
+        )
 
 
 def _nan_gradient(x: Any) -> jax.Array:
