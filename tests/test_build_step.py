@@ -384,12 +384,23 @@ def test_an_update_that_forgets_the_value_is_told_of_it():
     def sums(state, merged):
         return state, {"twice": tj.Sum(merged[0].weight) * 2}
 
+    def optimizes(state, merged):
+        optimizer = optax.adam(0.1)
+        return state, optimizer.update(merged[1], optimizer.init(state.params))[0]
+
+    def casts(state, merged):
+        return state, {"norm": merged[1].astype(jnp.float32)}
+
+    def roots(state, merged):
+        return state, {"root": jnp.sqrt(merged[0] + merged[0])}
+
     def fails(state, merged):
         return state, {"loss": merged[0].value + jnp.ones(3) + jnp.ones(2)}
 
-    for update_fn, noted in ((forgets, True), (sums, True), (fails, False)):
+    told = dict.fromkeys((forgets, sums, optimizes, casts, roots), True)
+    for update_fn, noted in {**told, fails: False}.items():
         step = tj.build_step(tower_fn, update_fn, mirrored(2, 1))
-        with pytest.raises((TypeError, ValueError)) as caught:
+        with pytest.raises((AttributeError, TypeError, ValueError)) as caught:
             step.check(params(), data(4))
         notes = "".join(getattr(caught.value, "__notes__", []))
         assert ("merged['grads'].value" in notes) == noted, caught.value

@@ -274,8 +274,8 @@ def _explain_update_errors() -> Iterator[None]:
             " once, after they have met: leave the collective out, or return what is to"
             " be reduced from the towers, as tj.Weighted or tj.Sum."
         ) from error
-    except (TypeError, ValueError) as error:
-        if re.search(r"\b(Weighted|Sum|Rows|PerTower)\b", str(error)):
+    except (AttributeError, TypeError, ValueError) as error:
+        if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
             error.add_note(
                 "merged holds the types that towers returned; their numbers are"
                 " merged[...].value, such as merged['grads'].value."
