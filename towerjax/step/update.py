@@ -118,7 +118,7 @@ def accept_or_keep(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    _check_structure(carry, shapes[1])
+    _check_num_leaves(carry, shapes[1])
     walk = Interpreter(closed, before)
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
     first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
@@ -155,9 +155,9 @@ def accept_or_keep(
     )
 
 
-def _check_structure(before: PyTree, after: PyTree) -> None:
-    """Raise unless a step returns as many leaves of its state, in the same places."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
+def _check_num_leaves(before: PyTree, after: PyTree) -> None:
+    """Raise unless a step returns as many leaves of its state as it is given."""
+    if len(jax.tree.leaves(before)) != len(jax.tree.leaves(after)):
         raise ValueError(
             "A step that may be refused keeps the leaves of its state, but"
             f" {listed(changes('state', before, after))}. Begin the state with"
