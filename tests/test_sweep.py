@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.tools.sweep.grid import traced_names
+from towerjax.tools.sweep.grid import configs_of, traced_names
 from towerjax.tools.sweep.record_file import RecordFile
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
@@ -214,6 +214,40 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(ValueError, match="Line 1 of .* is no line of a sweep"):
         quiet(small, {"rate": [0.1]}, results=path)
     assert path.read_text() == "notes\n"
+
+
+def test_a_configuration_that_is_not_finite_is_a_member_once(tmp_path):
+    path, trained = tmp_path / "sweep.jsonl", []
+
+    def evaluate(state, **config):
+        trained.append(config)
+        return {}
+
+    options = {"order": "in_turn", "results": path, "evaluate": evaluate}
+    for _ in range(2):
+        found = quiet(small, {"rate": [0.1, np.inf, np.nan]}, **options)
+        np.testing.assert_array_equal(
+            [member.config["rate"] for member in found.members], [0.1, np.inf, np.nan]
+        )
+        assert len(path.read_text().splitlines()) == len(trained) == 3
+
+
+def test_configurations_are_one_where_the_file_has_one():
+    values = [False, 0, 0.0, np.nan, float("nan"), 0]
+    assert [repr(c["use"]) for c in configs_of({"use": values})] == [
+        "False",
+        "0",
+        "0.0",
+        "nan",
+    ]
+
+
+def test_an_evaluation_of_something_else_is_refused(tmp_path):
+    path, grid = tmp_path / "sweep.jsonl", {"rate": [0.1]}
+    with pytest.raises(ValueError, match=r"evaluate returned None for .*0.1.*\{name:"):
+        quiet(small, grid, evaluate=lambda state, **_: None, results=path)
+    with pytest.raises(ValueError, match=r"returned \{'v': \{'a': 1\}\} for .*0.1"):
+        quiet(small, grid, evaluate=lambda state, **_: {"v": {"a": 1}}, results=path)
 
 
 @pytest.mark.slow

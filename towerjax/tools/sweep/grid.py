@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from towerjax.tools.sweep.record_file import key_text
 from towerjax.types.leaves import held_dtype
 from towerjax.types.options import is_whole
 
@@ -38,7 +39,7 @@ def configs_of(grid: Any) -> list[Config]:
             f" the same names; it has {len(configs)}"
             + (f", the first with {names[0]}." if names else ".")
         )
-    return [x for i, x in enumerate(configs) if x not in configs[:i]]
+    return list({key_text(config): config for config in configs}.values())
 
 
 def _as_plain(name: str, value: Any) -> Any:

@@ -44,7 +44,11 @@ class RecordFile:
 
     def get(self, key: Any) -> Line | None:
         """The record with that key, or None."""
-        return self._records.get(_key_text(key))
+        return self._records.get(key_text(key))
+
+    def __getitem__(self, key: Any) -> Line:
+        """The record with that key, which there must be."""
+        return self._records[key_text(key)]
 
     def add(self, record: Line) -> Line:
         """Append a record to the file; return it as the file has it."""
@@ -52,7 +56,7 @@ class RecordFile:
         if self.path is not None:
             with self.path.open("ab", buffering=0) as file:
                 append_line(file, record)
-        self._records[_key_text(record[self.key])] = record
+        self._records[key_text(record[self.key])] = record
         return record
 
 
@@ -65,13 +69,14 @@ def _read_file(path: pathlib.Path, key: str) -> tuple[dict[str, Line], int]:
     """The records by key, and the number of bytes of all whole lines."""
     found, size = {}, 0
     for record, length in read_lines(path, key, "a sweep"):
-        found[_key_text(record[key])] = record
+        found[key_text(record[key])] = record
         size += length
     return found, size
 
 
-def _key_text(key: Any) -> str:
-    return json.dumps(key, sort_keys=True)
+def key_text(key: Any) -> str:
+    """The key as the file has it: 0, 0.0 and False differ, two NaN do not."""
+    return json.dumps(as_json(key), sort_keys=True)
 
 
 class SweepBar:

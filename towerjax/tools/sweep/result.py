@@ -32,12 +32,12 @@ class Member:
     seconds: float
 
     @classmethod
-    def of(cls, record: dict[str, Any]) -> "Member":
-        """Make a member from a record."""
+    def of(cls, record: dict[str, Any], config: Config) -> "Member":
+        """Make a member from the record of a configuration, in which inf is a text."""
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
         found = {name: _to_numbers(x)[()] for name, x in record["evaluation"].items()}
         about = record["order"], record["seconds"]
-        return cls(record["config"], metrics, found, *about)
+        return cls(config, metrics, found, *about)
 
     @property
     def final(self) -> dict[str, Any]:

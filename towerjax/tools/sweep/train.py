@@ -128,8 +128,7 @@ def sweep(
                 for record in program.train_members(todo, chosen) if todo else ():
                     file.add(record)
                     bar.end()
-    found = [file.get(config) for config in configs]
-    return Sweep(tuple(Member.of(record) for record in found if record is not None))
+    return Sweep(tuple(Member.of(file[config], config) for config in configs))
 
 
 @contextlib.contextmanager
@@ -206,16 +205,25 @@ class _Program:
         seconds = (time.perf_counter() - start_s) / len(configs)
         for i, config in enumerate(configs):
             own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
-            found = {}
-            if self.evaluate is not None:
-                found = self.evaluate(step.member(state, i), **config)
             yield {
                 "config": config,
                 "order": order,
                 "seconds": round(seconds, 3),
                 "metrics": {name: json_value(name, x) for name, x in own.items()},
-                "evaluation": {name: json_value(name, x) for name, x in found.items()},
+                "evaluation": self._evaluate(step.member(state, i), config),
             }
+
+    def _evaluate(self, state: TrainState, config: Config) -> Line:
+        if self.evaluate is None:
+            return {}
+        found: Any = self.evaluate(state, **config)
+        try:
+            return {name: json_value(name, x) for name, x in found.items()}
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"evaluate returned {found!r:.200} for {config}; it returns {{name:"
+                " number or array}, or {} if it only saves the state."
+            ) from error
 
     def _build_step(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
         built = self.build(**self.fixed, **numbers)
