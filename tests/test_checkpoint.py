@@ -367,6 +367,14 @@ def test_two_runs_do_not_share_a_folder(step, tmp_path):
     train(step, saving, 1)
 
 
+def test_a_run_that_is_refused_leaves_what_the_other_writes(step, tmp_path):
+    with folder.lock(tmp_path):
+        unfinished = folder.make_folder(tmp_path, 1)
+        with pytest.raises(tj.CheckpointError, match="Another run writes"):
+            train(step, tj.Checkpointer(tmp_path), 1)
+        assert unfinished.is_dir()
+
+
 def test_a_checkpoint_beyond_the_end_is_refused(step, three):
     with pytest.raises(tj.CheckpointError, match="end at 2, but the newest"):
         train(step, tj.Checkpointer(three), 2)

@@ -50,8 +50,8 @@ class Saving:
         needed = sum(x.nbytes for x in arrays_by_name(state).values())
 
         def prepare() -> None:
-            folder.prepare_directory(options.path, needed)
             stack.enter_context(folder.lock(options.path))
+            folder.prepare_directory(options.path, needed)
 
         call_on_first_process(prepare)
         self._files = stack.enter_context(contextlib.closing(array_checkpointer()))

@@ -176,8 +176,7 @@ def remove(directory: pathlib.Path, number: int) -> None:
 
 def prepare_directory(directory: pathlib.Path, needed: int) -> None:
     """Check that checkpoints can be written; clean up after a killed process."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
+    with _explaining(directory):
         for path in directory.glob("step-*.replaced"):
             if not path.with_suffix("").exists():
                 path.rename(path.with_suffix(""))
@@ -188,12 +187,6 @@ def prepare_directory(directory: pathlib.Path, needed: int) -> None:
         write_synced(probe, "\0" * 4096)
         probe.unlink()
         free = shutil.disk_usage(directory).free
-    except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints cannot be written to {str(directory)!r}: {error.strerror}"
-            f" ({errno.errorcode.get(error.errno or 0, error.errno)}). Name a folder"
-            " that this process may write to."
-        ) from error
     if free < needed:
         raise CheckpointError(
             f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
@@ -203,14 +196,30 @@ def prepare_directory(directory: pathlib.Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
+def _explaining(directory: pathlib.Path) -> Iterator[None]:
+    """Raise an error of the system as one that names the directory."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoints cannot be written to {str(directory)!r}: {error.strerror}"
+            f" ({errno.errorcode.get(error.errno or 0, error.errno)}). Name a folder"
+            " that this process may write to."
+        ) from error
+
+
+@contextlib.contextmanager
 def lock(directory: pathlib.Path) -> Iterator[None]:
-    """Lock the directory against other writers until the block or process ends."""
-    with (directory / ".lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"Another run writes its checkpoints to {str(directory)!r}. Wait for"
-                " its end, or name another folder."
-            ) from None
+    """Make the directory; lock it against others until the block or process ends."""
+    with contextlib.ExitStack() as stack:
+        with _explaining(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((directory / ".lock").open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"Another run writes its checkpoints to {str(directory)!r}. Wait"
+                    " for its end, or name another folder."
+                ) from None
         yield
