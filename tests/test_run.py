@@ -1,7 +1,9 @@
 """The loop: the same numbers however it is cut, nothing lost, and what is shown."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import itertools
 import os
@@ -902,6 +904,45 @@ def test_ctrl_c_during_a_call_loses_nothing(train_step):
     assert int(caught.value.state.step) == 1
     assert caught.value.history.steps.tolist() == [1]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
+def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
+    train_step, monkeypatch, at
+):
+    dropped, waiting = [], []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    reporter = sys.unraisablehook
+
+    def interrupt(phase, info):
+        if waiting:
+            signal.raise_signal(waiting.pop())
+
+    def hook(number, metrics):
+        if number == at:
+            waiting.append(signal.SIGINT)
+            gc.collect()
+
+    gc.callbacks.append(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            data = batches(make_data(96), 16)
+            run(train_step, init(train_step), data, hooks=[hook], progress=False)
+    finally:
+        gc.callbacks.remove(interrupt)
+    assert at <= int(caught.value.state.step) <= 6
+    assert KeyboardInterrupt in [found.exc_type for found in dropped]
+    assert sys.unraisablehook is reporter
+
+
+def test_ctrl_c_that_a_hook_catches_is_raised_once(train_step):
+    def hook(number, metrics):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    data = batches(make_data(96), 16)
+    _, history = run(train_step, init(train_step), data, hooks=[hook], progress=False)
+    assert len(history.steps) == 6
 
 
 def test_a_second_ctrl_c_does_not_wait():

@@ -104,10 +104,11 @@ class Loop:
                 for hook in self._options.with_state:
                     if _reaches_multiple(hook.every, before, self._dispatched):
                         self._fetch(0)
+                self.guard.check()
                 if self.saving is not None:
-                    self.guard.check()
                     self.saving.check_preempted(self._dispatched)
         self._fetch(0)
+        self.guard.check()
         self._check_enough()
         self._ledger.settle()
         evaluations = self._log.evaluations

@@ -2,8 +2,9 @@
 
 import contextlib
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -24,7 +25,7 @@ class InterruptGuard:
         self._previous: dict[int, Any] = {}
         self._waiting: list[int] = []
         self._inside = self._holding = 0
-        self._raised = self._finished = False
+        self._raised = self._finished = self._dropped = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -33,9 +34,13 @@ class InterruptGuard:
             self._previous = self._previous_handlers()
         for number in self._previous:
             signal.signal(number, self._handle)
+        reporter = sys.unraisablehook
+        if signal.SIGINT in self._previous:
+            sys.unraisablehook = lambda found: self._note_dropped(found, reporter)
         try:
             yield
         finally:
+            sys.unraisablehook = reporter
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
             self._previous = {}
@@ -49,6 +54,11 @@ class InterruptGuard:
             # None stands for a handler set from C, such as JAX's own.
             found[signal.SIGTERM] = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         return found
+
+    def _note_dropped(self, found: Any, reporter: Callable[[Any], Any]) -> None:
+        """Note a Ctrl-C that Python cannot raise, and have it reported."""
+        self._dropped |= found.exc_type is KeyboardInterrupt
+        reporter(found)
 
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
@@ -76,9 +86,14 @@ class InterruptGuard:
             raise Terminated(self._exit_code)
 
     def check(self) -> None:
-        """Raise again if SIGTERM was raised: Python drops it inside a destructor."""
+        """Raise a signal again that Python dropped: in a destructor, in a collection.
+
+        Ctrl-C that the user's code caught is not raised again; SIGTERM is.
+        """
         if self._raised:
             raise Terminated(self._exit_code)
+        if self._dropped:
+            raise KeyboardInterrupt
 
     @contextlib.contextmanager
     def holding_sigterm(self) -> Iterator[None]:
