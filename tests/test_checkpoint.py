@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -373,6 +374,28 @@ def test_a_run_that_is_refused_leaves_what_the_other_writes(step, tmp_path):
         with pytest.raises(tj.CheckpointError, match="Another run writes"):
             train(step, tj.Checkpointer(tmp_path), 1)
         assert unfinished.is_dir()
+
+
+@pytest.mark.slow
+def test_threads_save_at_once_into_folders_of_their_own(tmp_path):
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.OneDevice("cpu:0"))
+    data, saved = [np.ones(4, np.float32)] * 12, {}
+
+    def trains(number):
+        saving = tj.Checkpointer(tmp_path / str(number), every=1)
+        for steps in (6, 12):  # the second goes on
+            train(step, saving, steps, data, step.init(np.float32(0)))
+        saved[number] = saving.steps
+
+    threads = [threading.Thread(target=trains, args=(i,), daemon=True) for i in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert saved == dict.fromkeys("abcd", (10, 11, 12))
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(step, three):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
+
+# Orbax counts the saves of a process, and takes two at once for one.
+_ONE_AT_ONCE = threading.Lock()
 
 
 class Saving:
@@ -174,18 +178,21 @@ class Saving:
             versions=library_versions(),
         )
         path = folder.unfinished_folder(self._options.path, number)
-        with self._wrap_errors(number):
-            if self._is_first:
-                folder.make_folder(self._options.path, number)
-            self._files.save(path / ARRAYS, arrays_by_name(state))
-        self._writing = self._thread.submit(self._finish, record)
+        with contextlib.ExitStack() as held:
+            held.enter_context(_ONE_AT_ONCE)
+            with self._wrap_errors(number):
+                if self._is_first:
+                    folder.make_folder(self._options.path, number)
+                self._files.save(path / ARRAYS, arrays_by_name(state))
+            self._writing = self._thread.submit(self._finish, record, held.pop_all())
         self._saved = number, evaluation
 
-    def _finish(self, record: CheckpointRecord) -> None:
+    def _finish(self, record: CheckpointRecord, held: contextlib.ExitStack) -> None:
         """In the thread: wait for the arrays, then commit the checkpoint."""
         directory, number = self._options.path, record.step
         with self._wrap_errors(number):
-            self._files.wait_until_finished()
+            with held:
+                self._files.wait_until_finished()
             if not self._is_first:
                 return
             path = folder.unfinished_folder(directory, number)
