@@ -827,6 +827,13 @@ def test_skipped_steps_are_counted(steps_per_call):
     np.testing.assert_allclose(state.params["w"], w, rtol=80 * EPS)
 
 
+def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
+    step = build_step(on_nonfinite="ignore")
+    state, history = run(step, init(step), broken(1), progress=False)
+    assert history.skipped == () and np.isnan(history.metrics["loss"][1])
+    assert np.isnan(state.params["w"]).any()
+
+
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_call):
     with pytest.raises(ValueError, match="steps=9 .* ended after 5") as caught:

@@ -244,11 +244,12 @@ class Loop:
         # One step has scalars, several have a dim of steps, of which not all are used.
         indices = range(len(examples)) if guarded.ndim else [()]
         rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        refused = [is_refused(guarded[i]) for i in indices]
+        mode = self._step.options.on_nonfinite
+        refused = [mode != "ignore" and is_refused(guarded[i]) for i in indices]
         time_s, first = time.time(), self._log.number + 1
         records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
         placement = self._step.strategy.placement
-        options = {"refusals": self._step.options.on_nonfinite == "raise"}
+        options = {"refusals": mode == "raise"}
         faults = [
             error_of(call.guarded, first - 1 + i, placement, **options, index=at)
             for i, at in enumerate(indices)
