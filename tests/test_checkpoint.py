@@ -20,6 +20,7 @@ import checkpoint_model as model
 import forked
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -649,6 +650,32 @@ def test_what_is_due_is_saved_before_the_loader_is_heard(step, tmp_path):
     with pytest.raises(Stop):
         train(step, saving, batches=loader())
     assert saving.steps == (2,)
+
+
+def test_a_record_has_the_real_numbers_of_an_evaluation():
+    values = {
+        "loss": 0.5,
+        "half": jnp.bfloat16(1.5),
+        "count": np.int64(3),
+        "tree": {"a": 1.0},
+        "pair": (1.0, [2.0, 3.0]),
+        "turned": 1j,
+        "column": np.ones(2),
+        "nan": np.nan,
+    }
+    kept = {"loss": 0.5, "half": 1.5, "count": 3.0}
+    assert record.finite_scalars(values) == kept
+
+
+def test_the_best_is_one_real_number(step, tmp_path):
+    class Evaluate(type(metrics_of([])["evaluate"])):
+        def __call__(self, state, batch):
+            one = np.float32(1)
+            return {"tree": tj.Weighted({"a": one}, one), "loss": one}
+
+    options = {**metrics_of([]), "evaluate": Evaluate()}
+    with pytest.raises(ValueError, match=r"no such scalar, but \['loss', 'tree'\]"):
+        train(step, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
 
 @pytest.mark.slow

@@ -26,7 +26,10 @@ def loss_fn(params, batch, tower):
 def metric_fn(params, batch, tower):
     rows = tower.weight.sum(keepdims=True)
     column = tj.Weighted(rows * params["w"], rows)
-    return {"told": tj.Weighted.mean(batch, tower.weight), "column": column}
+    told = tj.Weighted.mean(batch, tower.weight)
+    tree = tj.Weighted.mean({"a": batch, "b": 2 * batch}, tower.weight, axis=0)
+    turned = tj.Weighted.mean(jnp.exp(1j * batch), tower.weight)
+    return {"told": told, "column": column, "tree": tree, "complex": turned}
 
 
 def build(executor="shard_map", devices=8, **options):
@@ -355,8 +358,10 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
 @pytest.mark.parametrize(
     "metric, text",
     [
-        ("loss", r"has no such metric, but \['column', 'told'\]. Name one"),
-        ("column", r"its value is an array\[1\], not one number"),
+        ("loss", r"has no such metric, but \['column', 'complex', 'told', 'tree'\]."),
+        ("column", r"its value is an array\[1\], not one real number"),
+        ("tree", "its value is a dict, not one real number. Name a scalar metric"),
+        ("complex", "its value is a complex, not one real number"),
     ],
 )
 def test_a_metric_that_is_not_there_is_told_at_the_first_evaluation(

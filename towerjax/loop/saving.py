@@ -31,6 +31,7 @@ from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
+from towerjax.types.options import is_one_real
 
 # Orbax counts the saves of a process, and takes two at once for one.
 _ONE_AT_ONCE = threading.Lock()
@@ -129,7 +130,7 @@ class Saving:
         self._evaluated, self._is_best = (number, numbers), False
         if name is None:
             return
-        if name not in values or getattr(values[name], "ndim", 0):
+        if name not in values or not is_one_real(values[name]):
             raise ValueError(
                 f"Checkpointer(best={name!r}): the evaluation has no such scalar, but"
                 f" {sorted(values)}."

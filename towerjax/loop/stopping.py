@@ -19,6 +19,7 @@ from towerjax.types.options import (
     check_number,
     check_text,
     check_whole,
+    is_one_real,
 )
 
 Direction: TypeAlias = Literal["min", "max"]
@@ -250,10 +251,12 @@ def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> fl
             " of these, or return it from the evaluation."
         )
     value = values[option.metric]
-    if np.ndim(value) != 0:
+    if not is_one_real(value):
+        is_array = isinstance(value, np.ndarray) and value.ndim > 0
+        kind = f"n array{list(value.shape)}" if is_array else f" {type(value).__name__}"
         raise ValueError(
-            f"{what}: its value is an array{list(np.shape(value))}, not one number."
-            " Name a scalar metric, such as its mean."
+            f"{what}: its value is a{kind}, not one real number. Name a scalar metric,"
+            " such as its mean."
         )
     return float(value)
 

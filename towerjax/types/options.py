@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _INT32_MAX = 2**31 - 1
@@ -17,6 +18,15 @@ _INT32_MAX = 2**31 - 1
 def is_whole(number: Any) -> bool:
     """Whether ``number`` is an int of Python or NumPy, and not a bool."""
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def is_one_real(value: Any) -> bool:
+    """Whether a value is one real number, also of NumPy, ml_dtypes or JAX."""
+    if not jax.tree_util.all_leaves([value]):
+        return False
+    array = np.asarray(value)
+    is_real = array.dtype.kind in "biu" or jnp.issubdtype(array.dtype, np.floating)
+    return array.ndim == 0 and bool(is_real)
 
 
 def check_whole(

@@ -20,6 +20,7 @@ from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, is_variable
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import is_key, key_data, like_key, listed
+from towerjax.types.options import is_one_real
 from towerjax.types.version import __version__
 
 
@@ -238,8 +239,8 @@ def library_versions(*others: str) -> dict[str, str]:
 
 
 def finite_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The finite scalars of an evaluation."""
-    numbers = {k: float(v) for k, v in values.items() if np.ndim(v) == 0}
+    """The real finite scalars of an evaluation."""
+    numbers = {k: float(v) for k, v in values.items() if is_one_real(v)}
     return {name: v for name, v in numbers.items() if math.isfinite(v)}
 
 
