@@ -509,8 +509,11 @@ def test_a_list_is_counted_off(step, undisturbed, tmp_path):
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
     train(step, saving, 3, batches)
+    copied = shutil.copytree(tmp_path, tmp_path / "copied")
     with pytest.raises(ValueError, match="3 batches were used .* end after 2"):
         train(step, saving, None, batches[:2])
+    with pytest.raises(ValueError, match="steps=7 were .* batches ended after 5"):
+        train(step, tj.Checkpointer(copied), 7, batches[:5])
     distributed = step.strategy.distribute_dataset(batches)
     state, _ = train(step, saving, None, distributed)
     model.assert_same_bits(state, undisturbed[0])

@@ -313,10 +313,11 @@ class Loop:
                 " if the error had ended a generator."
             )
         if steps is not None and done < steps and self._watch.stopped is None:
+            before = 0 if self.saving is None else self.saving.ahead
             raise ValueError(
-                f"steps={steps} were asked for, but batches ended after {done}. Use"
-                " tj.batches(..., epochs=None) for endless data, or leave steps out to"
-                " stop where the data ends."
+                f"steps={before + steps} were asked for, but batches ended after"
+                f" {before + done}. Use tj.batches(..., epochs=None) for endless data,"
+                " or leave steps out to stop where the data ends."
             )
 
     def _rate(self) -> float:

@@ -69,6 +69,7 @@ class Saving:
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
+        self.ahead = 0  # steps of the checkpoint beyond the state that was passed
         self._before = step_number(state)
         self._is_best = False
 
@@ -102,7 +103,7 @@ class Saving:
         state = self._options.restore(self._step, state, number=newest)
         self._seek(record)
         self._step.expect_batch_rows(record.batch_rows)
-        self.resumed, self._before = record, newest
+        self.resumed, self._before, self.ahead = record, newest, newest - start
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
     def _seek(self, record: CheckpointRecord) -> None:
