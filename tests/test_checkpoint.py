@@ -572,6 +572,8 @@ def test_bytes_among_a_cursors_fields():
         assert record.decode_cursor(encoded) == cursor
     with pytest.raises(tj.CheckpointError, match="returned a set"):
         record.encode_cursor({"a": {"b": {1}}})
+    with pytest.raises(tj.CheckpointError, match="returned a float.* finite numbers"):
+        record.encode_cursor({"at": 1, "scale": np.inf})
 
 
 @pytest.mark.slow

@@ -241,6 +241,8 @@ def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
         ('{"step": "x"}\n', 1),
         ("{}\n", 1),
         ('{"step": 3, "loss": 0.5}\n', 1),  # of another program
+        ('{"kind": "x", "step": null}\n', 1),
+        ('{"kind": "train", "step": 1}\n{"kind": "train", "step": "2"}\n', 2),
     ],
 )
 @pytest.mark.parametrize("start", [0, 2])

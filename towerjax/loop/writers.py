@@ -213,7 +213,7 @@ class JsonLines:
         """Cut off later lines; (step, offset) of a last line that is an evaluation."""
         kept = last = 0
         repeated = None
-        for found, length in read_lines(path, "step", "a run", HEAD):
+        for found, length in read_lines(path, "step", "a run", HEAD, kind=int):
             last = max(last, found["step"])
             if last <= start:
                 is_last = (found["step"], found.get("kind")) == (start, "eval")
@@ -231,9 +231,9 @@ class JsonLines:
 
 
 def read_lines(
-    path: pathlib.Path, key: str, owner: str, head: bytes = b""
+    path: pathlib.Path, key: str, owner: str, head: bytes = b"", kind: type = object
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line's object, which must have ``key``, and length in bytes."""
+    """Yield each whole line's object and bytes; its ``key`` must be of the ``kind``."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n") and line.startswith(head[: len(line)]):
@@ -242,7 +242,8 @@ def read_lines(
                 if not line.startswith(head):
                     raise ValueError("Each line begins in the same way.")
                 found = json.loads(line)
-                found[key]
+                if not isinstance(found[key], kind):
+                    raise TypeError(f"{key!r} is no {kind.__name__}.")
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(
                     f"Line {number} of {str(path)!r} is no line of {owner}:"

@@ -249,7 +249,7 @@ def encode_cursor(cursor: Any) -> Any:
     if isinstance(cursor, bytes):
         return {"base64": base64.b64encode(cursor).decode()}
     try:
-        same = json.loads(json.dumps(cursor)) == cursor
+        same = json.loads(json.dumps(cursor, allow_nan=False)) == cursor
     except (TypeError, ValueError):
         same = False
     if not same and isinstance(cursor, dict) and all(type(k) is str for k in cursor):
@@ -257,8 +257,8 @@ def encode_cursor(cursor: Any) -> Any:
     if not same:
         raise CheckpointError(
             f"get_state of the batches returned a {type(cursor).__name__}, which JSON"
-            " cannot hold exactly; nothing is pickled. Let it return bytes, or numbers,"
-            " text, lists and dicts of them."
+            " cannot hold exactly; nothing is pickled. Let it return bytes, or finite"
+            " numbers, text, lists and dicts of them."
         )
     return {"json": cursor}
 
