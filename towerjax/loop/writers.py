@@ -233,7 +233,7 @@ class JsonLines:
 def read_lines(
     path: pathlib.Path, key: str, owner: str, head: bytes = b"", kind: type = object
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line's object and bytes; its ``key`` must be of the ``kind``."""
+    """Yield each whole line's object and size; its ``key`` must be of the ``kind``."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n") and line.startswith(head[: len(line)]):
