@@ -281,6 +281,54 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
     assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
+INTEGERS = [
+    (np.int32([1_700_000_000, -5]), np.int32([1_700_000_060, 7])),
+    (np.int32([-(2**31), 2**31 - 1]), np.int32([2**31 - 1, 2**31 - 2])),
+    (np.uint32([2**32 - 1, 3]), np.int32([2**31 - 1, -(2**31)])),
+    (np.int16([-300, 200]), np.uint8([255, 201])),
+    (np.array([2**40, -(2**62)]), np.array([2**40 + 512, -(2**62) - 7])),
+    (np.array([2**63 + 5, 1], np.uint64), np.array([2**63 - 1, -2])),
+    (np.int64(2**40 + 1), np.int64(2**40)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labels, predictions", INTEGERS)
+def test_errors_of_integers_are_those_of_their_exact_differences(labels, predictions):
+    exact = np.abs(labels.astype(object) - predictions.astype(object))
+    exact = np.asarray(exact, np.float64)
+    if labels.dtype.itemsize < 8:
+        predictions = jnp.asarray(predictions)
+    found = [
+        state(labels, predictions).compute()
+        for state in (m.mean_absolute_error, m.mean_squared_error)
+    ]
+    root = m.root_mean_squared_error(labels, predictions).compute()
+    expected = [exact.mean(), (exact**2).mean(), np.sqrt((exact**2).mean())]
+    np.testing.assert_allclose([*found, root], expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.int32([-(2**31), -8, 1_700_000_000, 2**31 - 1]),
+        np.uint32([0, 1_700_000_000, 2**32 - 1]),
+        np.int64([-(2**62), 1_700_000_000, 2**40, 2**40 + 1]),
+    ],
+)
+def test_integers_are_compared_with_a_threshold_exactly(values):
+    limits = np.iinfo(values.dtype)
+    thresholds = [limits.min, limits.max, limits.max + 1, 2**40 + 1, -(2.0**70)]
+    thresholds += [1_700_000_000, 1_700_000_000.5, np.float32(-7.5), np.inf, np.nan]
+    for threshold in thresholds:
+        expected = np.mean([int(x) < threshold for x in values])
+        arrays = [values] if values.dtype.itemsize == 8 else [values, jnp.array(values)]
+        for x in arrays:
+            found = m.percentage_below(x, threshold).compute()
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_the_mean_of_complex_values_has_a_real_weight():
     values, weight = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0.0, 1.5])
     for mean in (

@@ -1,21 +1,26 @@
 """Metrics that are means over examples: of values, hits and errors."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from towerjax.metrics.rows import (
     as_array,
     as_floats,
     check_pair,
     check_threshold,
+    distance,
     element_weights,
+    is_known,
     library_of,
     ratio,
 )
 from towerjax.metrics.state import Additive, widen
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import promote_dtypes
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -99,15 +104,23 @@ def percentage_below(
       0.25
     """
     check_threshold("percentage_below", threshold)
-    # Widened, since JAX would round or wrap the threshold to the dtype of the values.
-    below = jnp.asarray(widen(as_array(values)) < threshold)
+    below = jnp.asarray(_is_below(as_array(values), threshold))
     return _weighted("percentage_below", below, weight)
 
 
+def _is_below(values: Any, threshold: Any) -> Any:
+    """Whether each value is below the threshold, which is not cast to its dtype."""
+    values = widen(values)
+    if not (jnp.issubdtype(values.dtype, jnp.integer) and is_known(threshold)):
+        return values < threshold
+    limits, threshold = np.iinfo(values.dtype), np.asarray(threshold).item()
+    if not limits.min < threshold <= limits.max:  # it may be NaN
+        return np.full(values.shape, threshold > limits.max)
+    return values < np.asarray(math.ceil(threshold), values.dtype)
+
+
 def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
-    labels, predictions = map(as_floats, check_pair(name, labels, predictions))
-    dtype = promote_dtypes(labels.dtype, predictions.dtype)
-    return abs(predictions.astype(dtype) - labels.astype(dtype))
+    return distance(*check_pair(name, labels, predictions))
 
 
 def mean_absolute_error(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import native, overflow_of, widen_dtype
+from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 from towerjax.types.options import check_whole
 
 
@@ -55,6 +55,30 @@ def as_floats(x: Any) -> jax.Array:
         )
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
+
+
+def _signs_and_sizes(*arrays: Any) -> list[tuple[Any, Any]]:
+    """For each array of integers which are negative, and the sizes, of one dtype."""
+    library = np if all(map(is_known, arrays)) else jnp
+    arrays = tuple(library.asarray(native(x)) for x in arrays)
+    dtype = np.dtype(f"u{max(x.dtype.itemsize for x in arrays)}")
+    negative = [x < np.zeros((), x.dtype) for x in arrays]
+    sizes = [x.astype(dtype) for x in arrays]
+    return [(n, library.where(n, -x, x)) for n, x in zip(negative, sizes, strict=True)]
+
+
+def distance(first: Any, second: Any) -> jax.Array:
+    """``|first - second|``, float32 or wider; integers are cast when subtracted."""
+    pair = first, second
+    whole = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in pair)
+    wraps = any(overflow_of(x) is not None for x in pair)
+    if not whole or (wraps and not all(map(is_known, pair))):
+        first, second = map(as_floats, pair)
+        dtype = promote_dtypes(first.dtype, second.dtype)
+        return abs(first.astype(dtype) - second.astype(dtype))
+    (less, x), (below, y) = _signs_and_sizes(*pair)
+    apart = as_floats(library_of(x, y).where(x > y, x - y, y - x))
+    return jnp.where(less == below, apart, as_floats(x) + as_floats(y))
 
 
 def number_of_rows(leaves: list[jax.Array]) -> int:
