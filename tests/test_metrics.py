@@ -281,6 +281,22 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
     assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
+def test_ids_are_equal_as_numbers_and_not_as_bits():
+    pairs = [
+        (np.uint32([2**32 - 1, 7]), np.int32([-1, 7])),
+        (np.array([2**64 - 1, 7], np.uint64), np.array([-1, 7])),
+        (np.array([2**32 + 1, 5]), np.array([1, 5])),
+        (np.uint8([255, 1]), np.int8([-1, 1])),
+        (np.array([True, False]), np.array([2, 0])),
+    ]
+    for first, second in pairs:
+        both = [(first, second), (second, first)]
+        if max(first.itemsize, second.itemsize) < 8:
+            both.append((jnp.asarray(first), jnp.asarray(second)))
+        for labels, predictions in both:
+            assert float(m.accuracy(labels, predictions).value) == 0.5
+
+
 INTEGERS = [
     (np.int32([1_700_000_000, -5]), np.int32([1_700_000_060, 7])),
     (np.int32([-(2**31), 2**31 - 1]), np.int32([2**31 - 1, 2**31 - 2])),
@@ -641,6 +657,10 @@ REFUSED = [
     (
         lambda: m.accuracy(N, I),
         r"labels of dtype float.*labels.astype\(jnp.int32\).*mean\(labels == pred",
+    ),
+    (
+        lambda: m.accuracy(np.array([2**32 + 1, 5]), jnp.array([1, 5])),
+        "accuracy: labels is an array that holds 4294967297, which would wrap",
     ),
     (lambda: m.accuracy(I, I, N - 1), "accuracy got a weight of -0.75"),
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),

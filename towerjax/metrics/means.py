@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics.rows import (
+    are_equal,
     as_array,
     as_floats,
     check_pair,
@@ -63,7 +64,8 @@ def accuracy(
       A ``Weighted``; the value lies between 0 and 1.
 
     Raises:
-      ValueError: Shapes differ, predictions are floating, or as for `mean`.
+      ValueError: Shapes differ, predictions are floating, an id would wrap round on
+        the devices, or as for `mean`.
 
     Example:
       >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
@@ -80,7 +82,8 @@ def accuracy(
                 f" floats{scores if what == 'predictions' else ''}, or, for how often"
                 " two floats agree, tj.metrics.mean(labels == predictions, weight)."
             )
-    return _weighted("accuracy", jnp.asarray(labels == predictions), weight)
+    hits = jnp.asarray(are_equal("accuracy", labels, predictions))
+    return _weighted("accuracy", hits, weight)
 
 
 def percentage_below(

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
+from towerjax.types.leaves import (
+    native,
+    overflow_of,
+    promote_dtypes,
+    refuse_unheld,
+    widen_dtype,
+)
 from towerjax.types.options import check_whole
 
 
@@ -79,6 +85,15 @@ def distance(first: Any, second: Any) -> jax.Array:
     (less, x), (below, y) = _signs_and_sizes(*pair)
     apart = as_floats(library_of(x, y).where(x > y, x - y, y - x))
     return jnp.where(less == below, apart, as_floats(x) + as_floats(y))
+
+
+def are_equal(name: str, labels: Any, predictions: Any) -> Any:
+    """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
+    for what, x in (("labels", labels), ("predictions", predictions)):
+        if not (is_known(labels) and is_known(predictions)):
+            refuse_unheld(f"{name}: {what}", x)
+    (less, x), (below, y) = _signs_and_sizes(labels, predictions)
+    return (less == below) & (x == y)
 
 
 def number_of_rows(leaves: list[jax.Array]) -> int:
