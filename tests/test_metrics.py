@@ -700,6 +700,26 @@ REFUSED = [
     (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
     (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
     (
+        lambda: m.merge(*(m.auc(B, N, thresholds=[x]) for x in (0.3, 0.5))),
+        "different options",
+    ),
+    (
+        lambda: m.merge(m.auc(B, N, thresholds=[0.3]), m.auc(B, N, num_thresholds=3)),
+        "different options",
+    ),
+    (
+        lambda: m.merge(*(m.auc(B, N, num_thresholds=n) for n in (3, 4))),
+        "different options",
+    ),
+    (
+        lambda: m.merge(*(m.precision_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options",
+    ),
+    (
+        lambda: m.merge(*(m.recall_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options",
+    ),
+    (
         lambda: m.merge(m.mean_iou([0], [0], 1), m.mean_iou(I, I, 2)),
         r"matrix=\(1, 1\).*matrix=\(2, 2\).*different options",
     ),

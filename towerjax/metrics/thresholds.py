@@ -62,6 +62,8 @@ class Curves(Additive):
     no: jax.Array  # [n + 1], the weight of the negatives
     value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    # Those that were given; of even ones the number is the histograms' size.
+    given: tuple[float, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def compute(self) -> jax.Array:
         """The area, or the rates, that the state was made for."""
@@ -194,13 +196,15 @@ def auc(
     """
     check_choice("auc: curve", curve, get_args(Curve))
     if thresholds is None:
-        edges = _even_thresholds("auc", num_thresholds)
+        edges, given = _even_thresholds("auc", num_thresholds), ()
     else:
         edges = _with_ends(_check_rising("auc", thresholds))
-        if edges[1] < 0 or edges[-2] > 1:
+        given = tuple(edges[1:-1].tolist())
+        if given[0] < 0 or given[-1] > 1:
             raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
     found = _histograms("auc", labels, predictions, weight, edges)
-    return Curves(*found, _area_under_roc if curve == "ROC" else _area_under_pr)
+    area = _area_under_roc if curve == "ROC" else _area_under_pr
+    return Curves(*found, area, given=given)
 
 
 def _at_nearest(
@@ -338,4 +342,5 @@ def _at_thresholds(
     name: str, rows: tuple[Any, Any, Any], thresholds: Any, rate: str
 ) -> Curves:
     edges = _check_rising(name, thresholds)
-    return Curves(*_histograms(name, *rows, edges), getattr, (rate,))
+    found = _histograms(name, *rows, edges)
+    return Curves(*found, getattr, (rate,), tuple(edges.tolist()))
