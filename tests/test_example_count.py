@@ -280,6 +280,24 @@ def test_what_is_no_id_is_refused(example_ids, message):
         step(state, next(tj.batches(make_data(), 16)))
 
 
+@pytest.mark.parametrize("times", [1.9, -1, True, np.float32(2)])
+def test_a_number_of_epochs_is_whole(times):
+    count = ExampleCount.of(IDS)
+    with pytest.raises(ValueError, match="^epochs=.* must be a whole number >= 0"):
+        tj.metrics.check_examples(count, IDS, epochs=times)
+    for multiply in (lambda: count * times, lambda: times * count):
+        with pytest.raises(ValueError, match="^times=.* must be a whole number >= 0"):
+            multiply()
+
+
+def test_a_count_is_multiplied_from_both_sides():
+    seen = ExampleCount.of(np.tile(IDS, 3))
+    for times in (3, np.int64(3)):
+        for count in (times * ExampleCount.of(IDS), ExampleCount.of(IDS) * times):
+            assert seen.compare(count).is_same
+    assert tj.metrics.check_examples(ExampleCount.none(), IDS, epochs=0).is_same
+
+
 @pytest.mark.slow
 def test_a_state_that_counts_and_a_step_that_does_not_are_refused():
     counting, state = build()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import PyTree
+from towerjax.types.options import check_whole
 
 ExampleIds: TypeAlias = Callable[[PyTree], Any]
 """``batch -> ids`` or ``(ids, weights)``, of the rows of a tower's batch."""
@@ -236,7 +237,10 @@ class ExampleCount:
 
     def __mul__(self, times: int) -> "ExampleCount":
         """The count of so many passes through the same data, such as epochs."""
+        check_whole("times", times, 0)
         return ExampleCount(np.asarray(self.cells) * np.uint32(times))
+
+    __rmul__ = __mul__
 
     @property
     def total(self) -> int:
@@ -369,6 +373,7 @@ def check_examples(
       >>> print(check_examples(state, data["id"], epochs=3))
       27 examples were seen and 27 expected: each as often as expected
     """
+    check_whole("epochs", epochs, 0)
     seen = getattr(state, "seen", state)
     if not isinstance(seen, ExampleCount):
         raise ValueError(
