@@ -1,11 +1,17 @@
 """What cannot be done across towers says so, and says what to write."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import towerjax as tj
+from towerjax.metrics.weighted import UnknownWeights
+from towerjax.step.faults import Differing, Place
+from towerjax.tools.testing.audit import Finding, SplitError
 
 R = tj.Reduction
 
@@ -237,3 +243,29 @@ def test_a_merge_function_reduces_what_it_is_given():
         lambda tower, v: tower.merge_call(merge_fn, 1.0 + tower.id, v), v
     )
     assert [float(x) for x in out] == [10, 4]
+
+
+COUNT = tj.metrics.ExampleCount.of
+PLACES = [Place(3, 1, "params/w", "gradient", "NaN")]
+ERRORS = [
+    tj.CheckpointError("no manifest"),
+    tj.ReplicationError("loss depends on the tower"),
+    tj.DesyncError(131, [Differing("cpu:5", (5,), "params/w")]),
+    tj.NonFiniteError(3, PLACES),
+    tj.NonFiniteError(3, PLACES, refused=False),
+    tj.NonFiniteError(4, alone=True),
+    tj.metrics.ExamplesError("one is gone", COUNT([1]).compare(COUNT([1, 2]))),
+    SplitError([Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]),
+    UnknownWeights(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_is_copied_and_pickled_whole(error):
+    error.add_note("on host 3")
+    pickled = [
+        pickle.loads(pickle.dumps(error, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)
+    ]
+    for other in [*pickled, copy.copy(error), copy.deepcopy(error)]:
+        assert type(other) is type(error) and str(other) == str(error)
+        assert vars(other) == vars(error) and other.args == error.args

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import PyTree
+from towerjax.types.errors import Portable
 from towerjax.types.options import check_whole
 
 ExampleIds: TypeAlias = Callable[[PyTree], Any]
@@ -329,7 +330,7 @@ def _times(number: int) -> str:
     return "1 time" if number == 1 else f"{number} times"
 
 
-class ExamplesError(ValueError):
+class ExamplesError(Portable, ValueError):
     """Examples were dropped or repeated.
 
     Attributes:

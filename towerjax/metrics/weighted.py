@@ -15,6 +15,7 @@ from jax.core import Tracer
 from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
 from towerjax.proof.scale import SHARED_FACTOR, SHARED_TERM
 from towerjax.types import ArrayLike, PyTree
+from towerjax.types.errors import Portable
 from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
 
@@ -290,7 +291,7 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
     return Weighted(term.sum + term.weight * loss.shared, term.weight)
 
 
-class UnknownWeights(ValueError):
+class UnknownWeights(Portable, ValueError):
     """Raised where a sum of means is differentiated and its weights are not known."""
 
     def __init__(self) -> None:

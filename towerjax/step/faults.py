@@ -13,6 +13,7 @@ from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.types import PyTree, readable_leaves
+from towerjax.types.errors import Portable
 from towerjax.types.leaves import key_data, listed
 
 
@@ -29,7 +30,7 @@ class Differing:
         return f"{self.device}{towers}, {self.leaf}"
 
 
-class DesyncError(RuntimeError):
+class DesyncError(Portable, RuntimeError):
     """The devices' copies of the state were not the same, where they have to be.
 
     Attributes:
@@ -167,7 +168,7 @@ class Place:
     kind: str  # "NaN", "infinity", "NaN and infinity"; or "NaN or infinity"
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(Portable, FloatingPointError):
     """The loss, a gradient or a parameter was NaN or infinite, on some tower.
 
     A refused step left parameters, optimizer state and local variables as they were.

@@ -15,6 +15,7 @@ from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves
+from towerjax.types.errors import Portable
 from towerjax.types.leaves import is_key, native
 from towerjax.types.options import check_number, check_wholes
 
@@ -83,7 +84,7 @@ class AuditReport:
         )
 
 
-class SplitError(AssertionError):
+class SplitError(Portable, AssertionError):
     """A leaf depends on how the batch was split over towers.
 
     Attributes:
@@ -101,10 +102,6 @@ class SplitError(AssertionError):
             " tower.all_gather and tower.reduce. Clip in the optimizer. Draw from keys"
             " that lie in the batch, or say rng='ignore'."
         )
-
-    def __reduce__(self) -> Any:
-        """Pickle the error by its findings."""
-        return type(self), (self.findings,)
 
 
 # By the names of dtypes in a jaxpr: eight times the dtype's epsilon.
