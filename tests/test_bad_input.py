@@ -253,6 +253,43 @@ def test_a_state_where_the_batch_goes_is_told_of():
         tj.run(step, state, lambda: [good()])
 
 
+@pytest.mark.parametrize(
+    "builder", [tj.build_eval_step, tj.build_predict_step], ids=lambda x: x.__name__
+)
+def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
+    def fn(params, batch, tower):
+        if params["w"].shape == (2,):
+            raise ValueError("two weights")
+        rows = batch["x"][:, :1] * params["w"].sum()
+        mean = {"mean": tj.Weighted.mean(rows, tower.weight[:, None])}
+        return mean if builder is tj.build_eval_step else rows
+
+    def notes(params, batch, text):
+        with pytest.raises((ValueError, TypeError), match=text) as caught:
+            run(params, batch)
+        return "".join(getattr(caught.value, "__notes__", ""))
+
+    run, two = (
+        builder(fn, tj.Mirrored(TWO[:1]), max_programs=2),
+        {"w": np.ones(2, np.float32)},
+    )
+    assert "kind of state" not in notes(two, good(), "two weights")
+    run(start(), good())
+    assert "kind of state" not in notes(two, good(6), "two weights")
+    others = two, {"v": two["w"]}, {"w": np.ones(3, np.int32)}
+    for params in others:
+        assert "kind of state" in notes(params, good(), "compiled")
+
+
+def test_padding_is_refused_without_a_word_on_the_state():
+    fn = lambda p, b, t: {"m": tj.Weighted.mean(b["x"] @ p["w"])}  # noqa: E731
+    evaluate = tj.build_eval_step(fn, tj.Mirrored(TWO[:1], towers=2))
+    evaluate(start(), good(6))
+    with pytest.raises(ValueError, match="does not depend on tower.weight") as caught:
+        evaluate(start(), good(5))
+    assert not getattr(caught.value, "__notes__", [])
+
+
 @pytest.mark.slow
 def test_what_jax_cannot_vmap_says_how_towers_run_without():
     def fn(params, batch, tower):

@@ -24,7 +24,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.leaves import refuse_traced, refuse_unheld
+from towerjax.types.leaves import changes, refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
@@ -152,6 +152,13 @@ class InferenceStep:
             timing = time_calls(call, model, timed_calls)
         return program_report(program, self.strategy.placement, timing=timing)
 
+    def _is_for_others(self, model: TrainState, batch: PlacedBatch) -> bool:
+        """Whether the program for such a batch was compiled for another state."""
+        program = self._runner.programs.get(batch.signature)
+        if program is None:
+            return False
+        return bool(changes("state", program.call.args_info[0][0], model))
+
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""
         batch = self.place_batch(batch)
@@ -167,10 +174,12 @@ class InferenceStep:
             placed = self.place(model)
             if not self._lies_here(model):
                 return self(placed, batch)
-            error.add_note(
-                "This step compiles for one kind of state: give it a TrainState each"
-                " time or parameters alone each time, of the same tree and shapes."
-            )
+            if self._is_for_others(model, batch):
+                error.add_note(
+                    "This step compiles for one kind of state: give it a TrainState"
+                    " each time or parameters alone each time, of the same tree and"
+                    " shapes."
+                )
             raise
         own = on_every_process(own, self.strategy.placement)
         (result,) = fill_holes(tree, {"own": without_padding(own, batch)}).values()
