@@ -792,11 +792,30 @@ def test_a_mean_times_a_mean_says_what_is_multiplied():
     for first, second in ((a, a), (a, a + a), (a + a, a)):
         with pytest.raises(ValueError, match=r"Multiply the rows.*or .* earlier pass"):
             first * second
-    for first in (2.0, a, jnp.float32(1)):
-        with pytest.raises(
-            ValueError, match=r"divided by a mean.*A function of a mean"
-        ):
-            first / a
+
+
+FUNCTIONS = {
+    "2 / a": lambda a: 2.0 / a,
+    "a / a": lambda a: a / a,
+    "jax / a": lambda a: jnp.float32(1) / a,
+    "a ** 0.5": lambda a: a**0.5,
+    "2 ** a": lambda a: 2**a,
+    "abs(a)": abs,
+    "a < 2": lambda a: a < 2,
+    "a <= a": lambda a: a <= a,
+    "jax < a": lambda a: jnp.float32(1) < a,
+    "numpy <= a": lambda a: np.float32(1) <= a,
+    "max": lambda a: max(a, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_a_mean_says_where_it_may_stand(name):
+    a = tj.Weighted.mean(N)
+    for mean in (a, a + 2 * a):
+        with pytest.raises(ValueError, match=r"is not a mean\..*A function of a mean"):
+            FUNCTIONS[name](mean)
+    assert a == a and a + a != a
 
 
 @pytest.mark.slow

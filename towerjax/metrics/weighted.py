@@ -52,13 +52,17 @@ class _LossTerm:
         """Divided by a number that all towers share."""
         return self * (1 / factor)
 
-    def __rtruediv__(self, other: Any) -> Any:
-        """Raise: a number divided by a mean is no mean."""
+    def _refuse(self, *_: Any) -> Any:
+        """Raise: a function of a mean is no mean."""
         raise ValueError(
-            "A number divided by a mean is not a mean. Take the mean in an earlier pass"
-            " of tj.build_step, whose .value is a number: see 'A function of a mean' in"
-            " docs/how_to/several_losses.md."
+            "A number divided by a mean, a power, an absolute value or a comparison of"
+            " a mean is not a mean. After the merge write mean.value. For a loss take"
+            " the mean in an earlier pass of tj.build_step, whose .value is a number:"
+            " see 'A function of a mean' in docs/how_to/several_losses.md."
         )
+
+    __rtruediv__ = __pow__ = __rpow__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 @jax.tree_util.register_dataclass
