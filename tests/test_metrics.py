@@ -288,6 +288,7 @@ def test_ids_are_equal_as_numbers_and_not_as_bits():
         (np.array([2**32 + 1, 5]), np.array([1, 5])),
         (np.uint8([255, 1]), np.int8([-1, 1])),
         (np.array([True, False]), np.array([2, 0])),
+        (np.array([-1, 7], jnp.int4), np.array([15, 7], jnp.uint4)),
     ]
     for first, second in pairs:
         both = [(first, second), (second, first)]
@@ -660,7 +661,7 @@ REFUSED = [
     ),
     (
         lambda: m.accuracy(np.array([2**32 + 1, 5]), jnp.array([1, 5])),
-        "accuracy: labels is an array that holds 4294967297, which would wrap",
+        "accuracy got labels with the id 4294967297, which would wrap.*x64",
     ),
     (lambda: m.accuracy(I, I, N - 1), "accuracy got a weight of -0.75"),
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),

@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import (
-    native,
-    overflow_of,
-    promote_dtypes,
-    refuse_unheld,
-    widen_dtype,
-)
+from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 from towerjax.types.options import check_whole
 
 
@@ -89,9 +83,14 @@ def distance(first: Any, second: Any) -> jax.Array:
 
 def are_equal(name: str, labels: Any, predictions: Any) -> Any:
     """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
+    on_devices = not (is_known(labels) and is_known(predictions))
     for what, x in (("labels", labels), ("predictions", predictions)):
-        if not (is_known(labels) and is_known(predictions)):
-            refuse_unheld(f"{name}: {what}", x)
+        if on_devices and (wide := overflow_of(x)) is not None:
+            raise ValueError(
+                f"{name} got {what} with the id {wide}, which would wrap round on the"
+                " devices. Give smaller ids, or say"
+                " jax.config.update('jax_enable_x64', True)."
+            )
     (less, x), (below, y) = _signs_and_sizes(labels, predictions)
     return (less == below) & (x == y)
 
