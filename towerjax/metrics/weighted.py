@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
-from towerjax.proof.scale import SHARED_FACTOR, SHARED_TERM
+from towerjax.proof.scale import SHARED
 from towerjax.types import ArrayLike, PyTree
 from towerjax.types.errors import Portable
 from towerjax.types.leaves import native
@@ -177,7 +177,7 @@ class Weighted(_LossTerm):
                 " earlier pass of tj.build_step, whose .value is a number."
             )
         if isinstance(factor, Tracer):
-            factor = checkpoint_name(factor, SHARED_FACTOR)
+            factor = checkpoint_name(factor, SHARED)
         return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
 
     __rmul__ = __mul__
@@ -281,7 +281,7 @@ def shared(value: ArrayLike) -> Means:
       2.5
     """
     if isinstance(value, Tracer):
-        value = checkpoint_name(value, SHARED_TERM)
+        value = checkpoint_name(value, SHARED)
     return Means((), value)
 
 

@@ -48,8 +48,7 @@ from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
     HAS_EXAMPLES,
-    SHARED_FACTOR,
-    SHARED_TERM,
+    SHARED,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
     UNKNOWN_GRADIENT,
@@ -229,7 +228,7 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see the names in `towerjax.proof.scale`."""
     if eqn.params["name"] == UNKNOWN_GRADIENT and context.towers == _NO_AXIS:
         return [Mark(context.towers, "a gradient", (eqn, context.outer))]
-    if eqn.params["name"] in (SHARED_FACTOR, SHARED_TERM) and ins[0].axes:
+    if eqn.params["name"] == SHARED and ins[0].axes:
         context.found.append(Dependence(ins[0].source, origin_line(ins[0])))
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], ins[0].scale, context.num_towers)

@@ -28,11 +28,8 @@ COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
 HAS_EXAMPLES = "towerjax.has_examples"
 """Name of the flag that a tower has examples, which no row's value decides."""
 
-SHARED_FACTOR = "towerjax.shared_factor"
-"""Name of the factor of a mean, which must be the same on all towers."""
-
-SHARED_TERM = "towerjax.shared_term"
-"""Name of a term of a loss that is counted once, and must be the same on all towers."""
+SHARED = "towerjax.shared"
+"""Name of a mean's factor, or of a term beside it, that is the same on all towers."""
 
 UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
 """Name of what stands for a gradient while only weights are computed."""
