@@ -298,6 +298,19 @@ def test_ids_are_equal_as_numbers_and_not_as_bits():
             assert float(m.accuracy(labels, predictions).value) == 0.5
 
 
+def test_ids_and_labels_are_valid_as_numbers_and_not_as_bits():
+    large, ids = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
+
+    @jax.jit
+    def values(w):
+        shares = m.mean_per_class_accuracy(ids, large, 2, w)
+        found = m.mean_iou(large, ids, 2, w), shares, m.recall(large, ids, w)
+        return [x.compute() for x in found]
+
+    assert np.isnan(values(np.ones(2))).all()
+    assert np.array_equal(values(np.array([0, 1])), [1, 1, 1])
+
+
 INTEGERS = [
     (np.int32([1_700_000_000, -5]), np.int32([1_700_000_060, 7])),
     (np.int32([-(2**31), 2**31 - 1]), np.int32([2**31 - 1, 2**31 - 2])),

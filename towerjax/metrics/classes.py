@@ -16,7 +16,7 @@ from towerjax.metrics.rows import (
     mark_invalid,
     ratio,
 )
-from towerjax.metrics.state import Additive
+from towerjax.metrics.state import Additive, widen
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike, Sum
 from towerjax.types.options import check_choice
@@ -227,11 +227,13 @@ def _ids_and_weights(
     elements = element_weights(name, jnp.shape(labels), weight)
     check_classes(name, "labels", labels, weight, num_classes)
     check_classes(name, "predictions", predictions, weight, num_classes)
-    ids = [jnp.asarray(x).astype(jnp.int32) for x in (labels, predictions)]
-    for x in ids:
-        elements = mark_invalid(elements, (x >= 0) & (x < num_classes))
-    labels, predictions = (x.clip(0, num_classes - 1).reshape(-1) for x in ids)
-    return labels, predictions, elements.reshape(-1)
+    ids = []
+    for x in map(widen, (labels, predictions)):
+        # Compared before the cast, in which an id of 64 bits would wrap round.
+        valid = jnp.asarray((x >= 0) & (x < num_classes))
+        elements = mark_invalid(elements, valid)
+        ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))
+    return *ids, elements.reshape(-1)
 
 
 def mean_iou(

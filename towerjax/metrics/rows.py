@@ -165,7 +165,7 @@ def mark_invalid(weight: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def as_booleans(
-    name: str, what: str, x: ArrayLike, weight: Any
+    name: str, what: str, x: Any, weight: Any
 ) -> tuple[jax.Array, jax.Array]:
     """``x`` as booleans, and which elements are valid: booleans, 0 or 1."""
     counted = _known_values(x, weight)
@@ -174,10 +174,10 @@ def as_booleans(
             f"{name} got {what} with the value {bad[0]}; they must be booleans, or 0"
             " and 1. For several classes use mean_iou or mean_per_class_accuracy."
         )
-    x = jnp.asarray(x)
-    if x.dtype == jnp.bool_:
-        return x, jnp.ones_like(x)
-    return x != 0, (x == 0) | (x == 1)
+    if jnp.result_type(x) == jnp.bool_:
+        return jnp.asarray(x), jnp.ones_like(x, bool)
+    # Compared before JAX holds it, which would wrap 2**32 to 0.
+    return jnp.asarray(x != 0), jnp.asarray((x == 0) | (x == 1))
 
 
 def as_positives(
