@@ -37,7 +37,7 @@ def check_remainder(remainder: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Signature:
     """The tree, shapes and dtypes of a batch: one program serves one signature."""
 
@@ -52,17 +52,9 @@ class Signature:
         """The hash, computed once: every step looks a program up by it."""
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        """Whether tree, shapes and dtypes are the same."""
-        return self is other or (
-            isinstance(other, Signature)
-            and self.treedef == other.treedef
-            and self.leaves == other.leaves
-        )
-
 
 def batch_signature(rows: PyTree, shared: list[PyTree] | None = None) -> Signature:
-    """The signature of a batch that `without_shared` has taken apart."""
+    """The signature of a tree, or of a batch that `without_shared` has taken apart."""
     batch = with_shared(rows, shared) if shared else rows
     leaves, treedef = jax.tree.flatten(batch)
     return Signature(treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))

@@ -12,7 +12,7 @@ from jax.extend.core import get_opaque_trace_state
 from towerjax.collectives.reduce import reduce_stacked
 from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
-from towerjax.data.shard import split_rows, with_shared
+from towerjax.data.shard import batch_signature, split_rows, with_shared
 from towerjax.estimator.arguments import ModelFn, ModelOptions
 from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
 from towerjax.estimator.optimizer import set_towers
@@ -129,7 +129,7 @@ class ModelEngine:
         """The engine for a batch of these shapes, cached."""
         state: TrainState = shapes_of(TrainState(**donated, **kept))
         rows, _, shared = shapes_of(batch)
-        key = _shape_key("engine", (state, rows, shared))
+        key = "engine", batch_signature((state, rows, shared))
         if key not in self._cache:
             of_one = _first if self.mode is Mode.TRAIN else _reduce_local
             local = jax.eval_shape(of_one, state.local)
@@ -199,7 +199,7 @@ class ModelEngine:
     ) -> tuple[SplitProgram, SpecInfo]:
         """One tower's program, split into passes; traced once for these shapes."""
         args = shapes_of((state, rows, context))
-        key = _shape_key((axes, size), args)
+        key = axes, size, batch_signature(args)
         if key not in self._cache:
             infos: list[SpecInfo] = []
             env, fn = axes_in_tower(axes), partial(self._one_tower, axes, size, infos)
@@ -311,11 +311,6 @@ def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
     """The metrics of a step, with its loss and the terms of that."""
     terms = loss.by_name() if isinstance(loss, Means) else {}
     return {"loss": loss, **terms, **(metrics or {})}
-
-
-def _shape_key(root: Any, shapes: PyTree) -> Any:
-    leaves, treedef = jax.tree.flatten(shapes)
-    return root, treedef, tuple((x.shape, x.dtype) for x in leaves)
 
 
 class ModelTrainStep(Step):

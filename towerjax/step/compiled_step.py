@@ -14,7 +14,7 @@ from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Program, Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.report.step_report import StepReport, program_report, time_calls
+from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.state import (
     KEPT_LAYOUT,
     TrainState,
@@ -236,21 +236,9 @@ class CompiledStep:
         Raises:
           ValueError: As a step's call.
         """
-        check_whole("timed_calls", timed_calls, 0)
-        if timed_calls:
-            batch = self.place_batch(batch)
-        program, timing = self.program(state, batch), None
+        given = state, batch, timed_calls
         keeps = not self.options.donate
-        if timed_calls:
-            donated, kept = split_state(self.place(state))
-
-            def call(donated: Any) -> Any:
-                out = program.call(donated, kept, *batch.args)
-                return (donated if keeps else out[0]), out[1:]
-
-            timing = time_calls(call, donated, timed_calls)
-        placement = self.strategy.placement
-        return program_report(program, placement, keeps=keeps, timing=timing)
+        return report_on(self, *given, split=split_state, keeps=keeps)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

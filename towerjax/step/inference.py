@@ -15,7 +15,7 @@ from towerjax.mesh.placement import are_placed, on_every_process, place
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proving, Recipe, Run
-from towerjax.step.report.step_report import StepReport, program_report, time_calls
+from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, abstract_state, state_layout
 from towerjax.step.state_checks import check_not_donated, check_num_towers
@@ -139,18 +139,7 @@ class InferenceStep:
 
     def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
         """What the compiler made of the step for such a batch."""
-        check_whole("timed_calls", timed_calls, 0)
-        if timed_calls:
-            batch = self.place_batch(batch)
-        program, timing = self.program(state, batch), None
-        if timed_calls:
-            model = self.place(state)
-
-            def call(model: Any) -> Any:
-                return model, program.call(model, *batch.args)
-
-            timing = time_calls(call, model, timed_calls)
-        return program_report(program, self.strategy.placement, timing=timing)
+        return report_on(self, state, batch, timed_calls, split=lambda model: (model,))
 
     def _is_for_others(self, model: TrainState, batch: PlacedBatch) -> bool:
         """Whether the program for such a batch was compiled for another state."""

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse, depends
 from towerjax.proof.findings import (
@@ -64,10 +65,10 @@ class Proving:
 
     def __call__(self, one: Pass, *args: PyTree) -> PyTree:
         """The pass's results, as global values."""
-        leaves, treedef = jax.tree.flatten(shapes_of(args))
-        key = (one, treedef, tuple((x.shape, x.dtype) for x in leaves))
+        shapes = shapes_of(args)
+        key = one, batch_signature(shapes)
         if key not in self._traced:
-            self._traced[key] = self._prove(one, jax.tree.unflatten(treedef, leaves))
+            self._traced[key] = self._prove(one, shapes)
         _, out, towers = self._traced[key]
         placement = self._placement
         layouts = tuple(one.in_layouts.values()), one.out_layouts

@@ -6,7 +6,6 @@ import functools
 import inspect
 import math
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -273,7 +272,7 @@ def _show_tables(found: StepReport | Plan, options: argparse.Namespace) -> int:
         page = f"<!doctype html><meta charset=utf-8>{as_html(found.tables())}\n"
         pathlib.Path(options.html).write_text(page, encoding="utf-8")
         return OK
-    sys.stdout.write((found.to_json() if options.json else str(found)) + "\n")
+    show(options, str(found), dataclasses.asdict(found))
     return OK
 
 

@@ -11,7 +11,6 @@ import jax
 from jax.extend.core import Jaxpr
 
 from towerjax.mesh.placement import Placement
-from towerjax.step.program import Program
 from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import Shape, parse
@@ -19,7 +18,7 @@ from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, me
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
-from towerjax.types.options import check_takes
+from towerjax.types.options import check_takes, check_whole
 from towerjax.types.tables import Shown, Stored, Table, in_bytes, in_flops, in_seconds
 
 
@@ -194,17 +193,32 @@ def report_of(
     return _make_report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
 
 
-def program_report(
-    program: Program,
-    placement: Placement,
+def report_on(
+    step: Any,
+    state: PyTree,
+    batch: PyTree,
+    timed_calls: int,
     *,
+    split: Callable[[PyTree], tuple[Any, ...]],
     keeps: bool = False,
-    timing: Timing | None = None,
 ) -> StepReport:
-    """The report on a step's program."""
-    roots, call = tuple(program.recipe.in_layouts), program.call
+    """The report on a step's program; ``split`` makes a placed state its arguments."""
+    check_whole("timed_calls", timed_calls, 0)
+    if timed_calls:
+        batch = step.place_batch(batch)
+    program, timing = step.program(state, batch), None
+    if timed_calls:
+        first, *rest = split(step.place(state))
+
+        def call(first: Any) -> Any:
+            out = program.call(first, *rest, *batch.args)
+            return (out[0] if program.recipe.donate else first), out
+
+        timing = time_calls(call, first, timed_calls)
+    placement, roots = step.strategy.placement, tuple(program.recipe.in_layouts)
     more: dict[str, Any] = {"compile_s": program.seconds, "timing": timing}
-    return _make_report(call, program.jaxpr, roots, placement, keeps=keeps, **more)
+    jaxpr = program.jaxpr
+    return _make_report(program.call, jaxpr, roots, placement, keeps=keeps, **more)
 
 
 def _make_report(

@@ -96,12 +96,6 @@ class Interval:
         """The interval times a positive factor."""
         return Interval(self.median * factor, self.low * factor, self.high * factor)
 
-    def inverse(self, numerator: float) -> "Interval":
-        """A positive numerator over the interval: a rate from a time."""
-        return Interval(
-            numerator / self.median, numerator / self.high, numerator / self.low
-        )
-
 
 def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """The median, with an interval that holds for any distribution.

@@ -48,7 +48,8 @@ class Result:
     def examples_per_s(self) -> Interval | None:
         """The batch over the step's time."""
         step = self.interval("step_s")
-        return None if step is None else step.inverse(self.trial.batch)
+        size = self.trial.batch
+        return None if step is None else Interval(size, size, size).over(step)
 
 
 def read_results(path: str | os.PathLike[str]) -> list[Result]:
