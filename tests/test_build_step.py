@@ -575,6 +575,25 @@ def test_what_a_tower_may_not_return_is_refused_by_name():
     refused(lambda s, b, t: own, r"all of\s+state\.local, changed", micro_batches=2)
 
 
+def test_the_tangent_of_a_mean_has_no_weight():
+    def tower_fn(state, batch, tower):
+        grads_of = tj.value_and_grad(loss_fn)
+        point = (state.params,)
+        (loss, grads), (_, curved) = jax.jvp(
+            lambda p: grads_of(p, batch, tower), point, point
+        )
+        zero = jnp.zeros(())
+        right = {"none": tj.Weighted(zero, zero), "loss": loss}
+        right["curved"] = tj.Weighted(curved.sum, grads.weight)
+        return right | {name: curved for name in wrong}
+
+    wrong = ["curved"]
+    refused(tower_fn, "curved is a mean whose weight is the constant 0")
+    wrong.clear()
+    step = tj.build_step(tower_fn, sgd(0.1, "curved"), mirrored(2, 2))
+    step.check(params(), data(8))
+
+
 def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
     def tower_fn(state, batch, tower):
         return {"new": {"x": state.local["b"], "y": state.local["a"]}}

@@ -10,6 +10,7 @@ from jax._src import api_util, distributed
 from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -45,6 +46,12 @@ def carries_gradient(x: Any, of: Any) -> bool:
     """
     made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
     return len(made_by) == 2 and made_by[0] is made_by[1]
+
+
+def is_literal_zero(x: Any) -> bool:
+    """Is ``x``, now being traced, the number 0, as the tangent of a constant is?"""
+    literal = getattr(x, "val", None)
+    return isinstance(literal, Literal) and not np.any(literal.val)
 
 
 def bind_axis(name: str) -> Any:
