@@ -24,11 +24,15 @@ def compressed(bits=8, **options):
 
 
 def loss_fn(params, batch, tower):
-    """The gradient of a tower is the sum of its rows."""
+    """The gradient of a tower is the sum of its rows; batches weigh more or less."""
     rows = jax.tree.map(lambda x: x.sum(axis=0), batch)
     products = jax.tree.map(lambda w, x: (w * x).sum(), params, rows)
-    loss = tj.Weighted(sum(jax.tree.leaves(products)), 1.0)
+    loss = tj.Weighted(sum(jax.tree.leaves(products)), weight_of(batch))
     return tj.TowerOutput(loss, {"rows": tj.Weighted(rows["w"], 1.0)})
+
+
+def weight_of(batch):
+    return (batch["small"] > 0).sum(dtype=np.float32)
 
 
 def data(size, seed=0, shapes=SHAPES):
@@ -78,9 +82,9 @@ class Oracle:
         v, w = (x[..., : self.sizes[0]], x[..., self.sizes[0] : sum(self.sizes)])
         return {"v": v, "w": w}
 
-    def sum(self, batch):
-        """The sum of all rows, and the certificate."""
-        rows = {k: batch[k].astype(float) for k in ("v", "w")}
+    def mean(self, batch):
+        """The mean gradient, and the certificate."""
+        rows = {k: batch[k].astype(float) / weight_of(batch) for k in ("v", "w")}
         parts = {k: np.split(x, self.devices) for k, x in rows.items()}
         x = np.stack(
             [
@@ -130,10 +134,10 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
     for seed in range(3):
         batch = data(2 * T, seed)
         state, metrics = step(state, batch)
-        total, error, exact = oracle.sum(batch)
-        expected["small"] -= batch["small"].astype(float).sum(0) / (T * A)
+        total, error, exact = oracle.mean(batch)
+        expected["small"] -= batch["small"].astype(float).sum(0) / weight_of(batch)
         for name in ("v", "w"):
-            expected[name] -= of_leaf(total[name], name) / (T * A)
+            expected[name] -= of_leaf(total[name], name)
             sums = exact[name], total[name]
             gap = np.linalg.norm(np.subtract(*sums)) / np.linalg.norm(sums[1])
             assert gap <= error
@@ -204,17 +208,18 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
     assert metrics["compression/error"] == 0
     assert not any(x.any() for x in jax.tree.leaves(jax.device_get(state.own)))
     for name in W:
-        exact = -2 * batch[name].astype(float).sum(0) / 4
+        exact = -2 * batch[name].astype(float).sum(0) / weight_of(batch)
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_a_step_that_is_refused_loses_nothing():
+@pytest.mark.parametrize("leaf, value", [("w", np.nan), ("small", -1)])
+def test_a_step_that_is_refused_or_of_no_weight_loses_nothing(leaf, value):
     step = step_of(2, 2, on_nonfinite="skip")
     state, _ = step(step.init(W), data(2))
     before = jax.device_get(state)
     batch = data(2)
-    batch["w"][1, 0, 0] = np.nan
+    batch[leaf][:] = value
     state, _ = step(state, batch)
     after = jax.device_get(state)
     for name in ("params", "own"):

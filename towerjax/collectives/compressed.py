@@ -131,7 +131,8 @@ class Compressed:
     Each device encodes its towers' sum, in blocks with one scale each, and sends each
     device a share (an all-to-all). It adds the shares that it receives, encodes the sum
     again and sends it to all (an all-gather). It adds the rounding errors of both codes
-    to its next gradient (error feedback), so that the sum of all steps loses nothing.
+    to its next gradient (error feedback), so that the sum of all steps loses nothing;
+    the errors of a mean are kept as a mean, for batches of unequal weights.
 
     It encodes the large floating leaves of what a tower of a train step's last pass
     returns as ``"grads"``. All other sums are exact, in one all-reduce: small leaves,
@@ -207,6 +208,13 @@ class Compressed:
         rows, kept = jax.tree.flatten(state)
         coded = [leaves[i] for i in at]
         self._check_gradient(coded, rows)
+        rest = [None if i in at else x for i, x in enumerate(leaves)]
+        leaves = self.sum_over_towers(rest, axes).tree()
+        # Errors are kept of the mean, as the next batch may have another weight.
+        divisors = _places_of_divisors(tree)
+        weights = [leaves[divisors[i]] if i in divisors else 1.0 for i in at]
+        units = [jnp.where(w == 0, 1.0, w) for w in weights]
+        coded = [x / unit.astype(x.dtype) for x, unit in zip(coded, units, strict=True)]
         if rows:  # the rows of a device's towers add up to its rounding errors
             pairs = zip(coded, rows, strict=True)
             coded = [x + add_pairwise(row) for x, row in pairs]
@@ -214,13 +222,14 @@ class Compressed:
         if axes.device_axis:
             fn = functools.partial(self._sum_encoded, num_devices=axes.num_devices)
             coded, lost, error = _differentiate_exactly(fn)(coded)
-        rest = [None if i in at else x for i, x in enumerate(leaves)]
-        leaves = self.sum_over_towers(rest, axes).tree()
-        for i, total in zip(at, coded, strict=True):
-            leaves[i] = total
-        if rows:
-            own = zip(lost, rows, strict=True)
-            rows = [jnp.zeros_like(row).at[0].set(x) for x, row in own]
+        for i, total, unit in zip(at, coded, units, strict=True):
+            leaves[i] = total * unit.astype(total.dtype)
+        if rows:  # a mean without weight is 0, so that nothing of it is sent
+            own = zip(weights, lost, rows, strict=True)
+            rows = [
+                jnp.where(w == 0, row, jnp.zeros_like(row).at[0].set(x))
+                for w, x, row in own
+            ]
         each = Packing.plan(leaves, max_leaves=1)
         sums = Sums(leaves, each, treedef, axes.platform)
         return sums, kept.unflatten(rows), {"compression/error": error}
@@ -283,6 +292,16 @@ def _differentiate_exactly(coded_sum: Callable[..., Any]) -> Callable[..., Any]:
 
     fn.defjvp(jvp)
     return fn
+
+
+def _places_of_divisors(tree: PyTree) -> dict[int, int]:
+    """By the place of each leaf of a mean that of its weight, the mean's last leaf."""
+    found, end = {}, 0
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: hasattr(x, "weight")):
+        start, end = end, end + len(jax.tree.leaves(x))
+        if hasattr(x, "weight"):
+            found |= dict.fromkeys(range(start, end), end - 1)
+    return found
 
 
 def _widened(x: Any) -> jax.ShapeDtypeStruct:
