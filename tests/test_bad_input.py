@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.loop.options import check_hooks
 from towerjax.step.checking import Verdicts
 
 TWO, SGD = ("cpu:0", "cpu:1"), optax.sgd(0.01)
@@ -332,6 +333,8 @@ LOSSES = {
     "bare": (lambda p, b, t: p["w"].sum(), r"bare scalar.*Weighted\.mean.*loss_reduc"),
     "tuple": (lambda p, b, t: (p["w"].sum(), {}), r"returned a tuple.*TowerOutput"),
     "none": (lambda p, b, t: None, "returned a NoneType"),
+    "text": (lambda p, b, t: "mse", r"returned a str\. Return tj\.Weighted"),
+    "bare vector": (lambda p, b, t: p["w"], r"not a scalar: sum has shape \(3,\)"),
     "negative weight": (
         lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
         "weight must be >= 0, got -1.0",
@@ -363,6 +366,12 @@ LOSSES = {
             tj.Weighted(p["w"].sum(), 1.0), {"r": tj.Rows(b["x"])}
         ),
         r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in a step of tj\.build_step",
+    ),
+    "metric named by a number": (
+        lambda p, b, t: tj.TowerOutput(
+            tj.Weighted(p["w"].sum(), 1.0), {1: tj.Weighted(1.0, 1.0)}
+        ),
+        "a name that is a string, but 1 is the name of one",
     ),
     "metric that is none": (
         lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"m": None}),
@@ -607,6 +616,11 @@ UNLIKE = {
         (loss_fn, fn), loss_fn, S
     ),
     "update_fn(state, merged)": lambda fn: tj.build_step(loss_fn, fn, S),
+    "hook(number, metrics)": lambda fn: check_hooks([fn]),
+    "function(number, state, metrics)": lambda fn: tj.loop.WithState(fn, every=2),
+    "example_ids(batch)": lambda fn: tj.build_train_step(
+        loss_fn, optax.sgd(0.1), S, example_ids=fn
+    ),
 }
 
 
@@ -615,6 +629,19 @@ def test_a_function_of_other_arguments_is_told_its_form(form):
     text = rf"A function of \(\) cannot be called as {re.escape(form)}: too many"
     with pytest.raises(ValueError, match=text):
         UNLIKE[form](lambda: 0)
+
+
+def test_arguments_in_another_order_are_told():
+    table = {
+        "loss_fn(params, batch, tower)": lambda tower, params, batch: 0,
+        "tower_fn(state, batch, tower)": lambda batch, state, tower: 0,
+        "update_fn(state, merged)": lambda merged, state: 0,
+    }
+    for form, fn in table.items():
+        text = f"called as {form}: its arguments stand in another order. Write def"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            UNLIKE[form](fn)
+    assert S.call_for_each_tower(lambda tower, x, args: x + args, 1, 2) == 3
 
 
 def test_a_function_is_asked_itself_and_not_what_it_wraps():

@@ -409,9 +409,12 @@ def test_a_branch_on_the_tower_is_explained_wherever_it_stands():
         assert "Write jnp.where or lax.cond; to see values, jax.debug.print" in notes
 
 
-@pytest.mark.parametrize("use", [range, [5.0, 3.0].__getitem__, np.asarray])
+@pytest.mark.parametrize(
+    "use",
+    [range, [5.0, 3.0].__getitem__, np.asarray, lambda id: jnp.ones(2)[id[None] > 0]],
+)
 def test_a_choice_by_the_tower_is_explained(use):
-    with pytest.raises(TypeError) as error:
+    with pytest.raises((TypeError, IndexError)) as error:
         mirrored(2).call_for_each_tower(lambda tower: use(tower.id))
     notes = " ".join(error.value.__notes__)
     assert "tower.id, the batch and" in notes

@@ -102,6 +102,8 @@ def test_what_lies_on_the_devices_is_shared_without_a_copy():
     step = tj.build_train_step(teacher, optax.sgd(RATE), strategy)
     with pytest.raises(ValueError, match="donated.*jnp.copy"):
         step(donated, {**rows(), "teacher": tj.Shared(donated.params)})
+    with pytest.raises(ValueError, match=r"but batch\['scale'\]\['by'\] is a str"):
+        step(step.init(start()), {**rows(), "scale": tj.Shared({"by": "half"})})
 
 
 @pytest.mark.slow

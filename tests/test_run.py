@@ -498,6 +498,8 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     for arguments, message in table:
         with pytest.raises(ValueError, match=re.escape(message)):
             run(train_step, state, [], **arguments)
+    with pytest.raises(ValueError, match=r"batches\(\) is a NoneType, but is to be"):
+        tj.evaluate(eval_step, state, lambda: None)
     assert int(state.step) == 0
 
 

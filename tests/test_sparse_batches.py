@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.sparse
 from jax.experimental import sparse
 
 import towerjax as tj
@@ -212,6 +213,10 @@ BAD = {
     "bcsr": (
         lambda: sparse.BCSR((np.ones(4), np.arange(4), np.arange(5)), shape=(4, 4)),
         "batch['x'] is a BCSR, which does not",
+    ),
+    "scipy": (
+        lambda: scipy.sparse.csr_matrix(np.eye(4)),
+        "batch['x'] is a csr_matrix, which does not split over towers",
     ),
     "coo": (
         lambda: sparse.COO((np.ones(4), np.arange(4), np.arange(4)), shape=(4, 4)),

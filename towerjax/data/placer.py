@@ -24,6 +24,7 @@ from towerjax.data.shard import (
     refuse_unlike,
     refuse_wrapping,
     split_rows,
+    with_shared,
     without_shared,
 )
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
@@ -200,9 +201,10 @@ class Placer:
             return known.batch.with_arrays(arrays)
         refuse_traced(batch)
         rows, shared = without_shared(batch)
+        shared = self._place_shared(shared, rows)
         [rows], [counts] = self._fit_all([rows])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
-        placed = self.wrap_arrays(arrays, counts, self._place_shared(shared), rows)
+        placed = self.wrap_arrays(arrays, counts, shared, rows)
         if key is not None and flatten_with_key(rows)[2] == key:  # placed unchanged
             template = dataclasses.replace(placed, fingerprint=None)
             sharding = self.placement.sharding(Layout.PER_TOWER)
@@ -264,8 +266,8 @@ class Placer:
         if any(isinstance(batch, PlacedBatch) for batch in batches):
             return self._stack_placed([self.place(x) for x in batches], steps)
         parts = [without_shared(batch) for batch in batches]
+        shared = [self._place_shared(held, rows) for rows, held in parts]
         rows, counts = self._fit_all([rows for rows, _ in parts])
-        shared = [self._place_shared(held) for _, held in parts]
         counts = np.stack(counts)
         pairs = zip(rows, shared, strict=True)
         refuse_unlike([batch_signature(*pair) for pair in pairs])
@@ -360,9 +362,9 @@ class Placer:
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
         return counts_of_towers(num_valid, rows, num_towers)
 
-    def _place_shared(self, held: list[PyTree]) -> list[PyTree]:
+    def _place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
         """The values of `Shared` leaves, on all devices; copies only where needed."""
-        refuse_unheld("tj.Shared in the batch", held)
+        refuse_unheld("batch", with_shared(jax.tree.map(lambda _: None, rows), held))
 
         def one(x: Any) -> Any:
             is_placed = are_placed(x, self.placement, Layout.MIRRORED)

@@ -110,9 +110,9 @@ class SparseRows:
         sparse = {i: leaf for i, leaf in enumerate(leaves) if is_sparse(leaf)}
         if not sparse:
             return cls(treedef, {}), batch
-        refuse_unheld("batch", batch)
         named = named_leaves("batch", batch, is_sparse)
         _refuse_formats([named[i] for i in sparse])
+        refuse_unheld("batch", batch)
         values = list(leaves)
         for i, leaf in sparse.items():
             if getattr(leaf, "n_batch", 0):

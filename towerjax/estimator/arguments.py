@@ -72,7 +72,8 @@ class ModelFn:
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
         """Wrap ``fn``; raise unless its signature is that of a model function."""
-        check_function("model_fn", fn, "model_fn(variables, features, labels, mode)")
+        form = "model_fn(variables, features, labels, mode)"
+        check_function("model_fn", fn, form, takes=False)
         parameters = dict(inspect.signature(fn).parameters)
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return cls(fn, frozenset(_OPTIONAL))

@@ -117,6 +117,7 @@ def outputs_on_host(
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()
+        check_batches("batches()", source)
     if isinstance(step, InferenceStep):
         state = step.place(state)  # once, not for each batch
     running: collections.deque[Any] = collections.deque()

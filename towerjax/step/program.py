@@ -93,8 +93,8 @@ def _require_jit() -> None:
     if config.jax_disable_jit:
         raise ValueError(
             "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
-            " see values write jax.debug.print in a tower function, and to go through"
-            " a step line by line call tj.testing.one_tower."
+            " see values write jax.debug.print('{}', x) in a tower function, and to"
+            " stop there in a debugger jax.debug.breakpoint()."
         )
 
 
@@ -162,7 +162,8 @@ class Runner:
             raise
         except FoundNonFinite as error:
             raise FloatingPointError(
-                f"jax_debug_{error.ty}s found {error.ty} in what a step returned. With"
+                f"jax_debug_{error.ty}s found {error.ty} in what a step returned (with"
+                " sync= the loss is nan until towers first meet). With"
                 " one = tj.testing.one_tower(step) of a train step,"
                 " jax.jit(one.fn)(one.init(params), batch) names the operation. Without"
                 " it the step itself refuses a loss that is not finite, and"

@@ -32,7 +32,7 @@ from towerjax.step.state_checks import check_is_state, check_made
 from towerjax.towers.executors import refuse_devices_in_tower, shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
-from towerjax.types.options import check_function, check_takes
+from towerjax.types.options import check_function
 
 
 class Step(CompiledStep):
@@ -378,8 +378,7 @@ def build_step(
     for i, one in enumerate(tower_fns):
         form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
         check_function("tower_fn", one, form)
-        check_takes(form, one, *range(3 + (i > 0)))
-    check_takes("update_fn(state, merged)", update_fn, *range(2))
+    check_function("update_fn", update_fn, "update_fn(state, merged)")
     options = StepOptions(
         micro_batches=micro_batches,
         remainder=remainder,

@@ -26,6 +26,7 @@ _HAVE_NO_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
 _PMAP_AXES = {Layout.MIRRORED: None, Layout.PER_TOWER: 0, Layout.PER_TOWER_STEPS: 1}
 

@@ -33,12 +33,12 @@ def as_tower_output(
                 f" but the loss function returned tj.{type(loss).__name__}, which has"
                 " its own. Leave loss_reduction out."
             )
-    elif isinstance(loss, tuple | list | dict) or loss is None:
+    elif not _is_array(loss):
         raise ValueError(
             f"The loss function returned a {type(loss).__name__}. Return tj.Weighted,"
             " or tj.TowerOutput(loss=tj.Weighted(...), metrics={...}, local=...)."
         )
-    elif loss_reduction is None:
+    elif loss_reduction is None and not np.shape(loss):
         raise ValueError(
             "The loss function returned a bare scalar, which does not say how towers"
             " of unequal weight share the mean. Return tj.Weighted.mean(losses,"
@@ -52,7 +52,7 @@ def as_tower_output(
     return dataclasses.replace(out, loss=_check_loss(loss))
 
 
-def _weigh_loss(loss: jax.Array, reduction: Reduction, tower: Tower | None) -> Weighted:
+def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
     if reduction is Reduction.SUM:
         return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER), 1.0)
     if tower is None or not is_in_step(tower):
@@ -116,10 +116,11 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
         states = isinstance(metric, Means) or is_metric(metric)
         return is_own or states or _is_array(metric)
 
-    bad = [
+    bad = [f"{x!r} is the name of one" for x in metrics if not isinstance(x, str)]
+    bad += [
         f"metrics[{name!r}] is {explain_misuse(metric)}"
         for name, metric in metrics.items()
-        if not isinstance(name, str) or not fits(metric)
+        if not fits(metric)
     ]
     if bad:
         raise ValueError(

@@ -215,7 +215,7 @@ def check_roles(builder: str, **given: Any) -> None:
     wrong = [role for role, x in given.items() if not fits(role, x)]
     if not wrong:
         for role in given.keys() & {"loss_fn", "metric_fn", "predict_fn"}:
-            check_takes(f"{role}(params, batch, tower)", given[role], *range(3))
+            check_takes(f"{role}(params, batch, tower)", given[role])
         return
     shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
     swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import numbers
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -112,20 +113,25 @@ def require(module: str, what: str, install: str) -> Any:
         ) from error
 
 
-def check_function(name: str, value: Any, form: str) -> None:
-    """Raise unless a value can be called and is not a class."""
+def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> None:
+    """Raise unless a value is a function of this form, and not a class."""
     if not callable(value) or isinstance(value, type):
         raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
+    if takes:
+        check_takes(form, value)
 
 
 def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Raise unless a function can be called with these arguments."""
+    """Raise unless a function takes these arguments, or those that the form names."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # compiled functions may have no signature
         return
+    names = re.findall(r"[(,] ?(\w+)", form)
     try:
-        signature.bind(*args, **kwargs)
+        taken = signature.bind(*(args or names), **kwargs).arguments
+        if any(x in names and names.index(x) != i for i, x in enumerate(taken)):
+            raise TypeError("its arguments stand in another order")
     except TypeError as error:
         raise ValueError(
             f"A function of {signature} cannot be called as {form}: {error}. Write def"

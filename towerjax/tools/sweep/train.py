@@ -97,7 +97,7 @@ def sweep(
       >>> len(found.members), found.best("loss").config["rate"]
       (6, 0.1)
     """
-    check_function("build", build, "build(**config)")
+    check_function("build", build, "build(**config)", takes=False)
     check_choice("order", order, get_args(Order))
     if jax.process_count() > 1:
         raise ValueError(
