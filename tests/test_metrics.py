@@ -440,6 +440,9 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
     state = on_host(m.true_positives(np.ones(3), np.ones(3, int)))
     large = jax.tree.map(lambda x: x * 0 + 2.0**24, state)
     assert value_on_host(m.merge(large, m.merge(large, state))) == 2**25 + 3
+    large = on_host(tj.Weighted(np.complex64(2**24 * 1j), np.float32(2**24)))
+    one = on_host(tj.Weighted(np.complex64(1j), np.float32(1)))
+    assert complex(large.merge(one).sum) == (2**24 + 1) * 1j
 
 
 @pytest.mark.slow

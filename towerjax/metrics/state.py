@@ -288,7 +288,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
     x = np.asarray(x)
     if jnp.issubdtype(x.dtype, np.floating):  # bfloat16 is of kind "V"
         return x.astype(np.float64)
-    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64}
+    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64, "c": np.complex128}
     return x.astype(kinds.get(x.dtype.kind, x.dtype))
 
 
