@@ -248,6 +248,30 @@ def test_several_means_cost_one_small_reduction_more():
     assert len(found) == 2 and any(re.search(r"f32\[2\]", x) for x in found), found
 
 
+@pytest.mark.slow
+def test_a_mean_of_all_towers_is_a_factor_as_the_error_says():
+    def product(params, batch, tower):
+        first, second = losses(params, batch)
+        mean = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
+        mean = tower.reduce(tj.Reduction.SUM, mean).value
+        return mean * tj.Weighted.mean(second, batch["weight"] * tower.weight)
+
+    def in_float64(w):
+        (first, second, shared), _ = oracle(w, data())
+        return first * second / FACTOR
+
+    step = tj.build_train_step(
+        product, optax.sgd(RATE), mirrored(4, 2), remainder="pad"
+    )
+    state, metrics = step(step.init(params()), data())
+    w, h = params()["w"].astype(float), 1e-5 * np.eye(5)
+    grad = [(in_float64(w + d) - in_float64(w - d)) / 2e-5 for d in h]
+    np.testing.assert_allclose(metrics["loss"], in_float64(w), rtol=200 * EPS)
+    np.testing.assert_allclose(
+        state.params["w"], w - RATE * np.array(grad), atol=400 * EPS
+    )
+
+
 def test_one_mean_and_what_is_shared_need_one_pass():
     def loss(params, batch, tower):
         mean = tj.Weighted.mean(losses(params, batch)[0], batch["labelled"])
@@ -292,8 +316,13 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
     def differs(params, batch, tower):
         return loss_fn(params, batch, tower) + tj.shared(batch["y"].sum())
 
+    def one_mean(params, batch, tower):
+        mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
+        return mean + tj.shared(batch["y"].sum())
+
     text = r"what tj\.shared is given, .*\n.* depends on batch\['y'\]; it is made at"
     refused(differs, text, tj.ReplicationError)
+    refused(one_mean, text, tj.ReplicationError)
     refused(
         lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
     )

@@ -91,8 +91,6 @@ class Proving:
             proof = dataclasses.replace(proof, unmasked=lambda: names)
         if one.alone is not None:
             refuse_collectives(proof.analysis)
-        else:
-            refuse_factors(proof.analysis)
         return proof, out, towers
 
     def proof(self) -> Proof:
@@ -142,6 +140,8 @@ def _prove_body(
         constants=closed_over,
         of_more_towers=of_more_towers,
     )
+    if one.alone is None:
+        refuse_factors(found)
     prove_mirrored(found, outputs, advice=one.advice)
     if one.weights == "summed":
         unknown = depends(body, [None] * len(body.invars)).outputs
