@@ -25,8 +25,8 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
             " device one after another. Use local='vmap', or return the value as"
             " tj.Weighted in TowerOutput(metrics=...) and let the step reduce it; what"
-            " a loss needs of all rows comes from an earlier pass of tj.build_step; what"
-            " strategy.call_for_each_tower returns, strategy.reduce reduces."
+            " a loss needs of all rows comes from an earlier pass of tj.build_step;"
+            " what strategy.call_for_each_tower returns, strategy.reduce reduces."
         )
 
 
