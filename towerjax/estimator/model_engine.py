@@ -30,12 +30,11 @@ from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine, Outcome
-from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout, split_state
 from towerjax.step.state_checks import check_is_state
-from towerjax.step.step import Step
+from towerjax.step.step import Step, engine_of
 from towerjax.step.train import next_extra
 from towerjax.step.update import check_types
 from towerjax.towers.executors import shapes_of
@@ -149,30 +148,22 @@ class ModelEngine:
         return self._cache[key]
 
     def _build_engine(self, split: SplitProgram, info: SpecInfo) -> Engine:
-        options, last = self.options, split.num_passes - 1
-        passes = tuple(
-            Pass(
-                partial(self._tower, number),
-                self.strategy,
-                micro_batches=options.micro_batches,
-                reads_local=self.mode is not Mode.TRAIN,
-                guards_sums=options.guard == "gradients",
-                check=options.check if number == last else None,
-                of_state=True,
-                advice=WRAP,
-            )
-            for number in range(split.num_passes)
-        )
-
         def update(
             state: TrainState, merged: list[Any]
         ) -> tuple[TrainState, dict[str, Any]]:
             after, parts = self._update(split, info, state, merged)
             return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
 
-        return Engine(
-            passes, update, options.on_nonfinite, options.guard, keeps_all=True
+        engine = engine_of(
+            tuple(partial(self._tower, n) for n in range(split.num_passes)),
+            update,
+            self.strategy,
+            self.options,
+            reads_local=self.mode is not Mode.TRAIN,
+            of_state=True,
+            advice=WRAP,
         )
+        return dataclasses.replace(engine, keeps_all=True)
 
     def _rows_of_one(self, batch: PyTree) -> PyTree:
         """The rows of one micro-batch of one tower."""

@@ -17,7 +17,7 @@ from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proving, Recipe, Run
 from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
-from towerjax.step.state import TrainState, abstract_state, state_layout
+from towerjax.step.state import TrainState, make_state, state_layout
 from towerjax.step.state_checks import check_not_donated, check_num_towers
 from towerjax.towers.executors import refuse_devices_in_tower
 from towerjax.towers.outputs import check_metrics, check_rows
@@ -131,7 +131,7 @@ class InferenceStep:
         """The compiled program for such a batch; compiles it if need be."""
         if self.strategy.placement.absent is not None:
             if not isinstance(state, TrainState):
-                state = abstract_state(state, (), 1, {})
+                state = make_state(1, state, (), shapes=True)
             args = (_model_part(state), *self._placer.shapes(batch))
             return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
         model = self.place(state)

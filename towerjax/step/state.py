@@ -175,33 +175,12 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return donated, {"step": state.step, "rng": state.rng}
 
 
-def init_state(
-    params: PyTree,
-    opt_state: PyTree,
-    strategy: Strategy,
-    *,
-    local: PyTree,
-    rng: jax.Array | None,
-    extra: PyTree = None,
-    counts: bool = False,
-) -> TrainState:
-    """The state before the first step, copied and placed on the strategy's devices."""
-    params, placement = check_params(params), strategy.placement
-    refuse_unheld("opt_state", opt_state)
-    refuse_unheld("extra", extra)
-    local = stack_local(local, placement.num_towers)
-    key = _one_key(rng)
+def init_state(strategy: Strategy, *parts: PyTree, **others: Any) -> TrainState:
+    """The state of `make_state`, copied and placed on the strategy's devices."""
+    placement = strategy.placement
+    state = make_state(placement.num_towers, *parts, **others)
     if placement.num_processes > 1:
-        _require_same_on_processes(placement, (params, opt_state, local, key, extra))
-    state = TrainState(
-        step=np.int32(0),  # type: ignore[arg-type]
-        params=params,
-        opt_state=opt_state,
-        local=local,
-        rng=key,
-        seen=ExampleCount.none() if counts else None,
-        extra=jax.tree.map(native, extra),
-    )
+        _require_same_on_processes(placement, state)
     return place(state, placement, state_layout(strategy))
 
 
@@ -214,39 +193,45 @@ def init_op_state(strategy: Strategy, gradient: PyTree) -> TowerLocal | None:
     return TowerLocal(replicate(own, strategy.num_towers), Reduction.SUM, name="own")
 
 
-def _require_same_on_processes(placement: Placement, tree: PyTree) -> None:
+def _require_same_on_processes(placement: Placement, state: TrainState) -> None:
     """Raise unless all processes have the same towers, and leaves of the same types."""
-    roots = ("params", "opt_state", "local", "rng", "extra")
     kinds = ", ".join(
         f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
-        for root, part in zip(roots, tree, strict=True)
-        for name, x in named_leaves(root, part)
+        for root in ("params", "opt_state", "local", "rng", "extra")
+        for name, x in named_leaves(root, getattr(state, root))
     )
     advice = "Run the same program on every process."
     require_same("The strategy's towers", f"{placement}", advice)
     require_same("What step.init was given", kinds, advice)
 
 
-def abstract_state(
+def make_state(
+    num_towers: int,
     params: PyTree,
     opt_state: PyTree,
-    num_towers: int,
-    local: PyTree,
+    local: PyTree = None,
+    *,
+    rng: jax.Array | None = None,
     extra: PyTree = None,
     counts: bool = False,
+    shapes: bool = False,
 ) -> TrainState:
-    """The shapes of a state, without any device."""
-    refuse_unheld("opt_state", opt_state, shapes=True)
-    refuse_unheld("extra", extra, shapes=True)
-
-    def make(params: PyTree, opt_state: PyTree, extra: PyTree) -> TrainState:
-        stacked = jax.tree.map(jnp.asarray, stack_local(local, num_towers))
-        opt_state, extra = jax.tree.map(jnp.asarray, (opt_state, extra))
-        seen = jax.tree.map(jnp.asarray, ExampleCount.none()) if counts else None
-        key = jax.random.key(0)
-        return TrainState(jnp.int32(0), params, opt_state, stacked, key, seen, extra)
-
-    return jax.eval_shape(make, check_params(params, shapes=True), opt_state, extra)
+    """The state before the first step, on no device; with ``shapes`` its shapes."""
+    params = check_params(params, shapes=shapes)
+    refuse_unheld("opt_state", opt_state, shapes=shapes)
+    refuse_unheld("extra", extra, shapes=shapes)
+    key = functools.partial(_one_key, rng)
+    state = TrainState(
+        step=np.int32(0),  # type: ignore[arg-type]
+        params=params,
+        opt_state=opt_state,
+        local=stack_local(local, num_towers),
+        rng=jax.eval_shape(key) if shapes else key(),
+        seen=ExampleCount.none() if counts else None,
+        extra=jax.tree.map(native, extra),
+    )
+    as_arrays = functools.partial(jax.tree.map, jnp.asarray)
+    return jax.eval_shape(as_arrays, state) if shapes else state
 
 
 def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:

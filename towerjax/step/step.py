@@ -22,9 +22,9 @@ from towerjax.step.proving import Proof, Proving, Recipe, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
-    abstract_state,
     init_op_state,
     init_state,
+    make_state,
     split_state,
     step_number,
 )
@@ -117,14 +117,9 @@ class Step(CompiledStep):
           ValueError: A leaf is of a dtype that devices do not hold, ``local`` says no
             reduction, or a device is not on this machine.
         """
+        counts = self.counts_examples
         state = init_state(
-            params,
-            opt_state,
-            self.strategy,
-            local=local,
-            rng=rng,
-            extra=extra,
-            counts=self.counts_examples,
+            self.strategy, params, opt_state, local, rng=rng, extra=extra, counts=counts
         )
         if not isinstance(self.strategy.cross_tower_ops, KeepsState):
             return state
@@ -212,9 +207,9 @@ class Step(CompiledStep):
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
         """
-        num_towers, counts = self.strategy.placement.num_towers, self.counts_examples
-        state = abstract_state(
-            params, opt_state, num_towers, local, extra, counts=counts
+        towers, counts = self.strategy.num_towers, self.counts_examples
+        state = make_state(
+            towers, params, opt_state, local, extra=extra, counts=counts, shapes=True
         )
         return dataclasses.replace(state, own=self._made(state.params)["own"])
 
@@ -288,8 +283,9 @@ def engine_of(
     update_fn: Callable[..., Any],
     strategy: Strategy,
     options: StepOptions,
+    **of_passes: Any,
 ) -> Engine:
-    """The engine of these functions, before anything is compiled."""
+    """The engine of these functions; ``of_passes`` are further fields of its passes."""
     last, ops = len(tower_fns) - 1, strategy.cross_tower_ops
     passes = tuple(
         Pass(
@@ -299,7 +295,7 @@ def engine_of(
             guards_sums=options.guard == "gradients",
             check=options.check if number == last else None,
             has_op_state=number == last and isinstance(ops, KeepsState),
-            rows_used_later=True,
+            **of_passes,
         )
         for number, tower_fn in enumerate(tower_fns)
     )
@@ -388,7 +384,7 @@ def build_step(
         max_programs=max_programs,
         check=check,
     )
-    engine = engine_of(tower_fns, update_fn, strategy, options)
+    engine = engine_of(tower_fns, update_fn, strategy, options, rows_used_later=True)
     # A step without examples is accepted: what it does, update_fn says.
     engine = dataclasses.replace(engine, needs_examples=False)
     return Step(engine, strategy, options)
