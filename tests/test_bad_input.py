@@ -63,6 +63,7 @@ BATCHES = {
     "list": ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is 1.0 of type float.*np.asarray"),
     "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
     "no leaves": ({}, "holds no arrays"),
+    "no rows": (tj.Shared(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
 }
 
 

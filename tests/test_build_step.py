@@ -628,6 +628,10 @@ def test_what_an_update_may_not_return_is_refused_by_name():
             dataclasses.replace(s, params={**s.params, "b": jnp.zeros(3)}),
             {},
         ),
+        r"state\.extra\['a'\] was absent.* give step\.init\(.*extra=": lambda s, m: (
+            dataclasses.replace(s, extra={"a": jnp.zeros(3)}),
+            {},
+        ),
         r"metrics\['a'\] is a dict": lambda s, m: (s, {"a": {"b": 1.0}}),
         "communicates": lambda s, m: (s, {"a": jax.lax.psum(m["loss"].sum, "x")}),
     }

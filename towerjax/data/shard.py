@@ -94,7 +94,8 @@ def count_examples(batch: PyTree) -> int:
     if not leaves:
         raise ValueError(
             f"The batch holds no arrays: {batch!r}. Pass a pytree of arrays whose"
-            " dim 0 runs over examples."
+            " dim 0 runs over examples; where towers draw the examples, their numbers,"
+            " {'row': np.arange(64)}."
         )
     bad = [
         f"{name} is {_describe(leaf)}"

@@ -191,7 +191,8 @@ def _pin_result(one: Pass, tree: PyTree) -> PyTree:
 
 
 _UPDATE = (
-    "update_fn; a gradient is at least float32, of narrower parameters take"
+    "update_fn, and give step.init(params, opt_state=..., extra=...) what it keeps"
+    " there; a gradient is at least float32, of narrower parameters take"
     " optax.tree.cast_like(grads, state.params)"
 )
 
