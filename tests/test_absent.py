@@ -495,9 +495,12 @@ def test_an_evaluation_for_devices_that_are_not_here():
 )
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_no_more_is_sent_and_held_than_by_hand_on_tpus(name):
-    devices = tj.Absent("v5e:2x4")
-    ours = by_towerjax(PROGRAMS[name], tj.Mirrored(devices=devices))
-    hand = by_hand(PROGRAMS[name], devices)
+    devices, program = tj.Absent("v5e:2x4"), PROGRAMS[name]
+    if name == "cnn":  # of smaller images, which compile in a quarter of the time
+        small = (16, 16, 3), jnp.float32
+        program = dataclasses.replace(program, rows=32, example=small)
+    ours = by_towerjax(program, tj.Mirrored(devices=devices))
+    hand = by_hand(program, devices)
     assert len(ours.collectives) == len(hand.collectives) == 1
     assert ours.collectives[0].bytes <= hand.collectives[0].bytes + 16
     assert ours.memory.not_donated == ()
