@@ -194,38 +194,30 @@ def test_what_towers_return_for_the_extra_state_is_merged(T, D, local, A):
 
 
 def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
-    def own(params, batch, tower):
-        out = averaging(params, batch, tower)
-        return tj.TowerOutput(out.loss, extra={**out.extra, "last": batch["x"].sum()})
+    def check(**returned):
+        def loss_fn(params, batch, tower):
+            out = averaging(params, batch, tower)
+            new = {name: of(batch, tower) for name, of in returned.items()}
+            extra = {**out.extra, **new} if new else {"mean": out.extra["mean"]}
+            return tj.TowerOutput(out.loss, extra=extra)
 
-    def wrong(params, batch, tower):
-        out = averaging(params, batch, tower)
-        return tj.TowerOutput(out.loss, extra={"mean": out.extra["mean"]})
+        step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
+        step.check(start(), rows(), extra=first_extra())
 
-    def cut_off(params, batch, tower):
-        out = averaging(params, batch, tower)
-        mean = tj.Weighted.mean(batch["x"][:, 0])
-        return tj.TowerOutput(out.loss, extra={**out.extra, "rows": mean})
-
-    def of_rows(params, batch, tower):
-        out = averaging(params, batch, tower)
-        every = tj.Rows(batch["x"])
-        return tj.TowerOutput(out.loss, extra={**out.extra, "rows": every})
-
-    build = tj.build_train_step
     with pytest.raises(tj.ReplicationError, match="extra.*last"):
-        build(own, optax.sgd(RATE), mirrored(2, 2)).check(
-            start(), rows(), extra=first_extra()
-        )
-    for loss, text in (
-        (wrong, "is absent"),
-        (cut_off, "was int32.* and is float32"),
-        (of_rows, r"Look at TowerOutput\(extra=.*else.* update_fn of tj\.build_step"),
+        check(last=lambda b, t: b["x"].sum())
+    for returned, text in (
+        ({}, "is absent"),
+        ({"rows": lambda b, t: tj.Weighted.mean(b["y"])}, "was int32.* and is float32"),
+        ({"last": lambda b, t: tj.Sum(1j * b["y"][0])}, "was float32.* is complex64"),
+        ({"table": lambda b, t: tj.Sum(t.extra["table"] + t.id)}, "int8.* is int32"),
+        (
+            {"rows": lambda b, t: tj.Rows(b["x"])},
+            r"Look at TowerOutput\(extra=.*else.* update_fn of tj\.build_step",
+        ),
     ):
         with pytest.raises(ValueError, match=rf"state.extra.*{text}"):
-            build(loss, optax.sgd(RATE), mirrored(2, 2)).check(
-                start(), rows(), extra=first_extra()
-            )
+            check(**returned)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def oracle(w, batch):
     x, y = batch["x"].astype(float), batch["y"].astype(float)
     hidden = x @ w
     error = np.tanh(hidden) - y
-    parts = [batch[name] / batch[name].sum(dtype=float) for name in WEIGHTS]
+    parts = [batch[x] / (batch[x].sum(dtype=float) or 1) for x in WEIGHTS]
     terms = [parts[0] @ error**2, FACTOR * (parts[1] @ hidden**2), DECAY * (w @ w)]
     slope = parts[0] * 2 * error * (1 - np.tanh(hidden) ** 2)
     return terms, (slope + FACTOR * parts[1] * 2 * hidden) @ x + 2 * DECAY * w
@@ -65,12 +65,17 @@ def oracle(w, batch):
 
 WEIGHTS = ("labelled", "weight")
 NAMES = ("loss/0", "loss/1", "loss/shared")
+OF_4 = (0, 6, 12, 18)  # the first row of each of four towers
 
 
 @layouts
 def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
+    def with_own(params, batch, tower):
+        loss = subtracted(params, batch, tower)
+        return tj.TowerOutput(loss, {"own": tj.PerTower(loss)})
+
     step = tj.build_train_step(
-        loss_fn if local == "scan" else subtracted,
+        loss_fn if local == "scan" else with_own,
         optax.sgd(RATE),
         mirrored(T, D, local),
         micro_batches=A,
@@ -83,6 +88,10 @@ def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
         found = [metrics[name] for name in NAMES]
         np.testing.assert_allclose(found, terms, rtol=200 * EPS)
         np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
+        if local == "vmap":
+            towers = [{k: x[i : i + 6] for k, x in data(seed).items()} for i in OF_4]
+            own = [sum(oracle(w, rows)[0]) for rows in towers]
+            np.testing.assert_allclose(metrics["own"], own, rtol=200 * EPS)
         w = w - RATE * grad
     np.testing.assert_allclose(state.params["w"], w, atol=400 * EPS)
 
@@ -327,6 +336,11 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
         lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
     )
     refused(loss_fn, "has its own", loss_reduction=tj.Reduction.MEAN)
+
+    def taken(params, batch, tower):
+        return tj.TowerOutput(loss_fn(params, batch, tower), {"loss/0": tower.step})
+
+    refused(taken, r"'loss/0'\] is a name of .* a term of the loss.*; give yours ano")
     refused(lambda p, b, t: loss_fn(p, b, t) + tj.shared(p["w"]), "one number")
     with pytest.raises(ValueError, match=r"mean \+ float.*tj\.shared.* is \.value"):
         1.0 - tj.Weighted(2.0, 1.0)

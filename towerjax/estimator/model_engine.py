@@ -29,7 +29,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import Engine, Outcome
+from towerjax.step.engine import Engine, Outcome, join_metrics
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout, split_state
@@ -301,7 +301,7 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
 def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
     """The metrics of a step, with its loss and the terms of that."""
     terms = loss.by_name() if isinstance(loss, Means) else {}
-    return {"loss": loss, **terms, **(metrics or {})}
+    return join_metrics({"loss": loss, **(metrics or {})}, terms)
 
 
 class ModelTrainStep(Step):

@@ -153,7 +153,8 @@ def check_metric(name: str, x: Any) -> Any:
     return jax.tree.map(widen, x) if is_additive(x) else x
 
 
-def _has_value(x: Any) -> bool:
+def has_value(x: Any) -> bool:
+    """Whether `compute` takes ``x``: a metric state, or a sum of means."""
     return isinstance(x, Means) or is_metric(x)
 
 
@@ -259,7 +260,7 @@ def compute(state: Any) -> Any:
       >>> float(compute(Weighted(6.0, 3.0)))
       2.0
     """
-    if not _has_value(state):
+    if not has_value(state):
         raise ValueError(f"compute got {explain_misuse(state)}. {_STATES}")
     if isinstance(state, Weighted | Means | Sum | Additive | Adapted):
         return state.compute()
@@ -310,4 +311,4 @@ def value_on_host(total: Any) -> Any:
         x = np.asarray(x)
         return x.item() if x.ndim == 0 else x
 
-    return jax.tree.map(plain, compute(total) if _has_value(total) else total)
+    return jax.tree.map(plain, compute(total) if has_value(total) else total)

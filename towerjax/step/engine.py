@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.metrics.state import compute, is_metric
+from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.checking import Check
@@ -88,7 +88,7 @@ class Engine:
                 updated = self.update_fn(before, merged)
             after, metrics = _check_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
-            metrics = metrics | (op_metrics or {})
+            metrics = join_metrics(metrics, op_metrics or {})
             values, has_examples, all_finite = _evaluate_metrics(metrics)
             accepted = all_finite & (has_examples | (not self.needs_examples))
             if finite is not None:
@@ -226,6 +226,16 @@ def _check_update(
     return after, dict(metrics)
 
 
+def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The user's metrics, joined with those that the step adds."""
+    if both := sorted(metrics.keys() & more.keys()):
+        raise ValueError(
+            f"metrics[{both[0]!r}] is a name of tj.TowerStatistics, of a term of the"
+            " loss or of the cross-tower op; give yours another."
+        )
+    return metrics | more
+
+
 def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax.Array]:
     """``(values, has_examples, finite)`` of metrics; ``finite`` of those guarded."""
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
@@ -247,12 +257,10 @@ def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax
 
 
 def _value_of_metric(name: str, x: Any) -> Any:
-    if is_metric(x):
+    if has_value(x):
         return metric_values({name: x})[name]
-    if isinstance(x, Means):
-        x = x.value
     if isinstance(x, PerTower):
-        x = vmap_members(compute)(x.values) if is_metric(x.values) else x.values
+        x = vmap_members(compute)(x.values) if has_value(x.values) else x.values
     if not (hasattr(x, "dtype") or isinstance(x, int | float)):
         raise ValueError(
             f"metrics[{name!r}] is a {type(x).__name__}. A metric of a step is one"

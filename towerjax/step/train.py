@@ -22,7 +22,7 @@ from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import Guard, OnNonfinite
+from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.optimizers import (
     Trainable,
@@ -114,29 +114,24 @@ class Training:
             before: Any = state.seen  # an ExampleCount, as `check_made_for` has seen
             changed["seen"] = before + ExampleCount(cells)
         metrics = {"loss": loss, **merged["metrics"]}
-        if isinstance(loss, Means):
-            metrics |= loss.by_name()
+        more = loss.by_name() if isinstance(loss, Means) else {}
         if self.statistics is not None:
-            more = self.statistics.metrics(merged["statistics"], merged["grads"])
-            metrics = _join_metrics(metrics, more)
-        return dataclasses.replace(state, **changed), metrics
-
-
-def _join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The loss function's metrics, joined with those of `TowerStatistics`."""
-    if both := sorted(metrics.keys() & more.keys()):
-        raise ValueError(
-            f"metrics[{both[0]!r}] is a name of tj.TowerStatistics; give yours another."
-        )
-    return metrics | more
+            more |= self.statistics.metrics(merged["statistics"], merged["grads"])
+        return dataclasses.replace(state, **changed), join_metrics(metrics, more)
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
-    """The next ``state.extra``: merged values, cast to the dtypes that it has."""
+    """The next ``state.extra``: merged values, cast to the dtypes that it has.
+
+    What a cast would cut off or wrap around keeps its dtype, and is refused.
+    """
 
     def cast(x: Any, old: Any) -> Any:
-        kinds = [jnp.issubdtype(v.dtype, jnp.inexact) for v in (x, old)]
-        return x if kinds == [True, False] else x.astype(old.dtype)
+        kinds = (jnp.inexact, jnp.complexfloating)
+        is_of = [[jnp.issubdtype(v.dtype, kind) for kind in kinds] for v in (x, old)]
+        is_whole = jnp.issubdtype(old.dtype, jnp.integer)
+        wraps = is_whole and x.dtype.itemsize > old.dtype.itemsize < 4
+        return x if is_of[0] > is_of[1] or wraps else x.astype(old.dtype)
 
     values = jax.tree.map(
         lambda x: x.value if isinstance(x, Weighted | Sum) else x,
