@@ -258,7 +258,8 @@ def test_aux_comes_back_as_it_is():
         }  # fmt: skip
 
     gradient = tj.sparse.sparse_value_and_grad(loss, ["['t']"], has_aux=True)
-    (value, aux), grads = gradient({"t": table()}, IDS, scale=np.float32(2))
+    with jax.checking_leaks():
+        (value, aux), grads = gradient({"t": table()}, IDS, scale=np.float32(2))
     assert grads["t"].values.tolist() == [[2.0] * D] * 6
     assert aux["name"] == "batch" and aux["count"] == 3 and aux["none"] is None
     assert isinstance(aux["given"], np.float32)

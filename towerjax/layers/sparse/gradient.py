@@ -254,9 +254,10 @@ class _FlatFunction:
                     f"With has_aux=True fn must return (scalar, aux), not {out!r}."
                 )
             out, aux = out
-        self.kept, self.aux_treedef = jax.tree.flatten(aux)
+        leaves, self.aux_treedef = jax.tree.flatten(aux)
         self.value_treedef = jax.tree.structure(out)
-        return out, [x for x in self.kept if isinstance(x, Tracer)]
+        self.kept = [None if isinstance(x, Tracer) else x for x in leaves]
+        return out, [x for x in leaves if isinstance(x, Tracer)]
 
     def split(self, outs: list[Any]) -> tuple[Any, list[Any]]:
         count = self.value_treedef.num_leaves
@@ -264,7 +265,7 @@ class _FlatFunction:
 
     def with_kept(self, outs: list[Any]) -> Any:
         traced = iter(outs)
-        aux = [next(traced) if isinstance(x, Tracer) else x for x in self.kept]
+        aux = [next(traced) if x is None else x for x in self.kept]
         return jax.tree.unflatten(self.aux_treedef, aux)
 
 
