@@ -126,7 +126,8 @@ def test_batches_go_on_anywhere(seed, drop_remainder):
 def test_a_cursor_of_other_batches_is_refused():
     source = tj.batches(np.arange(11), 4, seed=1)
     cursor = tj.batches(np.arange(11), 2, seed=2, epochs=5).get_state()
-    with pytest.raises(ValueError, match="batch_size was 2 and is 4, seed was 2 and"):
+    text = "batch_size was 2 and is 4, seed was 2 and .*batches='anew'"
+    with pytest.raises(ValueError, match=text):
         source.set_state(cursor)
     for position in (-1, 4, 1.0):
         with pytest.raises(ValueError, match="a whole number of batches from 0 to 3"):

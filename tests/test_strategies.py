@@ -125,7 +125,8 @@ BAD = [
         " devices=('gpu:0',).",
     ),
     (dict(devices={"cpu:0"}), "such as devices=('gpu:0', 'gpu:1')."),  # unordered
-    (dict(devices=2), "devices=2 must be a tuple of names"),
+    (dict(devices=2), "devices=('gpu:0', 'gpu:1'). A number of towers is towers=8."),
+    (dict(devices="gpu"), "such as devices=('gpu:0', 'gpu:1')."),
     (
         dict(devices=("gpu",)),
         "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"

@@ -117,7 +117,8 @@ class Batches(Iterator[PyTree]):
             raise ValueError(
                 "The position is one among other batches: "
                 + ", ".join(f"{n} was {a} and is {b}" for n, (a, b) in others.items())
-                + ". Cut the data as before, or choose a place with at(...)."
+                + ". Cut the data as before, or choose a place with at(...), which"
+                " tj.Checkpointer(batches='anew') leaves as it is."
             )
         self._position = self.at(state["position"]).position
 

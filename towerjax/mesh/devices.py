@@ -47,11 +47,11 @@ def _canonical_platform(platform: str) -> str:
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
     """The canonical names of several devices of one platform, in their order."""
     if not isinstance(devices, tuple | list):
-        single = isinstance(devices, str | jax.Device)
+        single = isinstance(devices, str) and ":" in devices
         example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
         raise ValueError(
             f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
-            f" such as devices={example}."
+            f" such as devices={example}. A number of towers is towers=8."
         )
     if not devices:
         raise ValueError(
