@@ -664,6 +664,19 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert int(state.step) == 1
 
 
+def test_a_loss_may_be_several_means_each_of_its_own_weight():
+    def tower_fn(state, batch, tower):
+        of_task = jnp.stack([batch["y"] > 0, batch["y"] <= 0], 1) * tower.weight[:, None]
+        return {"loss": tj.Weighted(batch["y"] @ of_task, of_task.sum(0))}
+
+    def update_fn(state, merged):
+        return state, merged
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2))
+    _, metrics = jax.eval_shape(step.fn, step.shapes(params()), data(8))
+    assert metrics["loss"].shape == (2,)
+
+
 @pytest.mark.slow
 def test_a_guard_of_gradients_looks_at_rows_of_tables():
     def tower_fn(state, batch, tower):

@@ -247,7 +247,7 @@ def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax
         # Weight 0 gives the value 0: a sum that is not finite must still show.
         values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
     if terms:
-        has_examples = sum(term.weight for term in terms) != 0
+        has_examples = sum(jnp.sum(term.weight) for term in terms) != 0
     looked_at = [values["loss"]] if "loss" in values else jax.tree.leaves(values)
     finite = [
         jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
