@@ -666,8 +666,9 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
 
 def test_a_loss_may_be_several_means_each_of_its_own_weight():
     def tower_fn(state, batch, tower):
-        of_task = jnp.stack([batch["y"] > 0, batch["y"] <= 0], 1) * tower.weight[:, None]
-        return {"loss": tj.Weighted(batch["y"] @ of_task, of_task.sum(0))}
+        weight, y = tower.weight, batch["y"]
+        of_task = jnp.stack([weight * (y > 0), weight * (y <= 0)])
+        return {"loss": tj.Weighted(of_task @ y, of_task.sum(1))}
 
     def update_fn(state, merged):
         return state, merged
