@@ -196,7 +196,7 @@ def as_positives(
     check_threshold(name, threshold)
     x = jnp.asarray(predictions)
     x = x.astype(widen_dtype(x.dtype))
-    return x > threshold, ~jnp.isnan(x)
+    return x > jnp.asarray(threshold, x.dtype), ~jnp.isnan(x)
 
 
 def check_threshold(name: str, threshold: Any) -> None:
