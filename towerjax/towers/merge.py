@@ -15,7 +15,7 @@ from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
-from towerjax.types.leaves import native, refuse_unheld
+from towerjax.types.leaves import native, parts_of, refuse_unheld
 
 
 def refuse_in_turn(axes: TowerAxes, what: str) -> None:
@@ -32,8 +32,7 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
 
 def refuse_all_towers(value: PyTree, what: str) -> None:
     """Raise where a tower would gather a value that all towers already hold."""
-    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerTower))
-    if any(isinstance(x, PerTower) for x in leaves):
+    if parts_of(PerTower, value):
         raise ValueError(
             f"{what} of a PerTower, which holds all towers' values. In a merge function"
             " they have met: write strategy.reduce(tj.Reduction.MEAN, value), or"

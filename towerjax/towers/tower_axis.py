@@ -28,7 +28,7 @@ from towerjax.proof.equation import (
 )
 from towerjax.towers.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, parts_of, put_parts
 
 # JAX itself reduces over several axes at once.
 _MULTI_AXIS = frozenset("psum pmax pmin".split())
@@ -170,14 +170,15 @@ class _Lowering:
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
-            out[:] = [rule.call_wrapped(*with_arrays(args, arrays))]
-            return arrays_of(out)
+            given = put_parts(jax.Array, args, arrays)
+            out[:] = [rule.call_wrapped(*given)]
+            return parts_of(jax.Array, out)
 
-        arrays = arrays_of(args)
+        arrays = parts_of(jax.Array, args)
         traced = jax.make_jaxpr(of_arrays, axis_env=self._env)(*arrays)
         body = self.lower(traced.jaxpr)
         arrays = jax.core.eval_jaxpr(body, traced.consts, *arrays)
-        return with_arrays(out, arrays)[0]
+        return put_parts(jax.Array, out, arrays)[0]
 
     def _lower_hidden(self, eqn: JaxprEqn) -> JaxprEqn:
         """Replace a primitive with hidden code by that code, if it has collectives."""
@@ -257,17 +258,6 @@ def _scatter(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.
     for name in names:
         x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
     return x if params["tiled"] else x.squeeze(dim)
-
-
-def arrays_of(tree: PyTree) -> list[Any]:
-    """The leaves that are arrays, in tree order."""
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-
-
-def with_arrays(tree: PyTree, arrays: Sequence[Any]) -> Any:
-    """Replace the arrays of a tree by others."""
-    new = iter(arrays)
-    return jax.tree.map(lambda x: next(new) if isinstance(x, jax.Array) else x, tree)
 
 
 _OWN = (

@@ -20,14 +20,15 @@ from towerjax.collectives.reduce import (
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
-from towerjax.towers.variables import TowerLocal, Variable, is_variable, label, plain
+from towerjax.towers.variables import TowerLocal, Variable, label, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import (
     is_key,
     key_data,
     like_key,
-    map_parts,
     native,
+    parts_of,
+    put_parts,
     refuse_unheld,
 )
 
@@ -125,9 +126,8 @@ def read_local(local: PyTree) -> PyTree:
 
 def read_variables(tree: PyTree) -> PyTree:
     """Replace each variable in the tree by its one value."""
-    nodes = jax.tree.leaves(tree, is_leaf=is_variable)
-    values = iter(read_local([x for x in nodes if is_local(x)]))
-    return plain(map_parts(TowerLocal, lambda x: next(values), tree))
+    values = read_local(parts_of(TowerLocal, tree))
+    return plain(put_parts(TowerLocal, tree, values))
 
 
 @jax.jit

@@ -147,6 +147,18 @@ def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     )
 
 
+def parts_of(kind: Any, tree: PyTree) -> list[Any]:
+    """The nodes of class ``kind``, in tree order."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in nodes if isinstance(x, kind)]
+
+
+def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
+    """The tree with others, in tree order, in place of its nodes of class ``kind``."""
+    left = iter(new)
+    return map_parts(kind, lambda _: next(left), tree)
+
+
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     """A text for each leaf whose dtype or shape changed, or else for the container."""
     was, now = (

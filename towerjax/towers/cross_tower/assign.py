@@ -24,13 +24,12 @@ from towerjax.towers.variables import (
     any_per_tower,
     check_variable,
     fit,
-    is_per_tower,
     label,
     next_value,
     plain,
 )
-from towerjax.types import Layout, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_traced, listed, native, refuse_unheld
+from towerjax.types import Layout, PerTower, PyTree, Reduction, named_leaves
+from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
 from towerjax.types.options import check_text
 
 
@@ -251,9 +250,8 @@ class VariableMethods(StrategyFields):
           >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
           2.5
         """
-        for x in jax.tree.leaves(value, is_leaf=is_per_tower):
-            if isinstance(x, TowerLocal):
-                check_towers(x, self.placement.num_towers)
+        for x in parts_of(TowerLocal, value):
+            check_towers(x, self.placement.num_towers)
         return read_variables(value)
 
 
@@ -350,13 +348,12 @@ def check_towers(variable: Variable, num_towers: int) -> None:
 
 def refuse_per_tower(values: PyTree, what: str) -> None:
     """Raise when a value differs from tower to tower."""
-    for x in jax.tree.leaves(values, is_leaf=is_per_tower):
-        if is_per_tower(x):
-            raise ValueError(
-                f"{what}: Expected value to be mirrored across towers, got a"
-                f" {type(x).__name__}. Reduce it first, with strategy.reduce or"
-                " strategy.read_var, or assign in a tower, with tower.assign."
-            )
+    if found := parts_of(PerTower | TowerLocal, values):
+        raise ValueError(
+            f"{what}: Expected value to be mirrored across towers, got a"
+            f" {type(found[0]).__name__}. Reduce it first, with strategy.reduce or"
+            " strategy.read_var, or assign in a tower, with tower.assign."
+        )
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:

@@ -25,7 +25,7 @@ from towerjax.towers.merge import check_structures, is_mergeable, is_tuple, num_
 from towerjax.towers.tower_local import read_variables, refuse_own_copy
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label, plain
 from towerjax.types import Layout, PerTower, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import has_tracers, key_data, listed, native
+from towerjax.types.leaves import has_tracers, key_data, listed, native, parts_of
 
 
 class PlacementMethods(StrategyFields):
@@ -270,9 +270,8 @@ def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> Py
       >>> restored_values(strategy, like, 7).value.tolist()
       [3, 2, 2]
     """
-    for x in jax.tree.leaves(like, is_leaf=is_variable):
-        if isinstance(x, TowerLocal):
-            refuse_own_copy(x)
+    for x in parts_of(TowerLocal, like):
+        refuse_own_copy(x)
     return restore_on(strategy.placement, like, saved)
 
 

@@ -46,7 +46,7 @@ from towerjax.towers.variables import (
     is_per_tower,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import is_traced, map_parts
+from towerjax.types.leaves import is_traced, map_parts, parts_of
 
 
 def reduce_on_devices(
@@ -93,11 +93,7 @@ def as_per_tower(x: Any) -> PerTower:
 
 def unpad_batches(tree: PyTree) -> PyTree:
     """Replace each placed batch of a tree by its towers' rows."""
-
-    def is_placed(x: Any) -> bool:
-        return isinstance(x, PlacedBatch)
-
-    if not any(map(is_placed, jax.tree.leaves(tree, is_placed))):
+    if not parts_of(PlacedBatch, tree):
         return tree  # the same objects
     return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
 
@@ -152,7 +148,7 @@ def reduce_values(
             return x if axis is None else _reduce_with_axis(reduction, [x], axis)
         x = as_per_tower(x)
         check_addable(reduction, x)
-        if any(map(is_rows, jax.tree.leaves(x, is_leaf=is_rows))):
+        if parts_of(IndexedRows, x):
             rows = _reduce_sparse(strategy, reduction, x.values, axis)
             return map_parts(IndexedRows, lambda r: _on_all(strategy, r), rows)
         if axis is not None:
