@@ -698,6 +698,21 @@ def test_evaluate_is_over_all_rows_however_they_are_cut():
         tj.estimator.evaluate(lambda: None, variables, [(x, y)])
 
 
+def test_options_of_the_step_reach_it():
+    class Asked:
+        def train_step(self, **options):
+            raise InterruptedError(options)
+
+    given = {"micro_batches": 2, "guard": "gradients", "check": tj.Check(every=2)}
+    given |= {"on_nonfinite": "skip", "donate": False}
+    variables = tj.TrainState.create(np.float32(0), optax.sgd(0.1))
+    with pytest.raises(InterruptedError) as raised:
+        tj.estimator.train_and_evaluate(
+            Asked(), [], variables=variables, progress=False, **given
+        )
+    assert raised.value.args == (given,)
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_skipped_where_that_is_said():
     model, variables = lines_model()

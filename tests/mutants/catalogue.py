@@ -751,8 +751,8 @@ MODELS = (
         "M14",
         "on_nonfinite does not reach the step",
         "estimator.train:train_and_evaluate",
-        " else on_nonfinite",
-        " else None",
+        "**given, **of_step",
+        "**given",
         "test_train_and_evaluate.py::"
         "test_a_loss_that_is_not_finite_is_skipped_where_that_is_said",
     ),

@@ -16,11 +16,12 @@ from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
-from towerjax.step.engine import OnNonfinite
 from towerjax.step.state import TrainState
 from towerjax.step.state_checks import check_is_state
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.options import check_flag, check_methods, check_whole
+
+_OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate", "check")
 
 
 def train_and_evaluate(
@@ -32,7 +33,6 @@ def train_and_evaluate(
     steps: int | None = None,
     epochs: int | None = None,
     hooks: Sequence[Hook | WithState] = (),
-    on_nonfinite: OnNonfinite = "raise",
     params: Any = None,
     config: Any = None,
     **options: Any,
@@ -56,14 +56,14 @@ def train_and_evaluate(
       steps: The number of steps.
       epochs: The number of passes.
       hooks: As in `run`; called after those of the model.
-      on_nonfinite: As in `build_train_step`: what a loss that is not finite does.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
-      **options: As in `run`: ``eval_every``, ``eval_params``, ``early_stopping``,
-        ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``, ``checkpointer``,
-        ``progress``, ``writers``. ``best`` with ``restore=True`` returns the best. A
-        ``checkpointer`` counts batches to find its place in the data, so a function
-        of data must return the same batches in a restarted job.
+      **options: As in the model's ``train_step``: ``micro_batches``, ``on_nonfinite``,
+        ``guard``, ``donate``, ``check``. As in `run`: ``eval_every``, ``eval_params``,
+        ``early_stopping``, ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``,
+        ``checkpointer``, ``progress``, ``writers``. ``best`` with ``restore=True``
+        returns the best. A ``checkpointer`` counts batches to find its place in the
+        data, so a function of data must return the same batches in a restarted job.
 
     Returns:
       ``(variables, history)``.
@@ -103,9 +103,8 @@ def train_and_evaluate(
     eval_epochs = _eval_epochs(eval_data, options)
     train_epochs = _train_epochs(train_data, steps, epochs)
     given = not_none(params=params, config=config)
-    # A model of another class may lack the option.
-    changed = None if on_nonfinite == "raise" else on_nonfinite
-    step = model.train_step(**given, **not_none(on_nonfinite=changed))
+    of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
+    step = model.train_step(**given, **of_step)
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
         for hook in step.hooks:
