@@ -156,6 +156,34 @@ def test_padding_that_only_a_metric_masks_is_refused(compiled):
         evaluate(state, good(5))
 
 
+def test_denominators_that_count_padding_are_refused(compiled):
+    def masked(params, batch, tower):
+        return tower.weight * (batch["x"] @ params["w"]) ** 2
+
+    wrong = (
+        lambda *args: tj.Weighted.mean(masked(*args)),
+        lambda *args: tj.metrics.mean(masked(*args)),
+        lambda p, b, t: tj.Weighted(masked(p, b, t).sum(), len(b["x"])),
+    )
+    for fn, parts in zip(wrong, (1, 2, 1), strict=True):
+        step = build(fn, remainder="pad", micro_batches=parts)
+        found = step.check(start(), good(5)).unmasked()
+        assert found == ["grads.weight", "loss.weight"]
+    refused(step, step.init(start()), good(5), r"but loss\.weight, grads", compiled)
+
+    def right(params, batch, tower):  # of three columns and of three rows a tower
+        columns = tower.weight @ batch["x"]
+        metrics = {
+            "share": tj.Weighted.mean(tower.weight),
+            "columns": tj.Weighted.mean(columns**2),
+            "tower": tj.Weighted(columns.sum(), 1.0),
+        }
+        return tj.TowerOutput(loss_fn(params, batch, tower), metrics)
+
+    step = build(right, remainder="pad")
+    assert step.check(start(), good(5)).unmasked() == []
+
+
 def test_drop_leaves_the_rows_over_out():
     step = build(remainder="drop")
     state, metrics = step(step.init(start()), good(5))

@@ -19,6 +19,7 @@ from towerjax.proof.findings import (
     refuse_factors,
     refuse_unknown,
 )
+from towerjax.proof.interpreter import constant_value
 from towerjax.proof.scale import REDUCED
 from towerjax.step.one_pass import Pass, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
@@ -157,8 +158,12 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
-    outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
+    outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
     found = [name for name, rows, count in outputs if rows and not count]
+    masked = [name for name, rows, count in outputs if rows and count]
+    means = {f"{name.rpartition('.sum')[0]}.weight" for name in masked}
+    constant = [x for x, rows, count in outputs if not (rows or count) and x in means]
+    found += _grow_with_rows(constant, one, args, axes)
     calls = [
         (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
         for x, y in zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
@@ -167,6 +172,29 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     safe = {name for _, name, _, ok in calls if ok} - {REDUCED}
     bad = [x for x, name, rows, ok in calls if rows and not ok and name not in safe]
     return found + list(dict.fromkeys(bad))
+
+
+def _grow_with_rows(
+    names: list[str], one: Pass, args: PyTree, axes: TowerAxes
+) -> list[str]:
+    """The constant denominators that differ for twice the rows: they count padding."""
+    one = dataclasses.replace(one, micro_batches=1)
+    axes = dataclasses.replace(axes, traced=None)
+    state, rows, *others = args
+
+    def values(n: int) -> list[str]:
+        more = jax.tree.map(lambda x: x.update(shape=(n * len(x), *x.shape[1:])), rows)
+        given = (state, more, *others)
+        fn, layouts = one.values_to_mask(axes), tuple(one.in_layouts.values())
+        traced, out = trace_one_tower(fn, axes, layouts, given)
+        made = dict(zip(names_by_key(out), traced.jaxpr.outvars, strict=True))
+        return [str(constant_value(traced, made[name])) for name in names]
+
+    try:
+        pairs = zip(names, values(1), values(2), strict=True) if names else ()
+        return [name for name, first, second in pairs if first != second]
+    except Exception:  # the function takes so many rows alone, or it is no constant
+        return []
 
 
 def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
