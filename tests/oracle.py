@@ -8,6 +8,42 @@ import dataclasses
 
 import numpy as np
 
+FEATURES, CLASSES = 5, 3
+# The longest sum has 24 examples; each of the handful of operations on the way to a
+# result rounds once, and 3 steps compound: 24 * 3 roundings, with a factor 2 for tanh.
+TOLERANCE = 2 * 24 * 3 * np.finfo(np.float32).eps
+
+
+def rows(count, *width, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def data(size, seed=0):
+    """Examples of unequal weights, of one number each."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, 5)).astype(np.float32),
+        "y": rng.normal(size=size).astype(np.float32),
+        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
+    }
+
+
+def params():
+    rng = np.random.default_rng(7)
+    return {
+        "w": rng.normal(size=(FEATURES, CLASSES)).astype(np.float32),
+        "b": rng.normal(size=CLASSES).astype(np.float32),
+    }
+
+
+def close(got, expected, what):
+    scale = max(np.abs(expected).max(), 1.0)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), expected, rtol=0, atol=TOLERANCE * scale,
+        err_msg=what,
+    )  # fmt: skip
+
 
 @dataclasses.dataclass
 class Model:

@@ -16,12 +16,13 @@ import jax
 import numpy as np
 import optax
 import pytest
+from checkpoint_model import data as make_data
 
 import towerjax as tj
 from towerjax.loop import loop
 
 LOOP = pathlib.Path(loop.__file__).parent
-STEPS, SIZE, N = 7, 16, 40
+STEPS, SIZE = 7, 16
 TOTAL = tj.metrics.ExampleCount.of
 
 
@@ -45,15 +46,6 @@ def step():
 
 def init(step):
     return step.init({"w": np.array([0.5, -1, 2], np.float32)}, rng=jax.random.key(3))
-
-
-def make_data():
-    rng = np.random.default_rng(0)
-    return {
-        "x": rng.normal(size=(N, 3)).astype(np.float32),
-        "y": rng.normal(size=N).astype(np.float32),
-        "id": np.arange(N),
-    }
 
 
 def shuffled():

@@ -9,20 +9,12 @@ import numpy as np
 import optax
 import pytest
 from layouts import layouts, mirrored
+from oracle import data
 
 import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-
-
-def data(size, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 5)).astype(np.float32),
-        "y": rng.normal(size=size).astype(np.float32),
-        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
-    }
 
 
 def params(seed=1):

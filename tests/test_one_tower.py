@@ -9,14 +9,12 @@ import optax
 import oracle
 import pytest
 from layouts import mirrored
+from oracle import CLASSES, FEATURES, TOLERANCE, close
+from oracle import params as start
 
 import towerjax as tj
 
-FEATURES, CLASSES, DECAY, RATE = 5, 3, 0.9, 0.5
-EPS = np.finfo(np.float32).eps
-# The longest sum has 24 examples; each of the handful of operations on the way to a
-# result rounds once, and 3 steps compound: 24 * 3 roundings, with a factor 2 for tanh.
-TOLERANCE = 2 * 24 * 3 * EPS
+DECAY, RATE = 0.9, 0.5
 SIZES = (24, 19, 3)  # divisible, ragged and fewer than towers: one program for all
 EXECUTORS = {
     "shard_map": dict(executor="shard_map", local="vmap"),
@@ -59,14 +57,6 @@ def loss_fn(kind, params, batch, tower):
     )
 
 
-def start():
-    rng = np.random.default_rng(7)
-    return {
-        "w": rng.normal(size=(FEATURES, CLASSES)).astype(np.float32),
-        "b": rng.normal(size=CLASSES).astype(np.float32),
-    }
-
-
 def trainer(executor, towers, devices, kind, wrapped):
     names = tuple(f"cpu:{i}" for i in range(devices))
     strategy = tj.Mirrored(devices=names, towers=towers, **EXECUTORS[executor])
@@ -77,14 +67,6 @@ def trainer(executor, towers, devices, kind, wrapped):
         loss_reduction=KINDS[kind],
         remainder="pad",
     )
-
-
-def close(got, expected, what):
-    scale = max(np.abs(expected).max(), 1.0)
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), expected, rtol=0, atol=TOLERANCE * scale,
-        err_msg=what,
-    )  # fmt: skip
 
 
 def check(executor, towers, devices, kind, wrapped=lambda fn: fn):

@@ -8,14 +8,11 @@ import numpy as np
 import optax
 import pytest
 import replicate_oracle as numpy_model
+from oracle import CLASSES, FEATURES, close, params
 
 import towerjax as tj
 
-FEATURES, CLASSES, DECAY, FULL = 5, 3, 0.9, 24
-EPS = np.finfo(np.float32).eps
-# The longest sum has 24 examples; each operation on the way rounds once, and 3 steps
-# compound, with a factor 2 for tanh.
-TOLERANCE = 2 * 24 * 3 * EPS
+DECAY, FULL = 0.9, 24
 EXECUTORS = {
     "shard_map": dict(executor="shard_map", local="vmap"),
     "pmap": dict(executor="pmap", local="vmap"),
@@ -67,14 +64,6 @@ def data(num_rows, seed=0):
         "weight": weight.astype(np.float32),
     }
     return features, rng.normal(size=(num_rows, CLASSES)).astype(np.float32)
-
-
-def params():
-    rng = np.random.default_rng(7)
-    return {
-        "w": rng.normal(size=(FEATURES, CLASSES)).astype(np.float32),
-        "b": rng.normal(size=CLASSES).astype(np.float32),
-    }
 
 
 def logits_of(params, x):
@@ -226,14 +215,6 @@ def parts_of(variables):
         else:
             names[key] = leaf
     return found[0], names, found[1].value, step
-
-
-def close(got, expected, what):
-    scale = max(np.abs(expected).max(), 1.0)
-    np.testing.assert_allclose(
-        np.asarray(got, np.float64), expected, rtol=0, atol=TOLERANCE * scale,
-        err_msg=what,
-    )  # fmt: skip
 
 
 def value_of(loss):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracle import rows
 
 import towerjax as tj
 from towerjax.metrics.state import on_host, value_on_host
@@ -24,11 +25,6 @@ TOWERS = [(1, 1), (4, 2)]
 def towers(count, devices=None, **options):
     names = [f"cpu:{i}" for i in range(devices or count)]
     return tj.Mirrored(devices=names, towers=count, **options)
-
-
-def rows(count, *width, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(count, *width)).astype(np.float32)
 
 
 def squares(params, features, labels, tower):

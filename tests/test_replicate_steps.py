@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from layouts import mirrored as towers
+from oracle import rows
 
 import towerjax as tj
 
@@ -20,11 +21,6 @@ MOMENTUM = tj.estimator.TowerOptimizer(optax.sgd(0.05, momentum=0.9))
 LAYOUTS = [(4, 2), (3, 1)]
 PLACEMENTS = list(tj.estimator.VariablePlacement)
 WIDTH = 7  # a size that nothing else here has
-
-
-def rows(count, *width, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(count, *width)).astype(np.float32)
 
 
 def batch(size, number=0):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracle import data
 
 import towerjax as tj
 
@@ -21,15 +22,6 @@ def mirrored(devices, local="vmap"):
 
 IN_TURN = mirrored(2, "scan")
 PARTS = {"micro_batches": 3, "remainder": "pad"}
-
-
-def data(size, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 5)).astype(np.float32),
-        "y": rng.normal(size=size).astype(np.float32),
-        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
-    }
 
 
 W = np.float32([0.5, -1, 2, 0.3, -0.2])

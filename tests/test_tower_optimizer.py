@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from oracle import rows
 
 import towerjax as tj
 
@@ -33,11 +34,6 @@ INNER = {
     "masked": optax.masked(optax.sgd(0.1), {"w": True, "b": False}),
     "if finite": optax.apply_if_finite(optax.sgd(0.1), 3),
 }
-
-
-def rows(count, *width, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.normal(size=(count, *width)).astype(np.float32)
 
 
 def params():

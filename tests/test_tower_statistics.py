@@ -9,21 +9,13 @@ import numpy as np
 import optax
 import pytest
 from layouts import mirrored
+from oracle import data
 
 import towerjax as tj
 
 W = {"w": np.float32([0.5, -1.0, 2.0, 0.25, -0.75]), "b": np.float32(0.3)}
 NAMES = "all-reduce all-gather all-to-all reduce-scatter collective-permute".split()
 STATISTICS = tj.TowerStatistics()
-
-
-def data(size, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 5)).astype(np.float32),
-        "y": rng.normal(size=size).astype(np.float32),
-        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
-    }
 
 
 def loss_fn(params, batch, tower):
