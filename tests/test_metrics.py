@@ -302,6 +302,12 @@ def test_ids_are_equal_as_numbers_and_not_as_bits():
             assert float(m.accuracy(labels, predictions).value) == 0.5
 
 
+def test_weights_of_64_bits_are_not_rounded():
+    with jax.enable_x64(True):
+        hits = m.accuracy([1, 1], [1, 0], np.array([1, 2.0**24]))
+    assert float(hits.weight) == 2**24 + 1
+
+
 def test_ids_and_labels_are_valid_as_numbers_and_not_as_bits():
     large, ids = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
 

@@ -22,6 +22,7 @@ from towerjax.metrics.rows import (
 from towerjax.metrics.state import Additive, widen
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike
+from towerjax.types.leaves import promote_dtypes
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -47,7 +48,9 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
 
 
 def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighted:
-    return Weighted.mean(values, element_weights(name, values.shape, weight, "values"))
+    weights = element_weights(name, values.shape, weight, "values")
+    dtype = promote_dtypes(values.dtype, weights.dtype)
+    return Weighted.mean(values.astype(dtype), weights)
 
 
 def accuracy(
