@@ -329,9 +329,15 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
         mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
         return mean + tj.shared(batch["y"].sum())
 
+    def in_each_part(params, batch, tower):
+        mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
+        return tower.reduce(tj.Reduction.SUM, mean).value * mean
+
     text = r"what tj\.shared is given, .*\n.* depends on batch\['y'\]; it is made at"
     refused(differs, text, tj.ReplicationError)
     refused(one_mean, text, tj.ReplicationError)
+    text = "a mean's factor or tj.shared, made at .*test_means.*from an earlier pass"
+    refused(in_each_part, text, tj.ReplicationError, micro_batches=11)
     refused(
         lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
     )

@@ -181,16 +181,18 @@ def refuse_collectives(analysis: Analysis) -> None:
         )
 
 
-def refuse_varying(found: Sequence[Dependence | None], names: Sequence[str]) -> None:
-    """Raise where a bare value differs between the micro-batches of a tower."""
-    pairs = zip(found, names, strict=False)
-    bare = [f"{name}, made at {x.line}" for x, name in pairs if x is not None]
+def refuse_varying(found: Analysis, names: Sequence[str]) -> None:
+    """Raise where a bare value or a factor differs between a tower's micro-batches."""
+    pairs = [*zip(names, found.outputs, strict=False)]
+    pairs += [("a mean's factor or tj.shared", x) for x in found.factors]
+    bare = [f"{name}, made at {x.line}" for name, x in pairs if x is not None]
     if bare:
         raise ReplicationError(
             "Micro-batches are worked off one after another, and a bare value is the"
             f" same in each, but these depend on their rows: {listed(bare)}. Return"
-            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; what moves in"
-            " each, such as batch statistics, in TowerOutput(local=...); wrap an"
+            " tj.Weighted(sum, weight) or tj.Sum(x), which are added up; what a loss"
+            " needs of all rows comes from an earlier pass of tj.build_step; what moves"
+            " in each, such as batch statistics, in TowerOutput(local=...); wrap an"
             " optimizer in tj.estimator.TowerOptimizer; or say micro_batches=1."
         )
 

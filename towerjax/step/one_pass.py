@@ -331,7 +331,7 @@ def _scan_micro_batches(
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    refuse_varying(found.outputs, names_by_key(shapes[0]))
+    refuse_varying(found, names_by_key(shapes[0]))
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
