@@ -171,6 +171,23 @@ def test_denominators_that_count_padding_are_refused(compiled):
         assert found == ["grads.weight", "loss.weight"]
     refused(step, step.init(start()), good(5), r"but loss\.weight, grads", compiled)
 
+    class Mean(tj.metrics.Additive):
+        total: jax.Array
+        count: jax.Array
+
+        def compute(self):
+            return self.total / self.count
+
+    def metric_fn(params, batch, tower):
+        return {
+            "own": Mean(
+                masked(params, batch, tower).sum(), jnp.ones(len(batch["x"])).sum()
+            )
+        }
+
+    with pytest.raises(ValueError, match=r"metrics\['own'\]\.count does not depend"):
+        tj.build_eval_step(metric_fn, tj.Mirrored(TWO))(start(), good(5))
+
     def right(params, batch, tower):  # of three columns and of three rows a tower
         columns = tower.weight @ batch["x"]
         metrics = {

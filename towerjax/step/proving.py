@@ -160,9 +160,13 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
     found = [name for name, rows, count in outputs if rows and not count]
-    masked = [name for name, rows, count in outputs if rows and count]
-    means = {f"{name.rpartition('.sum')[0]}.weight" for name in masked}
-    constant = [x for x, rows, count in outputs if not (rows or count) and x in means]
+    parts = [(*name.rpartition("."), rows, count) for name, rows, count in outputs]
+    masked = {state for state, _, _, rows, count in parts if rows and count}
+    constant = [
+        f"{state}.{field}"  # a gradient that is constant is 0
+        for state, _, field, rows, count in parts
+        if state in masked and not (rows or count or field.startswith("sum"))
+    ]
     found += _grow_with_rows(constant, one, args, axes)
     calls = [
         (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
@@ -177,7 +181,7 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
 def _grow_with_rows(
     names: list[str], one: Pass, args: PyTree, axes: TowerAxes
 ) -> list[str]:
-    """The constant denominators that differ for twice the rows: they count padding."""
+    """The constants that differ for twice the rows: denominators that count padding."""
     one = dataclasses.replace(one, micro_batches=1)
     axes = dataclasses.replace(axes, traced=None)
     state, rows, *others = args
