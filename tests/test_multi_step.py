@@ -1,6 +1,6 @@
 """run_steps_on_dataset: the same numbers as steps one by one, in one program."""
 
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +204,9 @@ def test_of_containers_the_one_that_changed_is_told():
     )
     with pytest.raises(ValueError, match=text):
         strategy.run_steps_on_dataset(step, feed(strategy, 1), 1, initial)
+    first, again = (namedtuple("Carry", "x")(zero) for _ in range(2))  # a cell, twice
+    with pytest.raises(ValueError, match="Carry.*, a class that was defined anew"):
+        strategy.run_steps_on_dataset(lambda *_: again, feed(strategy, 1), 1, first)
 
 
 @pytest.mark.parametrize(

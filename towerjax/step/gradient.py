@@ -123,10 +123,10 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
     if any(carries_gradient(weight, leaf) for weight, leaf in pairs):
         raise ValueError(
             "The weights of the loss depend on the parameters, and a mean's gradient"
-            " is taken with weights that stay. Say so, weight ="
-            " jax.lax.stop_gradient(weight); or, where weights learn too, give the"
-            " mean in a second pass of tj.build_step: with mean, that of the first,"
-            " tj.Weighted(loss.sum - mean * loss.weight,"
+            " is taken with weights that stay. Write tj.Weighted.mean(losses, weight),"
+            " with weight = jax.lax.stop_gradient(weight); or, where weights learn too,"
+            " give the mean in a second pass of tj.build_step: with mean, that of the"
+            " first, tj.Weighted(loss.sum - mean * loss.weight,"
             " jax.lax.stop_gradient(loss.weight))."
         )
 

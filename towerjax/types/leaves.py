@@ -173,7 +173,8 @@ def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if not found and trees[0] != trees[1]:
         was, now = _differing(*trees)
-        found = [f"a container was {was} and is {now}"]
+        anew = ", a class that was defined anew" if str(was) == str(now) else ""
+        found = [f"a container was {was} and is {now}{anew}"]
     return found
 
 
