@@ -39,16 +39,16 @@ def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def constant_value(closed: Any, var: Any) -> Any:
     """The value of a variable that is computed from constants alone."""
     makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
     def value(var: Any) -> Any:
         if isinstance(var, Literal):
             return var.val
-        if var in constants:
-            return constants[var]
-        eqn = makers[var]
-        outs = evaluate_eqn(eqn, [value(x) for x in eqn.invars])
-        return outs[eqn.outvars.index(var)]
+        if var not in known:
+            eqn = makers[var]
+            outs = evaluate_eqn(eqn, [value(x) for x in eqn.invars])
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return known[var]
 
     with jax.ensure_compile_time_eval():
         return value(var)
