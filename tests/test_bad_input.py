@@ -160,12 +160,19 @@ def test_denominators_that_count_padding_are_refused(compiled):
     def masked(params, batch, tower):
         return tower.weight * (batch["x"] @ params["w"]) ** 2
 
+    def deep(*args):  # each of its constants is computed once
+        count = jnp.ones(len(args[1]["x"])).sum()
+        for _ in range(40):
+            count = (count + count) / 2
+        return tj.Weighted(masked(*args).sum(), count)
+
     wrong = (
+        deep,
         lambda *args: tj.Weighted.mean(masked(*args)),
         lambda *args: tj.metrics.mean(masked(*args)),
         lambda p, b, t: tj.Weighted(masked(p, b, t).sum(), len(b["x"])),
     )
-    for fn, parts in zip(wrong, (1, 2, 1), strict=True):
+    for fn, parts in zip(wrong, (1, 1, 2, 1), strict=True):
         step = build(fn, remainder="pad", micro_batches=parts)
         found = step.check(start(), good(5)).unmasked()
         assert found == ["grads.weight", "loss.weight"]
