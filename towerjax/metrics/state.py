@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.reduce import drop_weak_type
-from towerjax.mesh.private_jax import is_literal_zero
 from towerjax.metrics.foreign import (
     Adapted,
     adapt,
@@ -125,13 +124,6 @@ def check_metric(name: str, x: Any) -> Any:
     if not is_metric(x):
         raise ValueError(f"{name} is {explain_misuse(x)}. {_STATES}")
     if isinstance(x, Weighted):
-        zeros = [is_literal_zero(v) for v in jax.tree.leaves((x.sum, x.weight))]
-        if zeros[-1] and not all(zeros):
-            raise ValueError(
-                f"{name} is a mean whose weight is the constant 0, so that its value is"
-                " always 0. The tangent of a mean, as of jax.jvp, has no weight: return"
-                " tj.Weighted(tangent.sum, mean.weight)."
-            )
         total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
         total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]

@@ -1,6 +1,7 @@
 """The gradient of one tower: of its loss's sum, with the loss's weight beside it."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.mesh.private_jax import carries_gradient
+from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof.equation import forwarded_inputs
 from towerjax.proof.scale import UNKNOWN_GRADIENT
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
-from towerjax.types import PyTree, Reduction, Sum, TowerOutput, leaf_name, named_leaves
+from towerjax.types import (
+    PyTree,
+    Reduction,
+    Sum,
+    TowerOutput,
+    leaf_name,
+    name_by_key,
+    named_leaves,
+)
 from towerjax.types.leaves import is_key, listed, widen_dtype
 
 
@@ -107,6 +116,28 @@ def _refuse_without_gradient(params: PyTree) -> None:
             " copy=True); of Equinox params, static = eqx.partition(model,"
             " eqx.is_inexact_array), and eqx.combine(params, static)."
         )
+
+
+def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The function; raises where it returns a mean's tangent, whose weight is 0."""
+
+    def is_mean(x: Any) -> bool:
+        return isinstance(x, Weighted)
+
+    @functools.wraps(tower_fn)
+    def run(*args: PyTree) -> PyTree:
+        out = tower_fn(*args)
+        for path, x in jax.tree_util.tree_leaves_with_path(out, is_leaf=is_mean):
+            zeros = [is_literal_zero(leaf) for leaf in jax.tree.leaves(x)]
+            if is_mean(x) and zeros[-1] and not all(zeros):
+                raise ValueError(
+                    f"{name_by_key(path)} is a mean whose weight is the constant 0, so"
+                    " that its value is always 0. The tangent of a mean, as of jax.jvp,"
+                    " has no weight: return tj.Weighted(tangent.sum, mean.weight)."
+                )
+        return out
+
+    return run
 
 
 def _nan_gradient(x: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.faults import Place
+from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
 from towerjax.step.proving import Proof, Proving, Recipe, prove
@@ -384,7 +385,8 @@ def build_step(
         max_programs=max_programs,
         check=check,
     )
-    engine = engine_of(tower_fns, update_fn, strategy, options, rows_used_later=True)
+    fns = tuple(map(refusing_tangents, tower_fns))
+    engine = engine_of(fns, update_fn, strategy, options, rows_used_later=True)
     # A step without examples is accepted: what it does, update_fn says.
     engine = dataclasses.replace(engine, needs_examples=False)
     return Step(engine, strategy, options)
