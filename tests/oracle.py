@@ -19,11 +19,11 @@ def rows(count, *width, seed=0):
     return rng.normal(size=(count, *width)).astype(np.float32)
 
 
-def data(size, seed=0):
+def data(size=24, seed=0, features=5):
     """Examples of unequal weights, of one number each."""
     rng = np.random.default_rng(seed)
     return {
-        "x": rng.normal(size=(size, 5)).astype(np.float32),
+        "x": rng.normal(size=(size, features)).astype(np.float32),
         "y": rng.normal(size=size).astype(np.float32),
         "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
     }

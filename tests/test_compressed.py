@@ -212,6 +212,19 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
+def test_a_metric_does_not_have_the_name_of_the_rounding_error():
+    def named(params, batch, tower):
+        loss = loss_fn(params, batch, tower).loss
+        return tj.TowerOutput(loss, {"compression/error": tower.step})
+
+    strategy = mirrored(2, 2, cross_tower_ops=compressed())
+    step = tj.build_train_step(named, optax.sgd(1.0), strategy)
+    with pytest.raises(
+        ValueError, match=r"metrics\['compression/error'\] is a name of"
+    ):
+        step.check(W, data(2))
+
+
 @pytest.mark.slow
 def test_a_step_that_is_refused_loses_nothing():
     step = step_of(2, 2, on_nonfinite="skip")

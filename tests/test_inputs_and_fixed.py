@@ -1,5 +1,6 @@
 """What of a step is no rows, does not train, or is the same for all towers."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from layouts import layouts, mirrored
+from oracle import data
 
 import towerjax as tj
 from towerjax.estimator.data import as_batch
@@ -15,13 +17,7 @@ from towerjax.estimator.data import as_batch
 RATE = 0.1
 
 
-def rows(size=24, seed=0):
-    rng = np.random.default_rng(seed)
-    return {
-        "x": rng.normal(size=(size, 3)).astype(np.float32),
-        "y": rng.normal(size=size).astype(np.float32),
-        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
-    }
+rows = functools.partial(data, features=3)
 
 
 def start():

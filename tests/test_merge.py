@@ -369,6 +369,9 @@ def test_meeting_is_refused_for_towers_in_turn(what, T, D):
         text = f"{what} needs all towers at once, but local='scan' runs the towers of a"
         assert text in str(error.value)
         assert "Use local='vmap', or return the value as" in str(error.value)
+        assert "rows comes from an earlier pass of tj.build_step; what" in str(
+            error.value
+        )
         assert "call_for_each_tower returns, strategy.reduce reduces" in str(
             error.value
         )

@@ -758,6 +758,21 @@ def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled)
         refused(compiled, text, replicated(fn, towers=towers), start(), X, None, mode)
 
 
+def test_metrics_of_a_step_have_no_name_of_a_term_of_the_loss():
+    def fn(variables, features, labels, mode, tower):
+        first, second, _ = features.T
+        loss = tj.Weighted.mean(first, tower.weight)
+        loss += tj.Weighted.mean(second, tower.weight * first**2)
+        metrics = {"loss/0": tj.Weighted(1.0, 1.0)}
+        return tj.estimator.ModelSpec(mode, None, loss, variables, metrics)
+
+    model, batch = replicated(fn), {"features": X}
+    assert "loss/0" in model(start(), X, None, EVAL).eval_metrics
+    for use in (model.train_step().check, model.eval_step()):
+        with pytest.raises(ValueError, match="'loss/0'.* is a name of .* of the loss"):
+            use(start(), batch)
+
+
 def in_turn(fn, devices):
     strategy = tj.Mirrored(TWO[:devices], towers=2, local="scan")
     return tj.estimator.replicate_model_fn(fn, EXACT, strategy)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
@@ -34,24 +33,6 @@ def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     with eqn_context(eqn):
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
-
-
-def constant_value(closed: Any, var: Any) -> Any:
-    """The value of a variable that is computed from constants alone."""
-    makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def value(var: Any) -> Any:
-        if isinstance(var, Literal):
-            return var.val
-        if var not in known:
-            eqn = makers[var]
-            outs = evaluate_eqn(eqn, [value(x) for x in eqn.invars])
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return known[var]
-
-    with jax.ensure_compile_time_eval():
-        return value(var)
 
 
 @contextlib.contextmanager

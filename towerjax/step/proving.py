@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
@@ -19,7 +21,6 @@ from towerjax.proof.findings import (
     refuse_factors,
     refuse_unknown,
 )
-from towerjax.proof.interpreter import constant_value
 from towerjax.proof.scale import REDUCED
 from towerjax.step.one_pass import Pass, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
@@ -184,15 +185,16 @@ def _grow_with_rows(
     """The constants that differ for twice the rows: denominators that count padding."""
     one = dataclasses.replace(one, micro_batches=1)
     axes = dataclasses.replace(axes, traced=None)
+    fn, layouts = one.values_to_mask(axes), tuple(one.in_layouts.values())
     state, rows, *others = args
 
     def values(n: int) -> list[str]:
         more = jax.tree.map(lambda x: x.update(shape=(n * len(x), *x.shape[1:])), rows)
-        given = (state, more, *others)
-        fn, layouts = one.values_to_mask(axes), tuple(one.in_layouts.values())
-        traced, out = trace_one_tower(fn, axes, layouts, given)
-        made = dict(zip(names_by_key(out), traced.jaxpr.outvars, strict=True))
-        return [str(constant_value(traced, made[name])) for name in names]
+        traced, out = trace_one_tower(fn, axes, layouts, (state, more, *others))
+        wanted = [name in names for name in names_by_key(out)]
+        jaxpr, _ = dce_jaxpr(traced.jaxpr, wanted)
+        with jax.ensure_compile_time_eval():
+            return [str(x) for x in jax.core.eval_jaxpr(jaxpr, traced.consts)]
 
     try:
         pairs = zip(names, values(1), values(2), strict=True) if names else ()
