@@ -8,6 +8,7 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 
 import chex
 import forked
@@ -369,6 +370,21 @@ def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed, optio
     assert last > 300
     for event_number in range(1, last, last // 10):
         interrupted(step, undisturbed, event_number, **options)
+
+
+def test_ctrl_c_while_distributed_data_is_waited_for_loses_no_batch(step, undisturbed):
+    def slow():
+        yield from all_batches()[:2]
+        time.sleep(0.05)  # both steps are done
+        signal.raise_signal(signal.SIGINT)  # in the main thread
+        yield from all_batches()[2:]
+
+    source = step.strategy.distribute_dataset(slow(), remainder="pad")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_of_the_sweep(step, init(step), source)
+    state, losses = go_on(step, caught.value)
+    assert_same_bits(state, undisturbed[0])
+    assert_same_losses(losses, undisturbed[1])
 
 
 def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread(step):

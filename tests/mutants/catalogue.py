@@ -361,9 +361,8 @@ REGISTRY = (
         "B36",
         "prefetch repeats a batch",
         "data.feed:_Feeder._fill",
-        "self._ready.put((self._place(element), None))",
-        "self._ready.put((self._place(element), None))\n"
-        "            self._ready.put((self._place(element), None))",
+        "self._add(self._place(element))",
+        "self._add(self._place(element))\n            self._add(self._place(element))",
         "test_feed.py::test_order_is_kept[1]",
     ),
     _m(

@@ -1,11 +1,11 @@
 """Cut data into batches, and prefetch: place batches in a thread ahead of the steps."""
 
 import atexit
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-import queue
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -228,31 +228,40 @@ def prefetch(
     *,
     depth: int,
     on_stop: Callable[[], None] = lambda: None,
-) -> Generator[Placed, None, None]:
+) -> "Generator[Placed, None, None] | Prefetched[Placed]":
     """The elements of an iterable, placed in order by a thread while devices work.
 
     An exception of the iterable, or of ``place``, is raised after all earlier elements
-    are yielded. Closing the generator stops the thread after at most one more element;
+    are yielded. Closing the iterator stops the thread after at most one more element;
     elements that were placed in advance are lost.
     """
     if depth == 0:
-        yield from map(place, iterable)
-        return
-    feeder = _Feeder(iterable, place, depth, on_stop)
-    try:
-        # A thread that still runs at Python's exit can abort the process.
-        atexit.register(feeder.stop)
-        feeder.thread.start()
-        while True:
-            placed, failure = feeder.next()
-            if failure is not None:
-                raise failure
-            if placed is _END:
-                return
-            yield placed
-            del placed  # it would stay on the devices until the next one arrives
-    finally:
-        feeder.stop()
+        return (place(element) for element in iterable)
+    return Prefetched(_Feeder(iterable, place, depth, on_stop))
+
+
+class Prefetched(Iterator[Placed]):
+    """An iterator over what a thread placed, which Ctrl-C in ``next`` does not end."""
+
+    def __init__(self, feeder: "_Feeder") -> None:
+        self._feeder, self._ready = feeder, feeder.ready
+
+    def __next__(self) -> Placed:
+        """The next element, which is not kept: it would stay on the devices."""
+        self._feeder.wait()
+        placed, failure = self._ready[0]
+        if placed is _END:
+            self.close()
+            raise failure or StopIteration
+        # No call up to the return: after one, Ctrl-C would lose the element.
+        del self._ready[0]
+        return placed
+
+    def close(self) -> None:
+        """End the thread."""
+        self._feeder.stop()
+
+    __del__ = close  # the thread refers to the feeder alone
 
 
 class _Feeder:
@@ -266,7 +275,8 @@ class _Feeder:
         on_stop: Callable[[], None],
     ) -> None:
         self._iterable, self._place, self._on_stop = iterable, place, on_stop
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ready: collections.deque[Any] = collections.deque()
+        self._added = threading.Event()
         # Counts the elements that may still be pulled, so that depth bounds the memory.
         self._room = threading.Semaphore(depth)
         self._stopped = threading.Event()
@@ -283,17 +293,30 @@ class _Feeder:
                     return
                 element = next(iterator, _END)
                 if element is _END:
-                    self._ready.put((_END, None))
+                    self._add(_END)
                     return
-                self._ready.put((self._place(element), None))
+                self._add(self._place(element))
         except BaseException as failure:
-            self._ready.put((_END, failure))
+            self._add(_END, failure)
 
-    def next(self) -> tuple[Any, BaseException | None]:
-        """Wait for the next ``(placed, failure)``."""
-        item = self._ready.get()
+    def _add(self, placed: Any, failure: BaseException | None = None) -> None:
+        self.ready.append((placed, failure))
+        self._added.set()
+
+    def wait(self) -> None:
+        """Wait until ``ready`` has a first ``(placed, failure)``; start the thread."""
+        if self.thread.ident is None and not self._stopped.is_set():
+            try:
+                # A thread that still runs at Python's exit can abort the process.
+                atexit.register(self.stop)
+                self.thread.start()
+            except BaseException:
+                self.stop()
+                raise
+        while not self.ready:
+            self._added.wait()
+            self._added.clear()
         self._room.release()
-        return item
 
     def stop(self, *, patience_s: float = 5.0) -> None:
         """End the thread; warn where a loader hangs, which cannot be interrupted."""
@@ -305,6 +328,8 @@ class _Feeder:
         finally:  # also after Ctrl-C above
             self._stopped.set()
             self._room.release()
+            self.ready.clear()
+            self._add(_END)
         if self.thread.ident in (None, threading.get_ident()):
             return  # never started; or the garbage collector called this in the thread
         self.thread.join(patience_s)

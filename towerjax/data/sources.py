@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.data.feed import Prefetched
 from towerjax.data.placer import PlacedBatch
 from towerjax.types import PyTree
 
@@ -130,7 +131,8 @@ def _as_array(leaf: Any) -> Any:
     return leaf
 
 
-Stream: TypeAlias = Generator[tuple[PlacedBatch, Any], None, None]
+_Placed: TypeAlias = tuple[PlacedBatch, Any]
+Stream: TypeAlias = Generator[_Placed, None, None] | Prefetched[_Placed]
 
 
 class DataPass(Iterator[PlacedBatch]):
@@ -150,12 +152,14 @@ class DataPass(Iterator[PlacedBatch]):
                 " exhausted it begins after the last element."
             )
         try:
-            placed, self._after = next(self._stream)
+            # Without a call of next(), after which Ctrl-C would lose the batch.
+            for placed, after in self._stream:
+                self._after = after
+                return placed
         except Exception as failure:
-            if not isinstance(failure, StopIteration):
-                self._failure = repr(failure)
+            self._failure = repr(failure)
             raise
-        return placed
+        raise StopIteration
 
     def close(self) -> None:
         """End the thread."""

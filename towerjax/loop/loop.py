@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -120,7 +120,7 @@ class Loop:
         with self.guard:
             self.state = self._watch.final_state(self.state)
 
-    def _placed_batches(self) -> Generator[PlacedBatch, None, None]:
+    def _placed_batches(self) -> Any:
         size, ledger = self._options.steps_per_call, self._ledger
         depth = 0 if ledger.prefetches else self._options.prefetch
         batches = itertools.islice(ledger, self._options.steps)
