@@ -68,6 +68,26 @@ def test_what_is_compiled_is_seen(compiled):
     assert any("(run)" in name for name in compiled)
 
 
+def test_parameters_without_a_gradient_belong_in_extra():
+    fixed = {"w": np.zeros(3, np.float32), "ids": np.arange(3)}
+    text = r"params\['ids'\] is int.*TrainState\.create\(\.\.\., extra=.*tower\.extra"
+    with pytest.raises(ValueError, match=text):
+        tj.TrainState.create(fixed, OPTIMIZER)
+    with pytest.raises(ValueError, match=text):  # any tree, of which JAX said less
+        OPTIMIZER.compute_gradients(lambda p: p["w"].sum(), fixed)
+
+
+def test_a_step_of_a_model_says_what_a_batch_is():
+    model = replicated()
+    step, evaluate = model.train_step(), model.eval_step()
+    for batch, kind in [((X, Y), "tuple"), ({"x": X, "y": Y}, "dict")]:
+        text = rf"batch .* is a {kind}; write \{{'features': .*train_and_evaluate"
+        with pytest.raises(ValueError, match=text):
+            tj.evaluate(evaluate, start(), [batch])
+        with pytest.raises(ValueError, match=text):
+            tj.run(step, start(), [batch], progress=False)
+
+
 # Where a model function is wrapped.
 
 OPTIONS = {

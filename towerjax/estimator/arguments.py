@@ -123,6 +123,12 @@ class ModelFn:
         given: Mapping[str, Any],
     ) -> ModelSpec:
         """Call the function for one tower; raise unless it returns a fitting spec."""
+        if not isinstance(batch, Mapping) or "features" not in batch:
+            raise ValueError(
+                f"A batch of a model's step is a {type(batch).__name__}; write"
+                " {'features': ..., 'labels': ...}, or pass pairs (features, labels) to"
+                " tj.estimator.train_and_evaluate, evaluate or predict."
+            )
         values = {**copy_arguments(given), "tower": tower}
         accepted = {
             name: values[name]

@@ -19,7 +19,7 @@ from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.step.gradient import part_of, refuse_moving_weights
-from towerjax.step.optimizers import pass_loss
+from towerjax.step.optimizers import OF_MODELS, pass_loss, trainable_flags
 from towerjax.step.state import TrainState
 from towerjax.step.update import check_types
 from towerjax.towers.outputs import as_tower_output
@@ -272,6 +272,7 @@ def _differentiate(
     sparse: Selection,
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
     """``((differentiated(loss), loss_fn's result), gradient)``."""
+    trainable_flags(params, True, advice=OF_MODELS)
 
     def of_loss(params: PyTree) -> tuple[jax.Array, Any]:
         out = loss_fn(params)

@@ -14,8 +14,14 @@ from towerjax.types.leaves import listed
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
 
+_SAY_TRAINABLE = "Say trainable=lambda name, leaf: ... (or a tree of bool)"
+OF_MODELS = "Put it into tj.TrainState.create(..., extra=...), and read tower.extra,"
+"""What to do with a fixed leaf where no ``trainable`` is taken."""
 
-def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
+
+def trainable_flags(
+    params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
+) -> PyTree:
     """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
     readable = readable_leaves("", params)
     if trainable is None:
@@ -39,9 +45,8 @@ def trainable_flags(params: PyTree, trainable: Trainable | None) -> PyTree:
     if bad:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating"
-            f" or complex, of 16 bits or more, but {listed(bad)}. Say"
-            " trainable=lambda name, leaf: ... (or a tree of bool) where it is fixed;"
-            " cast inside the loss function to what is narrower."
+            f" or complex, of 16 bits or more, but {listed(bad)}. {advice} where it is"
+            " fixed; cast inside the loss function to what is narrower."
         )
     return flags
 

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
-from towerjax.step.optimizers import trainable_flags
+from towerjax.step.optimizers import OF_MODELS, trainable_flags
 from towerjax.towers.cross_tower.assign import replicate
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import check_tower_local, stack_local
@@ -108,7 +108,7 @@ class TrainState:
           0
         """
         params = check_params(params)
-        trainable_flags(params, True)
+        trainable_flags(params, True, advice=OF_MODELS)
         local = check_tower_local(local)
         key = _one_key(rng)
         opt_state = optimizer.init(params)
