@@ -14,6 +14,7 @@ import pytest
 import towerjax as tj
 from towerjax.tools.sweep.grid import configs_of, traced_names
 from towerjax.tools.sweep.record_file import RecordFile
+from towerjax.tools.sweep.result import Member, Sweep
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
@@ -367,6 +368,23 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
         found.to_pandas()
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
     assert found.to_pandas() == rows
+
+
+def test_members_may_have_different_metrics():
+    config, curve = {"model": "a", "seed": 0}, {"loss": np.array([2.0, 1.0])}
+    norm = {"norm": np.array([3.0, 4.0])}
+    found = Sweep(
+        (
+            Member(config, curve, {"v": 5.0}, "alone", 0.5),
+            Member({**config, "model": "b"}, {**curve, **norm}, {}, "alone", 0.5),
+        )
+    )
+    (table,) = found.tables()
+    assert table.head == ("model", "seed", "loss", "v", "norm", "order", "seconds")
+    assert [row[3:5] for row in table.rows] == [("5", ""), ("", "4")]
+    assert found.best("v", mode="max").config["model"] == "a"
+    assert found.best("norm").config["model"] == "b"
+    assert list(found.curves("norm")) == ["model=b"]
 
 
 def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):

@@ -1,7 +1,8 @@
 """The results of a sweep: a table, the best member, learning curves."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,11 +73,14 @@ class Sweep(Shown):
     def tables(self) -> tuple[Table, ...]:
         """The shown table, with a row for each member."""
         rows = self.rows()
-        cells = [
-            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values())
-            for row in rows
+        names = [*dict.fromkeys(name for row in rows for name in row)]
+        names.sort(key=("order", "seconds").count)  # these last
+        cells = [[row.get(name, "") for name in names] for row in rows]
+        texts = [
+            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row)
+            for row in cells
         ]
-        return (Table(f"{len(rows)} members", tuple(rows[0]), tuple(cells)),)
+        return (Table(f"{len(rows)} members", tuple(names), tuple(texts)),)
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each member: configuration, last numbers, order, seconds."""
@@ -103,7 +107,7 @@ class Sweep(Shown):
         return require("pandas", needs, "pandas").DataFrame(self.rows())
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
-        """The member whose last number is best; numbers that are not finite come last.
+        """The member whose last number is best; no number or one not finite is worst.
 
         Args:
           metric: A name of the evaluation, or of a step's metrics.
@@ -116,14 +120,15 @@ class Sweep(Shown):
           ValueError: The members have no metric of that name.
         """
         check_choice("mode", mode, ("min", "max"))
-        self._check_name(metric, self.members[0].final)
+        finals = [member.final for member in self.members]
+        self._check_name(metric, *finals)
         sign = 1 if mode == "min" else -1
-        costs = [sign * float(member.final[metric]) for member in self.members]
+        costs = [sign * float(final.get(metric, np.nan)) for final in finals]
         costs = np.where(np.isfinite(costs), costs, np.inf)
         return self.members[int(costs.argmin())]
 
-    def _check_name(self, name: str, names: Any) -> None:
-        if name not in names:
+    def _check_name(self, name: str, *of_each: Iterable[str]) -> None:
+        if name not in (names := dict.fromkeys(itertools.chain(*of_each))):
             raise ValueError(f"{name!r} is none of {', '.join(names)}.")
 
     def curves(
@@ -132,7 +137,7 @@ class Sweep(Shown):
         """Learning curves, of which those that differ in ``over`` alone are stacked.
 
         Args:
-          metric: A name of a step's metrics.
+          metric: A name of a step's metrics; members without it have no curve.
           over: Names of the configuration, such as seeds.
 
         Returns:
@@ -141,7 +146,7 @@ class Sweep(Shown):
         Raises:
           ValueError: There is no such name.
         """
-        self._check_name(metric, self.members[0].metrics)
+        self._check_name(metric, *(member.metrics for member in self.members))
         over, configs = [over] if isinstance(over, str) else over, self.configs
         for name in over:
             self._check_name(name, configs[0])
@@ -150,7 +155,8 @@ class Sweep(Shown):
         found: dict[str, list[np.ndarray]] = {}
         for member in self.members:
             label = ", ".join(f"{name}={member.config[name]}" for name in names)
-            found.setdefault(label, []).append(member.metrics[metric])
+            if metric in member.metrics:
+                found.setdefault(label, []).append(member.metrics[metric])
         return {label: np.stack(rows) for label, rows in found.items()}
 
     def plot(self, metric: str = "loss", *, over: str | Sequence[str] = "seed") -> Any:
