@@ -137,6 +137,11 @@ def test_groups_hold_every_element_once_and_the_last_is_short():
     assert groups == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+def test_groups_end_at_multiples_from_anywhere():
+    groups = list(in_groups(range(2, 8), 3, before=2))
+    assert groups == [[2], [3, 4, 5], [6, 7]]
+
+
 def test_groups_take_no_more_than_they_give():
     source = iter(range(10))
     assert next(in_groups(source, 4)) == [0, 1, 2, 3]

@@ -177,24 +177,29 @@ def batches(
     return Batches(data, cut)
 
 
-def in_groups(iterable: Iterable[PyTree], size: int) -> Iterator[list[PyTree]]:
-    """Lists of ``size`` batches; the last may be shorter.
+def in_groups(
+    iterable: Iterable[PyTree], size: int, *, before: int = 0
+) -> Iterator[list[PyTree]]:
+    """Lists of ``size`` batches, or of fewer up to a multiple of ``size`` or the end.
 
-    What a source gave before it raised is yielded before the exception.
+    The first is number ``before``. What a source gave before it raised is yielded
+    before the exception.
     """
     iterator = iter(iterable)
     failure: BaseException | None = None
     while failure is None:
         group: list[PyTree] = []
+        most = size - before % size
         try:
-            for batch in itertools.islice(iterator, size):
+            for batch in itertools.islice(iterator, most):
                 group.append(batch)
         except BaseException as error:
             failure = error
         if group:
             yield group
-        if failure is None and len(group) < size:
+        if failure is None and len(group) < most:
             return
+        before += most
     raise failure
 
 

@@ -128,7 +128,7 @@ class Loop:
             place = ledger.placing(self._step.place_batch)
             return feed.prefetch(batches, place, depth=depth)
         return feed.prefetch(
-            feed.in_groups(batches, size),
+            feed.in_groups(batches, size, before=self._dispatched),
             lambda group: self._step.place_batches(group, size),
             depth=depth,
         )

@@ -21,10 +21,9 @@ class WithState:
     """A hook of `run` that is given the state, every so many steps.
 
     It is called as ``function(step number, state, metrics)``, on every process, after
-    each step whose number is a multiple of ``every``; with several steps a call, after
-    the call that reaches it. `run` first waits for the dispatched steps, which it does
-    not do for other hooks. The next step donates the state: copy what you keep
-    (``jax.tree.map(jnp.copy, state.params)``).
+    each step whose number is a multiple of ``every``. `run` first waits for the
+    dispatched steps, which it does not do for other hooks. The next step donates the
+    state: copy what you keep (``jax.tree.map(jnp.copy, state.params)``).
 
     Attributes:
       function: If it returns a ``TrainState``, the run continues with that state,

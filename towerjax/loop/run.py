@@ -61,15 +61,15 @@ def run(
         be iterated again, such as `batches` returns, or a function that returns an
         iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and
-        at the end; None only at the end. With several steps a call, after the call
-        that reaches the multiple.
+        at the end; None only at the end.
       eval_params: ``state -> parameters or state``: what to evaluate instead of the
         state: other parameters in it, such as averaged ones that it keeps, or another
         state. ``best`` and checkpoints keep the run's state.
       early_stopping: Ends the run when evaluations stop improving.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
-        steps are shorter than a call; a shorter last call needs no other program.
+        steps are shorter than a call. Calls end at multiples of it; the first and the
+        last may be shorter, and need no other program.
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
