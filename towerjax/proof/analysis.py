@@ -27,6 +27,7 @@ from towerjax.proof.equation import (
 )
 from towerjax.proof.findings import (
     Analysis,
+    Changed,
     Collective,
     Dependence,
     Draw,
@@ -43,15 +44,18 @@ from towerjax.proof.marks import (
     join,
     mark_of_choice,
     origin_line,
+    use_of_weight,
 )
 from towerjax.proof.scale import (
     CONSTANT,
     COUNTS_EACH_TOWER,
+    GRADIENT_WEIGHT,
     HAS_EXAMPLES,
     SHARED,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
     UNKNOWN_GRADIENT,
+    WEIGHT_OF,
     scale_of_equation,
     scale_of_summed,
     varying_literals,
@@ -122,6 +126,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
         draws=tuple(x for x in found if isinstance(x, Draw)),
         factors=tuple(x for x in found if isinstance(x, Dependence)),
+        changed=tuple(x for x in found if isinstance(x, Changed)),
         tower_calls=tuple(x for x in found if isinstance(x, TowerCall)),
     )
 
@@ -192,10 +197,11 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         if any(m.axes and m.scale.site is None for m in ins):
             context.found.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
             scale = scale.once()
-    if not scale.is_constant or mark.axes:
+    weight = use_of_weight(eqn, ins)
+    if not scale.is_constant or mark.axes or weight:
         # The reported line is that of the last equation.
         mark = mark._replace(site=(eqn, context.outer), before=mark)
-    mark = mark._replace(scale=scale)
+    mark = mark._replace(scale=scale, weight=weight)
     return _for_each_result(mark, eqn)
 
 
@@ -233,6 +239,11 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
         return [ins[0]._replace(scale=scale)]
+    if eqn.params["name"] == GRADIENT_WEIGHT:
+        return [ins[0]._replace(weight=1)]
+    if ins[0].weight == 2 and eqn.params["name"].startswith(WEIGHT_OF):
+        name = eqn.params["name"].removeprefix(WEIGHT_OF)
+        context.found.append(Changed(name, origin_line(ins[0])))
     if eqn.params["name"] == HAS_EXAMPLES and context.towers == _NO_AXIS:
         return [FIXED]
     [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
@@ -321,7 +332,7 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
 
 def _without_sites(marks: _Marks) -> list[Any]:
     """The parts of marks that decide whether the fixed point is reached."""
-    return [(m.axes, m.scale._replace(site=None)) for m in marks]
+    return [(m.axes, m.scale._replace(site=None), m.weight) for m in marks]
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:

@@ -53,6 +53,14 @@ class Draw:
 
 
 @dataclasses.dataclass(frozen=True)
+class Changed:
+    """A mean's weight, computed from a gradient's weight by more than a sum or mask."""
+
+    name: str
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class TowerCall:
     """A collective of ``tower``, and whether its operand depends on a named input."""
 
@@ -61,7 +69,7 @@ class TowerCall:
     depends: bool
 
 
-Found: TypeAlias = Collective | Dependence | Draw | Hang | Repeat | TowerCall
+Found: TypeAlias = Changed | Collective | Dependence | Draw | Hang | Repeat | TowerCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +82,7 @@ class Analysis:
     repeats: tuple[Repeat, ...] = ()
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
+    changed: tuple[Changed, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -156,6 +165,19 @@ def refuse_factors(analysis: Analysis) -> None:
     ]
     if lines:
         raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(lines), _UNIFY]))
+
+
+def refuse_changed(analysis: Analysis) -> None:
+    """Raise where a function was mapped over a gradient's sum and weight alike."""
+    for x in analysis.changed:
+        at = f" at {x.line}" if x.line else ""
+        raise ReplicationError(
+            f"{x.name}: its weight is that of a gradient, changed{at}."
+            " A tj.Weighted is a tree of its sum and its weight, and jax.tree.map"
+            " changes both. Map over the sum alone, tj.Weighted(jax.tree.map(fn,"
+            " grads.sum), grads.weight). Where another weight is meant, compute it from"
+            " that of the loss, loss.weight."
+        )
 
 
 def refuse_unknown(weights: Sequence[Dependence | None]) -> None:

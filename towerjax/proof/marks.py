@@ -5,6 +5,7 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from towerjax.proof.equation import (
@@ -80,6 +81,8 @@ class Mark(NamedTuple):
     site: Site | None = None  # None for an input or a constant
     before: Any = None  # the mark of the operand that the dependence comes from
     scale: Scale = Scale()  # how many times it is counted
+    # 1: the weight of a gradient, or a sum of such; 2: another function of one.
+    weight: int = 0
 
 
 FIXED = Mark(frozenset(), scale=CONSTANT)
@@ -92,10 +95,12 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def _join_two(first: Mark, second: Mark) -> Mark:
-    origin = first if first.axes or not second.axes else second
+    origin = max(first, second, key=lambda m: (bool(m.axes), m.weight))
     axes, scale = first.axes | second.axes, scale_of_sum(first.scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
-    return origin._replace(axes=axes, scale=scale._replace(is_constant=constant))
+    scale = scale._replace(is_constant=constant)
+    weight = max(first.weight, second.weight)
+    return origin._replace(axes=axes, scale=scale, weight=weight)
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
@@ -113,6 +118,43 @@ def origin_line(mark: Mark | None) -> str:
             return line
         mark = mark.before
     return ""
+
+
+_JOINS = frozenset(
+    "add add_any concatenate dynamic_update_slice scatter select_n stack".split()
+)
+_MOVES = frozenset(
+    "broadcast_in_dim convert_element_type dynamic_slice gather reshape slice squeeze"
+    " transpose".split()
+)
+
+
+def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
+    """``Mark.weight`` of the results of an equation that is no collective.
+
+    Sums of weights are weights, and so is a weight times what a tower computes, such as
+    a mask. The sum of a row of weights, as of single examples, is no longer followed.
+    """
+    results, name = [_float_bits(v) for v in eqn.outvars], eqn.primitive.name
+    found = max((m.weight for m in ins), default=0)
+    if not found or not all(results) or (found == 1 and name == "reduce_sum"):
+        return 0
+    kept = name in _MOVES
+    if name in _JOINS:
+        given = [m for v, m in zip(eqn.invars, ins, strict=True) if _float_bits(v)]
+        kept = all(m.weight or m.scale.is_constant for m in given)
+    elif name in ("mul", "div"):
+        others = [m for m in ins if not m.weight]
+        kept = len(others) == 1 and bool(others[0].axes)
+        kept = kept and (name == "mul" or others[0] is ins[1])
+    return found if kept and min(results) >= 32 else 2
+
+
+def _float_bits(var: Any) -> int:
+    """The bits of a floating value; 0 for what is none."""
+    dtype = getattr(var.aval, "dtype", None)
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.finfo(dtype).bits if is_float else 0
 
 
 class Context(NamedTuple):

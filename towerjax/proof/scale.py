@@ -31,6 +31,12 @@ HAS_EXAMPLES = "towerjax.has_examples"
 SHARED = "towerjax.shared"
 """Name of a mean's factor, or of a term beside it, that is the same on all towers."""
 
+GRADIENT_WEIGHT = "towerjax.gradient_weight"
+"""Name of the weight of a gradient, as `tj.value_and_grad` returns it."""
+
+WEIGHT_OF = "towerjax.weight_of:"
+"""Name of the weight of a mean that a tower returns; the mean's own name follows."""
+
 UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
 """Name of what stands for a gradient while only weights are computed."""
 

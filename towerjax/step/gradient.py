@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof.equation import forwarded_inputs
-from towerjax.proof.scale import UNKNOWN_GRADIENT
+from towerjax.proof.scale import GRADIENT_WEIGHT, UNKNOWN_GRADIENT
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import (
@@ -91,7 +91,10 @@ def value_and_grad(
             tower.note_weights(weight)
             return given, Sum(jax.tree.map(_nan_gradient, params))
         grads = jax.tree.map(lambda g: g.astype(widen_dtype(g.dtype)), grads)
-        return given, Sum(grads) if weight is None else Weighted(grads, weight)
+        if weight is None:
+            return given, Sum(grads)
+        weight = checkpoint_name(jnp.asarray(weight), GRADIENT_WEIGHT)
+        return given, Weighted(grads, weight)
 
     return run
 

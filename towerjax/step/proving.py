@@ -16,6 +16,7 @@ from towerjax.proof.analysis import analyse, depends
 from towerjax.proof.findings import (
     Analysis,
     prove_mirrored,
+    refuse_changed,
     refuse_collectives,
     refuse_draws,
     refuse_factors,
@@ -144,6 +145,7 @@ def _prove_body(
     )
     if one.alone is None:
         refuse_factors(found)
+        refuse_changed(found)
     prove_mirrored(found, outputs, advice=one.advice)
     if one.weights == "summed":
         unknown = depends(body, [None] * len(body.invars)).outputs

@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
+from towerjax.proof.scale import WEIGHT_OF
 from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
@@ -181,7 +183,11 @@ def _check_leaf(name: str, x: Any, rows: int) -> Any:
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):
-        return check_metric(name, x)
+        x = check_metric(name, x)
+        if isinstance(x, Weighted):
+            weight = checkpoint_name(x.weight, WEIGHT_OF + name)
+            x = dataclasses.replace(x, weight=weight)
+        return x
     # A PerTower of sums or states is merged over micro-batches, and not over towers.
     return jax.tree.map(
         lambda v: jnp.asarray(v) if not is_typed(v) else _check_leaf(name, v, rows),
