@@ -8,6 +8,10 @@ def _m(id: str, bug: str, where: str, old: str, new: str, *tests: str) -> Mutant
     return Mutant(id, bug, f"towerjax.{where}", old, new, killed_by)
 
 
+_MAPPED = (
+    "test_build_step.py::"
+    "test_a_function_mapped_over_a_gradient_and_its_weight_is_refused"
+)
 _ONE_TOWER = "test_one_tower.py::test_towers_equal_one_tower"
 _MICRO_BATCHES = "test_one_tower.py::test_micro_batches_are_sums_over_weights"
 _ONE_AXIS = "test_one_axis.py::test_a_step_is_the_same_wherever_towers_lie"
@@ -83,10 +87,10 @@ REGISTRY = (
         "B06",
         "clipped before the reduce",
         "step.gradient:value_and_grad",
-        "return given, Sum(grads) if weight is None",
-        "norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
+        "        if weight is None:\n            return given, Sum(grads)",
+        "        norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
         "        grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
-        "        return given, Sum(grads) if weight is None",
+        "        if weight is None:\n            return given, Sum(grads)",
         f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
@@ -629,6 +633,14 @@ PROOF = (
         "any(m.axes for m in ins[: 1 + derives])",
         "False",
         "test_bad_input.py::test_draws_that_depend_on_the_devices_are_refused[rbg-own]",
+    ),
+    _m(
+        "P29",
+        "proof: a gradient's weight that a function changed is a weight",
+        "proof.marks:use_of_weight",
+        "return found if kept and min(results) >= 32 else 2",
+        "return found",
+        f"{_MAPPED}[clip-weights]",
     ),
 )
 
