@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 
 import towerjax as tj
 from towerjax.tools.cli import main
@@ -278,6 +279,17 @@ def test_what_is_right_passes(name):
     assert report.splits == 2 * len(report.towers)
     left_out = {"local['no one value']", "metrics['noise']"}
     assert {*report.not_compared} == (left_out if name == "metrics" else set())
+
+
+@pytest.mark.slow
+def test_a_batch_may_hold_shared_values_and_sparse_rows():
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean((batch["x"] @ w - batch["goal"]) ** 2, tower.weight)
+
+    x = sparse.BCOO.fromdense(np.diag(np.arange(1, 6, dtype=np.float32)))
+    batch = {"x": x, "goal": tj.Shared(np.float32(0.5))}
+    report = assert_replicates(loss_fn, np.ones(5, np.float32), batch, (3,))
+    assert (report.examples, report.compared) == (5, ("gradient", "loss"))
 
 
 @pytest.mark.slow

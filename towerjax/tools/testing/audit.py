@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from towerjax.collectives.sparse_rows import is_rows
-from towerjax.data.shard import count_examples
+from towerjax.data import feed
 from towerjax.step.train import TrainStep, build_train_step
 from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
@@ -170,7 +169,7 @@ def assert_replicates(
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
     """
-    towers, examples = check_wholes("towers", towers), _check_batch(batch)
+    towers, examples = check_wholes("towers", towers), len(feed.batches(batch, 1))
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
     if isinstance(rng, str) and rng != "ignore":
@@ -179,11 +178,8 @@ def assert_replicates(
         )
     audited = _Audit(loss_fn, params, local, loss_reduction, padding, examples)
     key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
-    permuted = np.random.default_rng(0).permutation(examples)
-    batches = {
-        "in order": batch,
-        "permuted": jax.tree.map(lambda x: x[permuted], batch),
-    }
+    permuted = next(feed.batches(batch, examples, seed=0))
+    batches = {"in order": batch, "permuted": permuted}
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
         expected = audited.run(alone, batch, key)
@@ -346,15 +342,6 @@ def _finding(
         difference=gap,
         relative=gap / size if size else (np.inf if gap else 0.0),
     )
-
-
-def _check_batch(batch: PyTree) -> int:
-    if any(is_rows(x) for x in jax.tree.leaves(batch, is_leaf=is_rows)):
-        raise ValueError(
-            "The audit permutes the rows of the batch, which it cannot do with"
-            " IndexedRows. Give the batch as plain arrays."
-        )
-    return count_examples(batch)
 
 
 def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
