@@ -297,7 +297,7 @@ def test_a_tower_optimizer_may_be_made_by_a_function():
     assert state.inner[0].mu["w"].tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 6])
 def test_recall_at_k_divides_by_all_labels(towers):
     """Rows have one to seven labels, so that a mean of the rows' recalls differs."""

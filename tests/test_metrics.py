@@ -285,6 +285,7 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
     assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
+@pytest.mark.slow
 def test_ids_are_equal_as_numbers_and_not_as_bits():
     pairs = [
         (np.uint32([2**32 - 1, 7]), np.int32([-1, 7])),

@@ -538,6 +538,7 @@ def added_to(tower, x):
     return lax.scan(lambda c, _: (c + 3, 2 * c), x[0], None, length=4)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (1, 1)])
 @pytest.mark.parametrize("scanned", [numbered, kept_in_a_ref, of_a_literal, added_to])
 def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers(scanned, T, D):

@@ -27,6 +27,7 @@ def test_the_tree_depends_on_the_number_of_towers_alone():
     assert (of_thirds != whole).any()
 
 
+@pytest.mark.slow
 def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
     divided = jax.jit(lambda x, by: jnp.sort(x) / by)
 

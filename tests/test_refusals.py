@@ -134,6 +134,7 @@ def test_a_tower_local_variable_that_a_tower_closes_over_is_told():
     assert own.value.tolist() == [2.0] * 4
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_variable_that_a_tower_closes_over_is_told(num_devices):
     """It is read once: by a function that is called again it would be an old one."""
@@ -212,7 +213,7 @@ def test_rows_of_a_table_do_not_stack():
         mirrored().map(lambda x: {"rows": rows}, [1, 2])
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T, D", [(2, 2), (4, 2), (1, 1)])
 @pytest.mark.parametrize("reduction", [R.SUM, R.MEAN, R.ONLY_FIRST_TOWER])
 def test_what_is_across_towers_is_refused_in_a_tower(T, D, reduction):

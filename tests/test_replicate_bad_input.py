@@ -778,6 +778,7 @@ def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled)
         refused(compiled, text, replicated(fn, towers=towers), start(), X, None, mode)
 
 
+@pytest.mark.slow
 def test_metrics_of_a_step_have_no_name_of_a_term_of_the_loss():
     def fn(variables, features, labels, mode, tower):
         first, second, _ = features.T

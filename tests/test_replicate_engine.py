@@ -112,9 +112,10 @@ def start_averaging():
     return tj.TrainState.create({"w": rows(8, seed=3)}, SGD, extra=extra)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "local", "micro_batches"),
-    [(4, 2, "vmap", 1), pytest.param(4, 2, "scan", 2, marks=pytest.mark.slow)],
+    [(4, 2, "vmap", 1), (4, 2, "scan", 2)],
 )
 def test_extra_variables_are_merged_by_their_types(
     count, devices, local, micro_batches

@@ -915,6 +915,7 @@ def test_ctrl_c_during_a_call_loses_nothing(train_step):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
 def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
     train_step, monkeypatch, at

@@ -187,9 +187,10 @@ def of_an_update(devices):
     return bits(step, 61)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run, devices",
-    [pytest.param(of_two_passes, 2, marks=pytest.mark.slow), (of_an_update, 3)],
+    [(of_two_passes, 2), (of_an_update, 3)],
 )
 def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
     found = [run(number) for number in (1, devices)]

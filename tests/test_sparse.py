@@ -177,6 +177,7 @@ def test_rows_are_gathered_along_their_first_dim_alone(axis):
         mirrored(2).gather(tj.PerTower((of_tower(0), other)), 0)
 
 
+@pytest.mark.slow
 def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
     strategy = mirrored(2)
 
@@ -264,6 +265,7 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
 # Applying rows, and indices that name none.
 
 
+@pytest.mark.slow
 def test_rows_of_one_index_all_count():
     rows = tj.sparse.IndexedRows(np.float32([[1, 2], [3, 4], [5, 6]]), [0, 0, 5], SHAPE)
     rows = tj.sparse.IndexedRows(rows.values, np.array(rows.indices), rows.dense_shape)
@@ -343,6 +345,7 @@ def test_rows_that_do_not_fit_are_refused(values, indices, shape, text):
             )
 
 
+@pytest.mark.slow
 def test_trees_of_anything_can_be_made():
     rows = of_tower(0)
     leaves, treedef = jax.tree.flatten(rows)

@@ -396,6 +396,7 @@ def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
         found.best("acc")
 
 
+@pytest.mark.slow
 def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
     found = swept("together")
     curves = found.curves("loss")

@@ -99,6 +99,7 @@ def test_statistics_are_those_of_numpy(T, D, local, A, size):
     close(metrics, expected(batch, T, A))
 
 
+@pytest.mark.slow
 def test_those_of_complex_parameters_are_those_of_both_parts():
     batch, parts = data(21), {"re": W["w"], "im": W["w"][::-1].copy()}
 

@@ -208,7 +208,7 @@ def test_data_that_can_be_gone_through_once_is(model):
     assert next(mine) is data[2]  # the caller's own is not closed
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call, prefetch", [(4, 2), (4, 0), (1, 0)])
 def test_an_epoch_may_end_within_a_call(model, steps_per_call, prefetch):
     data = pairs()

@@ -407,6 +407,7 @@ def test_a_mirrored_variable_is_assigned_to_everywhere(T, D):
         assert new.value["x"].sharding == v.value["x"].sharding
 
 
+@pytest.mark.few_fast(2)
 @LAYOUTS
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(T, D, reduction):
@@ -521,6 +522,7 @@ def test_a_variable_of_a_number_has_its_own_dtype(where):
     assert [x.dtype for x in found] == [np.float32] * 2
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize(
     "read",
     [
