@@ -298,6 +298,43 @@ def test_a_batch_without_examples_changes_nothing(count, devices, policy):
     step.settle()
 
 
+def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
+    def fn(variables, features, labels, mode, tower):
+        losses, after, slots = {}, {}, {}
+        for name, x in variables.params.items():
+
+            def loss_fn(w, name=name):
+                weight = tower.weight * features[name]
+                return tj.Weighted.mean((w - labels[name]) ** 2, weight)
+
+            losses[name], grads = MOMENTUM.compute_gradients(loss_fn, x)
+            after[name], slots[name] = MOMENTUM.apply_gradients(
+                grads, variables.opt_state[name], x, loss=losses[name]
+            )
+        train_op = dataclasses.replace(variables, params=after, opt_state=slots)
+        return tj.estimator.ModelSpec(mode, loss=losses["a"], train_op=train_op)
+
+    model = replicated(2, 1, fn=fn)
+    params = {"a": np.float32(1), "b": np.float32(2)}
+    state = model.init(tj.TrainState.create(params, MOMENTUM))
+    slots = {name: MOMENTUM.init(x) for name, x in params.items()}
+    state = dataclasses.replace(state, opt_state=slots)
+    step = model.train_step(on_nonfinite="skip")
+    ones, y = np.ones(4, np.float32), np.float32([0, 1, 2, 3])
+
+    def changed(a, b, labels):
+        nonlocal state
+        before = numbers(state)
+        given = {"features": {"a": a * ones, "b": b * ones}, "labels": labels}
+        state, _ = step(state, given)
+        return [k for k, x in numbers(state).items() if (x != before[k]).any()]
+
+    whole, gap = {"a": y, "b": y}, {"a": y, "b": y * np.nan}
+    assert ".params['b']" in changed(0, 1, whole)  # whose loss is not the spec's
+    np.testing.assert_allclose(state.params["b"], 2 - 0.05 * 2 * (2 - 1.5), rtol=1e-6)
+    assert changed(0, 0, whole) == changed(1, 1, gap) == [".step"]
+
+
 # Where variables lie.
 
 

@@ -160,19 +160,20 @@ class TowersOfStep:
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
         """The reduced loss, and the sum of the towers' gradients; the same everywhere.
 
-        A loss that is a ``Sum`` is one tower's part of a loss that is divided already.
+        A loss that is a ``Sum`` is one tower's part of a loss that is divided already,
+        a ``Weighted`` whose weight says only whether there are examples.
         """
         reduction, is_split = self.reduction, not self.is_alone
-        if isinstance(loss, Sum):
-            reduction = LossReduction.SUM
-            addend: Any = Weighted(loss.value, jnp.zeros_like(loss.value))
+        is_part = isinstance(loss, Sum)
+        if is_part:
+            reduction, addend = LossReduction.SUM, loss.value
         else:
-            addend = self.addend(jnp.float32(0) if loss is None else loss)
+            addend: Any = self.addend(jnp.float32(0) if loss is None else loss)
         if is_split and self.takes_scalars:  # towers without examples do not count
             counts = jnp.asarray(addend.weight) > 0
             grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
         total, grads = self._sum_towers(addend, grads)
-        total = one_loss(reduction, total, is_split=is_split)
+        total = one_loss(reduction, total, is_split=is_split or is_part)
         if loss is not None and get_opaque_trace_state() == self.trace:
             self.reduced.append((loss, total))
         return total, grads

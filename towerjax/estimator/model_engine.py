@@ -43,7 +43,7 @@ from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.tower_axis import axes_in_tower
 from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.leaves import map_parts
+from towerjax.types.leaves import map_parts, parts_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
@@ -79,6 +79,7 @@ class SpecInfo:
 
     hooks: tuple[Callable[..., Any], ...]
     is_weighted: bool  # the loss is Weighted or Means, not a scalar
+    has_several: bool  # losses that are minimized
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,6 +155,10 @@ class ModelEngine:
             after, parts = self._update(split, info, state, merged)
             return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
 
+        def minimized(merged: list[Any]) -> list[Weighted]:
+            losses = [x["minimized"] for x in merged]
+            return parts_of(Weighted, losses) if info.has_several else []
+
         engine = engine_of(
             tuple(partial(self._tower, n) for n in range(split.num_passes)),
             update,
@@ -163,7 +168,7 @@ class ModelEngine:
             of_state=True,
             advice=WRAP,
         )
-        return dataclasses.replace(engine, keeps_all=True)
+        return dataclasses.replace(engine, keeps_all=True, other_losses=minimized)
 
     def _rows_of_one(self, batch: PyTree) -> PyTree:
         """The rows of one micro-batch of one tower."""
@@ -222,7 +227,8 @@ class ModelEngine:
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         variables = set_towers(as_variables(state, is_state=self.is_state), towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
-        infos[:] = [SpecInfo(spec.hooks, has_denominator(spec.loss))]
+        several = len(towers.reduced) > 1
+        infos[:] = [SpecInfo(spec.hooks, has_denominator(spec.loss), several)]
         return self._typed_parts(spec, variables, towers, size)
 
     def _typed_parts(

@@ -323,7 +323,10 @@ def _differentiate_means(
         return loss.value if known is None else part_of(loss, *known)
 
     (value, out), grads = _differentiate(loss_fn, state.params, part, has_aux, sparse)
-    return out, grads, value if known is None else Sum(value)
+    if towers is None or (known is None and not towers.is_alone):
+        return out, grads, value
+    terms = (out[0] if has_aux else out).terms
+    return out, grads, Sum(Weighted(value, sum(term.weight for term in terms)))
 
 
 def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:

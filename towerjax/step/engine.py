@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -55,6 +55,8 @@ class Engine:
     keeps_all: bool = False
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
+    # merged -> means that guard the step besides the loss.
+    other_losses: Callable[[Any], Sequence[Weighted]] | None = None
 
     def step(
         self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
@@ -89,11 +91,13 @@ class Engine:
             after, metrics = _check_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
             metrics = join_metrics(metrics, op_metrics or {})
-            values, has_examples, all_finite = _evaluate_metrics(metrics)
+            others = self.other_losses(merged) if self.other_losses else ()
+            values, has_examples, all_finite = _evaluate_metrics(metrics, others)
             accepted = all_finite & (has_examples | (not self.needs_examples))
             if finite is not None:
                 accepted, all_finite = accepted & finite, all_finite & finite
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
+            by_loss &= not others
             donated, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
             now = {
@@ -236,8 +240,10 @@ def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
     return metrics | more
 
 
-def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax.Array]:
-    """``(values, has_examples, finite)`` of metrics; ``finite`` of those guarded."""
+def _evaluate_metrics(
+    metrics: dict[str, Any], others: Sequence[Weighted]
+) -> tuple[dict[str, Any], Any, jax.Array]:
+    """Values, whether there are examples, and whether what is guarded is finite."""
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
     has_examples = jnp.bool_(True)
@@ -247,8 +253,10 @@ def _evaluate_metrics(metrics: dict[str, Any]) -> tuple[dict[str, Any], Any, jax
         # Weight 0 gives the value 0: a sum that is not finite must still show.
         values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
     if terms:
-        has_examples = sum(jnp.sum(term.weight) for term in terms) != 0
+        guarded = [*terms, *others]
+        has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0
     looked_at = [values["loss"]] if "loss" in values else jax.tree.leaves(values)
+    looked_at += [x.sum for x in others]
     finite = [
         jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
