@@ -216,6 +216,14 @@ def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
     tj.metrics.check_examples(state, ids_of_steps())
 
 
+@pytest.mark.slow
+def test_a_new_step_may_go_on_at_the_smaller_last_batch(step, undisturbed):
+    state, _ = tj.run(step, init(step), shuffled(), steps=2, progress=False)
+    other, source = build(), shuffled().at(2)
+    state, _ = tj.run(other, state, source, steps=STEPS - 2, progress=False)
+    assert_same_bits(state, undisturbed[0])
+
+
 def ids_of_steps():
     return TOTAL(np.concatenate([batch["id"] for batch in all_batches()]))
 

@@ -85,6 +85,11 @@ class Batches(Iterator[PyTree]):
         return self._shuffled[1]
 
     @property
+    def most_rows(self) -> int:
+        """How many examples the largest batch has."""
+        return min(self._cut.batch_size, self._cut.examples)
+
+    @property
     def position(self) -> int:
         """The number of batches before the next one, from the first epoch on."""
         return self._position

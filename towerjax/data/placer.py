@@ -177,7 +177,8 @@ class Placer:
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
-        self.full_sizes |= {n + -n % self._shares: n for n in sorted(sizes)}
+        new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]
+        self.full_sizes |= {n + -n % self._shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step.

@@ -4,7 +4,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Sequence
 
-from towerjax.data.feed import as_reusable
+from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_batches
@@ -130,6 +130,8 @@ def run(
     check_batches("batches", batches)
     _check_checkpointer(checkpointer, evaluation)
     _require_same_length(placement, batches, options, evaluation, step_number(state))
+    if isinstance(batches, Batches):  # which may be at a smaller last one
+        step.expect_batch_rows([batches.most_rows])
     ledger = Ledger(batches, copies=steps_per_call > 1)
     loop = None
     try:
