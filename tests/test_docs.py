@@ -297,6 +297,53 @@ def test_a_tower_optimizer_may_be_made_by_a_function():
     assert state.inner[0].mu["w"].tolist() == [0.0, 0.0, 0.0]
 
 
+def as_tensorflow_1(name, lr, w, slots, g, step):
+    """One step of an optimizer of ``tf.train``, by its kernel's formula."""
+    a, b = slots
+    if name == "Momentum":
+        a = 0.9 * a + g
+        return w - lr * (g + 0.9 * a), (a, b)
+    if name == "Adagrad":
+        a = a + g**2
+        return w - lr * g / np.sqrt(a), (a, b)
+    if name == "Adadelta":
+        a = 0.95 * a + 0.05 * g**2
+        moved = np.sqrt(b + 1e-8) / np.sqrt(a + 1e-8) * g
+        return w - lr * moved, (a, 0.95 * b + 0.05 * moved**2)
+    if name == "RMSProp":
+        a = 0.9 * a + 0.1 * g**2
+        return w - lr * g / np.sqrt(a + 1e-10), (a, b)
+    if name == "Adam":
+        a, b = 0.9 * a + 0.1 * g, 0.999 * b + 0.001 * g**2
+        lr = lr * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
+        return w - lr * a / (np.sqrt(b) + 1e-8), (a, b)
+    old, a = a, a + g**2  # Ftrl, l1=0.1, l2=0.2
+    b = b + g - (np.sqrt(a) - np.sqrt(old)) / lr * w
+    above = (np.sign(b) * 0.1 - b) / (np.sqrt(a) / lr + 2 * 0.2)
+    return np.where(np.abs(b) > 0.1, above, 0.0), (a, b)
+
+
+@pytest.mark.parametrize("name", "Momentum Adagrad Adadelta RMSProp Adam Ftrl".split())
+def test_optimizers_of_tensorflow_1(name):
+    page, lr = (DOCS / "from_tensorflow1.md").read_text(), 0.3
+    names = {"optax": optax, "jax": jax, "jnp": jnp, "lr": lr, "m": 0.9}
+    exec(re.search(r"^def ftrl.*?(?=\n\n\n)", page, re.DOTALL | re.MULTILINE)[0], names)
+    row = re.search(rf"^\| `{name}Optimizer\(.*?\| `(optax.*?)`", page, re.MULTILINE)
+    written = row[1] if name != "Ftrl" else "ftrl(lr, l1=0.1, l2=0.2)"
+    optimizer = eval(written, names)
+    first = {"Adagrad": 0.1, "RMSProp": 1.0, "Ftrl": 0.1}.get(name, 0.0)
+    w, slots = np.array([0.5, -1.0, 0.01]), (np.full(3, first), np.zeros(3))
+    params = jnp.asarray(w, jnp.float32)
+    state, rng = optimizer.init(params), np.random.default_rng(0)
+    for step in range(1, 6):
+        g = rng.normal(size=3)
+        w, slots = as_tensorflow_1(name, lr, w, slots, g, step)
+        updates, state = optimizer.update(jnp.float32(g), state, params)
+        params = optax.apply_updates(params, updates)
+        # Float32 holds 1 - 0.999**step to five digits.
+        np.testing.assert_allclose(params, w, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 6])
 def test_recall_at_k_divides_by_all_labels(towers):

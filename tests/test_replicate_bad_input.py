@@ -650,6 +650,12 @@ def test_an_update_without_its_loss_is_refused(compiled):
     assert replicated(fn, towers=1)(start(), X, Y).train_op is not None
 
 
+def test_a_gradient_that_carries_its_weight_is_refused():
+    grads = tj.Weighted(start().params, jnp.float32(4))
+    with pytest.raises(ValueError, match=r"tj\.value_and_grad.*pass grads\.sum, and"):
+        OPTIMIZER.apply_gradients(grads, start().opt_state, start().params)
+
+
 # Where towers would part.
 
 

@@ -355,6 +355,12 @@ def _reduce_gradients(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
     """The gradient of the loss of all towers, and that loss."""
+    if isinstance(grads, Weighted):
+        raise ValueError(
+            "TowerOptimizer got a gradient that carries its weight, as"
+            " tj.value_and_grad makes it. Write optimizer.compute_gradients(loss_fn,"
+            " params), or pass grads.sum, and loss=loss."
+        )
     loss = _as_one_mean(loss)
     if towers is None:
         if not isinstance(loss, Weighted):
