@@ -586,6 +586,25 @@ def test_the_tangent_of_a_mean_has_no_weight():
     step.check(params(), data(8))
 
 
+def test_a_derivative_of_a_mean_is_taken_of_its_sum():
+    def tower_fn(state, batch, tower):
+        def grads(params):
+            return tj.value_and_grad(loss_fn)(params, batch, tower)[1]
+
+        loss = loss_fn(state.params, batch, tower)
+        if whole:
+            return {"hessian": jax.jacfwd(grads)(state.params)}
+        hessian = jax.jacfwd(lambda params: grads(params).sum)(state.params)
+        return {"loss": loss, "hessian": tj.Weighted(hessian, loss.weight)}
+
+    whole = True
+    refused(tower_fn, r"hessian\.weight is a dict.*\[1\]\.sum\), and returned as")
+    whole = False
+    metrics = lambda state, m: (state, {"h": m["hessian"].value["b"]["b"]})  # noqa: E731
+    step = tj.build_step(tower_fn, metrics, mirrored(2, 2))
+    step.check(params(), data(8))
+
+
 CHANGES = {  # of a gradient's sum and weight alike, and of what towers hold
     "clip": lambda v, grads, tower: jnp.clip(v, -1, 1),
     "a constant": lambda v, grads, tower: 0.5 * v,

@@ -124,6 +124,13 @@ def check_metric(name: str, x: Any) -> Any:
     if not is_metric(x):
         raise ValueError(f"{name} is {explain_misuse(x)}. {_STATES}")
     if isinstance(x, Weighted):
+        if not jax.tree_util.all_leaves([x.weight]):
+            raise ValueError(
+                f"{name}.weight is a {type(x.weight).__name__}, and a mean has an array"
+                " as its one weight. Derivatives are taken of the sum alone, such as"
+                " jax.jacfwd(lambda params: tj.value_and_grad(loss_fn)(params, batch,"
+                " tower)[1].sum), and returned as tj.Weighted(derivative, loss.weight)."
+            )
         total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
         total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
