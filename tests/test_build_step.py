@@ -618,6 +618,8 @@ MOVES = {
     "a mask": lambda v, grads, tower: jnp.where(tower.weight.sum() > 1, v, 0),
     "a factor": lambda v, grads, tower: v * (tower.weight.sum() > 1),
     "twice": lambda v, grads, tower: v + v,
+    "the mean": lambda v, grads, tower: tower.reduce(R.MEAN, v),
+    "examples": lambda v, *_: jnp.stack([v, v]).mean(0),
     "a place of two": lambda v, *_: jnp.zeros((2, *v.shape)).at[1].set(v)[1],
     "a loop": lambda v, *_: jax.lax.fori_loop(
         0, 3, lambda i, x: x + v, jnp.zeros_like(v)

@@ -133,12 +133,14 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     """``Mark.weight`` of the results of an equation that is no collective.
 
     Sums of weights are weights, and so is a weight times what a tower computes, such as
-    a mask. The sum of a row of weights, as of single examples, is no longer followed.
+    a mask. A sum over towers, or of a row of examples, is no longer followed.
     """
     results, name = [_float_bits(v) for v in eqn.outvars], eqn.primitive.name
     found = max((m.weight for m in ins), default=0)
-    if not found or not all(results) or (found == 1 and name == "reduce_sum"):
+    if not found or not all(results):
         return 0
+    if name == "reduce_sum":
+        return _weight_of_sum(ins[0])
     kept = name in _MOVES
     if name in _JOINS:
         given = [m for v, m in zip(eqn.invars, ins, strict=True) if _float_bits(v)]
@@ -148,6 +150,10 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
         kept = len(others) == 1 and bool(others[0].axes)
         kept = kept and (name == "mul" or others[0] is ins[1])
     return found if kept and min(results) >= 32 else 2
+
+
+def _weight_of_sum(mark: Mark) -> int:
+    return 0 if mark.weight == 1 else mark.weight
 
 
 def _float_bits(var: Any) -> int:
@@ -214,7 +220,9 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     if name in REDUCTIONS and (given is None or over):
         scales = [_scale_after_sum(eqn, name, mark, context) for mark in ins]
         return [
-            _reduce_mark(mark, over or axes, site)._replace(scale=scale)
+            _reduce_mark(mark, over or axes, site)._replace(
+                scale=scale, weight=_weight_of_sum(mark)
+            )
             for mark, scale in zip(ins, scales, strict=True)
         ]
     # Sums over groups of unequal size differ even when their operands are equal.
