@@ -238,6 +238,15 @@ def test_a_state_from_elsewhere_is_refused(compiled):
             here(wrong, good())
 
 
+@pytest.mark.parametrize("copies", [(), (3,), (4, 2)])
+def test_other_numbers_of_copies_are_not_placed(copies):
+    local = {"n": tj.TowerLocal(np.zeros(copies), tj.Reduction.SUM)}
+    state = tj.TrainState.create(start(), optax.sgd(0.1), local=local)
+    text = r"towers than 2: state\.local\['n'\].* model\.init makes the copies"
+    with pytest.raises(ValueError, match=text):
+        build().place(state)
+
+
 def test_a_state_of_other_parameters_is_refused_by_name(trains):
     step = trains
     step(step.init(start()), good())

@@ -26,6 +26,7 @@ from towerjax.step.state_checks import (
     check_is_state,
     check_like,
     check_made_for,
+    check_num_towers,
     is_usable,
     with_numbers_placed,
 )
@@ -143,6 +144,7 @@ class CompiledStep:
           ValueError: Its tower-local variables have another number of towers.
         """
         check_is_state(state)
+        check_num_towers(state, self.strategy.placement.num_towers)
         placed = place(state, self.strategy.placement, state_layout(self.strategy))
         self._check(placed)
         return placed

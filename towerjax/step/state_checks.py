@@ -150,7 +150,10 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
             " Move tower-local variables with tj.towers.restored_values(strategy,"
             " state, tj.towers.saved_values(state)), or start anew,"
         )
-        anew = "step.init(state.params, local=...)."
+        anew = (
+            "step.init(state.params, local=...). For a model, tj.TrainState.create"
+            " makes one tower's values, of which model.init makes the copies."
+        )
         raise ValueError(
             f"The state was made for another number of towers than {num_towers}:"
             f" {listed(wrong_towers)}."
