@@ -284,6 +284,11 @@ def test_trees_of_a_loader_keep_their_containers():
     assert placed.arrays["a"][1].y.tolist() == [5, 6]
 
 
+def test_tensors_without_distribute_dataset_are_told_of_it():
+    with pytest.raises(ValueError, match=r"pass x.numpy\(\), as strategy.distribute_d"):
+        tj.batches({"x": Tensor([1, 2])}, 2)
+
+
 def test_a_function_gives_its_data_anew_each_time():
     calls = []
     dataset = mirrored(2).distribute_dataset(

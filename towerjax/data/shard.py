@@ -182,6 +182,9 @@ def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
         return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
+    if hasattr(leaf, "numpy"):
+        kind = type(leaf).__name__
+        return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
     return shown(leaf)
 
 
