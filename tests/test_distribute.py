@@ -465,6 +465,13 @@ def test_a_pass_says_where_it_is_and_goes_on_there(split):
     assert not hasattr(iter(made_anew), "get_state")
 
 
+def test_a_pass_may_begin_at_the_smaller_last_batch():
+    source = tj.batches(np.arange(5), 4, epochs=2).at(1)
+    dataset = mirrored(2).distribute_dataset(source, remainder="pad")
+    counts = [(placed.rows, placed.num_examples) for placed in dataset]
+    assert counts == [(2, (1,)), (2, (4,)), (2, (1,))]
+
+
 def test_one_process_does_everything_once():
     for strategy in (mirrored(2), tj.OneDevice("cpu:0")):
         assert not strategy.between_graph

@@ -264,6 +264,8 @@ class DistributedDataset:
 
     def _stream(self, number: int, elements: Any, rows: int) -> Stream:
         stopped = threading.Event()
+        if isinstance(self._source, feed.Batches):  # it may be at a smaller last one
+            rows = max(rows, self._rounds.rows([self._source.most_rows]))
         return feed.prefetch(
             self._pull_rounds(number, stopped, elements, rows),
             self._place,
