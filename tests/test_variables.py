@@ -324,6 +324,7 @@ def test_a_mirrored_variable_made_differently_is_refused_by_proof(T, D):
         strategy.call_for_each_tower(tower_fn, v)
     text = r"variable 'v', the result\['new'\],\['x'\] depends on tower.id and is not"
     assert re.search(text, str(error.value))
+    assert "\nWrite tower.assign(v, x), or tower.assign_add, which" in str(error.value)
 
 
 @LAYOUTS
@@ -559,12 +560,14 @@ def test_one_towers_value_is_not_another_towers():
 
 
 def test_another_number_of_copies_is_refused():
-    n = mirrored(2).create_var("n", 1.0, tower_local=True)
-    text = r"variable 'n' has shape \(2,\), but dim 0 runs over the 3 towers"
+    n = mirrored(2).create_var("n", 1.0, reduction=R.MEAN, tower_local=True)
+    text = r"variable 'n' has shape \(2,\), but dim 0 .* the 3 towers.*restored_values"
     with refuses(text):
         mirrored(3).assign(n, 1.0)
     with refuses(text):
         mirrored(3).update(n, lambda x: x)
+    moved = tj.towers.restored_values(mirrored(3), n, tj.towers.saved_values(n))
+    assert mirrored(3).assign(moved, 1.0).value.tolist() == [1.0] * 3
 
 
 # update, read_var and fetch.

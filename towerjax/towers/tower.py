@@ -275,7 +275,7 @@ def _require_step(value: Any, name: str, instead: str) -> Any:
     if value is None:
         raise ValueError(
             f"tower.{name} outside a step: call_for_each_tower has no batch, no step"
-            f" number and no key of its own. Pass {instead} as an argument."
+            f" number and no key of its own. As an argument pass {instead}."
         )
     return value
 

@@ -341,8 +341,9 @@ def check_towers(variable: Variable, num_towers: int) -> None:
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
                 f"{label(variable)} has shape {np.shape(x)}, but dim 0 runs over the"
-                f" {num_towers} towers. Make it with strategy.create_var(...,"
-                " tower_local=True)."
+                f" {num_towers} towers. Make it with this strategy's create_var(...,"
+                " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
+                " tj.towers.saved_values(v))."
             )
 
 
