@@ -39,7 +39,7 @@ from towerjax.types.leaves import has_tracers, is_traced
 from towerjax.types.options import check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
-_REDUCE = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
+_ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
 # Kinds of array leaves: a row a tower; free to differ; else a mirrored variable's name.
 _ROWS, _FREE = "rows", "free"
@@ -127,7 +127,7 @@ class _Call:
         treedef, constants, kinds = others
         refuse_draws(found, shared=self.placement.shares_devices)
         variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
-        prove_mirrored(found, variables, advice=_REDUCE)
+        prove_mirrored(found, variables, advice=_ASSIGN)
         mirrored = [
             dependence is None and kind != _ROWS
             for dependence, kind in zip(found.outputs, kinds, strict=True)
