@@ -585,6 +585,18 @@ def test_after_a_loader_error_the_run_can_go_on(
     np.testing.assert_allclose(state.params["w"], w, rtol=7 * 16 * EPS)
 
 
+@pytest.mark.parametrize("steps, note", [(2, "2, the last. e"), (3, "2; go on from")])
+def test_an_error_after_the_last_step_says_so(train_step, steps, note):
+    def hook(number, metrics):
+        if number == 2:
+            raise LookupError
+
+    cut, options = batches(make_data(64), 16), {"in_flight": 1, "progress": False}
+    with pytest.raises(LookupError) as caught:
+        run(train_step, init(train_step), cut, steps=steps, hooks=[hook], **options)
+    assert f"after step {note}" in caught.value.__notes__[-1]
+
+
 def test_hooks_see_the_steps_before_a_loader_error(train_step):
     cut, seen = list(batches(make_data(64), 16)), []
     with pytest.raises(LoaderError):

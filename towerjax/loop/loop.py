@@ -355,8 +355,9 @@ class Loop:
                 " (donate=False keeps it). Go on from a checkpoint"
             )
         else:
-            note = f"error.state is the state after step {self._dispatched}; go on"
-            note += " from it, with error.batches"
+            note = f"error.state is the state after step {self._dispatched}"
+            is_last = self._log.num_steps == self._options.steps
+            note += ", the last" if is_last else "; go on from it, with error.batches"
         if self._step.strategy.placement.num_processes > 1:
             note += (
                 ". Each process stops where it is: their states may be of different"
