@@ -404,3 +404,23 @@ def test_an_evaluation_sees_local_variables_as_they_are_read():
     spec = model(model.init(state), np.float32([1, 5]), mode=predict)
     assert spec.predictions["mean"].tolist() == [3, 7]
     assert seen == [(None, np.float32, None)]
+
+
+def test_what_is_printed_after_the_last_update_is_seen():
+    seen = []
+
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return tj.Weighted.mean((w - features) ** 2, tower.weight)
+
+        loss, after = SGD.minimize(loss_fn, variables)
+        own = loss_fn(after.params).value  # of no result
+        jax.debug.callback(lambda x: seen.append(float(x)), own)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = replicated(2, 1, fn=fn)
+    variables = tj.TrainState.create(np.float32(1), SGD)
+    model(variables, np.float32([0, 0, 3, 3]))
+    jax.effects_barrier()
+    moved = 1 - RATE * 2 * (1 - 1.5)
+    np.testing.assert_allclose(sorted(seen), [moved**2, (moved - 3) ** 2], rtol=1e-6)

@@ -83,7 +83,10 @@ class SplitProgram:
         outvars = iter(closed.jaxpr.outvars)
         self._results = [self._make_result(x, outvars) for x in leaves]
         numbers = [self._pass_of(eqn.invars) for eqn in meets]
-        last = max([0, *numbers, *(x.number or 0 for x in self._results)])
+        shown = [eqn.invars for eqn in self._eqns if eqn.effects]
+        of_towers = [self._pass_of(x) for x in shown if self._is_own(x)]
+        results = (x.number or 0 for x in self._results)
+        last = max([0, *numbers, *of_towers, *results])
         self._meets = [
             [eqn for eqn, at in zip(meets, numbers, strict=True) if at == number]
             for number in range(last + 1)
