@@ -189,6 +189,32 @@ def test_a_data_set_is_distributed_by_rows():
         np.testing.assert_allclose(predict(W, batch), np.float64(x) @ W, rtol=1e-6)
 
 
+def test_entries_that_were_split_for_other_micro_batches_are_refused():
+    strategy, (batch, x) = mirrored(2, 1, {}), batch_of(8)
+    dense_too = {**batch, "x": x}
+    for placed_for, taken_for in ((1, 2), (2, 1), (2, 4)):
+        given = {"micro_batches": placed_for}
+        sparse_one, dense_one = strategy.distribute_dataset([batch, dense_too], **given)
+        step = tj.build_train_step(
+            loss_fn, optax.sgd(0.1), strategy, micro_batches=taken_for
+        )
+        step.place_batch(dense_one)
+        text = f"split for micro_batches={placed_for}. Say micro_batches={taken_for} wh"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            step.place_batch(sparse_one)
+    with pytest.raises(ValueError, match="split for micro_batches=2"):
+        sparse_one.per_tower()
+
+
+def test_one_tower_has_the_entries_of_all_towers():
+    batch, x = batch_of(8)
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), mirrored(2, 1, {}), micro_batches=2
+    )
+    placed = tj.testing.one_tower(step).place_batch(batch)
+    np.testing.assert_array_equal(placed.arrays["x"].todense(), x)
+
+
 @pytest.mark.slow
 def test_few_programs_serve_batches_of_any_number_of_entries():
     """One kind of batch, whose towers have from none to 60 entries."""

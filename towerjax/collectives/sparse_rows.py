@@ -296,6 +296,12 @@ def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any
     return type(leaf).tree_unflatten(aux, (values, indices))
 
 
+def splits_entries(tree: PyTree) -> bool:
+    """Whether a leaf is sparse and has no dim over examples, but entries of all."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_sparse)
+    return any(is_sparse(x) and not getattr(x, "n_batch", 0) for x in leaves)
+
+
 def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
     """Split a tower's rows into ``parts`` micro-batches, stacked along dim 0."""
 

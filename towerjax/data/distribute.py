@@ -241,8 +241,8 @@ class DistributedDataset:
         kind = _WholeBatches if options.split == "batch" else _Elements
         self._asks_peers = self._own_part and processes > 1
         self._rounds = kind(towers, options, may_be_empty=self._asks_peers)
-        shares = placement.num_towers * options.micro_batches
-        self._placer = Placer(placement, shares=shares, remainder=options.remainder)
+        remainder, parts = options.remainder, options.micro_batches
+        self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
         name = np.frombuffer(uuid.uuid4().bytes, np.uint8)
         self._name = from_first_process(name) if self._asks_peers else name
         self._passes = 0

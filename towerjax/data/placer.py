@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.collectives.sparse_rows import is_sparse, num_rows
+from towerjax.collectives.sparse_rows import is_sparse, num_rows, splits_entries
 from towerjax.data.shard import (
     Remainder,
     Signature,
@@ -63,6 +63,7 @@ class PlacedBatch:
     # it must be the same on all.
     fingerprint: str | None = None
     bare: bool = False  # each tower's part is one element without a dim over examples
+    micro_batches: int = 1  # between which the entries of sparse leaves are split
 
     def __post_init__(self) -> None:
         """Count the examples once: loops read them at each step."""
@@ -90,19 +91,30 @@ class PlacedBatch:
         """``K``, the steps of one call; None for a batch of a single step."""
         return None if len(self.args) == 3 else self.args[1].shape[0]
 
-    def check(self, placement: Placement) -> None:
-        """Raise unless it was placed for these towers and devices."""
+    def check(self, placement: Placement, micro_batches: int = 1) -> None:
+        """Raise unless it was placed for these towers, devices and micro-batches."""
         mine, yours = self.placement, placement
-        if mine is yours or (mine.devices, mine.num_towers) == (
-            yours.devices,
-            yours.num_towers,
-        ):
-            return
-        raise ValueError(
-            f"The batch was placed for {mine.num_towers} towers on"
-            f" {', '.join(mine.devices)}, but the step has {yours.num_towers} towers on"
-            f" {', '.join(yours.devices)}. Place it with the step's own strategy."
-        )
+        same = mine is yours or mine.devices == yours.devices
+        if not same or mine.num_towers != yours.num_towers:
+            raise ValueError(
+                f"The batch was placed for {mine.num_towers} towers on"
+                f" {', '.join(mine.devices)}, but the step has {yours.num_towers}"
+                f" towers on {', '.join(yours.devices)}. Place it with the step's own"
+                " strategy."
+            )
+        if self.rows % micro_batches:
+            raise ValueError(
+                f"The placed batch gives each tower {self.rows} rows, which"
+                f" {micro_batches} micro-batches cannot share. Say"
+                f" micro_batches={micro_batches} where it is placed, or use other batch"
+                " sizes."
+            )
+        if self.micro_batches != micro_batches and splits_entries(self.arrays):
+            raise ValueError(
+                "The placed batch has sparse leaves, whose entries were split for"
+                f" micro_batches={self.micro_batches}. Say"
+                f" micro_batches={micro_batches} where it is placed."
+            )
 
     def refuse_several(self) -> None:
         """Raise where it holds the batches of several steps."""
@@ -115,6 +127,7 @@ class PlacedBatch:
 
     def per_tower(self) -> PerTower:
         """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
+        self.check(self.placement)
         num_towers = self.counts.shape[-1]
 
         def split(x: jax.Array) -> jax.Array:
@@ -136,14 +149,15 @@ class PlacedBatch:
 
 def _flatten(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
     counts = batch.counts.astype(np.int32)
-    rest = batch.rows, batch.signature, batch.placement, batch.bare
-    return (batch.args,), (counts.tobytes(), counts.shape, rest)
+    rest = batch.rows, batch.signature, batch.placement, None
+    key = counts.tobytes(), counts.shape, (*rest, batch.bare, batch.micro_batches)
+    return (batch.args,), key
 
 
 def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
-    (args,), (counts, shape, (rows, signature, placement, bare)) = parts, known
+    (args,), (counts, shape, rest) = parts, known
     counts = np.frombuffer(counts, np.int32).reshape(shape)
-    return PlacedBatch(args, counts, rows, signature, placement, bare=bare)
+    return PlacedBatch(args, counts, *rest)
 
 
 # A pytree, so that it may be an argument of ``jax.jit(step.fn)``.
@@ -163,10 +177,16 @@ class Placer:
     """Checks, fits and places the batches of one step."""
 
     def __init__(
-        self, placement: Placement, *, shares: int, remainder: Remainder
+        self,
+        placement: Placement,
+        *,
+        remainder: Remainder,
+        micro_batches: int = 1,
+        shares: int | None = None,
     ) -> None:
-        self.placement = placement
-        self._shares: int = shares  # towers times micro-batches
+        self.placement, self._micro_batches = placement, micro_batches
+        # What divides the rows: None is towers times micro-batches.
+        self._shares: int = shares or placement.num_towers * micro_batches
         self._remainder: Remainder = remainder
         # Padded size -> most examples, over all batches so far, refused ones included.
         self.full_sizes: dict[int, int] = {}
@@ -188,7 +208,8 @@ class Placer:
         may stay on the host: the compiled call places them.
         """
         if isinstance(batch, PlacedBatch):
-            return self._check_placed(batch)
+            batch.check(self.placement, self._micro_batches)
+            return batch
         leaves, treedef, key = flatten_with_key(batch)
         if (known := self._plans.get(key)) is not None:
             if known.may_wrap:
@@ -214,18 +235,6 @@ class Placer:
             self._plans[key] = _Plan(template, may_wrap(batch), converts)
         return placed
 
-    def _check_placed(self, batch: PlacedBatch) -> PlacedBatch:
-        """A batch that was placed before; raise unless it fits this step."""
-        batch.check(self.placement)
-        micro_batches = self._shares // self.placement.num_towers
-        if batch.rows % micro_batches:
-            raise ValueError(
-                f"The placed batch gives each tower {batch.rows} rows, which"
-                f" {micro_batches} micro-batches cannot share. Say"
-                " micro_batches=... where it is placed, or use other batch sizes."
-            )
-        return batch
-
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
         batch, shared = without_shared(batch)
@@ -238,7 +247,8 @@ class Placer:
         """One batch of arrays or tracers for one step; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.refuse_several()
-            return self._check_placed(batch)
+            batch.check(self.placement, self._micro_batches)
+            return batch
         rows, shared = without_shared(batch)
         rows, num_valid = fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
@@ -323,7 +333,8 @@ class Placer:
             rows = num_rows(first)
         else:  # counts.ndim - 1 dims over steps come first
             rows = first.shape[counts.ndim - 1] // self.placement.num_towers
-        return PlacedBatch(args, counts, rows, signature, self.placement, fingerprint)
+        given = args, counts, rows, signature, self.placement, fingerprint
+        return PlacedBatch(*given, micro_batches=self._micro_batches)
 
     def _fit_all(
         self, batches: Sequence[PyTree]
@@ -332,13 +343,13 @@ class Placer:
         aside = [SparseRows.put_aside(batch) for batch in batches]
         fitted = self._fit_dense([batch for _, batch in aside])
         counts = [self._split_counts(*pair) for pair in fitted]
+        towers, parts = self.placement.num_towers, self._micro_batches
         needed: Capacity = {}
         for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
-            size = jax.tree.leaves(batch)[0].shape[0] // self._shares
+            size = jax.tree.leaves(batch)[0].shape[0] // (towers * parts)
             for i, count in sparse.needed(size).items():
                 needed[i] = max(needed.get(i, 0), count)
-        towers = self.placement.num_towers
-        common = towers, self._shares // towers, capacity_for(needed, self._capacities)
+        common = towers, parts, capacity_for(needed, self._capacities)
         pairs = zip(aside, fitted, strict=True)
         return [sparse.put_back(b, *common) for (sparse, _), (b, _) in pairs], counts
 

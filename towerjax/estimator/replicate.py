@@ -141,9 +141,8 @@ class ReplicatedModel:
             batch.check(placement)
             return batch
         if mode not in self._placers:
-            self._placers[mode] = Placer(
-                placement, shares=placement.num_towers, remainder=self.options.remainder
-            )
+            remainder = self.options.remainder
+            self._placers[mode] = Placer(placement, remainder=remainder)
         return self._placers[mode].place(batch)
 
     def run(

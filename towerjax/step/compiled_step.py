@@ -97,8 +97,8 @@ class CompiledStep:
         self._repeated: dict[int, Runner] = {}
         self._placer = Placer(
             strategy.placement,
-            shares=strategy.num_towers * options.micro_batches,
             remainder=options.remainder,
+            micro_batches=options.micro_batches,
         )
         self._verdicts = Verdicts(
             strategy.placement, refusals=options.on_nonfinite == "raise"

@@ -66,8 +66,7 @@ class InferenceStep:
         out_layouts = (Layout.MIRRORED, Layout.PER_TOWER)
         recipe = Recipe(towers, in_layouts, out_layouts, donate=False)
         self._runner = Runner(recipe, placement, max_programs=max_programs)
-        shares = strategy.num_towers
-        self._placer = Placer(placement, shares=shares, remainder=remainder)
+        self._placer = Placer(placement, remainder=remainder)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy})"

@@ -387,7 +387,7 @@ class StrategyMethods(CrossTowerMethods):
                 " iter(strategy.distribute_dataset(...))."
             )
         towers = self.placement.num_towers
-        placer = Placer(self.placement, shares=towers, remainder="error")
+        placer = Placer(self.placement, remainder="error")
         *arrays, count = placer.place_several(batches, iterations).args
         carry = _place_carry(_stack_own(initial, towers), self.placement)
         steps = _Steps(self, fn, batches[0].bare)
