@@ -443,7 +443,7 @@ RETURNS = {
         ),
         r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape"
         r" \(3,\);"
-        r" predictions\['sum'\] has shape \(\)",
+        r" predictions\['sum'\] has shape \(\)\. .* jnp\.full\(tower\.rows, x\)",
     ),
     "rows of exports": (
         lambda mode, v, x: tj.estimator.ModelSpec(

@@ -256,7 +256,8 @@ def typed_rows(
     if bad:
         raise ValueError(
             f"The towers' outputs are joined row by row, so each leaf has {rows} rows"
-            f" (or a multiple) for a tower's {rows} rows, but {listed(bad)}."
+            f" (or a multiple) for a tower's {rows} rows, but {listed(bad)}. Repeat a"
+            " number that all rows share, jnp.full(tower.rows, x)."
         )
 
     def one(x: Any) -> Any:
