@@ -309,6 +309,20 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     assert int(e.value.state.step) in (6, 8)
 
 
+@pytest.mark.slow
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
+    step, tmp_path, monkeypatch
+):
+    def refuse(directory, number):
+        raise OSError(39, "Directory not empty", f"step-{number}.deleting")
+
+    monkeypatch.setattr(saving_module.folder, "remove", refuse)
+    saving = tj.Checkpointer(tmp_path, every=1, keep=1)
+    with pytest.raises(OSError, match=r"^\[Errno 39\].*step-1\.deleting"):
+        train(step, saving)
+    assert saving.steps[:2] == (1, 2)
+
+
 def told_without_room(path):
     """What a run is told where files may have 200 bytes, as on a full disk."""
     step, told = model.build(1, example_ids=None), []

@@ -201,7 +201,7 @@ class Saving:
             record.write(path)
             write_manifest(path)
             folder.commit(directory, number)
-            self._remove_old()
+        self._remove_old()
 
     def _remove_old(self) -> None:
         steps, best = self._options.steps, self._options.best_step
