@@ -116,14 +116,18 @@ def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("knows_its_sizes", [True, False])
 def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
-    step, undisturbed, tmp_path
+    step, undisturbed, tmp_path, knows_its_sizes
 ):
-    saving = tj.Checkpointer(tmp_path)
+    saving, other = tj.Checkpointer(tmp_path), model.build(1)  # max_programs=1
     train(step, saving, steps=2)
     assert saving.record(2).batch_rows == (16,)
-    other = model.build(1)  # max_programs=1
-    state, _ = train(other, saving)
+    batches = model.batches()
+    if not knows_its_sizes:
+        saving = dataclasses.replace(saving, batches="count")
+        batches = (batch for batch in batches)
+    state, _ = train(other, saving, batches=batches)
     model.assert_same_bits(state, undisturbed[0])
 
 

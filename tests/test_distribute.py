@@ -440,10 +440,25 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     assert part.counts.tolist() == [1, 1, 1, 1]
 
 
+class Loader:
+    """Batches with a cursor, of which nothing says how large the largest is."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.get_state, self.set_state = batches.get_state, batches.set_state
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
 @pytest.mark.parametrize("split", ["batch", "elements"])
-def test_a_pass_says_where_it_is_and_goes_on_there(split):
+@pytest.mark.parametrize("kind", [iter, Loader])
+def test_a_pass_says_where_it_is_and_goes_on_there(split, kind):
     def begun():
-        source = tj.batches(np.arange(23), 3, epochs=2, seed=1)
+        source = kind(tj.batches(np.arange(23), 3, epochs=2, seed=1))
         return iter(mirrored(2).distribute_dataset(source, split=split))
 
     whole = list(begun())

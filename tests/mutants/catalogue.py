@@ -1375,7 +1375,7 @@ CHECKPOINTS = (
         "self._step.expect_batch_rows(record.batch_rows)",
         "self._step.expect_batch_rows(())",
         "test_checkpoint.py::"
-        "test_one_that_goes_on_at_the_ragged_batch_needs_one_program",
+        "test_one_that_goes_on_at_the_ragged_batch_needs_one_program[False]",
     ),
     _m(
         "C08",
@@ -1407,7 +1407,8 @@ CHECKPOINTS = (
         "data.sources:ResumableDataPass.set_state",
         'self._begin(state["rows"])',
         "self._begin(0)",
-        "test_distribute.py::test_a_pass_says_where_it_is_and_goes_on_there[batch]",
+        "test_distribute.py::"
+        "test_a_pass_says_where_it_is_and_goes_on_there[Loader-batch]",
     ),
     _m(
         "C12",
