@@ -649,6 +649,17 @@ def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name, weigh
         step.check(params(), data(8))
 
 
+def test_the_mean_of_a_gradient_may_weigh_another_mean():
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        size = jnp.abs(grads.sum["w"]).sum() / jnp.maximum(grads.weight, 1)
+        second = tj.Weighted.mean(batch["y"] ** 2, size * tower.weight)
+        return {"loss": loss, "second": second, "grads": grads}
+
+    step = tj.build_step(tower_fn, sgd(0.1), mirrored(2, 2), micro_batches=2)
+    step.check(params(), data(8))
+
+
 def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
     def tower_fn(state, batch, tower):
         return {"new": {"x": state.local["b"], "y": state.local["a"]}}

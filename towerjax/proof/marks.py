@@ -133,7 +133,8 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     """``Mark.weight`` of the results of an equation that is no collective.
 
     Sums of weights are weights, and so is a weight times what a tower computes, such as
-    a mask. A sum over towers, or of a row of examples, is no longer followed.
+    a mask. What a tower divides by a weight is a mean, and no weight. A sum over
+    towers, or of a row of examples, is no longer followed.
     """
     results, name = [_float_bits(v) for v in eqn.outvars], eqn.primitive.name
     found = max((m.weight for m in ins), default=0)
@@ -141,6 +142,8 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
         return 0
     if name == "reduce_sum":
         return _weight_of_sum(ins[0])
+    if name == "div" and ins[0].axes and not ins[0].weight:
+        return 0
     kept = name in _MOVES
     if name in _JOINS:
         given = [m for v, m in zip(eqn.invars, ins, strict=True) if _float_bits(v)]
@@ -148,7 +151,6 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     elif name in ("mul", "div"):
         others = [m for m in ins if not m.weight]
         kept = len(others) == 1 and bool(others[0].axes)
-        kept = kept and (name == "mul" or others[0] is ins[1])
     return found if kept and min(results) >= 32 else 2
 
 
