@@ -302,6 +302,7 @@ def test_a_batch_that_all_towers_divide_is_split_unevenly():
         assert_replicates(forgets_weight, PARAMS, even, (1, 2))
 
 
+@pytest.mark.slow
 def test_both_parts_of_a_complex_metric_are_compared():
     """Of a batch in another byte order, on numbers of towers of NumPy's."""
     x = np.arange(1, 201, dtype=">f4")

@@ -842,6 +842,7 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
         verdicts.check()
 
 
+@pytest.mark.slow
 def test_what_jax_debug_nans_finds_says_how_to_find_more():
     def log(w, batch, tower):
         return tj.Weighted.mean(jnp.log(w * batch), tower.weight)

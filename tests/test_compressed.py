@@ -117,7 +117,7 @@ def of_leaf(flat, name):
     return flat[: W[name].size].reshape(W[name].shape)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "D", "local", "bits", "A", "feedback"),
     [

@@ -192,6 +192,7 @@ def asked_for():
     return guard_lib.thread_local_state().explicit_device_get
 
 
+@pytest.mark.slow
 def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
     read, refused = ArrayImpl._value.fget, []
 

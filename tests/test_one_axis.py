@@ -314,6 +314,7 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
 AXES = mirrored(3, 1).placement.axes
 
 
+@pytest.mark.slow
 def test_sums_of_products_are_one_product():
     k, rng = 3, np.random.default_rng(0)
     whole = lambda *shape: rng.integers(-5, 5, (k, *shape)).astype(np.float32)  # noqa: E731

@@ -154,7 +154,7 @@ COMPLEX = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", COMPLEX)
 def test_complex_parameters_get_the_gradient_that_jax_gives(layout):
     where, options = COMPLEX[layout]

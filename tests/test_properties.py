@@ -138,6 +138,7 @@ def test_placed_batches_lie_on_their_towers_padded_to_few_sizes(
         )
 
 
+@pytest.mark.slow
 @few(40)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=7),

@@ -254,6 +254,7 @@ class Tags(html.parser.HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.slow
 def test_html_is_escaped_whole_and_alone(of_eight):
     page = of_eight._repr_html_()
     tags = Tags()
@@ -265,6 +266,7 @@ def test_html_is_escaped_whole_and_alone(of_eight):
     assert "http" not in page
 
 
+@pytest.mark.slow
 def test_text_and_rich_show_the_same(of_eight):
     console = pytest.importorskip("rich.console")
     out = io.StringIO()
@@ -276,6 +278,7 @@ def test_text_and_rich_show_the_same(of_eight):
     assert "<b>" not in as_html([Table("t", ("<b>",), (("<b>",),), "<b>")])
 
 
+@pytest.mark.slow
 def test_times_are_of_calls_that_happened(of_eight):
     timing = of_eight.timing
     assert 0 < timing.dispatch_s <= timing.step_s < 10

@@ -58,6 +58,7 @@ def num_all_reduces(text):
 # Privacy
 
 
+@pytest.mark.slow
 def test_dp_sgd_clips_each_example_and_adds_noise_once():
     def tower_fn(state, batch, tower):
         def loss_of_one(w, x, y):
@@ -268,6 +269,7 @@ def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy)
         np.testing.assert_allclose(after.params[i], state.params, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiated():
     strategy, batch = mirrored(4), data(7)  # one row of which is padding
     x, y = batch["x"].astype(float), batch["y"].astype(float)

@@ -633,6 +633,7 @@ def test_hooks_are_called_in_order_for_every_step(train_step):
     assert isinstance(seen[0][2], np.float32)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
 def test_a_hook_sees_the_state_before_the_next_step_takes_it(
     train_step, steps_per_call, every

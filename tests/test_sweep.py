@@ -243,6 +243,7 @@ def test_configurations_are_one_where_the_file_has_one():
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_something_else_is_refused(tmp_path):
     path, grid = tmp_path / "sweep.jsonl", {"rate": [0.1]}
     with pytest.raises(ValueError, match=r"evaluate returned None for .*0.1.*\{name:"):
@@ -355,6 +356,7 @@ def test_several_processes_are_refused(monkeypatch):
 # What came out.
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_table(swept, monkeypatch):
     found = swept("together")
     rows = found.rows()
@@ -387,6 +389,7 @@ def test_members_may_have_different_metrics():
     assert list(found.curves("norm")) == ["model=b"]
 
 
+@pytest.mark.slow
 def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
     found = swept("together")
     losses = [member.metrics["loss"][-1] for member in found.members]

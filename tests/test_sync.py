@@ -284,6 +284,7 @@ def test_it_is_a_function_and_several_steps_are_one_program(streaming):
     assert_as_expected(state, history.metrics["loss"], SYNCS["streaming"])
 
 
+@pytest.mark.slow
 def test_the_outer_parameters_are_evaluated(streaming):
     state, _ = trained(streaming)
     measure = tj.build_eval_step(

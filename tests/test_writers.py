@@ -578,6 +578,7 @@ def test_writers_have_the_history_and_are_closed(step, evaluate, where, steps_pe
     assert evaluated == [number for number, _ in history.evaluations]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 4])
 def test_a_writer_that_fails_loses_neither_state_nor_the_others_records(
     step, steps_per_call
