@@ -21,7 +21,6 @@ from towerjax.step.returned import fill_holes
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import accept_or_keep, check_types
 from towerjax.towers.executors import vmap_members
-from towerjax.towers.outputs import metric_values
 from towerjax.types import Layout, PerTower, PyTree, Rows
 from towerjax.types.leaves import map_parts
 
@@ -265,17 +264,18 @@ def _evaluate_metrics(
 
 
 def _value_of_metric(name: str, x: Any) -> Any:
-    if has_value(x):
-        return metric_values({name: x})[name]
+    value = compute(x) if has_value(x) else x
     if isinstance(x, PerTower):
-        x = vmap_members(compute)(x.values) if has_value(x.values) else x.values
-    if not (hasattr(x, "dtype") or isinstance(x, int | float)):
+        value = vmap_members(compute)(x.values) if has_value(x.values) else x.values
+    if not (hasattr(value, "dtype") or isinstance(value, int | float)):
+        made = ".compute() returned" if has_value(x) else " is"
         raise ValueError(
-            f"metrics[{name!r}] is a {type(x).__name__}. A metric of a step is one"
-            " array or one state, tj.Sum or tj.PerTower: make one of each part, and of"
-            " tj.Rows pass the .value, [B, ...], padded rows included."
+            f"metrics[{name!r}]{made} a {type(value).__name__}. A metric of a step is"
+            " one array or one state of one array, tj.Sum or tj.PerTower: make one of"
+            " each part, or leave it to an evaluation; of tj.Rows pass the .value,"
+            " [B, ...], padded rows included."
         )
-    return jnp.asarray(x)
+    return jnp.asarray(value)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ class MembersStep(CompiledStep):
     """
 
     def __init__(self, build: BuildMember, numbers: Numbers) -> None:
-        self._build, self._numbers = build, numbers
+        self._build = build
         self._together = any(x.ndim for x in numbers.values())
         built: list[Step] = []
 

@@ -272,9 +272,9 @@ class Pass:
             tree, pools = of_part(0, rows, local)
         else:
             parts = split_micro_batches(rows, self.micro_batches)
-            tree, pools = _scan_micro_batches(of_part, self.micro_batches, parts, local)
-            if self.weights != "summed":  # in which nothing has its name
-                refuse_mixed_up(fill_holes(tree, pools), state.local)
+            variables = with_local_values(state.local, local)
+            several = self.micro_batches, parts, variables
+            tree, pools = _scan_micro_batches(of_part, *several)
         if self.alone is None:
             return tree, pools
         here = dataclasses.replace(state, local=with_local_values(state.local, local))
@@ -302,8 +302,8 @@ class Pass:
         if self.weights != "summed":
             return out
         # The next micro-batch starts from these, and its weights may depend on them.
-        own = jax.tree.leaves(out, is_leaf=is_typed)
-        return noted, [x for x in own if isinstance(x, TowerLocal)]
+        kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
+        return noted, jax.tree.map(kept, out, is_leaf=is_typed)
 
 
 def _refuse_inside(trace: Any) -> None:
@@ -318,16 +318,17 @@ def _refuse_inside(trace: Any) -> None:
 
 
 def _scan_micro_batches(
-    of_part: Callable[..., Any], count: int, parts: PyTree, local: PyTree
+    of_part: Callable[..., Any], count: int, parts: PyTree, variables: PyTree
 ) -> tuple[PyTree, dict[str, list[Any]]]:
     """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
-    first = jax.tree.map(lambda x: x[0], parts)
+    first, local = jax.tree.map(lambda x: x[0], parts), plain(variables)
     args = (jnp.int32(0), first, local)
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
-    _check_joinable(own, locals_, local)
+    _check_adds_up([x for x in own if isinstance(x, PerTower)])
+    refuse_mixed_up(fill_holes(*shapes), variables)
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
@@ -368,28 +369,14 @@ def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
     return pools["added"], pools["shown"], own
 
 
-def _adds_up(x: PerTower) -> bool:
-    values = jax.tree.leaves(x.values, is_leaf=is_typed)
-    return all(is_metric(v) and is_additive(v) for v in values)
-
-
-def _check_joinable(own: list[Any], returned: list[TowerLocal], local: PyTree) -> None:
-    """Raise unless micro-batches' results join and local variables can be carried."""
-    if not all(_adds_up(x) for x in own if isinstance(x, PerTower)):
+def _check_adds_up(own: list[PerTower]) -> None:
+    """Raise unless what a tower keeps of each micro-batch can be added up."""
+    values = jax.tree.leaves([x.values for x in own], is_leaf=is_typed)
+    if not all(is_metric(v) and is_additive(v) for v in values):
         raise ValueError(
             "A tower of several micro-batches returned tj.PerTower of an array: each"
             " micro-batch has one. Say how they become one, such as"
             " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted or tj.Rows."
-        )
-
-    def types(tree: PyTree) -> list[Any]:
-        return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-
-    if returned and types(returned) != types(local):
-        raise ValueError(
-            "A tower of several micro-batches returned tower-local variables"
-            f" {types(returned)}, but state.local holds {types(local)}. Return all of"
-            " state.local, changed, for the next micro-batch."
         )
 
 

@@ -88,27 +88,29 @@ def fill_holes(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
 
 
 def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
-    """Raise unless tower-local variables come back by the names that they have.
+    """Raise unless tower-local variables come back by their names, of their types.
 
     The next micro-batch gets them in the order of the tree. A single variable may have
     any name.
     """
 
-    def names(tree: PyTree) -> list[list[str]]:
+    def variables(tree: PyTree) -> tuple[list[list[str]], list[str]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed)
-        own = [path for path, x in leaves if isinstance(x, TowerLocal)]
-        return [[key_name(entry) for entry in path] for path in own]
+        own = [(path, x) for path, x in leaves if isinstance(x, TowerLocal)]
+        types = [
+            f"{v.dtype}{list(v.shape)}" for _, x in own for v in jax.tree.leaves(x)
+        ]
+        return [[key_name(entry) for entry in path] for path, _ in own], types
 
-    came, held = names(returned), names(local)
-    if len(held) < 2 or not came:
-        return
+    (came, new), (held, old) = variables(returned), variables(local)
     ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
-    if len(came) != len(held) or ends != held:
-        shown = [", ".join(map("/".join, x)) for x in (came, held)]
+    if came and (new != old or (len(held) > 1 and ends != held)):
+        names = [", ".join("/".join(x) for x in part) for part in (came, held)]
         raise ValueError(
             "A tower of several micro-batches returned the tower-local variables"
-            f" {shown[0]}, but the next micro-batch needs those of state.local,"
-            f" {shown[1]}. Return them by these names, such as {{'local': {{...}}}}."
+            f" {names[0] or new}, but the next micro-batch needs those of state.local,"
+            f" {names[1] or old}. Return all of state.local, changed, by these names,"
+            f" such as {{'local': {{...}}}}. Types: {new}, and in state.local {old}."
         )
 
 

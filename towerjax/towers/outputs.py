@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.shard import refuse_other_than_rows
-from towerjax.metrics.state import compute, explain_misuse, is_metric
+from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.scale import COUNTS_EACH_TOWER, HAS_EXAMPLES
 from towerjax.towers.tower import Tower, is_in_step
@@ -130,19 +130,6 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
             " tj.Rows(x) in a step of tj.build_step, or of tj.build_predict_step."
         )
     return dict(metrics)
-
-
-def metric_values(states: dict[str, Any]) -> dict[str, jax.Array]:
-    """The value of each merged state, inside a compiled step."""
-    values = {name: compute(state) for name, state in states.items()}
-    for name, value in values.items():
-        if not _is_array(value):
-            raise ValueError(
-                f"metrics[{name!r}].compute() returned a {type(value).__name__}. The"
-                " value of a train metric is one array: make a state of each part, or"
-                " leave it to an evaluation."
-            )
-    return {name: jnp.asarray(value) for name, value in values.items()}
 
 
 def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTree:
