@@ -13,13 +13,12 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
-from towerjax.step.proving import Proving, Recipe, Run
+from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.proving import Recipe, Run
 from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, make_state, state_layout
 from towerjax.step.state_checks import check_not_donated, check_num_towers
-from towerjax.towers.executors import refuse_devices_in_tower
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -100,19 +99,14 @@ class InferenceStep:
     @property
     def fn(self) -> Callable[[Any, PyTree], Any]:
         """The step as a JAX function of global arrays, as a train step's ``fn``."""
-        placement, recipe = self.strategy.placement, self._runner.recipe
 
         def fn(state: Any, batch: PyTree) -> Any:
-            refuse_devices_in_tower(placement)
             if not isinstance(state, TrainState):
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
             model = _model_part(state)
             placed = self._placer.fit_traced(batch)
-            run = Proving(placement, on_devices=True)
-            tree, own = recipe.fn(run, model, *placed.args)
-            if placed.padded:
-                refuse_unread_weight(sum(placed.num_examples), run.proof())
+            tree, own = self._runner.trace((model,), placed)
             (result,) = fill_holes(tree, {"own": without_padding(own, placed)}).values()
             return result
 

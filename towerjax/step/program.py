@@ -20,7 +20,12 @@ from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
-from towerjax.towers.executors import compile_on_devices, lower_on_devices, shapes_of
+from towerjax.towers.executors import (
+    compile_on_devices,
+    lower_on_devices,
+    refuse_devices_in_tower,
+    shapes_of,
+)
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data, listed
 
@@ -117,7 +122,6 @@ class Runner:
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self.programs: dict[Any, Program] = {}
-        self._masked: set[Any] = set()  # kinds of batch that may be padded
         self._signatures = SeenSignatures(max_programs)
         self._in_flight = in_flight_on(placement.devices)
         several_cpus = placement.platform == "cpu" and placement.num_devices > 1
@@ -127,9 +131,7 @@ class Runner:
         """The program for such a batch, compiled if it is the first of its kind."""
         program = self.programs.get(batch.signature)
         if program is not None:
-            if batch.padded and batch.signature not in self._masked:
-                refuse_unread_weight(min(batch.num_examples), program.proof)
-                self._masked.add(batch.signature)
+            _refuse_unread_weight(batch, program.proof)
             return program
         signature = self._signatures.admit(batch)
         if self.placement.num_processes > 1:
@@ -142,11 +144,18 @@ class Runner:
             )
         args = (*first, *batch.args)
         proof, compile_it = prepare(self.recipe, self.placement, args)
-        if batch.padded:
-            refuse_unread_weight(min(batch.num_examples), proof)
+        _refuse_unread_weight(batch, proof)
         self._signatures.seen[signature] = None
         self.programs[batch.signature] = program = compile_it()
         return program
+
+    def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
+        """The results in a trace, as a part of another program."""
+        refuse_devices_in_tower(self.placement)
+        run = Proving(self.placement, on_devices=True)
+        out = self.recipe.fn(run, *first, *batch.args)
+        _refuse_unread_weight(batch, run.proof())
+        return out
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results of the program for this batch."""
@@ -186,13 +195,14 @@ def _refuse_stored_tracers(traced: Any) -> None:
         )
 
 
-def refuse_unread_weight(num_examples: int, proof: Proof) -> None:
+def _refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
     """Raise if padded rows would count in a sum."""
-    if unmasked := proof.unmasked():
-        unmasked.sort(key=len)  # so that losses come before gradients
+    if batch.padded and (found := proof.unmasked()):
+        unmasked = sorted(found, key=len)  # so that losses come before gradients
         shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
+        number = min(batch.num_examples)
         raise ValueError(
-            f"A batch of {num_examples} examples was padded, but {shown} does not"
+            f"A batch of {number} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
             "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
             " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), or use"

@@ -48,7 +48,7 @@ class Proof:
 
     analysis: Analysis  # every output's dependence, and the collectives
     # Names the sums that depend on the batch's rows and not on which of them are
-    # padding; called when a batch is padded.
+    # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
 
 
@@ -89,9 +89,7 @@ class Proving:
         proof = _prove_body(one, jaxpr.jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
         if has_tracers(jaxpr.consts):
-            # Tracers are dead by the time that names are asked for.
-            names = proof.unmasked()
-            proof = dataclasses.replace(proof, unmasked=lambda: names)
+            proof.unmasked()  # while the tracers live
         if one.alone is not None:
             refuse_collectives(proof.analysis)
         return proof, out, towers
@@ -151,7 +149,7 @@ def _prove_body(
         unknown = depends(body, [None] * len(body.invars)).outputs
         pairs = zip(unknown, outputs, strict=True)
         refuse_unknown([x for x, name in pairs if name is not None])
-    return Proof(found, functools.partial(_unmasked, one, args, axes))
+    return Proof(found, functools.cache(lambda: _unmasked(one, args, axes)))
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:

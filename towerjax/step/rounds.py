@@ -82,11 +82,6 @@ class Rounds:
     optimizer: optax.GradientTransformation  # each tower's
     trainable: Trainable | None
 
-    @property
-    def reports_faults(self) -> bool:
-        """Whether a meeting reports which towers' losses were not finite."""
-        return self.one.on_nonfinite == "raise"
-
     @functools.cached_property
     def engine(self) -> Engine:
         """The local step: each tower updates its own parameters."""
@@ -104,16 +99,19 @@ class Rounds:
             for p in range(self.sync.fragments)
         )
 
-    def begin(self, part: PyTree) -> tuple[Outer, TowerLocal]:
-        """The outer optimizer's state and one tower's own, for trained parameters."""
+    def begin(self, part: PyTree) -> Outer:
+        """The outer optimizer's state before the first step, for trained parameters."""
         outer = tuple(
             self.sync.outer.init(trained_part(part, flags))
             for flags in self._fragments(part)
         )
-        none = Weighted(jnp.zeros(()), jnp.zeros(()))
-        weight = jnp.zeros(self.sync.fragments)
+        return Outer(outer, Weighted(jnp.zeros(()), jnp.zeros(())))
+
+    def own(self, part: PyTree) -> TowerLocal:
+        """One tower's own before the first step, for trained parameters."""
+        none, weight = Weighted(0.0, 0.0), jnp.zeros(self.sync.fragments)
         own = Own(part, self.optimizer.init(part), weight, none, jnp.int32(0))
-        return Outer(outer, none), TowerLocal(own, Reduction.NONE)
+        return TowerLocal(own, Reduction.NONE)
 
     def step(
         self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
@@ -134,7 +132,8 @@ class Rounds:
         metrics = {"one": {"loss": last_loss}, "own": {}}
         donated, now = split_state(state)[0], {"step": state.step}
         fine = (bad == 0).all()
-        found = FoundAtMeeting(~fine, bad) if self.reports_faults else None
+        raises = self.one.on_nonfinite == "raise"
+        found = FoundAtMeeting(~fine, bad) if raises else None
         return Outcome(donated, now, metrics, fine, found)
 
     def find_flags(self, run: Run, *args: Any) -> tuple[Any]:

@@ -15,11 +15,9 @@ from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.optimizers import OF_MODELS, trainable_flags
-from towerjax.towers.cross_tower.assign import replicate
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import check_tower_local, stack_local
-from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PyTree, Reduction, named_leaves
+from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import is_key, native, refuse_unheld
 from towerjax.types.tables import leaf_table
 
@@ -182,15 +180,6 @@ def init_state(strategy: Strategy, *parts: PyTree, **others: Any) -> TrainState:
     if placement.num_processes > 1:
         _require_same_on_processes(placement, state)
     return place(state, placement, state_layout(strategy))
-
-
-def init_op_state(strategy: Strategy, gradient: PyTree) -> TowerLocal | None:
-    """``state.own`` before the first step, for a cross-tower op with a state."""
-    ops: Any = strategy.cross_tower_ops
-    own = ops.init_state(gradient)
-    if own is None:
-        return None
-    return TowerLocal(replicate(own, strategy.num_towers), Reduction.SUM, name="own")
 
 
 def _require_same_on_processes(placement: Placement, state: TrainState) -> None:

@@ -1,7 +1,6 @@
 """`build_step`: a step of tower functions and of an update function."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,21 +17,22 @@ from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.faults import Place
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare, refuse_unread_weight
-from towerjax.step.proving import Proof, Proving, Recipe, prove
+from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.proving import Proof, Recipe, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
-    init_op_state,
     init_state,
     make_state,
     split_state,
     step_number,
 )
 from towerjax.step.state_checks import check_is_state, check_made
-from towerjax.towers.executors import refuse_devices_in_tower, shapes_of
+from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
-from towerjax.types import Layout, PyTree
+from towerjax.towers.tower_local import stack_local
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.options import check_function
 
 
@@ -75,17 +75,12 @@ class Step(CompiledStep):
           >>> float(state.params), metrics["loss"].tolist()
           (5.0, [5.0, 9.0])
         """
-        placement, recipe = self.strategy.placement, self._runner.recipe
 
         def fn(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-            refuse_devices_in_tower(placement)
             check_is_state(state)
             check_made(state, self._made(state.params))
             placed = self._placer.fit_traced(batch)
-            run = Proving(placement, on_devices=True)
-            out = recipe.fn(run, *split_state(state), *placed.args)
-            if placed.padded:
-                refuse_unread_weight(sum(placed.num_examples), run.proof())
+            out = self._runner.trace(split_state(state), placed)
             metrics = {**out.metrics["one"], **out.metrics["own"]}
             return dataclasses.replace(state, **out.donated, **out.now), metrics
 
@@ -122,16 +117,23 @@ class Step(CompiledStep):
         state = init_state(
             self.strategy, params, opt_state, local, rng=rng, extra=extra, counts=counts
         )
-        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
+        if self._made(state.params)["own"] is None:
             return state
         sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
-        own = jax.jit(self._op_state_maker(state.params), out_shardings=sharding)()
+        own = jax.jit(self._stacked_own, out_shardings=sharding)(state.params)
         return dataclasses.replace(state, own=own)
 
-    def _op_state_maker(self, params: PyTree) -> Callable[[], PyTree]:
-        """A function that makes the cross-tower op's state before the first step."""
-        gradient = shapes_of(self._trained(params))
-        return functools.partial(init_op_state, self.strategy, gradient)
+    def _own(self, params: PyTree) -> TowerLocal | None:
+        """What one tower has of its own before the first step; traced."""
+        ops: Any = self.strategy.cross_tower_ops
+        if not isinstance(ops, KeepsState):
+            return None
+        own = ops.init_state(shapes_of(self._trained(params)))
+        return None if own is None else TowerLocal(own, Reduction.SUM, name="own")
+
+    def _stacked_own(self, params: PyTree) -> TowerLocal | None:
+        own = self._own(params)
+        return None if own is None else stack_local(own, self.strategy.num_towers)
 
     def _trained(self, params: PyTree) -> PyTree:
         """The parameters that get gradients."""
@@ -139,9 +141,7 @@ class Step(CompiledStep):
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""
-        if not isinstance(self.strategy.cross_tower_ops, KeepsState):
-            return {"own": None}
-        return {"own": jax.eval_shape(self._op_state_maker(params))}
+        return {"own": jax.eval_shape(self._stacked_own, params)}
 
     def _before_first_call(self, state: TrainState) -> TrainState:
         made = self._made(state.params)
@@ -203,7 +203,7 @@ class Step(CompiledStep):
         """The shapes of the state before the first step, without any device.
 
         Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays, but
-        for ``local``.
+        for ``local``. A train step makes ``opt_state``, where none is given.
 
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
@@ -212,7 +212,10 @@ class Step(CompiledStep):
         state = make_state(
             towers, params, opt_state, local, extra=extra, counts=counts, shapes=True
         )
-        return dataclasses.replace(state, own=self._made(state.params)["own"])
+        made = self._made(state.params)
+        if jax.tree.leaves(opt_state):
+            made["opt_state"] = state.opt_state
+        return dataclasses.replace(state, **made)
 
     def program(self, state: TrainState, batch: PyTree) -> Program:
         """The compiled program for such a batch; for absent devices from shapes."""

@@ -10,7 +10,6 @@ import optax
 
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
-from towerjax.mesh.placement import place
 from towerjax.metrics.example_count import (
     ExampleCount,
     ExampleIds,
@@ -41,8 +40,9 @@ from towerjax.step.update import apply_update, check_types
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
-from towerjax.towers.tower_local import stack_local, with_local_values
-from towerjax.types import Layout, LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.towers.tower_local import with_local_values
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.options import check_choice, check_function
 
 
@@ -57,10 +57,6 @@ class Training:
     trainable: Trainable | None = None
     statistics: TowerStatistics | None = None
     parts: int = 1  # T A: micro-batches of all towers, counted together
-
-    def begin(self, part: PyTree) -> tuple[PyTree, None]:
-        """The optimizer's state for trained parameters; nothing for ``state.own``."""
-        return self.optimizer.init(part), None
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns: loss, gradient, metrics and state."""
@@ -170,12 +166,12 @@ class TrainStep(Step):
         engine = engine_of(
             (self.training.tower,), self.training.update, strategy, options
         )
-        self._begin = self.training.begin
+        self._make_opt_state = self.optimizer.init
         if not isinstance(sync, EveryStep):
             _check_fits_sync(self.training, strategy, options)
             trainable = training.trainable
             engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
-            self._begin = engine.begin
+            self._make_opt_state = engine.begin
         counts = training.example_ids is not None
         super().__init__(engine, strategy, options, counts_examples=counts)
 
@@ -208,39 +204,20 @@ class TrainStep(Step):
         if may_need_more(needs):
             update = functools.partial(apply_update, self.optimizer)
             jax.eval_shape(update, part, needs, part, jnp.float32(0))
-        made, own = self._begin(part)
-        state = super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
-        if own is None:
-            return state
-        placement = self.strategy.placement
-        own = place(stack_local(own, placement.num_towers), placement, Layout.PER_TOWER)
-        return dataclasses.replace(state, own=own)
-
-    def shapes(
-        self,
-        params: PyTree,
-        *,
-        opt_state: PyTree = (),
-        local: PyTree = None,
-        extra: PyTree = None,
-    ) -> TrainState:
-        """As `Step.shapes`; the optimizer makes the shapes of its own state."""
-        if not jax.tree.leaves(opt_state):
-            opt_state = self._made(check_params(params, shapes=True))["opt_state"]
-        return super().shapes(params, opt_state=opt_state, local=local, extra=extra)
+        made = self._make_opt_state(part)
+        return super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
 
     def _trained(self, params: PyTree) -> PyTree:
         return trained_part(params, trainable_flags(params, self.training.trainable))
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
-        opt_state, own = jax.eval_shape(self._begin, self._trained(params))
-        if own is None:
-            return {"opt_state": opt_state, **super()._made(params)}
-        towers = self.strategy.num_towers
-        own = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((towers, *x.shape), x.dtype), own
-        )
-        return {"opt_state": opt_state, "own": own}
+        opt_state = jax.eval_shape(self._make_opt_state, self._trained(params))
+        return {"opt_state": opt_state, **super()._made(params)}
+
+    def _own(self, params: PyTree) -> TowerLocal | None:
+        if isinstance(self.engine, Rounds):
+            return self.engine.own(self._trained(params))
+        return super()._own(params)
 
 
 def build_train_step(
