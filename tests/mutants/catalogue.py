@@ -922,7 +922,7 @@ STATE = (
         "S24",
         "a run evaluates its state, whatever it was told to",
         "loop.loop:Loop._state_to_evaluate",
-        "if self._evaluation.params is None:",
+        "if self._options.eval_params is None:",
         "if True:",
         "test_run.py::"
         "test_other_parameters_are_evaluated_and_the_best_state_is_the_state[False]",
@@ -931,7 +931,7 @@ STATE = (
         "S25",
         "a hook sees the state of a later step",
         "loop.loop:Loop._run",
-        "if _reaches_multiple(hook.every, before, self._dispatched):",
+        "if reaches_multiple(hook.every, before, self._dispatched):",
         "if False:",
         "test_run.py::test_a_hook_sees_the_state_before_the_next_step_takes_it[1-3]",
     ),

@@ -15,7 +15,7 @@ from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog, RunSummary
-from towerjax.loop.options import EvalOptions, LoopOptions, WithState
+from towerjax.loop.options import RunOptions, WithState, reaches_multiple
 from towerjax.loop.progress import Progress
 from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Watch
@@ -45,20 +45,18 @@ class Loop:
         self,
         step: CompiledStep,
         state: TrainState,
-        options: LoopOptions,
-        evaluation: EvalOptions,
+        options: RunOptions,
         progress: Progress,
         ledger: Ledger,
-        exit_code: int | None = None,
+        saving: Saving | None = None,
     ) -> None:
-        self.state, self.guard = state, InterruptGuard(exit_code)
-        self.writers = Writers((), step_number(state))
-        self.saving: Saving | None = None
-        self._step, self._options, self._evaluation = step, options, evaluation
+        self.guard = InterruptGuard(None if saving is None else saving.exit_code)
+        self.state, self.writers = state, Writers((), step_number(state))
+        self._saving = saving
+        self._step, self._options = step, options
         self._progress, self._ledger = progress, ledger
-        self._watch = Watch(
-            evaluation.early_stopping, evaluation.best, step.strategy.placement
-        )
+        placement = step.strategy.placement
+        self._watch = Watch(options.early_stopping, options.best, placement)
         self._log = HistoryLog(step_number(state))
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
@@ -67,15 +65,11 @@ class Loop:
         self._wait_s, self._start_s = 0.0, time.perf_counter()
         self._fault: Exception | None = None
         self._is_evaluation_due = False
-
-    def resume_from(self, saving: Saving | None) -> None:
-        """Save by ``saving``; restore the counts of the checkpoint it resumed from."""
-        self.saving = saving
         if saving is not None and saving.resumed is not None:
             self._watch.restore_counts(saving.resumed.stopping)
             self._is_evaluation_due = saving.resumed.evaluation_due
             number = saving.resumed.step
-            self._progress.note(f"goes on after step {number}, from its checkpoint")
+            progress.note(f"goes on after step {number}, from its checkpoint")
 
     def run(self) -> None:
         """Do all steps and evaluations; save at the end, at SIGTERM and at Ctrl-C."""
@@ -93,7 +87,7 @@ class Loop:
                 # Before the first step: the resumed run may have ended here.
                 if self._is_evaluation_due:
                     self._evaluate()
-                if self.saving is not None and self.saving.is_due(self._dispatched):
+                if self._saving is not None and self._saving.is_due(self._dispatched):
                     self._save()
                 if self._watch.stopped is not None:
                     break
@@ -102,11 +96,11 @@ class Loop:
                 before = self._dispatched
                 self._dispatch(placed)
                 for hook in self._options.with_state:
-                    if _reaches_multiple(hook.every, before, self._dispatched):
+                    if reaches_multiple(hook.every, before, self._dispatched):
                         self._fetch(0)
                 self.guard.check()
-                if self.saving is not None:
-                    self.saving.check_preempted(self._dispatched)
+                if self._saving is not None:
+                    self._saving.check_preempted(self._dispatched)
         self._fetch(0)
         self.guard.check()
         self._check_enough()
@@ -156,27 +150,27 @@ class Loop:
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
-            if _reaches_multiple(self._evaluation.every, self._dispatched, after):
+            if reaches_multiple(self._options.eval_every, self._dispatched, after):
                 self._is_evaluation_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""
-        if self.saving is None:
+        if self._saving is None:
             return
         self._fetch(0)  # first check the steps so far, and write their records
         with self.guard:
             counts, due = self._watch.counts, self._is_evaluation_due
-            self.saving.save(self.state, self._dispatched, counts, evaluation_due=due)
+            self._saving.save(self.state, self._dispatched, counts, evaluation_due=due)
             if last:
-                self.saving.wait()
+                self._saving.wait()
 
     def _save_at_stop(self, error: BaseException) -> Exception | None:
         """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""
         # At Ctrl-C several processes may be after different steps: nothing is saved.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
-        if self.saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
+        if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return None
         try:
             if self._fault is not None:
@@ -185,7 +179,7 @@ class Loop:
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
             return failure
-        error.add_note(f"It is saved: {self.saving.describe(self._dispatched)}")
+        error.add_note(f"It is saved: {self._saving.describe(self._dispatched)}")
         return None
 
     def _fetch(self, allowed: int) -> None:
@@ -207,7 +201,7 @@ class Loop:
             for hook in self._options.hooks:
                 if not isinstance(hook, WithState):
                     hook(number, row)
-                elif number == last and _reaches_multiple(hook.every, before, last):
+                elif number == last and reaches_multiple(hook.every, before, last):
                     after = hook.function(number, self.state, row)
                     if isinstance(after, TrainState):
                         after = dataclasses.replace(after, step=self.state.step)
@@ -264,7 +258,7 @@ class Loop:
         return rows, faults
 
     def _evaluate(self) -> None:
-        evaluate, batches = self._evaluation.step, self._evaluation.batches
+        evaluate, batches = self._options.evaluate, self._options.eval_batches
         if evaluate is None or batches is None:
             return
         self._fetch(0)
@@ -282,8 +276,8 @@ class Loop:
             self.writers.write([Record("eval", number, time.time(), values)])
             self._watch.add(number, values, self.state)
             self._is_evaluation_due = False
-            if self.saving is not None:
-                self.saving.add_evaluation(number, values)
+            if self._saving is not None:
+                self._saving.add_evaluation(number, values)
         self.writers.check()
         self._evaluate_s += time.perf_counter() - start_s
         watch = self._watch
@@ -292,9 +286,9 @@ class Loop:
 
     def _state_to_evaluate(self) -> TrainState:
         """The run's state, or what ``eval_params`` makes of it."""
-        if self._evaluation.params is None:
+        if self._options.eval_params is None:
             return self.state
-        given = self._evaluation.params(self.state)
+        given = self._options.eval_params(self.state)
         if isinstance(given, TrainState):
             return given
         params = place_params(given, self._step.strategy)
@@ -302,7 +296,7 @@ class Loop:
 
     def _check_enough(self) -> None:
         done, steps = self._log.num_steps, self._options.steps
-        if self.saving is not None and self.saving.resumed and not (done or steps):
+        if self._saving is not None and self._saving.resumed and not (done or steps):
             number = self._log.number
             self._progress.note(f"nothing was left to do: finished after step {number}")
             return
@@ -313,7 +307,7 @@ class Loop:
                 " if the error had ended a generator."
             )
         if steps is not None and done < steps and self._watch.stopped is None:
-            before = 0 if self.saving is None else self.saving.ahead
+            before = 0 if self._saving is None else self._saving.ahead
             raise ValueError(
                 f"steps={before + steps} were asked for, but batches ended after"
                 f" {before + done}. Use tj.batches(..., epochs=None) for endless data,"
@@ -364,14 +358,9 @@ class Loop:
                 " steps, and a state may need a process that has gone"
             )
         for hook in self._options.with_state:
-            if _reaches_multiple(hook.every, self._hooked, self._dispatched):
+            if reaches_multiple(hook.every, self._hooked, self._dispatched):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
-
-
-def _reaches_multiple(every: int | None, before: int, after: int) -> bool:
-    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
-    return every is not None and after // every > before // every
 
 
 def _is_usable(state: TrainState) -> bool:

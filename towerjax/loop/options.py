@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import (
     AnyBatches,
     EvaluationStep,
@@ -11,6 +12,7 @@ from towerjax.loop.evaluate import (
     check_evaluate,
 )
 from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
 from towerjax.types.options import cast_ints, check_function, check_whole
@@ -54,6 +56,11 @@ class WithState:
         cast_ints(self)
 
 
+def reaches_multiple(every: int | None, before: int, after: int) -> bool:
+    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
+    return every is not None and after // every > before // every
+
+
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
 
@@ -69,18 +76,27 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopOptions:
-    """The options of the loop, see `run`; ``may_end`` allows ``steps`` to be 0."""
+class RunOptions:
+    """The options of `run`, see there; ``may_end`` allows ``steps`` to be 0."""
 
     steps: int | None
+    evaluate: EvaluationStep | None
+    eval_batches: AnyBatches | None
     eval_every: int | None
+    eval_params: Callable[[TrainState], PyTree] | None
+    early_stopping: EarlyStopping | None
+    best: Best | None
     steps_per_call: int
     prefetch: int
     in_flight: int
+    checkpointer: Checkpointer | None
+    progress: bool | None
+    hooks: tuple[Hook | WithState, ...]
+    writers: tuple[Writer, ...]
     may_end: bool = False
-    hooks: tuple[Hook | WithState, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check that the options fit together."""
         check_whole("steps", self.steps, 0 if self.may_end else 1, or_none=True)
         check_whole("eval_every", self.eval_every, or_none=True)
         check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
@@ -96,62 +112,64 @@ class LoopOptions:
                     f"{self.steps_per_call}: there is no state between the steps of a"
                     " call."
                 )
+        self._check_kinds()
+        self._check_evaluation()
+        if self.checkpointer is not None:
+            self._check_checkpointer(self.checkpointer)
 
     @property
     def with_state(self) -> list[WithState]:
         """The hooks that are given the state."""
         return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
+    def _check_kinds(self) -> None:
+        for name, kind, example in (
+            ("early_stopping", EarlyStopping, "'loss', patience=3"),
+            ("best", Best, "'loss'"),
+            ("checkpointer", Checkpointer, "folder"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"{name}={value!r} must be None or a tj.{kind.__name__}, such as"
+                    f" tj.{kind.__name__}({example})."
+                )
 
-@dataclasses.dataclass(frozen=True)
-class EvalOptions:
-    """The options of `run` for evaluation, early stopping and the best state."""
-
-    step: EvaluationStep | None
-    batches: AnyBatches | None
-    every: int | None
-    early_stopping: EarlyStopping | None
-    best: Best | None
-    params: Callable[[TrainState], PyTree] | None = None
-
-    def __post_init__(self) -> None:
-        """Check that the options fit together."""
-        if (self.step is None) != (self.batches is None):
+    def _check_evaluation(self) -> None:
+        if (self.evaluate is None) != (self.eval_batches is None):
+            given = "evaluate" if self.eval_batches is None else "eval_batches"
             raise ValueError(
-                "evaluate and eval_batches belong together, but only"
-                f" {'evaluate' if self.batches is None else 'eval_batches'} was given."
+                f"evaluate and eval_batches belong together, but only {given} was"
+                " given."
             )
-        if self.step is not None:
-            check_evaluate(self.step)
-            check_batches("eval_batches", self.batches, or_function=True)
-        if self.params is not None:
-            check_function("eval_params", self.params, "eval_params(state)")
-        self._check_kinds()
-        cast_ints(self)
-        if self.step is None:
-            self._refuse_without_evaluation()
-        if self.early_stopping is not None and self.every is None:
+        if self.evaluate is not None:
+            check_evaluate(self.evaluate)
+            check_batches("eval_batches", self.eval_batches, or_function=True)
+        if self.eval_params is not None:
+            check_function("eval_params", self.eval_params, "eval_params(state)")
+        for name in ("eval_every", "early_stopping", "best", "eval_params"):
+            value = getattr(self, name)
+            if self.evaluate is None and value is not None:
+                raise ValueError(
+                    f"{name}={value} without anything to evaluate: pass evaluate and"
+                    " eval_batches."
+                )
+        if self.early_stopping is not None and self.eval_every is None:
             raise ValueError(
                 "early_stopping without eval_every would never stop anything: there is"
                 " one evaluation, at the end. Say eval_every=n."
             )
 
-    def _check_kinds(self) -> None:
-        for name, kind in (("early_stopping", EarlyStopping), ("best", Best)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                more = ", patience=3" if kind is EarlyStopping else ""
-                raise ValueError(
-                    f"{name}={value!r} must be None or a tj.{kind.__name__}, such as"
-                    f" tj.{kind.__name__}('loss'{more})."
-                )
-
-    def _refuse_without_evaluation(self) -> None:
-        for name in ("every", "early_stopping", "best", "params"):
-            value = getattr(self, name)
-            if value is not None:
-                name = f"eval_{name}" if name in ("every", "params") else name
-                raise ValueError(
-                    f"{name}={value} without anything to evaluate: pass evaluate and"
-                    " eval_batches."
-                )
+    def _check_checkpointer(self, checkpointer: Checkpointer) -> None:
+        if self.best is not None:
+            raise ValueError(
+                f"best={self.best} keeps a state in memory, which a resumed run has"
+                " no more. Let the checkpoints keep it:"
+                f" tj.Checkpointer(..., best={self.best.metric!r}), and afterwards"
+                " checkpointer.restore(step, state, number=checkpointer.best_step)."
+            )
+        if checkpointer.best is not None and self.evaluate is None:
+            raise ValueError(
+                f"Checkpointer(best={checkpointer.best!r}) without anything to"
+                " evaluate: pass evaluate and eval_batches."
+            )

@@ -10,7 +10,7 @@ from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_batches
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
-from towerjax.loop.options import EvalOptions, Hook, LoopOptions, WithState, check_hooks
+from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Best, EarlyStopping
@@ -117,37 +117,48 @@ def run(
     check_methods(
         "step", step, "strategy start place_batch dispatch", "tj.build_train_step(...)"
     )
-    numbers = (steps, eval_every, steps_per_call, prefetch, in_flight)
-    options = LoopOptions(*numbers, hooks=check_hooks(hooks))
     why = "every evaluation needs all of it"
-    held_out = as_reusable("eval_batches", eval_batches, why)
-    evaluation = EvalOptions(
-        evaluate, held_out, eval_every, early_stopping, best, eval_params
+    options = RunOptions(
+        steps=steps,
+        evaluate=evaluate,
+        eval_batches=as_reusable("eval_batches", eval_batches, why),
+        eval_every=eval_every,
+        eval_params=eval_params,
+        early_stopping=early_stopping,
+        best=best,
+        steps_per_call=steps_per_call,
+        prefetch=prefetch,
+        in_flight=in_flight,
+        checkpointer=checkpointer,
+        progress=progress,
+        hooks=check_hooks(hooks),
+        writers=check_writers(writers),
     )
-    writers = check_writers(writers)
-    placement = step.strategy.placement
     state = step.start(state)
     check_batches("batches", batches)
-    _check_checkpointer(checkpointer, evaluation)
-    _require_same_length(placement, batches, options, evaluation, step_number(state))
+    _require_same_length(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
-    ledger = Ledger(batches, copies=steps_per_call > 1)
-    loop = None
+    return _run_loop(step, state, Ledger(batches, copies=steps_per_call > 1), options)
+
+
+def _run_loop(
+    step: CompiledStep, state: TrainState, ledger: Ledger, options: RunOptions
+) -> tuple[TrainState, History]:
+    loop, saving = None, None
     try:
         with contextlib.ExitStack() as stack:
-            saving, exit_code = None, None
-            if checkpointer is not None:
-                saving = Saving(checkpointer, step, state, ledger, stack)
+            if options.checkpointer is not None:
+                saving = Saving(options.checkpointer, step, state, ledger, stack)
                 state, options = saving.resume(state, options)
-                if placement.num_processes == 1:
-                    exit_code = checkpointer.exit_code
             start = step_number(state)
-            shown = Progress(choose_display(progress), start, options.steps)
-            loop = Loop(step, state, options, evaluation, shown, ledger, exit_code)
-            with contextlib.closing(shown), loop.guard.installed():
-                loop.writers = open_all(writers, start, placement)
-                loop.resume_from(saving)
+            display = choose_display(options.progress)
+            shown = Progress(display, start, options.steps)
+            stack.enter_context(contextlib.closing(shown))
+            loop = Loop(step, state, options, shown, ledger, saving)
+            with loop.guard.installed():
+                placement = step.strategy.placement
+                loop.writers = open_all(options.writers, start, placement)
                 loop.run()
         return loop.state, loop.history()
     except BaseException as error:
@@ -156,34 +167,10 @@ def run(
         raise
 
 
-def _check_checkpointer(
-    checkpointer: Checkpointer | None, evaluation: EvalOptions
-) -> None:
-    if checkpointer is None:
-        return
-    if not isinstance(checkpointer, Checkpointer):
-        raise ValueError(
-            f"checkpointer={checkpointer!r} must be None or a tj.Checkpointer(folder)."
-        )
-    if evaluation.best is not None:
-        raise ValueError(
-            f"best={evaluation.best} keeps a state in memory, which a resumed run has"
-            " no more. Let the checkpoints keep it:"
-            f" tj.Checkpointer(..., best={evaluation.best.metric!r}), and afterwards"
-            " checkpointer.restore(step, state, number=checkpointer.best_step)."
-        )
-    if checkpointer.best is not None and evaluation.step is None:
-        raise ValueError(
-            f"Checkpointer(best={checkpointer.best!r}) without anything to evaluate:"
-            " pass evaluate and eval_batches."
-        )
-
-
 def _require_same_length(
     placement: Placement,
     batches: Iterable[PyTree],
-    options: LoopOptions,
-    evaluation: EvalOptions,
+    options: RunOptions,
     start: int,
 ) -> None:
     """Raise, on every process, unless all processes will do the same steps."""
@@ -192,9 +179,9 @@ def _require_same_length(
     length = operator.length_hint(batches, -1)
     known = length if length >= 0 else "no known number of"
     text = f"steps={options.steps}, {known} batches, from step {start}"
-    for name in ("every", "early_stopping", "best"):
-        if getattr(evaluation, name) is not None:
-            text += f", {name}={getattr(evaluation, name)}"
+    for name in ("eval_every", "early_stopping", "best"):
+        if getattr(options, name) is not None:
+            text += f", {name}={getattr(options, name)}"
     require_same(
         "How long tj.run goes", text, "Give every process the same steps and batches."
     )

@@ -24,7 +24,7 @@ from towerjax.loop.checkpoint.record import (
     leaves_of,
     library_versions,
 )
-from towerjax.loop.options import LoopOptions
+from towerjax.loop.options import RunOptions, reaches_multiple
 from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
@@ -85,8 +85,8 @@ class Saving:
             )
 
     def resume(
-        self, state: TrainState, options: LoopOptions
-    ) -> tuple[TrainState, LoopOptions]:
+        self, state: TrainState, options: RunOptions
+    ) -> tuple[TrainState, RunOptions]:
         """Restore the newest checkpoint if it is of a later step than ``state``."""
         start = step_number(state)
         newest = call_on_first_process(lambda: max(self._options.steps, default=-1))
@@ -119,11 +119,16 @@ class Saving:
             )
         self._ledger.go_to(used, decode_cursor(cursor) if uses_cursor else None)
 
+    @property
+    def exit_code(self) -> int | None:
+        """With which SIGTERM ends a lone process; several end at the same step."""
+        several = self._step.strategy.placement.num_processes > 1
+        return None if several else self._options.exit_code
+
     def is_due(self, number: int) -> bool:
         """Whether a multiple of ``every`` is reached or the last evaluation is best."""
-        every, before = self._options.every or number + 1, self._before
-        self._before = number
-        return number // every > before // every or self._is_best
+        before, self._before = self._before, number
+        return reaches_multiple(self._options.every, before, number) or self._is_best
 
     def add_evaluation(self, number: int, values: Mapping[str, Any]) -> None:
         """Keep an evaluation, and whether it is the best so far."""
