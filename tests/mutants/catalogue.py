@@ -715,7 +715,7 @@ MODELS = (
     _m(
         "M09",
         "an exported model loses one of its outputs",
-        "estimator.export:_outputs",
+        "estimator.export:_describe_output",
         "dict(outputs) if",
         "dict(list(outputs.items())[:1]) if",
         "test_export.py::test_what_is_exported_is_loaded",

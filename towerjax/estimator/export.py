@@ -1,6 +1,7 @@
 """Export a trained model as serialized programs that contain its variables."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ from jax.extend.core import InconclusiveDimensionOperation
 from towerjax.data.shard import refuse_other_than_rows, refuse_wrapping
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.estimator.spec import (
-    ClassificationOutput,
+    ExportOutput,
     Mode,
     ModelSpec,
     PredictOutput,
@@ -167,11 +168,13 @@ def export_model(
     specs = _symbolic_shapes(features)
     programs = {}
     try:
-        signatures = _signatures(model, variables, specs, given)
+        call = functools.partial(_call_model, model, variables, given)
+        spec = jax.eval_shape(call, specs)
+        signatures = {name: about for name, (about, _) in _served(spec).items()}
         for name in signatures:
 
             def serve(features: PyTree, name: str = name) -> PyTree:
-                return _outputs(_call_model(model, variables, features, given), name)
+                return _served(call(features))[name][1]
 
             exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
             programs[name] = exported(specs).serialize()
@@ -300,7 +303,7 @@ def _symbolic_shapes(features: PyTree) -> PyTree:
 
 
 def _call_model(
-    model: ReplicatedModel, variables: PyTree, features: PyTree, given: Any
+    model: ReplicatedModel, variables: PyTree, given: Any, features: PyTree
 ) -> ModelSpec:
     """Call the model function in PREDICT, on one tower."""
     axes = TowerAxes(1, 1, device_axis=False, in_turn=False, platform="")
@@ -317,38 +320,24 @@ def _call_model(
     return lower_tower_axis(call, axes)({"features": features})
 
 
-def _signatures(
-    model: ReplicatedModel, variables: PyTree, specs: PyTree, given: Any
-) -> dict[str, dict[str, Any]]:
-    spec = jax.eval_shape(lambda x: _call_model(model, variables, x, given), specs)
-    found: dict[str, dict[str, Any]] = {}
-    for name, output in (spec.export_outputs or {}).items():
-        if isinstance(output, PredictOutput):
-            found[name] = {"kind": "predict"}
-        elif isinstance(output, RegressionOutput):
-            found[name] = {"kind": "regression"}
-        else:
-            found[name] = {"kind": "classification"}
-            if isinstance(output.classes, tuple):
-                found[name]["classes"] = list(output.classes)
-    return found or {"predictions": {"kind": "predict"}}
+def _served(spec: ModelSpec) -> dict[str, tuple[dict[str, Any], PyTree]]:
+    """For each signature its description, and its outputs."""
+    outputs = spec.export_outputs or {"predictions": PredictOutput(spec.predictions)}
+    return {name: _describe_output(output) for name, output in outputs.items()}
 
 
-def _outputs(spec: ModelSpec, name: str) -> PyTree:
-    output = (spec.export_outputs or {}).get(name)
-    if output is None:
-        return dict(spec.predictions or {})
+def _describe_output(output: ExportOutput) -> tuple[dict[str, Any], PyTree]:
     if isinstance(output, PredictOutput):
         outputs = output.outputs
-        return dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
-    if isinstance(output, ClassificationOutput):
-        parts = {"scores": output.scores, "classes": output.classes}
-        return {
-            key: part
-            for key, part in parts.items()
-            if part is not None and not isinstance(part, tuple)
-        }
-    return {"value": output.value}
+        outputs = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+        return {"kind": "predict"}, outputs
+    if isinstance(output, RegressionOutput):
+        return {"kind": "regression"}, {"value": output.value}
+    about: dict[str, Any] = {"kind": "classification"}
+    parts = {"scores": output.scores, "classes": output.classes}
+    if isinstance(output.classes, tuple):
+        about["classes"] = list(parts.pop("classes"))
+    return about, {name: part for name, part in parts.items() if part is not None}
 
 
 def _write(
