@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from towerjax.loop.writers import Record
+from towerjax.loop.writers import Record, real_numbers
 from towerjax.types.options import (
     check_flag,
     check_number,
@@ -119,14 +118,8 @@ class OpenTensorBoard:
             self._flush_at_s = time.monotonic() + self._options.flush_s
 
     def _scalars(self, tag: str, value: Any) -> Iterator[tuple[str, float]]:
-        array, most = np.asarray(value), self._options.max_elements
-        if array.dtype.kind not in "biu" and not jnp.issubdtype(
-            array.dtype, jnp.floating
-        ):
-            raise ValueError(
-                f"TensorBoard: the metric {tag!r} is {array.dtype}{list(array.shape)},"
-                " not real numbers. Return its real and imaginary parts."
-            )
+        array = real_numbers("TensorBoard", tag, value)
+        most = self._options.max_elements
         if array.size > most:
             raise ValueError(
                 f"TensorBoard: the metric {tag!r} has {array.size} elements, which are"

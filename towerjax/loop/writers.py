@@ -283,15 +283,18 @@ class OpenJsonLines:
 
 def json_value(name: str, value: Any) -> Any:
     """Convert a metric to numbers and lists for JSON."""
+    return as_json(real_numbers("JSON", name, value).tolist())
+
+
+def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
+    """A metric as an array, floats in float64; raise unless they are real numbers."""
     array = np.asarray(value)
     if array.dtype.kind in "biu":
-        return array.tolist()
+        return array
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"JSON: the metric {name!r} is {type(value).__name__}, {array.dtype}"
+            f"{writer}: the metric {name!r} is {type(value).__name__}, {array.dtype}"
             f"{list(array.shape)}, not real numbers. Return of a metric state its"
             " .value, of complex numbers both parts, or leave it out."
         )
-    array = array.astype(np.float64)
-    numbers = array.tolist()
-    return numbers if np.isfinite(array).all() else as_json(numbers)
+    return array.astype(np.float64)
