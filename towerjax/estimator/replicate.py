@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import Remainder
+from towerjax.data.shard import Remainder, batch_signature
 from towerjax.estimator.arguments import (
     Compat,
     ModelFn,
@@ -61,7 +61,7 @@ class ReplicatedModel:
         self, model_fn: ModelFn, strategy: Strategy, options: ModelOptions
     ) -> None:
         self.model_fn, self.strategy, self.options = model_fn, strategy, options
-        self._runners: dict[Any, list[tuple[list[Any], Runner]]] = {}
+        self._runners: dict[Any, Runner] = {}
         self._placers: dict[Mode, Placer] = {}
         self._steps: dict[Any, ModelTrainStep] = {}
         self._counters: dict[str, Any] = {}
@@ -160,7 +160,8 @@ class ReplicatedModel:
           A `ModelSpec`; the other parts are not computed and None.
         """
         placement, policy = self.strategy.placement, self.options.variable_placement
-        runner, state = self._runner(variables, mode, tuple(wanted), params, config)
+        given = {"params": params, "config": config}
+        runner, state = self._runner(variables, mode, tuple(wanted), given)
         *after, loss, metrics, predictions, exports, traced = runner(state, batch)
         outputs = on_every_process((predictions, exports), placement)
         predictions, exports = concat_outputs(outputs, batch)
@@ -247,27 +248,27 @@ class ReplicatedModel:
         """
         check_choice("mode", mode, tuple(Mode))
         batch = self.place_batch(as_batch((features, labels)), mode)
-        runner, state = self._runner(variables, mode, _SPEC_PARTS[mode], params, config)
+        given = {"params": params, "config": config}
+        runner, state = self._runner(variables, mode, _SPEC_PARTS[mode], given)
         return runner.program(state, batch)
 
     def _engine(
         self,
         mode: Mode,
-        wanted: Sequence[str],
+        wanted: tuple[str, ...],
         given: Mapping[str, Any],
         options: StepOptions,
     ) -> ModelEngine:
         given = copy_arguments(given)  # the caller's may change before a later trace
         how = (self.model_fn, self.strategy, self.options)
-        return ModelEngine(*how, mode, tuple(wanted), given, options)
+        return ModelEngine(*how, mode, wanted, given, options)
 
     def _runner(
         self,
         variables: PyTree,
         mode: Mode,
         wanted: tuple[str, ...],
-        params: Any,
-        config: Any,
+        given: Mapping[str, Any],
     ) -> tuple[Runner, tuple[Any, Any]]:
         """The runner of such a call, and the state on all devices as its argument."""
         placement, policy = self.strategy.placement, self.options.variable_placement
@@ -276,22 +277,15 @@ class ReplicatedModel:
             counters = {"step": np.int32(0), "rng": jax.random.key(0)}
             self._counters = place(counters, placement, Layout.MIRRORED)
         state = split_state(as_state(variables, self._counters))
-        given = {"params": params, "config": config}
-        leaves, treedef = jax.tree.flatten(variables)
-        shapes = [(x.shape, x.dtype) for x in leaves]
-        key = mode, wanted, treedef, static_keys(given)
-        # Comparing takes a tenth of the time of hashing many leaves.
-        known = self._runners.setdefault(key, [])
-        for seen, runner in known:
-            if seen == shapes:
-                return runner, state
-        self.model_fn.refuse_unaccepted(given)
-        options = StepOptions(donate=self.options.donate)
-        engine = self._engine(mode, wanted, given, options)
-        is_state = isinstance(variables, TrainState)
-        runner = call_runner(dataclasses.replace(engine, is_state=is_state))
-        known.append((shapes, runner))
-        return runner, state
+        key = mode, wanted, batch_signature(variables), static_keys(given)
+        if key not in self._runners:
+            self.model_fn.refuse_unaccepted(given)
+            options = StepOptions(donate=self.options.donate)
+            engine = self._engine(mode, wanted, given, options)
+            is_state = isinstance(variables, TrainState)
+            engine = dataclasses.replace(engine, is_state=is_state)
+            self._runners[key] = call_runner(engine)
+        return self._runners[key], state
 
 
 def replicate_model_fn(
