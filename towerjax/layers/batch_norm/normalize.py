@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
+from numpy.lib.array_utils import normalize_axis_tuple
 
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted
@@ -54,18 +56,13 @@ class BatchNormOptions:
 
     def feature_axes(self, num_dims: int) -> tuple[int, ...]:
         """The feature dims of an input, as ascending non-negative numbers."""
-        axes = self.axis if isinstance(self.axis, tuple) else (self.axis,)
-        if any(not -num_dims <= a < num_dims for a in axes):
+        try:
+            return tuple(sorted(normalize_axis_tuple(self.axis, num_dims)))
+        except ValueError as error:
             raise ValueError(
-                f"axis={self.axis!r} is not a dim of an input of {num_dims} dims. It"
-                " names the features of the input, such as -1."
-            )
-        found = {a % num_dims for a in axes}
-        if len(found) < len(axes):
-            raise ValueError(
-                f"axis={self.axis!r} names a dim of an input of {num_dims} dims twice."
-            )
-        return tuple(sorted(found))
+                f"axis={self.axis!r} is not a dim of an input of {num_dims} dims, or"
+                " names one twice. It names the features of the input, such as -1."
+            ) from error
 
     def statistics_dtype(self, dtype: Any) -> Any:
         """The dtype of the statistics of an input."""
@@ -256,7 +253,5 @@ def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Arr
     """The arrays, summed over towers by one reduction of their concatenation."""
     if tower is None:
         return parts
-    joined = jnp.concatenate([x.ravel() for x in parts])
-    ends = np.cumsum([x.size for x in parts])[:-1]
-    sums = jnp.split(tower.reduce(Reduction.SUM, joined), ends)
-    return [x.reshape(part.shape) for x, part in zip(sums, parts, strict=True)]
+    joined, taken_apart = ravel_pytree(parts)
+    return taken_apart(tower.reduce(Reduction.SUM, joined))
