@@ -165,8 +165,8 @@ class HistoryLog:
     def history(
         self,
         summary: RunSummary,
-        best: BestEvaluation | None = None,
-        stopped: str | None = None,
+        best: BestEvaluation | None,
+        stopped: str | None,
     ) -> History:
         """The `History` of the steps added so far."""
         return History(

@@ -143,16 +143,22 @@ class Progress:
             return
         number, metrics, rate = self._waiting
         self._waiting = None
-        text = describe_step(number, self._start, self._steps, metrics, rate)
-        text += self._evaluated
+        last = None if self._steps is None else self._start + self._steps
+        parts = [f"step {number}" if last is None else f"step {number}/{last}"]
+        if "loss" in metrics:
+            parts.append(f"loss {format_value(metrics['loss'])}")
+        parts.append(f"{rate:.1f} steps/s")
+        if last is not None and rate > 0 and number < last:
+            parts.append(f"{format_seconds((last - number) / rate)} left")
+        text = "  ".join(parts) + self._evaluated
         self._display.show(number - self._start, self._steps, text)
 
     def evaluation(
         self,
         number: int,
         values: Mapping[str, Any],
-        in_short: str = "",
-        stopped: str | None = None,
+        in_short: str,
+        stopped: str | None,
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
         is_last = self._steps is not None and number == self._start + self._steps
@@ -175,20 +181,6 @@ class Progress:
             self._show()
         finally:
             self._display.close()
-
-
-def describe_step(
-    number: int, start: int, steps: int | None, metrics: Mapping[str, Any], rate: float
-) -> str:
-    """The text of one step: number, loss, rate, time left."""
-    total = "" if steps is None else f"/{start + steps}"
-    parts = [f"step {number}{total}"]
-    if "loss" in metrics:
-        parts.append(f"loss {format_value(metrics['loss'])}")
-    parts.append(f"{rate:.1f} steps/s")
-    if steps is not None and rate > 0 and number < start + steps:
-        parts.append(f"{format_seconds((start + steps - number) / rate)} left")
-    return "  ".join(parts)
 
 
 def format_seconds(seconds: float) -> str:
