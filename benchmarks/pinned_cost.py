@@ -9,31 +9,22 @@ Run: ``python -m benchmarks.pinned_cost [--rounds 7]``
 
 import argparse
 import dataclasses
-import math
-import re
 
 import jax
 import numpy as np
 
 from benchmarks.overhead import MODELS, Model
 from towerjax.collectives import AllReduce, PinnedTree
+from towerjax.step.report.communication import collectives_of
+from towerjax.step.report.hlo import parse
 from towerjax.tools.bench.baseline import by_towerjax
 from towerjax.tools.bench.protocol import in_turns
 from towerjax.towers.strategies import Mirrored
 
-_COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|all-to-all)(?:-start)?\(")
 
-
-def bytes_sent(program: str, num_devices: int) -> int:
+def bytes_sent(program: str) -> int:
     """What a device sends in a step, when collectives go round a ring."""
-    total = 0.0
-    for shapes, name in _COLLECTIVE.findall(program):
-        sizes = [
-            math.prod(map(int, dims.split(",")))
-            for dims in re.findall(r"[fs]32\[([\d,]+)\]", shapes)
-        ]
-        total += 4 * sum(sizes) * (2 if name == "all-reduce" else 1)
-    return round(total * (num_devices - 1) / num_devices)
+    return sum(found.sent * found.trips for found in collectives_of(parse(program)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +56,7 @@ def measure(
     in_turn = dataclasses.replace(pinned, cross_tower_ops=AllReduce())
     ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
     contenders = [by_towerjax(model.work(), strategy) for strategy in ways]
-    sent = [bytes_sent(one.program, num_devices) for one in contenders[:2]]
+    sent = [bytes_sent(one.program) for one in contenders[:2]]
     in_turns(contenders, rounds=1, calls=steps)  # warm
     seconds = in_turns(contenders, rounds=rounds, calls=steps, trim=0.1)[:, :, 0]
 

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 import towerjax as tj
-from benchmarks.pinned_cost import bytes_sent
 from benchmarks.same_bits import Case, cases, compare, main
 
 CASES = cases()
@@ -95,15 +94,6 @@ def test_the_command_on_16_devices_and_its_control():
     assert status == 1 and plain["differing"]["2"] == []
     for part in (".params['w']", ".opt_state[1][0].nu", "['metrics']"):
         assert [x for x in plain["differing"]["16"] if part in x], part
-
-
-def test_bytes_sent_are_those_of_a_ring():
-    text = """
-    %a = (f32[3,4]{1,0}, /*index=1*/f32[3,4]{1,0}) all-to-all(%x, %y), channel_id=1
-    %b = f32[24]{0} all-gather(f32[12]{0} %a), channel_id=2
-    %c = s32[10]{0} all-reduce(%b), to_apply=%add
-    """
-    assert bytes_sent(text, 2) == (2 * 12 * 4 + 24 * 4 + 2 * 10 * 4) // 2
 
 
 def in_turn(towers, devices):
