@@ -15,29 +15,30 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import is_local, layouts_of, stack_local
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import is_key, listed, map_parts, refuse_unheld
+from towerjax.types.leaves import (
+    is_key,
+    listed,
+    map_parts,
+    parts_of,
+    put_parts,
+    refuse_unheld,
+)
 
 
 def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
     """The variables as a state; other trees get step and key from ``counters``."""
     if isinstance(variables, TrainState):
         return variables
-    local: list[TowerLocal] = []
-
-    def put_aside(x: TowerLocal) -> TowerLocal:
-        local.append(x)
-        return dataclasses.replace(x, value=None)
-
-    bare = map_parts(TowerLocal, put_aside, variables)
+    bare = map_parts(
+        TowerLocal, lambda x: dataclasses.replace(x, value=None), variables
+    )
+    local = parts_of(TowerLocal, variables)
     return TrainState(params=bare, opt_state=(), local=local, **counters)
 
 
 def as_variables(state: TrainState, *, is_state: bool) -> PyTree:
     """The inverse of `as_state`; ``is_state``: the variables were a `TrainState`."""
-    if is_state:
-        return state
-    local = iter(state.local)
-    return map_parts(TowerLocal, lambda x: next(local), state.params)
+    return state if is_state else put_parts(TowerLocal, state.params, state.local)
 
 
 class VariablePlacement(enum.Enum):
@@ -117,10 +118,9 @@ def _move_to(x: jax.Array, device: Device) -> jax.Array:
 def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> PyTree:
     """Copy the variables to all devices, for a step."""
     placement = strategy.placement
-    nodes = jax.tree.leaves(variables, is_leaf=is_local)
-    local = [x for x in nodes if is_local(x)]
+    local = parts_of(TowerLocal, variables)
     check_copies(local, placement.num_towers)
-    leaves = jax.tree.leaves(variables) if local else nodes
+    leaves, treedef = jax.tree.flatten(variables)
     # JAX 0.10 aborts the process where several CPU devices get a donated array.
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
         raise ValueError(
@@ -129,34 +129,30 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
         )
     tree = variable_layouts(variables, strategy)
     layouts = jax.tree.leaves(jax.tree.broadcast(tree, variables))
+    if policy is not VariablePlacement.MIRRORED:
+        pairs = zip(leaves, layouts, strict=True)
+        # By id: an array that is in the tree twice is copied once.
+        stored = {id(x): x for x, layout in pairs if layout is Layout.MIRRORED}
+        copies = {key: _copy_to_all(x, placement) for key, x in stored.items()}
+        leaves = [copies.get(id(x), x) for x in leaves]
     expected = jax.tree.leaves(placement.shardings(tree, variables))
     pairs = zip(leaves, expected, strict=True)
     away = [i for i, (x, sharding) in enumerate(pairs) if not _is_at(x, sharding)]
-    if not away:
-        return variables
-    refuse_unheld("variables", variables)
-    if policy is not VariablePlacement.MIRRORED:
-        mirrored = [leaves[i] for i in away if layouts[i] is Layout.MIRRORED]
-        # By id: an array that is in the tree twice is copied once.
-        copies = {id(x): x for x in mirrored if _is_stored_copy(x, placement)}
-        copies = {key: _copy_to_all(x, placement) for key, x in copies.items()}
-        leaves = [copies.get(id(x), x) for x in leaves]
-        away = [i for i in away if not _is_at(leaves[i], expected[i])]
-    moved = place([leaves[i] for i in away], placement, [layouts[i] for i in away])
-    for i, leaf in zip(away, moved, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(jax.tree.structure(variables), leaves)
+    if away:
+        refuse_unheld("variables", variables)
+        moved = [leaves[i] for i in away]
+        moved = place(moved, placement, [layouts[i] for i in away])
+        for i, leaf in zip(away, moved, strict=True):
+            leaves[i] = leaf
+    return treedef.unflatten(leaves)
 
 
-def _is_stored_copy(leaf: Any, placement: Placement) -> bool:
-    """Whether `store` placed the leaf: on one device of each process."""
+def _copy_to_all(leaf: Any, placement: Placement) -> Any:
+    """Mirror what `store` has put on one device, each process from its own copy."""
     if not isinstance(leaf, jax.Array) or not leaf.committed or is_key(leaf):
-        return False
-    return placement.num_devices > 1 and len(leaf.sharding.device_set) == 1
-
-
-def _copy_to_all(leaf: jax.Array, placement: Placement) -> jax.Array:
-    """Mirror an array, device to device, each process from its own copy."""
+        return leaf
+    if placement.num_devices == 1 or len(leaf.sharding.device_set) > 1:
+        return leaf
     here = jax.process_index()
     copies = [
         jax.device_put(leaf, device)
