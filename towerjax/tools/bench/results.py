@@ -165,8 +165,8 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
     rate = result.examples_per_s
     for kind in (_batch_group, _rows_group):
         alike = [
-            (other.trial.devices, other.trial.towers, i)
-            for i, other in enumerate(results)
+            other
+            for other in results
             if other.examples_per_s is not None
             and kind(other.trial) == kind(result.trial)
             and (
@@ -174,10 +174,12 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
                 or other.trial.cross_tower_ops == result.trial.cross_tower_ops
             )
         ]
-        first = results[min(alike)[-1]] if alike else result
-        if rate and first.examples_per_s and first.trial != result.trial:
-            scale = first.trial.devices / result.trial.devices
-            return rate.over(first.examples_per_s).times(scale)
+        smallest = min(
+            alike, key=lambda x: (x.trial.devices, x.trial.towers), default=result
+        )
+        if rate and smallest.examples_per_s and smallest.trial != result.trial:
+            scale = smallest.trial.devices / result.trial.devices
+            return rate.over(smallest.examples_per_s).times(scale)
     return None
 
 

@@ -35,11 +35,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **others}
 
 
-def load_average() -> float | None:
-    """The load average of the last minute."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
 def num_cores() -> int:
     """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 import time
@@ -30,7 +31,6 @@ from towerjax.tools.bench.protocol import (
     in_turns,
     interval_of_median,
 )
-from towerjax.tools.bench.sweep import load_average
 from towerjax.tools.shell import resolve
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 
@@ -158,7 +158,7 @@ def main() -> None:
 
 def run_recorded(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Run a trial; return its record, also if it failed."""
-    start, load_before = time.perf_counter(), load_average()
+    start, load_before = time.perf_counter(), round(os.getloadavg()[0], 2)
     try:
         if ":" in trial.by:
             found = {"status": "ok", **resolve(trial.by)(trial, timing)}

@@ -216,11 +216,10 @@ def _report_text(
     advice: Sequence[Advice],
 ) -> str:
     versions = [f"{name} {text}" for name, text in machine.versions.items()]
-    memory = machine.memory_bytes
-    held = f", {in_bytes(memory)} of memory" if memory else ""
+    held = f"{in_bytes(machine.memory_bytes)} of memory"
     lines = [
         ", ".join(versions),
-        f"{machine.system}, {machine.cpus} processors{held}",
+        f"{machine.system}, {machine.cpus} processors, {held}",
         *(f"{name}={value}" for name, value in machine.environment.items()),
     ]
     found = {device.name: device for device in machine.devices}

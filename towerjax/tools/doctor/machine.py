@@ -41,7 +41,7 @@ class Machine:
     devices: tuple[DeviceInfo, ...]  # all devices of the job, in tower order
     problem: str | None  # JAX's error if it has no devices
     cpus: int  # how many processors this process may use
-    memory_bytes: int | None  # how much memory the machine has
+    memory_bytes: int  # how much memory the machine has
     shared_memory_bytes: int | None  # how large /dev/shm is; None where there is none
     nvidia: bool  # whether it has an NVIDIA GPU, even one that JAX does not find
     environment: dict[str, str]  # the variables that JAX, XLA and NCCL read
@@ -63,7 +63,7 @@ def this_machine() -> Machine:
         devices=devices,
         problem=problem,
         cpus=num_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         shared_memory_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nvidia=pathlib.Path("/dev/nvidiactl").exists(),
         environment={
@@ -94,12 +94,6 @@ def _device_info(device: Any) -> DeviceInfo:
         process=device.process_index,
         memory_bytes=stats.get("bytes_limit"),
     )
-
-
-def _memory_bytes() -> int | None:
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 _LEAST_SHARED_BYTES = 1 << 30
