@@ -8,12 +8,11 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from towerjax.mesh.placement import Placement
-from towerjax.mesh.processes import from_first_process
+from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.options import check_flag, check_path
 
 
@@ -118,19 +117,17 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 
 def open_all(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
     """Open the writers of a run, on process 0 alone of those that share it."""
+    made = Writers((), start)
+
+    def open_here() -> None:
+        nonlocal made
+        made = Writers(writers, start)
+
     if placement.num_processes == 1:
-        return Writers(writers, start)
-    failure, made = None, Writers((), start)
-    if jax.process_index() == 0:
-        try:
-            made = Writers(writers, start)
-        except Exception as error:  # raised below, after the other processes know
-            failure = error
-    failed = from_first_process(np.array(failure is not None))
-    if failure is not None:
-        raise failure
-    if failed:
-        raise ValueError("A writer could not be opened on process 0: see its error.")
+        open_here()
+    else:
+        says = "A writer could not be opened on process 0"
+        call_on_first_process(open_here, says)
     return made
 
 

@@ -118,7 +118,7 @@ class Exchange:
         raise Stopped
 
 
-def call_on_first_process(make: Callable[[], Any]) -> Any:
+def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says") -> Any:
     """Call ``make`` on process 0; return its JSON value, or raise, on every process."""
     if jax.process_count() == 1:
         return make()
@@ -134,5 +134,5 @@ def call_on_first_process(make: Callable[[], Any]) -> Any:
     if failure is not None:
         raise failure
     if "error" in answer:
-        raise ValueError(f"Process 0 says: {answer['error']}")
+        raise ValueError(f"{says}: {answer['error']}")
     return answer["value"]
