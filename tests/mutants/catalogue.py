@@ -1315,7 +1315,7 @@ CHECKPOINTS = (
     _m(
         "C02",
         "a file that was changed is loaded",
-        "loop.checkpoint.folder:_check_files",
+        "loop.checkpoint.folder:_differences",
         "_checksum(folder / name)[1] != digest",
         "_checksum(folder / name)[0] != size",
         "test_checkpoint.py::test_every_file_that_is_damaged_is_named",

@@ -48,17 +48,25 @@ def check_manifest(
     This finds damage, not forgery: who can write the files can write the manifest. No
     file outside of the folder is read, whatever the manifest names.
     """
-    try:
-        _check_files(folder)
-    except CheckpointError as error:
+    if problems := _differences(folder):
         raise CheckpointError(
-            f"The {what} {str(folder)!r} is not what was written: {error}. {advice}"
-        ) from None
+            f"The {what} {str(folder)!r} is not what was written:"
+            f" {listed(problems)}. {advice}"
+        )
 
 
-def _check_files(folder: pathlib.Path) -> None:
-    files, problems = _read_table(folder), []
-    there = set(_files_of(folder))
+def _differences(folder: pathlib.Path) -> list[str]:
+    """How a folder differs from its manifest, in sentences."""
+    try:
+        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, of_table = table["files"], table["sha256"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (ValueError, KeyError, TypeError):
+        return [f"{MANIFEST} is cut or changed"]
+    if _hash_of_table(files) != of_table:
+        return [f"{MANIFEST} has been changed"]
+    problems, there = [], set(_files_of(folder))
     for name, (size, digest) in files.items():
         if name not in there:
             problems.append(f"{name} is missing")
@@ -66,9 +74,9 @@ def _check_files(folder: pathlib.Path) -> None:
             problems.append(f"{name} has {now} bytes instead of {size}")
         elif _checksum(folder / name)[1] != digest:
             problems.append(f"{name} has been changed")
-    problems += [f"{name} does not belong there" for name in sorted(there - {*files})]
-    if problems:
-        raise CheckpointError(listed(problems))
+    return problems + [
+        f"{name} does not belong there" for name in sorted(there - {*files})
+    ]
 
 
 def write_synced(path: pathlib.Path, text: str) -> None:
@@ -103,19 +111,6 @@ def _checksum(path: pathlib.Path, *, sync: bool = False) -> list[Any]:
 
 def _hash_of_table(files: Any) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _read_table(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
-    try:
-        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, digest = table["files"], table["sha256"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{MANIFEST} is cut or changed") from None
-    if _hash_of_table(files) != digest:
-        raise CheckpointError(f"{MANIFEST} has been changed")
-    return files
 
 
 _WHOLE = re.compile(r"step-(\d+)")
