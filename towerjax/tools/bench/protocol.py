@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_number, check_whole
 
 
 class Timed(Protocol):
@@ -53,15 +53,13 @@ class TimingProtocol:
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("warmup_calls", 1), ("seed", 0)):
             check_whole(name, getattr(self, name), least)
-        for name, low, high in (
-            ("seconds_per_round", 0, math.inf),
-            ("trim", 0, 0.5),
-            ("confidence", 0, 1),
+        for name, end in (
+            ("seconds_per_round", math.inf),
+            ("trim", 0.5),
+            ("confidence", 1.0),
         ):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not low <= value < high:
-                raise ValueError(f"{name}={value!r} must be in [{low}, {high}).")
+            what, highest = f"in [0, {end})", math.nextafter(end, 0)
+            check_number(name, getattr(self, name), what, highest)
         _rank(self.rounds, self.confidence)
 
     def describe(self) -> str:
