@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from towerjax.collectives.base import KeepsState
-from towerjax.data.shard import Remainder, check_remainder
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.variables import VariablePlacement
+from towerjax.step.compiled_step import StepOptions
 from towerjax.towers.cross_tower.constant import key_of
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree
-from towerjax.types.options import check_choice, check_flag, check_function, check_whole
+from towerjax.types.options import check_choice, check_function
 
 Compat = Literal["tf1"]
 
@@ -27,19 +27,14 @@ class ModelOptions:
 
     loss_reduction: LossReduction
     variable_placement: VariablePlacement
-    remainder: Remainder
     compat: Compat | None
-    donate: bool
-    max_programs: int | None
+    step: StepOptions  # of a call
 
     def __post_init__(self) -> None:
         check_loss_reduction(self.loss_reduction)
-        check_remainder(self.remainder)
         placements = tuple(VariablePlacement)
         check_choice("variable_placement", self.variable_placement, placements)
         check_choice("compat", self.compat, (None, *get_args(Compat)))
-        check_flag("donate", self.donate)
-        check_whole("max_programs", self.max_programs, or_none=True)
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise where the strategy's state layout or ops do not fit these options."""

@@ -287,7 +287,7 @@ def call_runner(engine: ModelEngine) -> Runner:
         out_layouts = (donated, KEPT_LAYOUT, *out_layouts)
     donate = engine.options.donate and trains
     recipe = Recipe(engine.run, in_layouts, out_layouts, donate=donate)
-    placement, most = engine.strategy.placement, engine.model_options.max_programs
+    placement, most = engine.strategy.placement, engine.options.max_programs
     return Runner(recipe, placement, max_programs=most)
 
 

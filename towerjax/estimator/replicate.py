@@ -141,7 +141,7 @@ class ReplicatedModel:
             batch.check(placement)
             return batch
         if mode not in self._placers:
-            remainder = self.options.remainder
+            remainder = self.options.step.remainder
             self._placers[mode] = Placer(placement, remainder=remainder)
         return self._placers[mode].place(batch)
 
@@ -197,13 +197,12 @@ class ReplicatedModel:
         """
         given = {"params": params, "config": config}
         self.model_fn.refuse_unaccepted(given)
-        options = StepOptions(
+        options = dataclasses.replace(
+            self.options.step,
             micro_batches=micro_batches,
-            remainder=self.options.remainder,
             on_nonfinite=on_nonfinite,
             guard=guard,
             donate=donate,
-            max_programs=self.options.max_programs,
             check=check,
         )
         key = static_keys(given), options
@@ -280,8 +279,7 @@ class ReplicatedModel:
         key = mode, wanted, batch_signature(variables), static_keys(given)
         if key not in self._runners:
             self.model_fn.refuse_unaccepted(given)
-            options = StepOptions(donate=self.options.donate)
-            engine = self._engine(mode, wanted, given, options)
+            engine = self._engine(mode, wanted, given, self.options.step)
             is_state = isinstance(variables, TrainState)
             engine = dataclasses.replace(engine, is_state=is_state)
             self._runners[key] = call_runner(engine)
@@ -349,9 +347,8 @@ def replicate_model_fn(
     Source:
       ``tf.contrib.estimator.replicate_model_fn`` (2018).
     """
-    options = ModelOptions(
-        loss_reduction, variable_placement, remainder, compat, donate, max_programs
-    )
+    step = StepOptions(remainder=remainder, donate=donate, max_programs=max_programs)
+    options = ModelOptions(loss_reduction, variable_placement, compat, step)
     strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
     options.check_strategy(strategy)
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

@@ -185,13 +185,14 @@ def one_tower(step: StepOrModel) -> StepOrModel:
       >>> tj.testing.assert_same(*ends)
     """
     if isinstance(step, ReplicatedModel):
-        options = dataclasses.replace(step.options, donate=False)
-        if options.remainder == "drop" and step.strategy.num_towers > 1:
+        calls = dataclasses.replace(step.options.step, donate=False)
+        if calls.remainder == "drop" and step.strategy.num_towers > 1:
             raise ValueError(
                 "one_tower of a model with remainder='drop': how many rows are dropped"
                 f" depends on its {step.strategy.num_towers} towers. Build the model"
                 " with remainder='pad', or with 'error' and whole batches."
             )
+        options = dataclasses.replace(step.options, step=calls)
         return ReplicatedModel(step.model_fn, _one_device(step.strategy), options)
     if not isinstance(step, Step) or isinstance(step, ModelTrainStep):
         raise ValueError(
