@@ -95,11 +95,6 @@ class ModelFn:
         has_default = {x for x in accepts if parameters[x].default is not empty}
         return cls(fn, accepts, frozenset(has_default) - {"tower"})
 
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return getattr(self.fn, "__name__", repr(self.fn))
-
     def refuse_unaccepted(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the signature does not have."""
         for name, value in given.items():

@@ -67,7 +67,8 @@ class ReplicatedModel:
         self._counters: dict[str, Any] = {}
 
     def __repr__(self) -> str:
-        return f"ReplicatedModel({self.model_fn.name}, {self.strategy!r})"
+        name = getattr(self.model_fn.fn, "__name__", self.model_fn.fn)
+        return f"ReplicatedModel({name}, {self.strategy!r})"
 
     def init(self, variables: PyTree) -> PyTree:
         """Copy the variables to the devices where the model's calls expect them.

@@ -9,7 +9,6 @@ import jax
 from towerjax.data.feed import as_reusable
 from towerjax.estimator.arguments import not_none
 from towerjax.estimator.data import Data, Epochs
-from towerjax.estimator.model_engine import MAKE_STATE
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.evaluate import outputs_on_host
@@ -17,7 +16,6 @@ from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state import TrainState
-from towerjax.step.state_checks import check_is_state
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.options import check_flag, check_methods, check_whole
 
@@ -98,7 +96,6 @@ def train_and_evaluate(
     https://doi.org/10.1145/3097983.3098171 (the idea of the call).
     """
     check_methods("model", model, "train_step", MAKE_MODEL)
-    check_is_state(variables, MAKE_STATE)
     hooks = check_hooks(hooks)
     eval_epochs = _eval_epochs(eval_data, options)
     train_epochs = _train_epochs(train_data, steps, epochs)
