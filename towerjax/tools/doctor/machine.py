@@ -6,7 +6,7 @@ import pathlib
 import platform
 import shutil
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -128,29 +128,28 @@ def advice_on(machine: Machine) -> tuple[Advice, ...]:
         on_devices = _on_cpu_devices(machine)
     else:
         on_devices = _on_accelerators(machine)
-    found = [Advice(*one) for one in (*on_devices, *_on_options(machine))]
+    found = (*on_devices, *_on_options(machine))
     return tuple(sorted(found, key=lambda advice: not advice.is_wrong))
 
 
-AdviceFields: TypeAlias = Iterator[tuple[bool, str, str]]
-
-
-def _on_no_devices(machine: Machine) -> AdviceFields:
+def _on_no_devices(machine: Machine) -> Iterator[Advice]:
     fix = "Install JAX for this machine's accelerator, pip install 'jax[cuda13]'."
     if platforms := machine.environment.get("JAX_PLATFORMS"):
         fix = f"Unset JAX_PLATFORMS, which is {platforms!r}. {fix}"
-    yield True, f"JAX has no devices: {machine.problem}", fix
+    yield Advice(True, f"JAX has no devices: {machine.problem}", fix)
 
 
-def _on_cpu_devices(machine: Machine) -> AdviceFields:
+def _on_cpu_devices(machine: Machine) -> Iterator[Advice]:
     if machine.nvidia:
         is_asked = "JAX_PLATFORMS" in machine.environment
         what = "The machine has an NVIDIA GPU, but JAX computes on the CPU."
         fix = "Unset JAX_PLATFORMS, if that is not meant."
-        yield not is_asked, what, fix if is_asked else "pip install 'jax[cuda13]'"
+        yield Advice(
+            not is_asked, what, fix if is_asked else "pip install 'jax[cuda13]'"
+        )
     if len(machine.devices) == 1:
         what = "There is one CPU device, so nothing travels between devices."
-        yield False, what, "To try several, set JAX_NUM_CPU_DEVICES=8."
+        yield Advice(False, what, "To try several, set JAX_NUM_CPU_DEVICES=8.")
     first = machine.devices[0].process
     count = sum(device.process == first for device in machine.devices)
     if count > machine.cpus:
@@ -159,30 +158,30 @@ def _on_cpu_devices(machine: Machine) -> AdviceFields:
         )
         what += " times say nothing about scaling."
         fix = "For speed take as many devices as there are processors, or fewer."
-        yield False, what, fix
+        yield Advice(False, what, fix)
 
 
-def _on_accelerators(machine: Machine) -> AdviceFields:
+def _on_accelerators(machine: Machine) -> Iterator[Advice]:
     kinds = sorted({device.kind for device in machine.devices})
     if len(kinds) > 1:
         what = f"The devices are of several kinds, {', '.join(kinds)}; the slowest sets"
         what += " the pace of all."
-        yield False, what, "Name those of one kind: tj.Mirrored(devices=...)."
+        yield Advice(False, what, "Name those of one kind: tj.Mirrored(devices=...).")
     shared, number = machine.shared_memory_bytes, len(machine.devices)
     has_gpus = number > 1 and machine.platform == "gpu"
     if has_gpus and shared is not None and shared < _LEAST_SHARED_BYTES:
         what = f"/dev/shm has {shared >> 20} MiB, too little for NCCL to send between"
         fix = "Start the container with --shm-size=8g, or --ipc=host."
-        yield True, f"{what} {number} GPUs.", fix
+        yield Advice(True, f"{what} {number} GPUs.", fix)
 
 
-def _on_options(machine: Machine) -> AdviceFields:
+def _on_options(machine: Machine) -> Iterator[Advice]:
     flags = machine.environment.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" in flags:
         what = "XLA_FLAGS says how many CPU devices there are, the old way."
         fix = "Set JAX_NUM_CPU_DEVICES in its place; JAX refuses both together."
-        yield False, what, fix
+        yield Advice(False, what, fix)
     for option, value, is_wrong, why, besides in _TRAPS:
         if bool(machine.options.get(option, not value)) is value:
             what = f"{option} is {'on' if value else 'off'}: {why}."
-            yield is_wrong, what, f"Unset {option.upper()}{besides}."
+            yield Advice(is_wrong, what, f"Unset {option.upper()}{besides}.")
