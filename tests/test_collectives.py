@@ -10,7 +10,7 @@ import pytest
 import towerjax as tj
 from towerjax.collectives.packing import Sums
 from towerjax.mesh.placement import Placement
-from towerjax.towers.executors import over_devices
+from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import Layout
 
 OPS = [
@@ -91,6 +91,18 @@ def test_finite_looks_at_the_first_leaves_alone(devices):
                 OPS, of_each_op(4, devices, 2)(values), strict=True
             ):
                 assert bool(finite) is expected, ops
+
+
+@pytest.mark.parametrize("ops", [tj.PinnedTree(), tj.collectives.Packed()])
+def test_a_buffer_may_hold_more_numbers_than_int32_counts(ops):
+    axes = tj.Mirrored(devices=("cpu:0", "cpu:1")).placement.axes
+    leaves = [jax.ShapeDtypeStruct((2, n), "f") for n in (3 << 30, 2)]
+
+    def fn(rows):
+        return ops.sum_over_towers(rows, axes).tree()
+
+    traced, _ = trace_one_tower(fn, axes, (Layout.PER_TOWER,), (leaves,))
+    assert [x.size for x in traced.out_avals] == [3 << 30, 2]
 
 
 def test_a_negative_threshold_is_refused():

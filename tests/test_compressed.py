@@ -12,6 +12,8 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.proof.equation import all_eqns
 
 BLOCK = 8
 SHAPES = {"small": (3,), "w": (5, 13), "v": (30,)}
@@ -343,3 +345,13 @@ def test_evaluations_are_exact():
     metrics = tj.evaluate(step, train.init(W), [batch])
     np.testing.assert_allclose(metrics["x"], batch["w"].sum(0) / 4, rtol=1e-5)
     assert jnp.shape(metrics["x"]) == (5, 13)
+
+
+def test_shares_of_more_numbers_than_int32_counts_are_found_by_their_row():
+    ops, numbers = compressed(block=1 << 20), jax.ShapeDtypeStruct((3 << 30,), "f")
+    fn = functools.partial(ops._sum_encoded, num_devices=4)
+    traced = jax.make_jaxpr(fn, axis_env=[(DEVICE_AXIS, 4)])([numbers])
+    eqns = all_eqns(traced.jaxpr)
+    sliced = [x for x in eqns if x.primitive.name.startswith("dynamic_")]
+    shapes = {x.invars[0].aval.shape for x in sliced}
+    assert (4, 3 << 28) in shapes and max(map(max, shapes)) < 1 << 31

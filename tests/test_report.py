@@ -19,7 +19,7 @@ from layouts import names as devices
 
 import towerjax as tj
 from towerjax.step.report.communication import collectives_of, ring_bytes
-from towerjax.step.report.hlo import Shape, parse
+from towerjax.step.report.hlo import Module, Shape, parse
 from towerjax.step.report.memory import alive_at_peak, memory_of
 from towerjax.step.report.step_report import time_calls
 from towerjax.types.tables import Table, as_html, as_text, in_flops
@@ -208,7 +208,11 @@ DONATED = {
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_why_a_buffer_could_not_be_donated():
+def test_why_a_buffer_could_not_be_donated(monkeypatch):
+    aliased, reads = Module.aliased.fget, []
+    counted = property(lambda module: reads.append(module) or aliased(module))
+    monkeypatch.setattr(Module, "aliased", counted)
+
     def f(carry, step):
         own, local = carry["params"], carry["local"]
         both = own["twice"] @ local["twin"]
@@ -227,6 +231,7 @@ def test_why_a_buffer_could_not_be_donated():
         "local['unread']": "the program does not read it",
     }
     assert "params['same']" in {b.name for b in memory.buffers if b.aliased}
+    assert len(reads) == 1  # the text, which grows with the leaves, once for all
 
 
 @pytest.mark.slow

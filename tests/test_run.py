@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ import towerjax as tj
 from towerjax.data.feed import batches
 from towerjax.loop import progress as shown
 from towerjax.loop.evaluate import evaluate
+from towerjax.loop.history import HistoryLog
 from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
 from towerjax.mesh.interrupt import InterruptGuard
@@ -1015,6 +1017,14 @@ def test_batches_of_one_call_are_padded_alike(seen):
 
 
 @pytest.mark.slow
+def test_a_history_holds_no_arrays_of_devices():
+    own = jnp.arange(3.0)
+    alive, log = weakref.ref(own), HistoryLog(0)
+    log.add({"own": np.asarray(own)[()]}, False, 4, 0.0)  # a view, on CPUs
+    del own
+    assert alive() is None
+
+
 def test_a_metric_whose_shape_changes_is_kept():
     def loss(params, batch, tower):
         mean = tj.Weighted.mean(params * batch, tower.weight)
@@ -1185,3 +1195,16 @@ def test_four_steps_side_by_side_share_one_count_of_calls_in_flight():
         states = [state for state, _ in done]
     for state in states:
         np.testing.assert_allclose(state.params, 1 - 0.8**75, rtol=1e-5)
+
+
+def test_a_call_that_has_run_keeps_none_of_its_results():
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
+    predict = tj.build_predict_step(lambda w, b, tower: w * b, strategy)
+    for i in range(20):
+        out = predict(jnp.float32(2), np.ones(2, np.float32))
+        alive = weakref.ref(out)
+        if i < 18:
+            jax.jit(lambda x: x + 1, donate_argnums=0)(out)  # then it cannot be asked
+    del out
+    jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))
+    assert alive() is None

@@ -1511,8 +1511,8 @@ BESIDES = (
         "A02",
         "what the code of a device's share loses is never sent",
         "collectives.compressed:Compressed._sum_encoded",
-        "start, size) + share_lost",
-        "start, size)",
+        "keepdims=False) + share_lost",
+        "keepdims=False)",
         f"{_CODES}[4-4-vmap-4-1-True]",
     ),
     _m(

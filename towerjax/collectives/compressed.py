@@ -116,11 +116,11 @@ class Blocks:
             for start, shape in zip(starts[:-1].tolist(), self.shapes, strict=True)
         ]
 
-    def norms_squared(self, x: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """Squared norms of leaves, ``[leaves]`` float32; ``x`` begins at ``start``."""
+    def norms_squared(self, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
+        """Squared norms of leaves, ``[leaves]`` float32, from block ``first`` on."""
         each = (x.reshape(-1, self.block) ** 2).sum(axis=1).astype(jnp.float32)
         leaf, count = jnp.asarray(self.leaf_of_block), len(self.shapes)
-        leaf = lax.dynamic_slice_in_dim(leaf, start // self.block, len(each))
+        leaf = lax.dynamic_slice_in_dim(leaf, first, len(each))
         return jax.ops.segment_sum(each, leaf, num_segments=count + 1)[:count]
 
 
@@ -258,16 +258,18 @@ class Compressed:
         shapes = tuple(x.shape for x in leaves)
         blocks = Blocks(shapes, self.block, self.block * num_devices)
         code, size = Code(self.bits, self.block), blocks.total // num_devices
-        x = blocks.concatenate(leaves)
-        sent = code.encode(x.reshape(num_devices, size))
-        lost = x - code.decode(sent, size, x.dtype).reshape(-1)
+        # Shares are rows, since a number's place in all of them may need 64 bits.
+        x = blocks.concatenate(leaves).reshape(num_devices, size)
+        sent = code.encode(x)
+        lost = x - code.decode(sent, size, x.dtype)
         # Row d is device d's contribution to this device's share.
         got = lax.all_to_all(sent, DEVICE_AXIS, split_axis=0, concat_axis=0, tiled=True)
         share = add_pairwise(code.decode(got, size, x.dtype))
         sent = code.encode(share)
         share_lost = share - code.decode(sent, size, x.dtype)
-        start = lax.axis_index(DEVICE_AXIS) * size
-        squares = blocks.norms_squared(lost), blocks.norms_squared(share_lost, start)
+        row = lax.axis_index(DEVICE_AXIS)
+        first = row * (size // self.block)
+        squares = blocks.norms_squared(lost), blocks.norms_squared(share_lost, first)
         gathered = lax.all_gather(
             jnp.concatenate([sent, as_bytes(jnp.concatenate(squares))]), DEVICE_AXIS
         )
@@ -275,9 +277,9 @@ class Compressed:
         squares = from_bytes(gathered[:, len(sent) :]).reshape(num_devices, 2, -1)
         error = _largest_error(squares, blocks.norms_squared(total))
         # This device sends the error of its share's sums with its next gradient.
-        own = lax.dynamic_slice_in_dim(lost, start, size) + share_lost
-        lost = lax.dynamic_update_slice_in_dim(lost, own, start, 0)
-        return blocks.split(total), blocks.split(lost), error
+        own = lax.dynamic_index_in_dim(lost, row, keepdims=False) + share_lost
+        lost = lax.dynamic_update_index_in_dim(lost, own, row, 0)
+        return blocks.split(total), blocks.split(lost.reshape(-1)), error
 
 
 def _differentiate_exactly(coded_sum: Callable[..., Any]) -> Callable[..., Any]:

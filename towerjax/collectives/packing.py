@@ -99,11 +99,14 @@ class Packing:
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
         """The leaves of buffers without leading dims."""
-        starts: Sequence[jax.Array | int] = [slot.start for slot in self.slots]
+        constants = [slot.start for slot in self.slots]
+        starts: Sequence[jax.Array | int] = constants
         witness = next((buffer for buffer in buffers if buffer.size), None)
         has_shared_buffer = self.num_buffers < len(self.slots)
-        if platform == "cpu" and has_shared_buffer and witness is not None:
-            starts = _hide_from_folding([slot.start for slot in self.slots], witness)
+        # Those hidden are int32, which does not count the numbers of a large model.
+        hides = platform == "cpu" and has_shared_buffer and max(constants) < 1 << 31
+        if hides and witness is not None:
+            starts = _hide_from_folding(constants, witness)
         return [
             self._slice_leaf(buffers[slot.buffer], slot, start)
             for slot, start in zip(self.slots, starts, strict=True)

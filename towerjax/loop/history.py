@@ -155,7 +155,8 @@ class HistoryLog:
                 " every kind of batch; one without a value can have weight 0."
             )
         for name, value in metrics.items():
-            self._columns[name].append(value)
+            # A copy, since on CPUs an array is a view that keeps a JAX array alive.
+            self._columns[name].append(value.copy())
         self.number += 1
         self.examples += examples
         self._waits_s.append(wait_s)

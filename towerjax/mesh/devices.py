@@ -1,13 +1,14 @@
 """Translate device names to JAX devices, and bound the calls in flight on them."""
 
-import collections
 import functools
+import itertools
 import re
 from typing import Any, TypeAlias
 
 import jax
 
 from towerjax.types import PyTree
+from towerjax.types.leaves import is_key
 
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""
@@ -143,20 +144,29 @@ class InFlight:
     """
 
     def __init__(self, *, bounded: bool) -> None:
-        self._results: collections.deque[jax.Array] | None = (
-            collections.deque() if bounded else None
-        )
+        self._bounded = bounded
+        self._running: list[jax.Array] = []
 
     def add(self, *results: PyTree) -> None:
         """Keep the first array of a call's results; wait for the one 16 calls ago."""
-        if self._results is None:
+        if not self._bounded:
             return
         for result in results:
-            if leaves := jax.tree.leaves(result):
-                self._results.append(leaves[0])
+            # A key cannot be asked whether it is ready.
+            if leaves := [x for x in jax.tree.leaves(result) if not is_key(x)]:
+                self._running.append(leaves[0])
                 break
-        if len(self._results) > 16:
-            self._results.popleft().block_until_ready()
+        if len(self._running) > 16:
+            while self._running[0].is_deleted():  # the caller has donated it
+                self._running.pop(0)
+            self._running[0].block_until_ready()
+        # What has run is let go: predictions may be large.
+        has_run = itertools.takewhile(_has_run, self._running)
+        del self._running[: len([*has_run])]
+
+
+def _has_run(result: Any) -> bool:
+    return not result.is_deleted() and result.is_ready()
 
 
 @functools.cache

@@ -96,6 +96,7 @@ def memory_of(
     leaves = _argument_leaves(compiled, roots)
     results = collections.Counter(module.results)
     pairs = _match_parameters(leaves, module.parameters)
+    taken_over = module.aliased
     donated = collections.Counter(
         p.shapes[0] for leaf, p in pairs if p is not None and leaf.donated
     )
@@ -104,7 +105,7 @@ def memory_of(
         shape, size, aliased, why_not = Shape(leaf.dtype, leaf.shape), 0, False, ""
         if parameter is not None:
             shape = parameter.shapes[0]
-            size, aliased = shape.bytes, int(parameter.operands[0]) in module.aliased
+            size, aliased = shape.bytes, int(parameter.operands[0]) in taken_over
         if leaf.donated and parameter is None:
             why_not = "the program does not read it"
         elif leaf.donated and not aliased:
