@@ -48,11 +48,8 @@ def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
         x = jnp.asarray(x)
         if reduction is Reduction.ONLY_FIRST_TOWER:
             return x[0]
-        dtype = reduced_dtype(reduction, x.dtype)
-        total = add_pairwise(x.astype(sum_dtype(dtype)))
-        if reduction is Reduction.MEAN:
-            total = total / x.shape[0]
-        return total.astype(dtype)
+        total = add_pairwise(as_addend(reduction, x))
+        return from_total(reduction, total, x.shape[0], x.dtype)
 
     return jax.tree.map(one, stacked)
 
@@ -65,17 +62,14 @@ def reduce_over_towers(
 
     def one(x: jax.Array) -> jax.Array:
         x = drop_weak_type(x)
-        dtype = reduced_dtype(reduction, x.dtype)
         if not x.size:  # the same on all towers without a collective
-            return jnp.zeros(x.shape, dtype)
+            return jnp.zeros(x.shape, reduced_dtype(reduction, x.dtype))
         if reduction is Reduction.ONLY_FIRST_TOWER:
             return take_first(x, tower_id, axes.names) if axes.names else x
         # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
-        x = x.astype(sum_dtype(dtype))
-        total = lax.psum(x, axes.names) if axes.names else x
-        if reduction is Reduction.MEAN:
-            total = total / axes.num_towers
-        return total.astype(dtype)
+        total = as_addend(reduction, x)
+        total = lax.psum(total, axes.names) if axes.names else total
+        return from_total(reduction, total, axes.num_towers, x.dtype)
 
     return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
 
@@ -132,6 +126,20 @@ def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
+def as_addend(reduction: Reduction, x: jax.Array) -> jax.Array:
+    """A value in the dtype in which its SUM or MEAN is added."""
+    return x.astype(sum_dtype(reduced_dtype(reduction, x.dtype)))
+
+
+def from_total(
+    reduction: Reduction, total: jax.Array, count: int, dtype: Any
+) -> jax.Array:
+    """The SUM or MEAN of ``count`` values of a dtype, from their sum."""
+    if reduction is Reduction.MEAN:
+        total = total / count
+    return total.astype(reduced_dtype(reduction, dtype))
+
+
 def sum_dtype(dtype: Any) -> Any:
     """The dtype to add in: float32 for 16-bit floats, int32 for booleans."""
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -148,18 +156,13 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
     return rows[0]
 
 
-def check_axis(axis: Any) -> None:
-    """Raise unless ``axis`` is one whole number."""
+def check_dim(value: PyTree, axis: Any) -> None:
+    """Raise unless ``axis`` is one whole number, and a dim of every leaf."""
     if not is_whole(axis):
         raise ValueError(
             f"axis={axis!r} must be an int, one dim of a tower's value. For several"
             " dims, call once and then use jnp on the result."
         )
-
-
-def check_dim(value: PyTree, axis: int) -> None:
-    """Raise unless every leaf has the dim ``axis``."""
-    check_axis(axis)
     for name, x in named_leaves("value", value):
         if not -jnp.ndim(x) <= axis < jnp.ndim(x):
             raise ValueError(

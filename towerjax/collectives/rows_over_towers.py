@@ -10,9 +10,9 @@ import numpy as np
 from towerjax.collectives.reduce import (
     check_dim,
     check_reduction,
+    from_total,
     gather_over_towers,
     reduce_over_towers,
-    reduced_dtype,
 )
 from towerjax.collectives.sparse_rows import (
     IndexedRows,
@@ -130,10 +130,8 @@ def reduce_stacked_rows(
 
 
 def _take_mean(reduction: Reduction, rows: IndexedRows, num_towers: int) -> IndexedRows:
-    values, dtype = rows.values, reduced_dtype(reduction, rows.values.dtype)
-    if reduction is Reduction.MEAN:
-        values = values / num_towers
-    return dataclasses.replace(rows, values=values.astype(dtype))
+    values = from_total(reduction, rows.values, num_towers, rows.values.dtype)
+    return dataclasses.replace(rows, values=values)
 
 
 def reduce_tree_over_towers(

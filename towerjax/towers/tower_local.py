@@ -1,6 +1,7 @@
 """Stack, check and read tower-local variables: one copy a tower."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +12,10 @@ from jax.core import Tracer
 from towerjax.collectives import CrossTowerOps
 from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
+    as_addend,
     check_addable,
+    from_total,
     reduce_stacked,
-    reduced_dtype,
-    sum_dtype,
     take_first,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
@@ -151,18 +152,13 @@ def read_local_over_towers(
         return like_key(first, x)
 
     def addend(variable: TowerLocal) -> PyTree:
-        def one(x: jax.Array) -> jax.Array:
-            return x.astype(sum_dtype(reduced_dtype(variable.reduction, x.dtype)))
-
         if variable.reduction in (Reduction.NONE, Reduction.ONLY_FIRST_TOWER):
             return None
-        return jax.tree.map(one, variable.value)
+        return jax.tree.map(partial(as_addend, variable.reduction), variable.value)
 
     def finish(variable: TowerLocal, total: PyTree) -> PyTree:
         def one(total: jax.Array, x: jax.Array) -> jax.Array:
-            if variable.reduction is Reduction.MEAN:
-                total = total / axes.num_towers
-            return total.astype(reduced_dtype(variable.reduction, x.dtype))
+            return from_total(variable.reduction, total, axes.num_towers, x.dtype)
 
         if variable.reduction is Reduction.NONE:
             return None

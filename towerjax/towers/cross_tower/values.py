@@ -11,13 +11,12 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.collectives.reduce import (
+    as_addend,
     check_addable,
-    check_axis,
     check_dim,
     check_reduction,
+    from_total,
     reduce_stacked,
-    reduced_dtype,
-    sum_dtype,
 )
 from towerjax.collectives.rows_over_towers import (
     check_joins,
@@ -132,8 +131,6 @@ def reduce_values(
     """Reduce all towers' values to one; see `CrossTowerMethods.reduce`."""
     check_reduction(reduction)
     value = as_native("value", unpad_batches(value))
-    if axis is not None:
-        check_axis(axis)
     if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
         raise ValueError(
             f"axis={axis} adds up elements or takes their mean, which"
@@ -277,16 +274,13 @@ def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> A
     check_dim(rows, axis)
     # Joined before they are added, so that bfloat16 is rounded once.
     joined = _concatenate(rows, axis, "reduce with")
-    dtype = reduced_dtype(reduction, joined.dtype)
-    total = joined.astype(sum_dtype(dtype)).sum(axis=axis)
-    if reduction is Reduction.MEAN:
-        total = total / max(joined.shape[axis], 1)  # no elements: 0, never NaN
-    return total.astype(dtype)
+    total = as_addend(reduction, joined).sum(axis=axis)
+    count = max(joined.shape[axis], 1)  # no elements: 0, never NaN
+    return from_total(reduction, total, count, joined.dtype)
 
 
 def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
     """All towers' values joined along a dim; sizes may differ along it alone."""
-    check_axis(axis)
     value = _group_fields(IndexedRows, as_native("value", value), strategy.num_towers)
     if not is_per_tower(value):
         if any_per_tower(value):
