@@ -132,7 +132,6 @@ class _Elements:
 
     towers: int
     options: InputOptions
-    may_be_empty: bool
 
     def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
@@ -238,9 +237,12 @@ class DistributedDataset:
         here = jax.process_index() if processes > 1 else 0
         self._context = InputContext(here, processes, placement.num_towers)
         towers = placement.num_towers // (processes if self._own_part else 1)
-        kind = _WholeBatches if options.split == "batch" else _Elements
         self._asks_peers = self._own_part and processes > 1
-        self._rounds = kind(towers, options, may_be_empty=self._asks_peers)
+        self._rounds = (
+            _WholeBatches(towers, options, may_be_empty=self._asks_peers)
+            if options.split == "batch"
+            else _Elements(towers, options)
+        )
         remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
         name = np.frombuffer(uuid.uuid4().bytes, np.uint8)

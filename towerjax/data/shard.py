@@ -20,7 +20,9 @@ from towerjax.types.leaves import (
     listed,
     map_parts,
     overflow_of,
+    parts_of,
     problem_of,
+    put_parts,
     refuse_unheld,
     shown,
 )
@@ -72,19 +74,13 @@ def fingerprint_of(batch: PyTree) -> str:
 
 def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
     """The batch without the values of its `Shared` leaves, and these values."""
-    held: list[PyTree] = []
-
-    def put_aside(x: Shared) -> Shared:
-        held.append(x.value)
-        return Shared(None)
-
-    return map_parts(Shared, put_aside, batch), held
+    held = [x.value for x in parts_of(Shared, batch)]
+    return map_parts(Shared, lambda _: Shared(None), batch), held
 
 
 def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
     """The inverse of `without_shared`, except that ``held`` goes in as it is."""
-    left = iter(held)
-    return map_parts(Shared, lambda x: next(left), rows)
+    return put_parts(Shared, rows, held)
 
 
 def count_examples(batch: PyTree) -> int:

@@ -20,7 +20,14 @@ from towerjax.mesh.devices import Device, find_device, platform_devices
 from towerjax.mesh.private_jax import put
 from towerjax.mesh.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import held_dtype, is_key, key_data, like_key, refuse_unheld
+from towerjax.types.leaves import (
+    has_tracers,
+    held_dtype,
+    is_key,
+    key_data,
+    like_key,
+    refuse_unheld,
+)
 
 # Names that no user writes by chance: a psum over the device axis alone would leave out
 # the towers of the same device. Users have the tower axis, over all towers.
@@ -227,14 +234,11 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     """
     placement.require_present()
     refuse_unheld("value", tree)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(tree)):
+    if has_tracers(tree):
         return jax.tree.map(jnp.asarray, tree)
-    if placement.num_processes == 1:
-        copied = jax.tree.map(_copy_leaf, tree)
-        return jax.device_put(copied, placement.shardings(layouts, copied))
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
-    if on_host:
+    if on_host and placement.num_processes > 1:
         own = [_copy_leaf(key_data(leaves[i])) for i in on_host]
         kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
         advice = "Run the same program on every process."

@@ -1,6 +1,7 @@
 """Stack, check and read tower-local variables: one copy a tower."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,12 +50,12 @@ def refuse_own_copy(variable: Variable) -> None:
         )
 
 
-def layouts_of(variables: PyTree) -> PyTree:
-    """The layout of each variable."""
+def layouts_of(tree: PyTree, is_own: Callable[[Any], bool] = is_local) -> PyTree:
+    """The layout of each part: PER_TOWER for those that ``is_own`` finds."""
     return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_local(x) else Layout.MIRRORED,
-        variables,
-        is_leaf=is_local,
+        lambda x: Layout.PER_TOWER if is_own(x) else Layout.MIRRORED,
+        tree,
+        is_leaf=is_own,
     )
 
 

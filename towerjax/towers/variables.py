@@ -178,9 +178,6 @@ def assign_in_tower(
     """Assign to a variable in a tower: the new variable."""
     check_variable(variable, "tower.assign")
     if isinstance(variable, MirroredVar):
-        _check_reducible(variable)
-    new = fit(variable, plain(value))
-    if isinstance(variable, MirroredVar):
         if variable.reduction is Reduction.NONE:
             raise ValueError(
                 f"{label(variable)} has Reduction.NONE: you must specify an aggregation"
@@ -189,6 +186,9 @@ def assign_in_tower(
                 " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
                 " x)."
             )
+        _check_reducible(variable)
+    new = fit(variable, plain(value))
+    if isinstance(variable, MirroredVar):
         _refuse_sum_of_constants(tower, variable, plain(value))
         if variable.reduction is Reduction.SUM:
             mark = functools.partial(checkpoint_name, name=SUMMED_FOR_A_VARIABLE)
@@ -216,8 +216,6 @@ def next_value(
 
 def _check_reducible(variable: MirroredVar) -> None:
     """Raise where the reduction gives a dtype that the variable cannot hold."""
-    if variable.reduction is Reduction.NONE:
-        return
     for name, x in named_leaves("value", variable.value):
         dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jax.dtypes.extended):

@@ -20,6 +20,7 @@ from towerjax.towers.cross_tower.methods import CrossTowerMethods
 from towerjax.towers.executors import TracedCall, closed_over_kinds, is_inside_tower
 from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
+from towerjax.towers.tower_local import layouts_of
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import (
@@ -189,18 +190,9 @@ def _run_steps(
         0, count, lambda i, done: one(i, done[0]), (carry, empty)
     )
     # Placed as before, so that the next call needs no other program.
-    shardings = jax.tree.map(steps.strategy.placement.sharding, _layouts(carry))
+    layouts = layouts_of(carry, is_per_tower)
+    shardings = steps.strategy.placement.shardings(layouts, carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
-
-
-def _layouts(tree: PyTree) -> PyTree:
-    """The layout of each array: PER_TOWER for values that each tower has."""
-
-    def layout(node: Any) -> PyTree:
-        one = Layout.PER_TOWER if is_per_tower(node) else Layout.MIRRORED
-        return jax.tree.map(lambda _: one, node)
-
-    return jax.tree.map(layout, tree, is_leaf=is_per_tower)
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
@@ -218,7 +210,8 @@ def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
         there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
         return x if there else place(x, placement, layout)
 
-    return jax.tree.map(one, _layouts(tree), tree)
+    layouts = jax.tree.broadcast(layouts_of(tree, is_per_tower), tree)
+    return jax.tree.map(one, layouts, tree)
 
 
 def _fit_carry(before: PyTree, after: PyTree) -> PyTree:
