@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuild
-from towerjax.data.shard import refuse_wrapping
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import listed, refuse_unheld
 
@@ -113,15 +112,12 @@ class SparseRows:
         named = named_leaves("batch", batch, is_sparse)
         _refuse_formats([named[i] for i in sparse])
         refuse_unheld("batch", batch)
-        values = list(leaves)
         for i, leaf in sparse.items():
             if getattr(leaf, "n_batch", 0):
-                values[i] = leaves[i] = _row_by_row(leaf)
+                leaves[i] = _row_by_row(leaf)
             else:
                 sparse[i] = Entries.from_leaf(named[i][0], leaf)
-                values[i] = sparse[i].values
                 leaves[i] = np.zeros(sparse[i].shape[0], np.bool_)
-        refuse_wrapping(jax.tree.unflatten(treedef, values))
         return cls(treedef, sparse), jax.tree.unflatten(treedef, leaves)
 
     def needed(self, size: int) -> Capacity:

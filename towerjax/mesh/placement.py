@@ -313,13 +313,13 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
     sharding = placement.sharding(layout)
+    return jax.tree.map(lambda x: _place_rows_of(x, sharding), tree)
 
-    def one(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return put(_copy_aligned(x), sharding)
-        return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
 
-    return jax.tree.map(one, tree)
+def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
+    if not isinstance(x, jax.Array):
+        return put(_copy_aligned(x), sharding)
+    return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
@@ -328,13 +328,11 @@ def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
     A program of one device places a NumPy argument in a tenth of the time of `put`; a
     program of several devices takes longer than `put`.
     """
-    if not isinstance(x, jax.Array):
-        if sharding.num_devices == 1:
-            return _copy_aligned
-        return lambda x: put(_copy_aligned(x), sharding)
-    if has_sharding(x, sharding):
+    if not isinstance(x, jax.Array) and sharding.num_devices == 1:
+        return _copy_aligned
+    if has_sharding(x, sharding):  # so have those like it: it need not be asked again
         return lambda x: x
-    return functools.partial(jax.device_put, device=sharding)
+    return functools.partial(_place_rows_of, sharding=sharding)
 
 
 def _copy_aligned(x: Any) -> Any:

@@ -296,7 +296,7 @@ class Pass:
                 _refuse_inside(trace)
                 noted.append(Sum(weights))
 
-            tower = dataclasses.replace(tower, _note=note)
+            tower = dataclasses.replace(tower, note_weights=note)
         with in_tower_fn():
             out = self.tower_fn(state, rows, tower, *merged)
         if self.weights != "summed":

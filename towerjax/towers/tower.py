@@ -56,8 +56,9 @@ class Tower:
     _num_valid: jax.Array | None
     _first_row: Any
     _rows: int = dataclasses.field(metadata=_STATIC)
-    # For sums of means: _note takes a tower's denominators, _known holds all towers'.
-    _note: Any = dataclasses.field(default=None, metadata=_STATIC)
+    # For sums of means: where a pass adds up their denominators, what takes a tower's;
+    # in the next pass all towers' denominators.
+    note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
     _known: Any = dataclasses.field(default=None, metadata=_STATIC)
     _parts: int = dataclasses.field(default=1, metadata=_STATIC)
 
@@ -214,11 +215,6 @@ class Tower:
         with jax.named_scope(GATHERED):
             rows = gather_over_towers(value, self._all_axes)
         return jax.tree.map(one, rows, is_leaf=is_rows)
-
-    @property
-    def note_weights(self) -> Callable[[list[Any]], None] | None:
-        """Takes the denominators of means, in a pass that adds them up; else None."""
-        return self._note
 
     def weights_of_all(self) -> tuple[list[Any], int]:
         """The next denominators of a sum of means, over all towers and micro-batches.

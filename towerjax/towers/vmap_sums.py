@@ -136,7 +136,7 @@ class SumPlan:
             elif eqn and self._is_own(value) and self._adds_inside(eqn, value):
                 sums = self.opened.setdefault(id(eqn), (eqn, set()))[1]
                 sums.add(eqn.outvars.index(value))
-                parts.append(partial(_presummed_part, self._take(value, is_sum=True)))
+                parts.append(operator.itemgetter(self._take(value, is_sum=True)))
             else:
                 rest.append(value)
         return [*parts, self._rows(rest)] if parts and rest else parts
@@ -192,10 +192,6 @@ def _fused_part(
 
 def _linear_part(eqn: JaxprEqn, part: Part, given: Operands) -> jax.Array:
     return apply_linear(eqn, part(given))
-
-
-def _presummed_part(taken: int, given: Operands) -> jax.Array:
-    return given[taken]
 
 
 def _added_part(rows: Sequence[int], given: Operands) -> jax.Array:

@@ -351,8 +351,7 @@ def _startup_timeout(who: str, others: str, options: _Options) -> Iterator[None]
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"towerjax: {text}\n")
-    sys.stderr.flush()
+    print(f"towerjax: {text}", file=sys.stderr, flush=True)
 
 
 def _restore_excepthook() -> None:

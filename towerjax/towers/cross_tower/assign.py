@@ -272,7 +272,7 @@ def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
 
     def one(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
-            return jnp.broadcast_to(x / num_towers, (num_towers, *x.shape))
+            return replicate(x / num_towers, num_towers)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(
                 f"{label(variable)} is {x.dtype} with Reduction.SUM: its value has no"
