@@ -151,11 +151,11 @@ class InFlight:
         """Keep the first array of a call's results; wait for the one 16 calls ago."""
         if not self._bounded:
             return
-        for result in results:
-            # A key cannot be asked whether it is ready.
-            if leaves := [x for x in jax.tree.leaves(result) if not is_key(x)]:
-                self._running.append(leaves[0])
-                break
+        leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
+        # A key cannot be asked whether it is ready.
+        first = next((x for x in leaves if not is_key(x)), None)
+        if first is not None:
+            self._running.append(first)
         if len(self._running) > 16:
             while self._running[0].is_deleted():  # the caller has donated it
                 self._running.pop(0)
