@@ -128,12 +128,10 @@ class PlacedBatch:
     def per_tower(self) -> PerTower:
         """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
         self.check(self.placement)
-        num_towers = self.counts.shape[-1]
-
-        def split(x: jax.Array) -> jax.Array:
-            return x if self.bare else split_rows(x, num_towers)
-
-        return jax.tree.map(lambda x: PerTower(split(x)), self.arrays)
+        rows = self.arrays
+        if not self.bare:
+            rows = split_rows(rows, self.placement.num_towers)
+        return jax.tree.map(PerTower, rows)
 
     def unpadded(self) -> PerTower:
         """`per_tower`; raise where there is padding, which it could not mark."""

@@ -85,8 +85,8 @@ class Placement:
 
     devices: tuple[str, ...]  # canonical names, ("cpu:0", "cpu:1"); tower order
     num_towers: int  # T, a multiple of len(devices)
-    local: str  # "vmap" or "scan"
-    executor: str  # "shard_map" or "pmap"
+    local: str = "vmap"  # or "scan"
+    executor: str = "shard_map"  # or "pmap"
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
 

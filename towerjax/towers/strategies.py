@@ -189,14 +189,8 @@ class OneDevice(StrategyMethods):
         """Where the tower is, by name."""
         absent = self.device if isinstance(self.device, Absent) else None
         name = self.device or canonical_device_name(jax.local_devices()[0])
-        return Placement(
-            absent.names if absent else (str(name),),
-            1,
-            local="vmap",
-            executor="shard_map",
-            axis_name=self.axis_name,
-            absent=absent,
-        )
+        names = absent.names if absent else (str(name),)
+        return Placement(names, 1, axis_name=self.axis_name, absent=absent)
 
 
 Strategy = Mirrored | OneDevice

@@ -87,7 +87,7 @@ def _median_time(call: Callable[[], Any]) -> tuple[float, Any]:
 def check_op(op: CrossTowerOps, devices: tuple[str, ...], num_bytes: int) -> Probe:
     """Test one op on all devices: compare its sums with NumPy's, bit for bit."""
     towers = max(2, len(devices))
-    placement = Placement(devices, towers, local="vmap", executor="shard_map")
+    placement = Placement(devices, towers)
     rows = tower_rows(towers, max(num_bytes // 4, towers))
 
     def device_fn(rows: jax.Array) -> jax.Array:

@@ -30,10 +30,7 @@ def copy_to(value: PyTree, destinations: Any) -> PyTree:
             " there lies on every device already. Leave destinations out."
         )
     names = _names_of(destinations)
-    for name in names:
-        find_device(name)
-    there = Placement(names, len(names), local="vmap", executor="shard_map")
-    return place(value, there, Layout.MIRRORED)
+    return place(value, Placement(names, len(names)), Layout.MIRRORED)
 
 
 def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
