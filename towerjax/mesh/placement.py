@@ -21,9 +21,9 @@ from towerjax.mesh.private_jax import put
 from towerjax.mesh.processes import from_first_process, require_same
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import (
-    has_tracers,
     held_dtype,
     is_key,
+    is_traced,
     key_data,
     like_key,
     refuse_unheld,
@@ -232,10 +232,10 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     donated state would then delete or overwrite the caller's array. All processes
     call this; process 0's values are taken. In a trace nothing is placed.
     """
-    placement.require_present()
     refuse_unheld("value", tree)
-    if has_tracers(tree):
+    if is_traced(tree):
         return jax.tree.map(jnp.asarray, tree)
+    placement.require_present()
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
     if on_host and placement.num_processes > 1:

@@ -235,7 +235,7 @@ class _Job:
     def run(self) -> End:
         """Forward output and watch until all have ended; return how they ended."""
         while self._running:
-            self._forward(_POLL_S)
+            self._forward()
             self._forward_signals()
             self._look_for_hangs()
             self._end_to_regrow()
@@ -249,19 +249,19 @@ class _Job:
         # No process writes any more, except one that left the group.
         until = time.monotonic() + 1
         while self._pipes and time.monotonic() < until:
-            self._forward(_POLL_S)
+            self._forward()
         return self._end
 
     def _send(self, number: int) -> None:
         self._sent.add(number)
         _send(self._group, number)
 
-    def _forward(self, timeout_s: float) -> None:
+    def _forward(self) -> None:
         self._pipes = [pipe for pipe in self._pipes if not pipe.source.closed]
         with selectors.PollSelector() as selector:  # select() fails for fds >= 1024
             for pipe in self._pipes:
                 selector.register(pipe.source, selectors.EVENT_READ, pipe)
-            for ready, _ in selector.select(timeout_s):
+            for ready, _ in selector.select(_POLL_S):
                 ready.data.forward()
 
     def _forward_signals(self) -> None:

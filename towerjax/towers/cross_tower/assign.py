@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import place
 from towerjax.towers.cross_tower.destinations import of_first_process
 from towerjax.towers.cross_tower.values import unwrap
 from towerjax.towers.executors import is_in_tower_fn
@@ -101,9 +101,9 @@ class VariableMethods(StrategyFields):
             return TowerLocal(value, reduction, name)
         if tower_local:
             rows = replicate(value, self.placement.num_towers)
-            rows = place_concrete(rows, self.placement, Layout.PER_TOWER)
+            rows = place(rows, self.placement, Layout.PER_TOWER)
             return TowerLocal(rows, reduction, name)
-        value = place_concrete(value, self.placement, Layout.MIRRORED)
+        value = place(value, self.placement, Layout.MIRRORED)
         return MirroredVar(value, reduction, name)
 
     def assign(self, variable: Variable, value: PyTree) -> Any:
@@ -253,11 +253,6 @@ class VariableMethods(StrategyFields):
         for x in parts_of(TowerLocal, value):
             check_towers(x, self.placement.num_towers)
         return read_variables(value)
-
-
-def place_concrete(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Copy the tree to the strategy's devices, unless it is traced."""
-    return tree if is_traced(tree) else place(tree, placement, layout)
 
 
 def replicate(value: PyTree, num_towers: int) -> PyTree:

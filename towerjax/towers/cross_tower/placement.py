@@ -10,10 +10,9 @@ import numpy as np
 
 from towerjax.collectives.reduce import check_addable, reduced_dtype
 from towerjax.mesh.devices import canonical_device_name, host_device
-from towerjax.mesh.placement import Placement
+from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.assign import (
     cast_exactly,
-    place_concrete,
     refuse_per_tower,
     split_sum,
 )
@@ -313,7 +312,7 @@ def _restore_node(
             problems.append(f"{leaf_name(where, path)} {error}")
         else:
             numbers = isinstance(leaf, jax.Array)
-            leaves.append(place_concrete(leaf, placement, layout) if numbers else leaf)
+            leaves.append(place(leaf, placement, layout) if numbers else leaf)
     if problems:
         return None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
