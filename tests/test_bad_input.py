@@ -961,6 +961,39 @@ def test_of_many_leaves_an_error_names_the_first():
         build().place_batch({"x": SimpleNamespace(x=np.ones((100, 3)))})
 
 
+def test_an_error_is_short_however_many_leaves_there_are():
+    many = {f"w{i:03}": np.ones(3, np.float32) for i in range(200)}
+    step, strategy = build(), tj.Mirrored(TWO)
+    state, own = step.shapes(many), tj.PerTower(many)
+
+    def differs(state, batch, tower):
+        return {x: state.params[x] * batch["x"].sum() for x in state.params}
+
+    own_step = tj.build_step(differs, lambda state, merged: (state, {}), strategy)
+    for call, text in [
+        (lambda: tj.run(state, step, [good()]), "Pass tj.build_train_step"),
+        (lambda: tj.evaluate(state, step, [good()]), "Pass tj.build_eval_step"),
+        (lambda: build(micro_batches=many), "must be a whole number"),
+        (lambda: build(check=many), r"must be a tj\.Check"),
+        (lambda: tj.Mirrored(cross_tower_ops=many), "is not a cross-tower op"),
+        (lambda: strategy.select_tower(0, own), "as the tower, expected its number"),
+        (lambda: strategy.reduce(own, tj.Reduction.SUM), "write tj.Reduction.SUM"),
+        (lambda: strategy.broadcast(1.0, many), "names no devices"),
+        (
+            lambda: step.init(start(), local=many),
+            r"w007'\], and 192 more: a tower-local",
+        ),
+        (lambda: own_step.check(state, good()), "and 192 more"),
+        (
+            lambda: step.place_batch({**many, **good()}),
+            r"w000'\]: 3, batch\['x'\]: 4 *",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=text) as found:
+            call()
+        assert len(str(found.value)) < 2000
+
+
 def test_text_in_a_batch_is_refused_by_name(compiled):
     step = build()
     state = step.init(start())

@@ -17,7 +17,7 @@ def check_reduction(reduction: Any) -> None:
     """Raise unless it is a member of ``Reduction`` that gives one value."""
     if not isinstance(reduction, Reduction):
         raise ValueError(
-            f"reduction is {reduction!r}; write tj.Reduction.SUM, MEAN or"
+            f"reduction is {reduction!r:.200}; write tj.Reduction.SUM, MEAN or"
             " ONLY_FIRST_TOWER."
         )
     if reduction is Reduction.NONE:

@@ -15,6 +15,7 @@ from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.types import PyTree, Shared, named_leaves
 from towerjax.types.leaves import (
     changes,
+    few,
     held_dtype,
     key_data,
     listed,
@@ -110,15 +111,15 @@ def count_examples(batch: PyTree) -> int:
             + " A state comes first: step(state, batch)."
             * hasattr(batch, "opt_state")
         )
-    sizes = {leaf.shape[0] for _, leaf in leaves}
-    if len(sizes) > 1:
-        found = ", ".join(f"{name}: {leaf.shape[0]}" for name, leaf in leaves)
+    of_size = {leaf.shape[0]: name for name, leaf in reversed(leaves)}
+    if len(of_size) > 1:
+        found = ", ".join(few(f"{of_size[n]}: {n}" for n in reversed(of_size)))
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but"
             f" got {found}. Split or pad them alike before the step, padding with a"
             " weight of 0; what every tower needs whole is tj.Shared(...)."
         )
-    size = sizes.pop()
+    [size] = of_size
     if size == 0:
         raise ValueError(
             f"The batch is empty: {leaves[0][0]} has shape {leaves[0][1].shape}. Skip"

@@ -131,8 +131,8 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(
-                    f"{name}={value!r} must be None or a tj.{kind.__name__}, such as"
-                    f" tj.{kind.__name__}({example})."
+                    f"{name}={value!r:.200} must be None or a tj.{kind.__name__}, such"
+                    f" as tj.{kind.__name__}({example})."
                 )
 
     def _check_evaluation(self) -> None:

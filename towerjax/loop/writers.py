@@ -102,13 +102,14 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
     """Return the writers as a tuple, or raise if one cannot be opened."""
     if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
         raise ValueError(
-            f"writers={writers!r} must be a list, such as [tj.JsonLines('run.jsonl')]."
+            f"writers={writers!r:.200} must be a list, such as"
+            " [tj.JsonLines('run.jsonl')]."
         )
     writers = tuple(writers)
     for writer in writers:
         if not callable(getattr(writer, "open", None)) or isinstance(writer, type):
             raise ValueError(
-                f"writers holds {writer!r}, which has no open(start). Use"
+                f"writers holds {writer!r:.200}, which has no open(start). Use"
                 " tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own"
                 " whose open(start) returns one with write(record) and close()."
             )

@@ -51,8 +51,8 @@ def canonical_device_names(devices: Any) -> tuple[str, ...]:
         single = isinstance(devices, str) and ":" in devices
         example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
         raise ValueError(
-            f"devices={devices!r} must be a tuple of names or of jax.Device objects,"
-            f" such as devices={example}. A number of towers is towers=8."
+            f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
+            f" objects, such as devices={example}. A number of towers is towers=8."
         )
     if not devices:
         raise ValueError(

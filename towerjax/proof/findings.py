@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import few, listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def prove_mirrored(
         for hang in analysis.hangs
     ]
     repeated = [_describe_repeat(repeat, names) for repeat in analysis.repeats]
-    text = differing and [_DIFFERING, *differing, advice or _REDUCE]
+    text = differing and [_DIFFERING, *few(differing), advice or _REDUCE]
     text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
     text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
     if text:

@@ -62,7 +62,7 @@ class StepOptions:
             return
         if not isinstance(self.check, Check):
             raise ValueError(
-                f"check={self.check!r} must be a tj.Check, such as"
+                f"check={self.check!r:.200} must be a tj.Check, such as"
                 " tj.Check(every=100), or None."
             )
         if self.check.nonfinite and self.on_nonfinite != "raise":

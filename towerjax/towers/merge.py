@@ -80,9 +80,9 @@ def num_stacked(rows: PyTree) -> int:
     if len(counts) == 1 and counts != {()}:
         return counts.pop()[0]
     raise ValueError(
-        f"PerTower(values={rows!r}) holds no value for each tower: all of its arrays"
-        " need the same dim 0, which runs over towers. Stack one value for each tower,"
-        " or pass a tuple of them; what all towers share needs no PerTower."
+        f"PerTower(values={rows!r:.200}) holds no value for each tower: all of its"
+        " arrays need the same dim 0, which runs over towers. Stack one value for"
+        " each tower, or pass a tuple of them; what all towers share needs no PerTower."
     )
 
 

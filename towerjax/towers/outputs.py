@@ -103,8 +103,8 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
     """Metrics as a dict of states that can be merged and of plain arrays."""
     if not hasattr(metrics, "items"):
         raise ValueError(
-            f"Metrics are a mapping of name to tj.Weighted, got {metrics!r}. Return"
-            " {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
+            f"Metrics are a mapping of name to tj.Weighted, got {metrics!r:.200}."
+            " Return {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
         )
     if "loss" in metrics and trains:
         raise ValueError(

@@ -250,9 +250,9 @@ def _check_choices(strategy: Mirrored) -> None:
     ops = strategy.cross_tower_ops
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
-            f"cross_tower_ops={ops!r} is not a cross-tower op; write tj.AllReduce(),"
-            " tj.PinnedTree(), or of tj.collectives Packed(...), Hierarchical(...),"
-            " ReduceToOneDevice(...) or Compressed(...)."
+            f"cross_tower_ops={ops!r:.200} is not a cross-tower op; write"
+            " tj.AllReduce(), tj.PinnedTree(), or of tj.collectives Packed(...),"
+            " Hierarchical(...), ReduceToOneDevice(...) or Compressed(...)."
         )
 
 

@@ -25,6 +25,7 @@ from towerjax.towers.tower_axis import first_tower_of_device
 from towerjax.towers.variables import TowerLocal, Variable, label, plain
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import (
+    few,
     is_key,
     key_data,
     like_key,
@@ -91,7 +92,7 @@ def check_tower_local(local: PyTree) -> PyTree:
     ]
     if bare:
         raise ValueError(
-            f"{', '.join(bare)}: a tower-local variable says how it is read as one"
+            f"{', '.join(few(bare))}: a tower-local variable says how it is read as one"
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
     refuse_unheld("local", plain(local))

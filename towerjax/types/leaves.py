@@ -131,11 +131,16 @@ def shown(x: Any) -> str:
     return f"{text} of type {type(x).__name__}"
 
 
-def listed(found: Iterable[Any]) -> str:
+def few(found: Iterable[Any]) -> list[str]:
     """The texts of what was found: eight at most, and how many more."""
     texts = [str(x) for x in found]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
-    return "; ".join(texts[:8] + more)
+    return texts[:8] + more
+
+
+def listed(found: Iterable[Any]) -> str:
+    """`few` texts as one."""
+    return "; ".join(few(found))
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:

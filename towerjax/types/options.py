@@ -42,9 +42,9 @@ def check_whole(
     if or_none and number is None:
         return
     if not is_whole(number) or number < lowest:
-        raise ValueError(f"{name}={number!r} must be a whole number >= {lowest}.")
+        raise ValueError(f"{name}={number!r:.200} must be a whole number >= {lowest}.")
     if number > highest:
-        raise ValueError(f"{name}={number!r} must be a whole number <= {highest}.")
+        raise ValueError(f"{name}={number!r:.200} must be a whole number <= {highest}.")
 
 
 def cast_ints(options: Any) -> None:
@@ -58,7 +58,7 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """A list of one or more whole numbers, checked, as a tuple."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
         raise ValueError(
-            f"{name}={numbers!r} must be whole numbers >= 1, at least one."
+            f"{name}={numbers!r:.200} must be whole numbers >= 1, at least one."
         )
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
@@ -69,14 +69,14 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise unless a value is one of several."""
     if value not in allowed:
         raise ValueError(
-            f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}."
+            f"{name}={value!r:.200} must be one of {', '.join(map(repr, allowed))}."
         )
 
 
 def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
     """Raise unless a value is of these kinds and not empty."""
     if not isinstance(value, kinds) or not str(value):
-        raise ValueError(f"{name}={value!r} must be {what}.")
+        raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
 def check_path(name: str, value: Any, what: str) -> None:
@@ -92,13 +92,13 @@ def check_number(
         return
     plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not plain or not 0 <= float(value) <= highest:
-        raise ValueError(f"{name}={value!r} must be {what}.")
+        raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise unless a value is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False.")
+        raise ValueError(f"{name}={value!r:.200} must be True or False.")
 
 
 def require(module: str, what: str, install: str) -> Any:
@@ -116,7 +116,7 @@ def require(module: str, what: str, install: str) -> Any:
 def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> None:
     """Raise unless a value is a function of this form, and not a class."""
     if not callable(value) or isinstance(value, type):
-        raise ValueError(f"{name}={value!r} is not a function; write def {form}.")
+        raise ValueError(f"{name}={value!r:.200} is not a function; write def {form}.")
     if takes:
         check_takes(form, value)
 
@@ -144,10 +144,10 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     lacks = [x for x in methods.split() if not hasattr(value, x)]
     if isinstance(value, type):
         raise ValueError(
-            f"{name}={value!r} is a class, not an object of it. Pass {example}."
+            f"{name}={value!r:.200} is a class, not an object of it. Pass {example}."
         )
     if lacks:
         raise ValueError(
-            f"{name}={value!r} cannot be used here: it has no {', '.join(lacks)}."
+            f"{name}={value!r:.200} cannot be used here: it has no {', '.join(lacks)}."
             f" Pass {example}."
         )

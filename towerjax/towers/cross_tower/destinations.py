@@ -26,8 +26,8 @@ def copy_to(value: PyTree, destinations: Any) -> PyTree:
         return value
     if has_tracers(value):
         raise ValueError(
-            f"destinations={destinations!r} inside a tower function or a step: a value"
-            " there lies on every device already. Leave destinations out."
+            f"destinations={destinations!r:.200} inside a tower function or a step: a"
+            " value there lies on every device already. Leave destinations out."
         )
     names = _names_of(destinations)
     return place(value, Placement(names, len(names)), Layout.MIRRORED)
@@ -78,14 +78,14 @@ def _devices_in(destinations: Any) -> list[Any]:
         for each in destinations:
             if not isinstance(each, str | jax.Device):
                 raise ValueError(
-                    f"destinations has {each!r}, which is not a device.{_ALLOWED}"
+                    f"destinations has {each!r:.200}, which is not a device.{_ALLOWED}"
                 )
         return list(destinations)
     if isinstance(destinations, str | jax.Device):
         return [destinations]
     if isinstance(destinations, jax.Array | PerTower | TowerLocal | MirroredVar):
         return _devices_of_value(destinations)
-    raise ValueError(f"destinations={destinations!r} names no devices.{_ALLOWED}")
+    raise ValueError(f"destinations={destinations!r:.200} names no devices.{_ALLOWED}")
 
 
 def _devices_of_value(value: Any) -> list[Any]:

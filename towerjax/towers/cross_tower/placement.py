@@ -90,7 +90,7 @@ class PlacementMethods(StrategyFields):
             tower = operator.index(tower)
         except TypeError as error:
             raise ValueError(
-                f"select_tower: got {tower!r} as the tower, expected its number,"
+                f"select_tower: got {tower!r:.200} as the tower, expected its number,"
                 ' counted from 0, or strategy.select_tower(value, "gpu:2").'
             ) from error
 
