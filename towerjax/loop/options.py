@@ -1,7 +1,7 @@
 """The options of `run`, and the checks that they fit together."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
@@ -67,8 +67,8 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
     """Return the hooks as a tuple, or raise if one cannot be called."""
-    if callable(hooks) or isinstance(hooks, WithState):
-        raise ValueError(f"hooks={hooks!r} must be a list: write hooks=[...].")
+    if callable(hooks) or not isinstance(hooks, Iterable):
+        raise ValueError(f"hooks={hooks!r:.200} must be a list: write hooks=[...].")
     for i, hook in enumerate(hooks):
         if not isinstance(hook, WithState):
             check_function(f"hooks[{i}]", hook, "hook(number, metrics)")

@@ -164,8 +164,9 @@ class CallMethods(StrategyFields):
     ) -> PyTree:
         """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
-        Compiled once for each function and structure of arguments, so reuse the
-        function: a new lambda is compiled anew. As under ``jax.jit``, what it closes
+        Compiled once for each function and structure of arguments, and kept, with what
+        the function closes over, until ``jax.clear_caches()``. So reuse the function:
+        a new lambda is compiled anew. As under ``jax.jit``, what it closes
         over is read once, in the first trace; pass variables as arguments. A Python
         number is a part of the program, so each value compiles a program that is kept:
         pass a number that changes as ``np.float32(lr)``. Works inside ``jax.jit``,
