@@ -429,7 +429,6 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     asked = []
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr(distribute, "Exchange", Peers)
-    monkeypatch.setattr(distribute, "from_first_process", lambda x: x)
     placement = Placement(("cpu:0", "cpu:1"), 4, "vmap", "shard_map")
     vars(placement)["num_processes"] = 2
     options = distribute.InputOptions("batch", "error", 1, 0)

@@ -41,7 +41,7 @@ from towerjax.data.sources import (
 )
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import Placement, place_own_rows, place_rows
-from towerjax.mesh.processes import Exchange, from_first_process
+from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.options import cast_ints, check_whole
 
@@ -245,8 +245,9 @@ class DistributedDataset:
         )
         remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
-        name = np.frombuffer(uuid.uuid4().bytes, np.uint8)
-        self._name = from_first_process(name) if self._asks_peers else name
+        self._name = ""  # of what the processes tell each other
+        if self._asks_peers:
+            self._name = call_on_first_process(lambda: uuid.uuid4().hex)
         self._passes = 0
 
     def __iter__(self) -> DataPass:
@@ -296,8 +297,7 @@ class DistributedDataset:
         elements = map(as_arrays, source)
         peers = last = None
         if self._asks_peers:
-            name = f"{self._name.tobytes().hex()}/{number}"
-            peers = Exchange(name, "the input", stopped)
+            peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
             if self._is_end(sizes_of_all, is_first=last is None):

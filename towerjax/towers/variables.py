@@ -154,14 +154,11 @@ def fit(
 
 
 def _holds(dtype: Any, value: Any) -> bool:
-    if jnp.result_type(value) == dtype:
+    given = jnp.result_type(value)
+    if given == dtype:
         return True
-    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, _dtype(value))]
+    extended = [jnp.issubdtype(x, jax.dtypes.extended) for x in (dtype, given)]
     return not any(extended) and promote_dtypes(dtype, value) == dtype
-
-
-def _dtype(value: Any) -> Any:
-    return getattr(value, "dtype", None) or jnp.result_type(value)
 
 
 def plain(value: PyTree) -> PyTree:
