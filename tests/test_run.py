@@ -1206,6 +1206,7 @@ def test_a_call_that_has_run_keeps_none_of_its_results():
         alive = weakref.ref(out)
         if i < 18:
             jax.jit(lambda x: x + 1, donate_argnums=0)(out)  # then it cannot be asked
+    jax.block_until_ready(out)
     del out
     jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))
     assert alive() is None

@@ -145,7 +145,7 @@ class InFlight:
 
     def __init__(self, *, bounded: bool) -> None:
         self._bounded = bounded
-        self._running: list[jax.Array] = []
+        self._running: list[Any] = []  # arrays, whose is_ready is not in the stub
 
     def add(self, *results: PyTree) -> None:
         """Keep the first array of a call's results; wait for the one 16 calls ago."""
@@ -161,12 +161,7 @@ class InFlight:
                 self._running.pop(0)
             self._running[0].block_until_ready()
         # What has run is let go: predictions may be large.
-        has_run = itertools.takewhile(_has_run, self._running)
-        del self._running[: len([*has_run])]
-
-
-def _has_run(result: Any) -> bool:
-    return not result.is_deleted() and result.is_ready()
+        self._running = [x for x in self._running if x.is_deleted() or not x.is_ready()]
 
 
 @functools.cache
