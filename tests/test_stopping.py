@@ -132,13 +132,12 @@ def test_patience(steps, values, patience, mode, min_delta, last):
 
 def test_patience_of_any_values_is_as_counted_by_hand():
     rng = np.random.default_rng(0)
-    strategy = tj.Mirrored(towers=1)
     for _ in range(300):
         values = rng.choice([NAN, INF, -INF, 0, 1, 2, 3, 4], size=12).tolist()
         arguments = int(rng.integers(1, 5)), str(rng.choice(["min", "max"]))
         arguments = (*arguments, float(rng.choice([0, 1, 2])))
         early = tj.EarlyStopping("x", *arguments)
-        watch, last = Watch(early, None, strategy.placement), None
+        watch, last = Watch(early, None), None
         for number, value in enumerate(values, 1):
             if watch.stopped is None:
                 watch.add(number, {"x": value}, None)
@@ -291,7 +290,7 @@ def test_a_copy_is_compiled_once(steps, compiled):
 
 def test_variables_on_different_devices_are_copied_each_in_its_place():
     there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
-    copies = copy_state(there, "devices", tj.Mirrored(towers=2).placement)
+    copies = copy_state(there, "devices")
     for i, (copy, original) in enumerate(zip(copies, there, strict=True)):
         assert copy.devices() == original.devices() == {jax.devices()[i % 2]}
         original.delete()

@@ -55,8 +55,7 @@ class Loop:
         self._saving = saving
         self._step, self._options = step, options
         self._progress, self._ledger = progress, ledger
-        placement = step.strategy.placement
-        self._watch = Watch(options.early_stopping, options.best, placement)
+        self._watch = Watch(options.early_stopping, options.best)
         self._log = HistoryLog(step_number(state))
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()

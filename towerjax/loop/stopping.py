@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.loop.progress import format_value
-from towerjax.mesh.placement import Placement, on_every_process
+from towerjax.mesh.placement import readable
 from towerjax.step.state import TrainState
 from towerjax.types.leaves import is_key
 from towerjax.types.options import (
@@ -131,16 +131,10 @@ class BestEvaluation:
 class Watch:
     """Counts the evaluations of a run for early stopping, and keeps the best."""
 
-    def __init__(
-        self,
-        early_stopping: EarlyStopping | None,
-        best: Best | None,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, early_stopping: EarlyStopping | None, best: Best | None) -> None:
         self.best: BestEvaluation | None = None
         self.stopped: str | None = None
         self._early_stopping, self._best = early_stopping, best
-        self._placement = placement
         self._lowest: tuple[float, int | None] = (math.inf, None)
         # Evaluations without an improvement; the step before the last counted one.
         self._unimproved, self._counted = 0, -1
@@ -217,7 +211,7 @@ class Watch:
             return
         # The old copy is freed first: two copies and the state may not fit.
         self.best = BestEvaluation(number, value, values, None)
-        copy = copy_state(state, option.keep, self._placement)
+        copy = copy_state(state, option.keep)
         self.best = dataclasses.replace(self.best, state=copy)
 
     def final_state(self, state: TrainState) -> TrainState:
@@ -261,7 +255,7 @@ def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> fl
     return float(value)
 
 
-def copy_state(state: TrainState, keep: Keep, placement: Placement) -> TrainState:
+def copy_state(state: TrainState, keep: Keep) -> TrainState:
     """A copy of a state, which outlives the donation of the state."""
     if keep == "devices":
         return jax.tree.map(jnp.copy, state)  # jnp.copy keeps shardings
@@ -269,9 +263,7 @@ def copy_state(state: TrainState, keep: Keep, placement: Placement) -> TrainStat
     def on_host(leaf: jax.Array) -> Any:
         if is_key(leaf):
             return leaf.copy()
-        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
-            leaf = on_every_process(leaf, placement)
-        return np.array(leaf)
+        return np.array(readable(leaf))
 
     return jax.tree.map(on_host, state)
 

@@ -265,12 +265,26 @@ def _copy_leaf(leaf: Any) -> Any:
     if is_key(leaf):
         return leaf.copy()
     if isinstance(leaf, jax.Array):
-        return np.array(leaf)
+        return np.array(readable(leaf))
     return np.array(leaf, dtype=held_dtype(np.asarray(leaf).dtype))
 
 
 def _is_global(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_placed and not leaf.is_fully_addressable
+
+
+def is_split(leaf: Any) -> bool:
+    """Whether parts of an array lie on other processes, so that none can read it."""
+    return _is_global(leaf) and not leaf.is_fully_replicated
+
+
+def readable(leaf: Any) -> Any:
+    """The leaf, mirrored if it is split; every process calls this, and may read it."""
+    if not is_split(leaf):
+        return leaf
+    mirrored = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return wait_on_cpus(_reshard(leaf, sharding=mirrored))
 
 
 _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
@@ -284,8 +298,6 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if _is_global(leaf):
         if leaf.sharding.device_set == sharding.device_set:
             return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-        mirrored = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-        leaf = jax.jit(jnp.copy, out_shardings=mirrored)(leaf)
     host = _copy_leaf(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.loop.checkpoint.folder import CheckpointError
+from towerjax.mesh.placement import is_split
 from towerjax.types import PyTree, readable_leaves
 from towerjax.types.leaves import listed
 from towerjax.types.options import require
@@ -38,13 +39,14 @@ def save_safetensors(
     one calls it.
 
     Args:
-      params: A pytree of arrays, e.g. ``state.params``; with variables in it pass
-        ``tj.towers.saved_values(params)``.
+      params: A pytree of arrays, e.g. ``state.params``; with variables in it, or
+        sharded over several processes, pass ``tj.towers.saved_values(params)``.
       path: The file; an existing one is replaced.
       metadata: Text by name, kept in the file's header.
 
     Raises:
-      CheckpointError: The format has no such dtype, or two leaves have one name.
+      CheckpointError: The format has no such dtype, two leaves have one name, or a
+        leaf is split over several processes.
       ValueError: The package safetensors is not installed.
 
     Example:
@@ -63,6 +65,9 @@ def save_safetensors(
         elif getattr(x, "dtype", None) not in dtypes:
             kind = getattr(x, "dtype", type(x).__name__)
             problems.append(f"{name} is {kind}, which the format does not have")
+        elif is_split(x):
+            advice = "let every process call tj.towers.saved_values(params) before"
+            problems.append(f"{name} is split over several processes; {advice}")
         names[name] = x
     if problems:
         raise CheckpointError(f"save_safetensors: {listed(problems)}.")

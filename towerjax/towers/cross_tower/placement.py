@@ -10,7 +10,7 @@ import numpy as np
 
 from towerjax.collectives.reduce import check_addable, reduced_dtype
 from towerjax.mesh.devices import canonical_device_name, host_device
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement, place, readable
 from towerjax.towers.cross_tower.assign import (
     cast_exactly,
     refuse_per_tower,
@@ -210,12 +210,14 @@ def _bits(x: MirroredVar) -> tuple[Any, list[bytes]]:
 def saved_values(tree: PyTree) -> PyTree:
     """The tree as plain values that do not depend on the number of towers.
 
+    Of several processes every one calls it, and may then read all values.
+
     Args:
       tree: A pytree that may hold variables, such as a ``TrainState``.
 
     Returns:
       The tree: a mirrored variable is its value, a tower-local one its aggregate;
-      other leaves do not change.
+      other leaves do not change. What is sharded over processes is mirrored.
 
     Raises:
       ValueError: Tower-local variables have no aggregate; names all of them.
@@ -241,7 +243,7 @@ def saved_values(tree: PyTree) -> PyTree:
             f" {listed(problems)}. Give them SUM, MEAN or ONLY_FIRST_TOWER (random"
             " keys: ONLY_FIRST_TOWER), or leave them out of the tree."
         )
-    return read_variables(tree)
+    return jax.tree.map(readable, read_variables(tree))
 
 
 def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
