@@ -316,13 +316,17 @@ def test_many_others_are_named_in_short():
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_early_says_that_it_waits(capfd):
+def test_a_process_that_comes_or_ends_early_says_that_it_waits(capfd):
     program = (
-        "import time, jax, towerjax as tj; from towerjax.mesh.cluster import start;"
-        "start._SILENCE_S = 0.2; tj.cluster.initialize();"
+        "import time, jax, towerjax as tj; from towerjax.mesh import processes;"
+        "from towerjax.mesh.cluster import start;"
+        "start._SILENCE_S = processes._PATIENCE_S = 0.2; tj.cluster.initialize();"
+        "time.sleep(jax.process_index()); processes.require_same('This', '', '');"
         "time.sleep(2 * jax.process_index())"
     )
     assert ended("-c", program) == 0
     err = capfd.readouterr().err
     assert "[0] process 0 of 2 has ended and waits for the others, up to" in err
     assert "process 1 of 2 has ended" not in err
+    assert "[0] process 0 waits for the others: This is to be compared. Do all" in err
+    assert "process 1 waits for the others: This" not in err

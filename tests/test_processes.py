@@ -16,7 +16,7 @@ import pytest
 
 from towerjax.mesh.cluster import launch
 from towerjax.mesh.placement import _place_on_processes
-from towerjax.step.program import _fingerprint
+from towerjax.towers.executors import fingerprint_of_program
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "train.py"
 
@@ -150,7 +150,7 @@ def told(together):
             "differing_towers",
             "The strategy's towers must be .* {me}: Placement",
         ),
-        ("differing_params", r"step.init was given .* {me}: params float32\[{size}\]"),
+        ("differing_params", r"step.init was given .* {me}: params float32\[{more}\]"),
         (
             "pmap",
             "executor='pmap' runs on the devices of one process, and",
@@ -163,7 +163,11 @@ def told(together):
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
         ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
         ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
+        ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
+        ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
+        ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
+        ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
@@ -171,7 +175,7 @@ def told(together):
 )
 def test_every_process_is_told_what_does_not_fit(told, scenario, text):
     for me, one in enumerate(told):
-        assert re.search(text.format(me=me, size=2 + me, steps=3 - me), one[scenario])
+        assert re.search(text.format(me=me, more=2 + me, steps=3 - me), one[scenario])
 
 
 EXPECTED = {
@@ -250,7 +254,7 @@ def test_what_a_function_closes_over_is_compared(simplified, closing_over):
 
     def shown(value):
         traced = jax.jit(closing_over(value)).trace(jnp.ones(5001))
-        return _fingerprint(traced, lowered)
+        return fingerprint_of_program(traced, lowered)
 
     before = jax.config.jax_use_simplified_jaxpr_constants
     jax.config.update("jax_use_simplified_jaxpr_constants", simplified)

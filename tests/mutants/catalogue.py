@@ -565,7 +565,7 @@ PROOF = (
     _m(
         "P20",
         "processes may close over different arrays, of which a text is silent",
-        "step.program:_fingerprint",
+        "towers.executors:fingerprint_of_program",
         "digest.update(np.asarray(array).tobytes())",
         "pass",
         "test_processes.py::test_what_a_function_closes_over_is_compared[of_keys-True]",

@@ -122,6 +122,17 @@ def steps_on_data(me):
     return [float(ctx.final), float(ctx.last_step_outputs["sums"])]
 
 
+def other_numbers_on_towers(me):
+    tower_fn = lambda tower, x: tower.reduce(tj.Reduction.SUM, tower.id * x)  # noqa: E731
+    tj.Mirrored(towers=4).call_for_each_tower(tower_fn, 1.0 + me)
+
+
+def other_steps_on_data(me):
+    strategy = tj.Mirrored(towers=4)
+    data = iter(strategy.distribute_dataset([rows(8)]))
+    strategy.run_steps_on_dataset(lambda ctx, n, batch: n + me, data, 1, np.float32(0))
+
+
 def towers_values(me):
     """call_for_each_tower, reduce and gather over the devices of both processes."""
     strategy = tj.Mirrored(towers=4)
@@ -219,6 +230,19 @@ def evaluated_and_predicted(me):
     w = np.float32(2)
     values = tj.evaluate(evaluate, w, [rows(8), rows(3)])
     return [values["mean"], predict(w, rows(5)).tolist()]
+
+
+def other_numbers_of_batches(me):
+    strategy = tj.Mirrored(towers=4)
+    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], strategy)
+    tj.evaluate(predict, np.float32(2), [rows(8)] * (2 + me))
+
+
+def a_state_from_one_hook(me):
+    step = step_of(tj.Mirrored(towers=4))
+    hook = tj.loop.WithState(lambda number, state, _: None if me else state, every=1)
+    state = step.init(np.float32(0))
+    tj.run(step, state, [rows(4)] * 2, hooks=[hook], progress=False)
 
 
 def other_numbers_in_the_optimizer(me):
@@ -354,6 +378,8 @@ SCENARIOS = [
     not_finite,
     other_numbers_in_the_optimizer,
     other_numbers_of_steps,
+    other_numbers_of_batches,
+    a_state_from_one_hook,
     restored_from_the_chief,
     learning_rates_of_the_first,
     loader_fails,
@@ -381,6 +407,8 @@ SCENARIOS = [
     elements_of_all,
     twice_through,
     steps_on_data,
+    other_numbers_on_towers,
+    other_steps_on_data,
     towers_values,
 ]
 

@@ -1,6 +1,7 @@
 """Iterate over a model's data: pairs as one tree, epoch after epoch."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -88,6 +89,11 @@ class Epochs:
     def prefetches(self) -> bool:
         """Whether the data has its own thread that places batches in advance."""
         return bool(getattr(self.data, "prefetches", False))
+
+    def __length_hint__(self) -> int:
+        """How many batches one epoch has, if the data knows."""
+        known = operator.length_hint(self.data, -1)
+        return known if known >= 0 and self.epochs == 1 else NotImplemented
 
     def __iter__(self) -> Iterator[PyTree]:
         """The batches; closing the iterator closes what it opened."""

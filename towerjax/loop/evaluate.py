@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import operator
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -9,6 +10,7 @@ import jax
 
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
+from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.inference import InferenceStep
 from towerjax.types import PyTree
@@ -101,6 +103,12 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
     )
 
 
+def count_in_words(batches: Iterable[PyTree]) -> str:
+    """How many batches there are, if that is known without reading them."""
+    known = operator.length_hint(batches, -1)
+    return f"{known} batches" if known >= 0 else "no known number of batches"
+
+
 def check_evaluate(evaluate: Any) -> None:
     """Raise unless ``evaluate`` is an `EvaluationStep`."""
     example = (
@@ -118,6 +126,14 @@ def outputs_on_host(
     if callable(batches) and not isinstance(batches, Iterable):
         source = batches()
         check_batches("batches()", source)
+    strategy = getattr(step, "strategy", None)
+    if strategy is not None and strategy.placement.num_processes > 1:
+        require_same(
+            "The data to evaluate or predict",
+            count_in_words(source),
+            "Give every process all batches, or each a part of its own with"
+            " strategy.distribute_dataset(lambda context: ...).",
+        )
     if isinstance(step, InferenceStep):
         state = step.place(state)  # once, not for each batch
     running: collections.deque[Any] = collections.deque()

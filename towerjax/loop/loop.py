@@ -21,6 +21,7 @@ from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Watch
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.mesh.processes import require_same
 from towerjax.step.checking import error_of, is_refused, verdict_of
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
@@ -202,7 +203,11 @@ class Loop:
                     hook(number, row)
                 elif number == last and reaches_multiple(hook.every, before, last):
                     after = hook.function(number, self.state, row)
-                    if isinstance(after, TrainState):
+                    changes = isinstance(after, TrainState)
+                    if self._step.strategy.placement.num_processes > 1:
+                        what = "Whether a WithState hook returns a state"
+                        require_same(what, f"{changes}", "Return it on every process.")
+                    if changes:
                         after = dataclasses.replace(after, step=self.state.step)
                         self.state = self._step.start(after)
         self._hooked = last

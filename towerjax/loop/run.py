@@ -1,13 +1,17 @@
 """`run`, the training loop: check its arguments, assemble its parts, hand errors on."""
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
-from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_batches
+from towerjax.loop.evaluate import (
+    AnyBatches,
+    EvaluationStep,
+    check_batches,
+    count_in_words,
+)
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
@@ -176,9 +180,7 @@ def _require_same_length(
     """Raise, on every process, unless all processes will do the same steps."""
     if placement.num_processes == 1:
         return
-    length = operator.length_hint(batches, -1)
-    known = length if length >= 0 else "no known number of"
-    text = f"steps={options.steps}, {known} batches, from step {start}"
+    text = f"steps={options.steps}, {count_in_words(batches)}, from step {start}"
     for name in ("eval_every", "early_stopping", "best"):
         if getattr(options, name) is not None:
             text += f", {name}={getattr(options, name)}"

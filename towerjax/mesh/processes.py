@@ -3,11 +3,12 @@
 Every process of a job calls these functions, in the same order.
 """
 
+import contextlib
 import hashlib
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from jax.experimental import multihost_utils
 from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
+_PATIENCE_S = 10
+
 
 def require_same(what: str, text: str, advice: str) -> None:
     """Raise, on every process, unless ``text`` is the same on all of them."""
@@ -25,7 +28,8 @@ def require_same(what: str, text: str, advice: str) -> None:
     _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
     own = np.frombuffer(digest, np.uint8)
-    all_of_them = np.asarray(multihost_utils.process_allgather(own))
+    with _says_if_alone(f"{what} is to be compared"):
+        all_of_them = np.asarray(multihost_utils.process_allgather(own))
     differing = [
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
     ]
@@ -55,7 +59,25 @@ def from_first_process(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     _check_devices()
-    return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+    with _says_if_alone("the first one's values are to be sent"):
+        return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
+
+
+@contextlib.contextmanager
+def _says_if_alone(why: str) -> Iterator[None]:
+    """Print to stderr if the other processes have not come here after a while."""
+    text = (
+        f"process {jax.process_index()} waits for the others: {why}. Do all processes"
+    )
+    text += " make this call, in the same order?"
+    show = {"file": sys.stderr, "flush": True}
+    timer = threading.Timer(_PATIENCE_S, print, (text,), show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_preempted(number: int) -> bool:
@@ -108,7 +130,7 @@ class Exchange:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             seconds += 1
-            if seconds == 10:
+            if seconds == _PATIENCE_S:
                 print(
                     f"process {jax.process_index()} waits for {self._what} of process"
                     f" {peer}",

@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Jaxpr
 
 from towerjax.data.placer import PlacedBatch
@@ -18,16 +16,16 @@ from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
-from towerjax.proof.equation import arrays_in
 from towerjax.step.proving import Proof, Proving, Recipe
 from towerjax.towers.executors import (
     compile_on_devices,
+    fingerprint_of_program,
     lower_on_devices,
     refuse_devices_in_tower,
     shapes_of,
 )
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data, listed
+from towerjax.types.leaves import listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,7 @@ def prepare(
         if placement.num_processes > 1:
             require_same(
                 "The step's program",
-                _fingerprint(traced, lowered),
+                fingerprint_of_program(traced, lowered),
                 "Loss, optimizer with its numbers, options and what functions close"
                 " over must be the same on all.",
             )
@@ -101,17 +99,6 @@ def _require_jit() -> None:
             " see values write jax.debug.print('{}', x) in a tower function, and to"
             " stop there in a debugger jax.debug.breakpoint()."
         )
-
-
-def _fingerprint(traced: Any, lowered: Any) -> str:
-    """The program's text, and a hash of the constants that the text does not show."""
-    digest = hashlib.sha256()
-    for array in arrays_in(traced.jaxpr):
-        array = key_data(array)
-        # JAX already requires the processes to agree on an array that they share.
-        if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
-            digest.update(np.asarray(array).tobytes())
-    return f"{lowered.as_text()}{digest.hexdigest()}"
 
 
 class Runner:

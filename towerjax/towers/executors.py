@@ -6,20 +6,24 @@ No other file but those of `towerjax.tools` calls shard_map, pmap or ``compile``
 
 import contextlib
 import dataclasses
+import hashlib
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 from jax import lax
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, inline_and_merge
+from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import has_tracers, held_dtype
+from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 
 _IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
 _HAVE_NO_VALUE = (
@@ -121,6 +125,30 @@ class TracedCall:
                 " strategy.call_for_each_tower(fn, variable); or in the carry of"
                 " run_steps_on_dataset."
             )
+
+
+_agreed_on: weakref.WeakSet[TracedCall] = weakref.WeakSet()
+
+
+def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
+    """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
+
+    Raises, before it runs, unless all processes have traced the same program.
+    """
+    if placement.num_processes > 1 and not is_traced(args):
+        traced = jitted.trace(call, *args)  # kept by JAX for the call below
+        if (kept := traced.out_info[-1]) not in _agreed_on:
+            require_same(
+                "A function on all towers",
+                fingerprint_of_program(traced, traced.lower()),
+                "What it closes over and Python numbers among its arguments are parts"
+                " of the program: give it arrays, np.float32(x), of which the first"
+                " process's are used.",
+            )
+            _agreed_on.add(kept)
+    out = jitted(call, *args)
+    out[-1].refuse_again(call)
+    return out
 
 
 def _kinds_in_mesh(constants: Iterable[Any]) -> str:
@@ -296,6 +324,17 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     if placement.local == "scan" and placement.num_devices == 1:
         inline_and_merge(lowered)
     return lowered
+
+
+def fingerprint_of_program(traced: Any, lowered: Any) -> str:
+    """The program's text, and a hash of the constants that the text does not show."""
+    digest = hashlib.sha256()
+    for array in arrays_in(traced.jaxpr):
+        array = key_data(array)
+        # JAX already requires the processes to agree on an array that they share.
+        if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
+            digest.update(np.asarray(array).tobytes())
+    return f"{lowered.as_text()}{digest.hexdigest()}"
 
 
 def compile_on_devices(lowered: Any, placement: Placement) -> Any:

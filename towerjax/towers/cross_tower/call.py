@@ -27,6 +27,7 @@ from towerjax.towers.executors import (
     in_tower_fn,
     is_inside_tower,
     over_devices,
+    run_traced,
     trace_one_tower,
 )
 from towerjax.towers.fields import StrategyFields
@@ -227,8 +228,7 @@ class CallMethods(StrategyFields):
         rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
         arrays = of_kind(_FREE)
         arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
-        out, outputs = _run(call, rows, arrays)
-        outputs.refuse_again(call)
+        out, outputs = run_traced(_run, placement, call, rows, arrays)
         return outputs.tree(wait_on_cpus(out))
 
 

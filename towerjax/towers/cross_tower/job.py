@@ -17,7 +17,12 @@ from towerjax.data.shard import Remainder, row_weights, split_rows, with_shared
 from towerjax.mesh.cluster.start import initialize
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.methods import CrossTowerMethods
-from towerjax.towers.executors import TracedCall, closed_over_kinds, is_inside_tower
+from towerjax.towers.executors import (
+    TracedCall,
+    closed_over_kinds,
+    is_inside_tower,
+    run_traced,
+)
 from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
 from towerjax.towers.tower_local import layouts_of
@@ -369,11 +374,6 @@ class StrategyMethods(CrossTowerMethods):
         """
         check_whole("iterations", iterations, 1)
         batches = list(itertools.islice(_placed_batches(iterator), iterations))
-        if any(batch.num_steps is not None for batch in batches):
-            raise ValueError(
-                "run_steps_on_dataset takes batches of one step, and no stacked ones."
-                " Write iter(strategy.distribute_dataset(...))."
-            )
         if not batches:
             raise ValueError(
                 "run_steps_on_dataset: the iterator has no batch left. Make it anew,"
@@ -383,9 +383,8 @@ class StrategyMethods(CrossTowerMethods):
         placer = Placer(self.placement, remainder="error")
         *arrays, count = placer.place_several(batches, iterations).args
         carry = _place_carry(_stack_own(initial, towers), self.placement)
-        steps = _Steps(self, fn, batches[0].bare)
-        carry, outputs, kept = _run_steps(steps, carry, arrays, count)
-        kept.refuse_again(steps)
+        given = self.placement, _Steps(self, fn, batches[0].bare), carry, arrays, count
+        carry, outputs, kept = run_traced(_run_steps, *given)
         ctx = MultiStepContext(self)
         ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
         ctx.non_tensor_outputs = dict(kept.values)
