@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -15,7 +14,9 @@ import pytest
 from jax.extend.core import InconclusiveDimensionOperation
 
 import towerjax as tj
+from towerjax.estimator import export
 from towerjax.loop.checkpoint.folder import write_manifest
+from towerjax.mesh.placement import Placement
 
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
 X = np.arange(15, dtype=np.float32).reshape(5, 3)
@@ -130,7 +131,8 @@ def test_a_second_process_neither_writes_nor_minds_what_the_first_wrote(
 ):
     target = tmp_path / "served"
     target.mkdir()
-    monkeypatch.setattr(jax, "process_index", lambda *_: 1)
+    monkeypatch.setattr(Placement, "num_processes", 2)
+    monkeypatch.setattr(export, "call_on_first_process", lambda make: None)
     model, features = replicated(only_predicts), {"x": X[:1]}
     tj.estimator.export_model(model, WEIGHTS, features, target, platforms=["cpu"])
     assert not list(target.iterdir())

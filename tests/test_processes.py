@@ -167,6 +167,7 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
+        ("checkpoints_of_one_process", "what all 2 processes of a job .* safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
@@ -198,6 +199,7 @@ EXPECTED = {
     "sums_of_rows": [[[0, 0], [10, 10], [0, 0]], [[1, 1], [11, 11], [1, 1]]],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
+    "exported": [[0.0, 1.0, 2.0], True],
     "desynced": [0, "cpu:3", [3], "params"],
     "not_finite": [
         [1, 2, "loss/sum", "loss", "NaN"],

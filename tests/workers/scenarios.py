@@ -67,6 +67,12 @@ def own_devices_alone(me):
     return [strategy.between_graph, round(float(state.params), 5)]
 
 
+def checkpoints_of_one_process(me):
+    step = step_of(tj.Mirrored(devices=(f"cpu:{2 * me}",)))
+    saving = tj.Checkpointer("nowhere")
+    tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
+
+
 def counts(strategy, source, **options):
     dataset = strategy.distribute_dataset(source, **options)
     return [placed.counts.tolist() for placed in dataset]
@@ -402,6 +408,7 @@ SCENARIOS = [
     devices_out_of_order,
     towers_not_for_all,
     own_devices_alone,
+    checkpoints_of_one_process,
     one_ends_early,
     elements_of_each,
     elements_of_all,
@@ -418,6 +425,7 @@ def told(folder):
     me, told = jax.process_index(), {}
     named = {scenario.__name__: scenario for scenario in SCENARIOS}
     named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
+    named["exported"] = lambda me: writes.exported(pathlib.Path(folder))
     named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():
         try:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import operator
 import os
 import pathlib
 import shutil
@@ -26,7 +27,8 @@ from towerjax.estimator.spec import (
 )
 from towerjax.estimator.variables import check_copies
 from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
-from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.placement import TowerAxes, readable
+from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.state import TrainState
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
@@ -130,7 +132,7 @@ def export_model(
     becomes a program of one tower, with the variables inside, for any number of rows;
     without ``export_outputs``, the predictions become one, called ``"predictions"``.
     Tower-local variables are reduced to one value. The directory appears whole or not
-    at all; of several processes, the first writes it.
+    at all; of several processes, all call this and the first writes it.
 
     Args:
       model: The model.
@@ -157,10 +159,11 @@ def export_model(
       >>> load_exported(folder)(jnp.arange(3.0))["y"].tolist()
       [0.0, 2.0, 4.0]
     """
-    target, is_first = pathlib.Path(directory), jax.process_index() == 0
-    if is_first and target.exists():  # another may see what the first has just written
-        raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
     _check_export(model, features, platforms)
+    target = pathlib.Path(directory)
+    several = model.strategy.placement.num_processes > 1
+    on_first = call_on_first_process if several else operator.call
+    on_first(functools.partial(_refuse_existing, target))
     _require_flatbuffers()
     given = {"params": params, "config": config}
     model.model_fn.refuse_unaccepted(given)
@@ -185,8 +188,12 @@ def export_model(
             " x.reshape(x.shape[0], -1), and no if on x.shape[0]."
         )
         raise
-    if is_first:
-        _write(target, programs, signatures)
+    on_first(functools.partial(_write, target, programs, signatures))
+
+
+def _refuse_existing(target: pathlib.Path) -> None:
+    if target.exists():
+        raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
 
 
 def _check_export(model: Any, features: PyTree, platforms: Any) -> None:
@@ -287,7 +294,7 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
         return dataclasses.replace(x, value=read_local(x))
 
     def on_host(x: Any) -> Any:
-        return like_key(jax.device_put(jax.device_get(key_data(x))), x)
+        return like_key(jax.device_put(jax.device_get(readable(key_data(x)))), x)
 
     return jax.tree.map(on_host, map_parts(TowerLocal, one, variables))
 

@@ -50,6 +50,7 @@ class Saving:
     ) -> None:
         self._options, self._step, self._ledger = options, step, ledger
         self._is_first = jax.process_index() == 0
+        _refuse_one_process(step)
         self._check_batches()
         encode_cursor(ledger.cursor)
         needed = sum(x.nbytes for x in arrays_by_name(state).values())
@@ -249,6 +250,16 @@ class Saving:
         """The checkpoint in words."""
         where = str(self._options.path)
         return f"step {number} in {where!r}. The same run again goes on from there."
+
+
+def _refuse_one_process(step: CompiledStep) -> None:
+    processes = jax.process_count()
+    if step.strategy.placement.num_processes < processes:
+        raise CheckpointError(
+            f"A Checkpointer saves what all {processes} processes of a job train"
+            " together, but the towers here are one process's own. Train without"
+            " tj.cluster.initialize(), or save with tj.loop.save_safetensors."
+        )
 
 
 def _steps_left(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
