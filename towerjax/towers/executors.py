@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -107,12 +106,14 @@ def closed_over_kinds(jaxpr: Any) -> str:
     return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TracedCall:
     """The first call of a traced function; compared by identity."""
 
     first: Any  # the call that was traced
     closes_over: str
+    # Whether all processes have traced the same.
+    is_agreed: bool = dataclasses.field(default=False, init=False)
 
     def refuse_again(self, call: Any) -> None:
         """Raise where another call would use the constants of the first one."""
@@ -127,9 +128,6 @@ class TracedCall:
             )
 
 
-_agreed_on: weakref.WeakSet[TracedCall] = weakref.WeakSet()
-
-
 def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
     """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
 
@@ -137,7 +135,7 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
     """
     if placement.num_processes > 1 and not is_traced(args):
         traced = jitted.trace(call, *args)  # kept by JAX for the call below
-        if (kept := traced.out_info[-1]) not in _agreed_on:
+        if not (kept := traced.out_info[-1]).is_agreed:
             require_same(
                 "A function on all towers",
                 fingerprint_of_program(traced, traced.lower()),
@@ -145,7 +143,7 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
                 " of the program: give it arrays, np.float32(x), of which the first"
                 " process's are used.",
             )
-            _agreed_on.add(kept)
+            kept.is_agreed = True
     out = jitted(call, *args)
     out[-1].refuse_again(call)
     return out

@@ -47,7 +47,7 @@ _ROWS, _FREE = "rows", "free"
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Outputs(TracedCall):
     """What a compiled call returns besides arrays; a pytree node without leaves."""
 

@@ -40,7 +40,7 @@ from towerjax.types.options import check_takes, check_whole
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _StaticOutputs(TracedCall):
     """Values that are no arrays, as a trace's output: a pytree node without leaves."""
 
