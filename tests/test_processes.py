@@ -167,7 +167,7 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        ("checkpoints_of_one_process", "what all 2 processes of a job .*save_safetensors"),
+        ("checkpoints_of_one_process", "what all 2 processes of a job .*_safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),

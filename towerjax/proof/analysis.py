@@ -72,7 +72,7 @@ _THE_LOSS = "the loss, of which loss_reduction=SUM adds up the towers' values"
 def analyse(
     jaxpr: Jaxpr | ClosedJaxpr,
     inputs: Sequence[str | None],
-    axes: Sequence[str] | Mapping[str, int],
+    axes: Mapping[str, int],
     *,
     constants: int = 0,
     of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
@@ -80,22 +80,14 @@ def analyse(
     """Find what differs from tower to tower, what communicates, and what would hang.
 
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
-    all; the first ``constants`` are constants. ``of_more_towers`` traces the function
-    for another ``T``, which shows the literals that may stand for ``T``.
+    all; the first ``constants`` are constants. ``axes`` are the tower axes with their
+    sizes. ``of_more_towers`` traces the function for another ``T``, which shows the
+    literals that may stand for ``T``.
     """
-    body = open_jaxpr(jaxpr)
-    if isinstance(axes, str):
-        raise ValueError(f"axes is the string {axes!r}. Write axes=({axes!r},).")
-    if len(inputs) != len(body.invars):
-        raise ValueError(
-            f"inputs has {len(inputs)} entries, but the jaxpr takes {len(body.invars)} "
-            "values. Give a name, or None, for each, closed-over values included."
-        )
-    towers = frozenset(axes)
+    body, towers = open_jaxpr(jaxpr), frozenset(axes)
     ins = [Mark(frozenset()) if n is None else Mark(towers, n) for n in inputs]
     ins[:constants] = [mark._replace(scale=CONSTANT) for mark in ins[:constants]]
-    sizes = axes if isinstance(axes, Mapping) else _mesh_sizes(body)
-    context = Context(towers, sizes, [])
+    context = Context(towers, axes, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
     strict = _analyse_once(body, ins, context._replace(varying=()))  # no literal is T
@@ -111,7 +103,7 @@ def analyse(
 
 def depends(jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]) -> Analysis:
     """Which named input each output depends on, reductions over towers included."""
-    return analyse(jaxpr, inputs, tuple(_NO_AXIS))
+    return analyse(jaxpr, inputs, dict.fromkeys(_NO_AXIS, 0))
 
 
 def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
@@ -129,12 +121,6 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         changed=tuple(x for x in found if isinstance(x, Changed)),
         tower_calls=tuple(x for x in found if isinstance(x, TowerCall)),
     )
-
-
-def _mesh_sizes(body: Jaxpr) -> dict[str, int]:
-    """The axes, with sizes, of the meshes of the inputs."""
-    avals: list[Any] = [v.aval for v in body.invars if hasattr(v.aval, "sharding")]
-    return {k: n for x in avals for k, n in x.sharding.mesh.shape.items()}
 
 
 def _repeats(outs: _Marks) -> list[Repeat]:
