@@ -111,21 +111,28 @@ def count_examples(batch: PyTree) -> int:
             + " A state comes first: step(state, batch)."
             * hasattr(batch, "opt_state")
         )
-    of_size = {leaf.shape[0]: name for name, leaf in reversed(leaves)}
-    if len(of_size) > 1:
-        found = ", ".join(few(f"{of_size[n]}: {n}" for n in reversed(of_size)))
+    sizes = {leaf.shape[0] for _, leaf in leaves}
+    if len(sizes) > 1:
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but"
-            f" got {found}. Split or pad them alike before the step, padding with a"
-            " weight of 0; what every tower needs whole is tj.Shared(...)."
+            f" got {_one_of_each_size(leaves)}. Split or pad them alike before the"
+            " step, padding with a weight of 0; what every tower needs whole is"
+            " tj.Shared(...)."
         )
-    [size] = of_size
+    size = sizes.pop()
     if size == 0:
         raise ValueError(
             f"The batch is empty: {leaves[0][0]} has shape {leaves[0][1].shape}. Skip"
             " batches without examples in the input."
         )
     return size
+
+
+def _one_of_each_size(leaves: Sequence[tuple[str, Any]]) -> str:
+    first: dict[int, str] = {}
+    for name, leaf in leaves:
+        first.setdefault(leaf.shape[0], f"{name}: {leaf.shape[0]}")
+    return ", ".join(few(first.values()))
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
