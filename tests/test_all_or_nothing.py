@@ -438,6 +438,24 @@ def test_a_state_that_is_not_donated_is_there_after_a_failure(monkeypatch):
     assert int(state.step) == 0 and not state.params["w"].is_deleted()
 
 
+def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
+    """As on the other processes of a job when one of them ends."""
+    state, batch = init(step), step.place_batch(all_batches()[0])
+
+    def fails(donated, *_):
+        jax.tree.map(lambda x: x.delete(), donated)
+        raise ValueError("Connection closed by peer")
+
+    program = step.program(state, batch)
+    fails.args_info = program.call.args_info
+    broken = dataclasses.replace(program, call=fails)
+    monkeypatch.setitem(step._runner.programs, batch.signature, broken)
+    with pytest.raises(ValueError, match="^Connection closed by peer") as caught:
+        tj.run(step, state, [batch], progress=False)
+    assert caught.value.state is None
+    assert "The state is lost: the devices failed" in caught.value.__notes__[0]
+
+
 # A NaN on one tower
 
 

@@ -273,6 +273,8 @@ class CompiledStep:
         try:
             out = runner(split_state(state), batch)
         except (TypeError, ValueError):
+            if not is_usable(state):  # the devices failed after they had taken it
+                raise
             # JAX refuses a wrong state before it runs: name the leaf and the remedy.
             placed = self._ready(state, runner)
             if (program := runner.programs.get(batch.signature)) is not None:

@@ -153,7 +153,7 @@ class Runner:
         try:
             out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
-            if self.recipe.donate:
+            if self.recipe.donate and not self._aborts_if_donated:
                 _refuse_donated_twice(*donated)
             raise
         except FoundNonFinite as error:
