@@ -12,7 +12,6 @@ import pytest
 
 import towerjax as tj
 from towerjax.data import placer
-from towerjax.metrics import example_count
 from towerjax.metrics.example_count import ExampleCount, as_addends, from_sums
 
 N = 37
@@ -126,12 +125,6 @@ def test_fingerprints_of_close_data_differ():
         ([1, 4], [1, 2]),
     ]
     assert len({ExampleCount.of(*each).fingerprint for each in lists}) == 4
-
-
-def test_large_data_is_cut_and_adds_up(monkeypatch):
-    whole = ExampleCount.of(range(1000))
-    monkeypatch.setattr(example_count, "_CHUNK", 64)
-    same_cells(ExampleCount.of(range(1000)), whole)
 
 
 @pytest.mark.slow

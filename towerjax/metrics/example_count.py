@@ -20,7 +20,6 @@ TABLES, CELLS = 3, 32
 # A count; the id in four words and the weight's bits in two, of 16 bits each, so that
 # the sum over a repeated example can be divided; a 64-bit hash in two.
 WORDS = 9
-_CHUNK = 1 << 20  # rows whose words float64 adds exactly
 
 
 def count_on_host(ids: Any, weights: Any) -> np.ndarray:
@@ -32,14 +31,9 @@ def count_on_host(ids: Any, weights: Any) -> np.ndarray:
     bits = _weight_bits(weights, low)
     is_example = (bits << 1) != 0  # a weight of 0.0 or -0.0 is none
     words, index = (x[:, is_example] for x in _words(low, high, bits))
-    words = words.astype(np.float64)
     cells = np.zeros((TABLES, CELLS, WORDS), np.uint32)
-    for start in range(0, index.shape[1], _CHUNK):
-        part = slice(start, start + _CHUNK)
-        for table in range(TABLES):
-            for word in range(WORDS):
-                sums = np.bincount(index[table, part], words[word, part], CELLS)
-                cells[table, :, word] += sums.astype(np.uint64).astype(np.uint32)
+    for table in range(TABLES):
+        np.add.at(cells[table], index[table], words.T)
     return cells
 
 
