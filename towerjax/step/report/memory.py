@@ -110,7 +110,7 @@ def memory_of(
             why_not = "the program does not read it"
         elif leaf.donated and not aliased:
             why_not = _reason(shape, donated[shape], results[shape])
-        elif keeps and leaf.first and parameter is not None and not aliased:
+        elif keeps and leaf.root == roots[0] and parameter is not None and not aliased:
             why_not = "donate=False"
         kinds = (*_name_and_kind(leaf), shape.dtype, shape.dims, size)
         buffers.append(Buffer(*kinds, leaf.donated, aliased, why_not))
@@ -135,7 +135,6 @@ class _Leaf:
     dtype: str
     shape: tuple[int, ...]
     donated: bool
-    first: bool  # of the first argument
 
 
 def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
@@ -148,7 +147,6 @@ def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
             dtype=str(info.dtype),
             shape=tuple(info.shape),
             donated=info.donated,
-            first=path[1].idx == 0,
         )
         for path, info in paths
     ]
