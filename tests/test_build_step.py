@@ -199,7 +199,9 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     def embed(state, batch, tower):
         rows = jnp.tanh(batch["x"] @ state.params["w"])
         total = tj.Sum((batch["y"] * tower.weight).sum())
-        return {"rows": tj.Rows({"z": rows, "w": tower.weight}), "total": total}
+        seen = jax.tree.map(lambda n: n + tower.weight.sum(), state.local)
+        rows = tj.Rows({"z": rows, "w": tower.weight})
+        return {"rows": rows, "total": total, "local": seen}
 
     def pairs(mine, others, weight):
         return ((mine[:, None] - others[None, :]) ** 2 * weight[None, :]).sum(1)
@@ -220,6 +222,7 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
         after, metrics = sgd(0.1)(state, merged)
         rows = merged["rows"].value
         counted = (rows["z"] * rows["w"]).sum()
+        after = dataclasses.replace(after, local=merged["local"])
         return after, {**metrics, "total": merged["total"], "counted": counted}
 
     step = tj.build_step(
@@ -230,7 +233,8 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
         remainder="pad",
     )
     batch = data(22)
-    state, metrics = step(step.init(params()), batch)
+    local = {"seen": tj.TowerLocal(np.float32(1), R.SUM)}
+    state, metrics = step(step.init(params(), local=local), batch)
     x, w = batch["x"].astype(float), params()["w"].astype(float)
     z = np.tanh(x @ w)
     difference = z[:, None] - z[None, :]
@@ -238,6 +242,7 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     expected = moved(params(), {"w": slope @ x / 22, "b": 0.0}, 0.1)
     close(metrics["total"], batch["y"].sum())
     close(metrics["counted"], z.sum())
+    np.testing.assert_array_equal(state.local["seen"].value, [7, 7, 7, 5])
     close(metrics["loss"], 2 * (difference**2).sum() / 22)
     close(state.params, expected, roundings=2000)
 

@@ -328,7 +328,7 @@ def _scan_micro_batches(
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
     _check_adds_up([x for x in own if isinstance(x, PerTower)])
-    refuse_mixed_up(fill_holes(*shapes), variables)
+    refuse_mixed_up(shapes[0], shapes[1], variables)
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)

@@ -87,12 +87,13 @@ def fill_holes(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=is_hole)
 
 
-def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
+def refuse_mixed_up(tree: PyTree, pools: dict[str, list[Any]], local: PyTree) -> None:
     """Raise unless tower-local variables come back by their names, of their types.
 
     The next micro-batch gets them in the order of the tree. A single variable may have
-    any name.
+    any name. Those of the pass before, in no hole, are the same for all micro-batches.
     """
+    changed = jax.tree.map(lambda x: None if is_typed(x) else x, tree, is_leaf=is_typed)
 
     def variables(tree: PyTree) -> tuple[list[list[str]], list[str]]:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed)
@@ -102,7 +103,7 @@ def refuse_mixed_up(returned: PyTree, local: PyTree) -> None:
         ]
         return [[key_name(entry) for entry in path] for path, _ in own], types
 
-    (came, new), (held, old) = variables(returned), variables(local)
+    (came, new), (held, old) = variables(fill_holes(changed, pools)), variables(local)
     ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
     if came and (new != old or (len(held) > 1 and ends != held)):
         names = [", ".join("/".join(x) for x in part) for part in (came, held)]
