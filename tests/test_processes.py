@@ -165,10 +165,11 @@ def told(together):
         ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
         ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
-        ("other_numbers_of_steps", "How long tj.run goes .* {steps} batches, from st"),
+        ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
         ("checkpoints_of_one_process", "what all 2 processes of a job .*_safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
+        ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
         ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
@@ -310,10 +311,22 @@ def test_every_process_stops_and_keeps_the_same(told, keep):
 
 
 @pytest.mark.slow
+def test_work_for_one_process_alone_is_refused(told):
+    for me, one in enumerate(told):
+        for text, work in zip(
+            one["work_of_one_process"],
+            ["checkpointer=", "WithState.every=[2]", "evaluate=True"],
+            strict=True,
+        ):
+            assert "What tj.run does must be the same on all 2 processes" in text
+            assert (work in text) == (me == 1)
+
+
+@pytest.mark.slow
 def test_every_process_hears_of_a_writer_and_of_another_patience(told):
     told = [one["written"] for one in told]
     assert told[0]["host"]["refused"] == "read only"
     assert "could not be opened on process 0" in told[1]["host"]["refused"]
     for me, one in enumerate(told):
-        assert "How long tj.run goes must be the same" in one["differs"]
+        assert "What tj.run does must be the same" in one["differs"]
         assert f"patience={1 + me}" in one["differs"]

@@ -73,6 +73,13 @@ def checkpoints_of_one_process(me):
     tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
 
 
+def folders_of_each(me, folder):
+    """Each process sees another folder of this name, as on its own disk."""
+    step = step_of(tj.Mirrored(towers=4))
+    saving = tj.Checkpointer(pathlib.Path(folder) / f"own {me}")
+    tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
+
+
 def counts(strategy, source, **options):
     dataset = strategy.distribute_dataset(source, **options)
     return [placed.counts.tolist() for placed in dataset]
@@ -262,6 +269,23 @@ def other_numbers_of_steps(me):
     tj.run(step, step.init(np.float32(0)), [rows(4)] * (3 - me), progress=False)
 
 
+def work_of_one_process(me):
+    """What the last process alone is asked for besides the steps."""
+    strategy, told = tj.Mirrored(towers=4), []
+    step, predict = step_of(strategy), tj.build_predict_step(loss_fn, strategy)
+    for given in (
+        {"checkpointer": tj.Checkpointer("nowhere")},
+        {"hooks": [tj.loop.WithState(print, every=2)]},
+        {"evaluate": predict, "eval_batches": [rows(4)]},
+    ):
+        state, given = step.init(np.float32(0)), given if me else {}
+        try:
+            tj.run(step, state, [rows(4)], progress=False, **given)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
 def restored_from_the_chief(me):
     """Only process 0 read the file: its values count."""
     strategy = tj.Mirrored(towers=4)
@@ -386,6 +410,7 @@ SCENARIOS = [
     other_numbers_of_steps,
     other_numbers_of_batches,
     a_state_from_one_hook,
+    work_of_one_process,
     restored_from_the_chief,
     learning_rates_of_the_first,
     loader_fails,
@@ -425,6 +450,7 @@ def told(folder):
     me, told = jax.process_index(), {}
     named = {scenario.__name__: scenario for scenario in SCENARIOS}
     named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
+    named["folders_of_each"] = lambda me: folders_of_each(me, folder)
     named["exported"] = lambda me: writes.exported(pathlib.Path(folder))
     named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():

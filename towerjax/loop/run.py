@@ -1,6 +1,7 @@
 """`run`, the training loop: check its arguments, assemble its parts, hand errors on."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.feed import Batches, as_reusable
@@ -140,7 +141,7 @@ def run(
     )
     state = step.start(state)
     check_batches("batches", batches)
-    _require_same_length(step.strategy.placement, batches, options, step_number(state))
+    _require_same_work(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
     return _run_loop(step, state, Ledger(batches, copies=steps_per_call > 1), options)
@@ -171,19 +172,26 @@ def _run_loop(
         raise
 
 
-def _require_same_length(
+def _require_same_work(
     placement: Placement,
     batches: Iterable[PyTree],
     options: RunOptions,
     start: int,
 ) -> None:
-    """Raise, on every process, unless all processes will do the same steps."""
+    """Raise, on every process, unless all processes will make the same calls."""
     if placement.num_processes == 1:
         return
+    names = ("eval_every", "early_stopping", "best", "steps_per_call")
+    given = {name: getattr(options, name) for name in names}
+    given["evaluate"] = options.evaluate is not None
+    given["eval_params"] = options.eval_params is not None
+    if (saving := options.checkpointer) is not None:  # `Saving` compares the folder
+        given["checkpointer"] = dataclasses.replace(saving, directory="...")
+    given["WithState.every"] = [hook.every for hook in options.with_state]
     text = f"steps={options.steps}, {count_in_words(batches)}, from step {start}"
-    for name in ("eval_every", "early_stopping", "best"):
-        if getattr(options, name) is not None:
-            text += f", {name}={getattr(options, name)}"
     require_same(
-        "How long tj.run goes", text, "Give every process the same steps and batches."
+        "What tj.run does",
+        text + "".join(f", {name}={value}" for name, value in given.items() if value),
+        "Give every process the same steps and batches, and the same evaluations,"
+        " checkpointer and WithState hooks, on all or on none.",
     )

@@ -28,7 +28,11 @@ from towerjax.loop.options import RunOptions, reaches_multiple
 from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import call_on_first_process, is_preempted
+from towerjax.mesh.processes import (
+    call_on_first_process,
+    is_preempted,
+    require_same,
+)
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
 from towerjax.types.options import is_one_real
@@ -60,6 +64,12 @@ class Saving:
             folder.prepare_directory(options.path, needed)
 
         call_on_first_process(prepare)
+        require_same(
+            "Who has locked the folder of the checkpoints",
+            folder.owner(options.path),
+            f"Here the folder is {str(options.path)!r}. Name one folder that all"
+            " processes see, such as one on a network file system.",
+        )
         self._files = stack.enter_context(contextlib.closing(array_checkpointer()))
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"

@@ -10,6 +10,7 @@ import pathlib
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -217,4 +218,14 @@ def lock(directory: pathlib.Path) -> Iterator[None]:
                     f"Another run writes its checkpoints to {str(directory)!r}. Wait"
                     " for its end, or name another folder."
                 ) from None
+            file.truncate(0)
+            file.write(uuid.uuid4().hex.encode())
+            file.flush()
+            os.fsync(file.fileno())
         yield
+
+
+def owner(directory: pathlib.Path) -> str:
+    """Who holds the `lock`, as this process sees it."""
+    path = directory / ".lock"
+    return path.read_text(encoding="utf-8") if path.exists() else "nobody"
