@@ -322,6 +322,10 @@ def test_a_process_that_comes_or_ends_early_says_that_it_waits(capfd):
         "from towerjax.mesh.cluster import start;"
         "start._SILENCE_S = processes._PATIENCE_S = 0.2; tj.cluster.initialize();"
         "time.sleep(jax.process_index()); processes.require_same('This', '', '');"
+        "count = tj.Mirrored().create_var('count', 1., tower_local=True,"
+        "reduction=tj.Reduction.SUM);"
+        "time.sleep(jax.process_index()); tj.towers.saved_values(count.value);"
+        "time.sleep(jax.process_index()); tj.towers.read_local(count);"
         "time.sleep(2 * jax.process_index())"
     )
     assert ended("-c", program) == 0
@@ -330,3 +334,6 @@ def test_a_process_that_comes_or_ends_early_says_that_it_waits(capfd):
     assert "process 1 of 2 has ended" not in err
     assert "[0] process 0 waits for the others: This is to be compared. Do all" in err
     assert "process 1 waits for the others: This" not in err
+    for what in ("a value of all towers is", "tower-local values are"):
+        assert f"[0] process 0 waits for the others: {what} read. Do all" in err
+        assert f"process 1 waits for the others: {what}" not in err

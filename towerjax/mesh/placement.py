@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import Device, find_device, platform_devices
 from towerjax.mesh.private_jax import put
-from towerjax.mesh.processes import from_first_process, require_same
+from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import (
     held_dtype,
@@ -284,7 +284,8 @@ def readable(leaf: Any) -> Any:
     if not is_split(leaf):
         return leaf
     mirrored = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    return wait_on_cpus(_reshard(leaf, sharding=mirrored))
+    with says_if_alone("a value of all towers is read"):
+        return wait_on_cpus(_reshard(leaf, sharding=mirrored))
 
 
 _wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")

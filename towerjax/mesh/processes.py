@@ -28,7 +28,7 @@ def require_same(what: str, text: str, advice: str) -> None:
     _check_devices()
     digest = hashlib.sha256(text.encode()).digest()
     own = np.frombuffer(digest, np.uint8)
-    with _says_if_alone(f"{what} is to be compared"):
+    with says_if_alone(f"{what} is to be compared"):
         all_of_them = np.asarray(multihost_utils.process_allgather(own))
     differing = [
         p for p, other in enumerate(all_of_them) if (other != all_of_them[0]).any()
@@ -59,13 +59,16 @@ def from_first_process(tree: PyTree) -> PyTree:
     if jax.process_count() == 1:
         return tree
     _check_devices()
-    with _says_if_alone("the first one's values are to be sent"):
+    with says_if_alone("the first one's values are to be sent"):
         return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
 @contextlib.contextmanager
-def _says_if_alone(why: str) -> Iterator[None]:
+def says_if_alone(why: str) -> Iterator[None]:
     """Print to stderr if the other processes have not come here after a while."""
+    if jax.process_count() == 1:
+        yield
+        return
     text = (
         f"process {jax.process_index()} waits for the others: {why}. Do all processes"
     )

@@ -20,6 +20,7 @@ from towerjax.collectives.reduce import (
     take_first,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
+from towerjax.mesh.processes import says_if_alone
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
 from towerjax.towers.variables import TowerLocal, Variable, label, plain
@@ -124,7 +125,8 @@ def read_local(local: PyTree) -> PyTree:
                 " SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own with unwrap."
             )
         check_addable(variable.reduction, variable.value)
-    return wait_on_cpus(_read_all(local))
+    with says_if_alone("tower-local values are read"):
+        return wait_on_cpus(_read_all(local))
 
 
 def read_variables(tree: PyTree) -> PyTree:
