@@ -6,6 +6,7 @@ import re
 from types import SimpleNamespace
 
 import flax.linen as nn
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -640,6 +641,20 @@ def test_a_bool_is_no_number_and_one_of_numpy_is(name):
         build(**{name: 10**30})
     step = build(**{name: np.int64(2)})
     assert int(step(step.init(start()), good())[0].step) == 1
+
+
+def test_weights_that_two_layers_share_are_not_trained_apart():
+    first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in range(2))
+    second.kernel = first.kernel
+    model = nnx.List([first, second])
+    text = r"params\[0\].kernel and .*\[1\].kernel are one nnx.Param, .*nnx.split\("
+    for init in (build().init, functools.partial(tj.TrainState.create, optimizer=SGD)):
+        with pytest.raises(ValueError, match=text):
+            init(model)
+    state = build().init(nnx.split(model)[1])
+    assert len(jax.tree.leaves(state.params)) == 3
+    drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+    build().init((first, drop, drop))  # which share a stream of keys
 
 
 def test_arguments_in_each_others_place_are_told():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from dataclasses import fields as fields_of
 from typing import Any
 
@@ -17,7 +18,7 @@ from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.optimizers import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import check_tower_local, stack_local
-from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, refuse_unheld
 from towerjax.types.tables import leaf_table
 
@@ -233,9 +234,28 @@ def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
     if not jax.tree.leaves(params):
         raise ValueError(f"params holds no arrays: {params!r}.")
     refuse_unheld("params", params, shapes=shapes)
+    if "flax.nnx" in sys.modules and not shapes:
+        _refuse_shared_weights(params, sys.modules["flax.nnx"].Variable)
     make = functools.partial(jax.tree.map, jnp.asarray)
     params = jax.tree.map(native, params)
     return jax.eval_shape(make, params) if shapes else make(params)
+
+
+def _refuse_shared_weights(params: PyTree, kind: type) -> None:
+    """Raise if a variable of a module lies at two places: each would train its own."""
+    found: dict[int, str] = {}
+    flat = jax.tree_util.tree_leaves_with_path(params, lambda x: isinstance(x, kind))
+    for path, x in flat:
+        dtypes = map(jnp.result_type, jax.tree.leaves(x))
+        if isinstance(x, kind) and any(jnp.issubdtype(y, jnp.inexact) for y in dtypes):
+            name = leaf_name("params", path)
+            if (first := found.setdefault(id(x), name)) != name:
+                raise ValueError(
+                    f"{first} and {name} are one nnx.{type(x).__name__}, and as leaves"
+                    " of params they would train as two. Split the module, in which"
+                    " what layers share is one leaf: graph, params = nnx.split(model),"
+                    " and nnx.merge(graph, params) in the loss function."
+                )
 
 
 def _one_key(rng: Any) -> jax.Array:
