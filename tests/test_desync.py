@@ -91,8 +91,8 @@ def every_third():
     return build(STRATEGIES["shard_map"](), tj.Check(every=3, nonfinite=False))
 
 
-def found_by(step, state):
-    step(state, batch())
+def found_by(step, state, **held):
+    step(state, batch() | held)
     with pytest.raises(tj.DesyncError) as caught:
         step.settle()
     return caught.value
@@ -110,6 +110,21 @@ LEAVES = [
     "opt_state/0/count",  # int32
     "rng",
 ]
+
+
+def test_what_a_batch_shares_is_the_same_on_all_devices():
+    """As in a job whose processes compute it each for itself."""
+
+    def loss_fn(params, batch, tower):
+        scaled = params * batch["m"] * batch["annealed"]["beta"]
+        return tj.Weighted.mean(scaled, tower.weight)
+
+    step = build(tj.Mirrored(devices(2)), fn=loss_fn)
+    beta = step.place(step.init(np.float32(3))).params
+    shared = {"annealed": tj.Shared({"beta": flipped(beta, [1])})}
+    error = found_by(step, step.init(np.float32(1)), **shared)
+    assert error.differing == (Differing("cpu:1", (1,), "batch/annealed/beta"),)
+    assert "a tj.Shared of which each process made its own" in str(error)
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ class Check:
     Attributes:
       every: ``n``: the steps 0, n, 2n ... are checked.
       desync: Compare a fingerprint of each mirrored leaf's bits over devices, of the
-        state as the step is given it. The step's number is compared at every check
-        and stands for the rest where it differs.
+        state as the step is given it and of the batch's `Shared` values. The step's
+        number is compared at every check and stands for the rest where it differs.
       nonfinite: Look for NaN and infinity in the parameters and in each tower's own
         loss, gradient and sums of metrics. Needs ``on_nonfinite="raise"``.
 
@@ -118,14 +118,17 @@ class Checked:
 
 
 def device_prints(
-    state: TrainState, check: Check, axes: TowerAxes, layout: TrainState
+    state: TrainState, shared: PyTree, check: Check, axes: TowerAxes, layout: TrainState
 ) -> Fingerprints | None:
-    """Fingerprints of this device's mirrored leaves; nothing is sent yet."""
+    """Fingerprints of this device's mirrored leaves; nothing is sent yet.
+
+    ``shared`` is a batch of the values of its `Shared` leaves alone.
+    """
     if not (check.desync and axes.device_axis):
         return None
     names = ("params", "opt_state", "seen", "extra", "rng")
     names = [name for name in names if getattr(layout, name) is Layout.MIRRORED]
-    mirrored = {name: getattr(state, name) for name in names}
+    mirrored = {name: getattr(state, name) for name in names} | {"batch": shared}
     leaves = tuple(name for name, _ in readable_leaves("", mirrored))
     none = jnp.zeros(len(leaves), jnp.uint32)
     due = check.is_due(state.step)

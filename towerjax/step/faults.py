@@ -31,7 +31,7 @@ class Differing:
 
 
 class DesyncError(Portable, RuntimeError):
-    """The devices' copies of the state were not the same, where they have to be.
+    """The devices' copies of a value were not the same, where they have to be.
 
     Attributes:
       step: Before which step, counted from 0.
@@ -41,17 +41,17 @@ class DesyncError(Portable, RuntimeError):
     Example:
       >>> error = DesyncError(131, [Differing("cpu:5", (5,), "params/w")])
       >>> str(error).split(". ")[0]
-      'The copies of the state differed before step 131: cpu:5 (tower 5), params/w'
+      "The devices' copies differed before step 131: cpu:5 (tower 5), params/w"
     """
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
         super().__init__(
-            f"The copies of the state differed before step {step}: {listed(differing)}."
+            f"The devices' copies differed before step {step}: {listed(differing)}."
             " All other devices agree. Each step since has mixed the copies' gradients,"
             " so go on from a state of before the check that last passed, such as a"
             " checkpoint, and look at that device's memory, at callbacks and foreign"
-            " kernels that do not give each device the same, or at how the state was"
-            " placed."
+            " kernels that do not give each device the same, at how the state was"
+            " placed, or at a tj.Shared of which each process made its own."
         )
         self.step, self.differing = step, tuple(differing)
 

@@ -118,7 +118,8 @@ class Pass:
             copies, common = None, None
             if self.check is not None:
                 layout = state_layout(self.strategy)
-                copies = device_prints(state, self.check, axes, layout)
+                held = with_shared(jax.tree.map(lambda _: None, batch), shared)
+                copies = device_prints(state, held, self.check, axes, layout)
                 if self.check.nonfinite:
                     part = ("parameter", "params", state.params)
                     common = flag_leaves([part], due=self.check.is_due(state.step))
