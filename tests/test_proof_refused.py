@@ -181,6 +181,16 @@ def psum_of_norm(params, batch, tower):
     return output(params, batch, tower, {"m": m + 1.0})
 
 
+def sum_of_a_masked_norm(params, batch, tower):
+    masked = norm(params["w"] * np.float32([1, 0, 0.25]))
+    return output(params, batch, tower, {"m": tower.reduce(R.SUM, masked)})  # here
+
+
+def sum_of_a_variance(params, batch, tower):  # divides by a constant that it computes
+    m = tower.reduce(R.SUM, jnp.var(params["w"]))  # here
+    return output(params, batch, tower, {"m": m})
+
+
 def sum_of_a_mean(params, batch, tower):
     loss = tower.reduce(R.MEAN, jnp.mean(errors(params, batch) ** 2))
     return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
@@ -233,6 +243,8 @@ def decay_counted_by_each(params, batch, tower):
 REPEATED = {
     sum_of_norm: "metrics['m']: the sum over towers",
     psum_of_norm: "metrics['m']: the sum over towers",
+    sum_of_a_masked_norm: "metrics['m']: the sum over towers",
+    sum_of_a_variance: "metrics['m']: the sum over towers",
     sum_of_a_mean: "metrics['m']: the sum over towers",
     sum_twice: "metrics['m']: the sum over towers",
     sum_of_a_gathered: "metrics['m']: the sum over towers",
@@ -475,7 +487,13 @@ def test_numbers_that_happen_to_be_those_of_towers_count_none(T):
 
     def shared(params, batch, tower):
         axis, b = tower.axis_names, params["b"]
+        count, shares = tower.num_towers, np.full(2, 1 / tower.num_towers, np.float32)
         metrics = {
+            "array": (lax.psum(b, axis) * shares)[0],
+            "array in jit": jax.jit(lambda b: lax.psum(b, axis) * shares)(b)[0],
+            "computed": lax.psum(b, axis) / (jnp.float32(count) * jnp.ones(3))[0],
+            "added": lax.psum(b, axis) / jnp.ones(count).sum(),
+            "others": (lax.psum(b, axis) - b) / (jnp.asarray([count]) - 1.0)[0],
             "T": lax.psum(b, axis) / tower.num_towers,
             "ones": lax.psum(b, axis) / lax.psum(1, axis),
             "inverse": lax.psum(b, axis) * (1 / tower.num_towers),
@@ -491,7 +509,9 @@ def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers():
     def loss_fn(params, batch, tower):
         assert tower.num_towers == 8, "made for 8"
         mean = lax.psum(params["b"], tower.axis_names) / tower.num_towers
-        return output(params, batch, tower, {"m": mean})
+        shares = mean * np.full(2, 0.125, np.float32) * jnp.ones(2)
+        shares = lax.psum(shares, tower.axis_names)
+        return output(params, batch, tower, {"m": mean, "shares": shares[0]})
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=8))
     step.check(PARAMS, BATCH)

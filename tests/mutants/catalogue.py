@@ -622,7 +622,7 @@ PROOF = (
         "P24",
         "proof: a number that T happens to divide counts towers",
         "proof.analysis:analyse",
-        "varying = varying_literals(body, more)",
+        "varying = varying_constants(jaxpr, of_more_towers())",
         "varying = None",
         "test_proof_refused.py::test_numbers_that_happen_to_be_those_of_towers_count_none[5]",
     ),

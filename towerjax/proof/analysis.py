@@ -51,6 +51,7 @@ from towerjax.proof.scale import (
     COUNTS_EACH_TOWER,
     GRADIENT_WEIGHT,
     HAS_EXAMPLES,
+    MAY_COUNT_TOWERS,
     SHARED,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
@@ -58,7 +59,7 @@ from towerjax.proof.scale import (
     WEIGHT_OF,
     scale_of_equation,
     scale_of_summed,
-    varying_literals,
+    varying_constants,
 )
 
 _Marks = list[Mark]
@@ -94,10 +95,9 @@ def analyse(
     if not strict.repeats:
         return strict
     try:
-        more = open_jaxpr(of_more_towers())
+        varying = varying_constants(jaxpr, of_more_towers())
     except Exception:  # User code may hold for this number of towers alone.
-        return _analyse_once(body, ins, context)
-    varying = varying_literals(body, more)
+        varying = None
     return _analyse_once(body, ins, context._replace(varying=varying))
 
 
@@ -135,6 +135,9 @@ def _repeats(outs: _Marks) -> list[Repeat]:
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
     """Propagate marks through a jaxpr: those of its outputs, and all by variable."""
     env = dict(zip(jaxpr.invars, ins, strict=True))
+    for var in jaxpr.constvars:
+        may_count = (id(var), -1) in (context.varying or ())
+        env[var] = FIXED._replace(scale=MAY_COUNT_TOWERS) if may_count else FIXED
 
     def read(var: Any) -> Mark:
         return FIXED if isinstance(var, Literal) else env.get(var, FIXED)
@@ -176,9 +179,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     mark = join(ins)
     scales = [m.scale for m in ins]
-    scale = CONSTANT
-    if ins:
-        scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
+    scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
         if any(m.axes and m.scale.site is None for m in ins):
             context.found.append(Repeat(user_line(scale.site), (), _A_MIXTURE))

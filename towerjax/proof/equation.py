@@ -161,10 +161,11 @@ def is_full(eqn: JaxprEqn, size: int) -> bool:
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The inner jaxprs that run when an equation runs."""
-    return [open_jaxpr(x) for x in _jaxprs_in_params(eqn)]
+    return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
-def _jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
+    """The same with their constants, where they have any."""
     params = eqn.params
     if eqn.primitive.name == "custom_linear_solve":  # the others are for derivatives
         params = {"solve": params["jaxprs"].solve}
@@ -189,7 +190,7 @@ def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
         if isinstance(var, Literal) and np.ndim(var.val):
             yield var.val
     for eqn in jaxpr.eqns:
-        for inner in _jaxprs_in_params(eqn):
+        for inner in jaxprs_in_params(eqn):
             yield from arrays_in(inner)
 
 

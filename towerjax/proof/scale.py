@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.equation import Site, sub_jaxprs
+from towerjax.proof.equation import Site, jaxprs_in_params, open_jaxpr
 
 SUMMED_BY_STEP = "towerjax.sums"
 """Name scope of the sums that a step itself makes: losses, gradients, metrics."""
@@ -97,19 +97,34 @@ class Scale(NamedTuple):
 
 CONSTANT = Scale(is_constant=True)
 
+MAY_COUNT_TOWERS = Scale(low=-1.0, high=1.0, is_constant=True)
+"""The scale of a constant that may stand for ``T``, or for its inverse."""
+
 
 def scale_of_sum(first: Scale, second: Scale) -> Scale:
     """The scale of the sum of two values, or of either; constants do not count."""
     if first.is_constant != second.is_constant:
         return second if first.is_constant else first
     site = first.site or second.site
-    ends = (max(pair) for pair in zip(first[:3], second[:3], strict=True))
-    return Scale(*ends, is_constant=first.is_constant, site=site)
+    lows, *others = zip(first[:3], second[:3], strict=True)
+    # A constant that is one of two may stand for what either may.
+    low = min(lows) if first.is_constant else max(lows)
+    return Scale(low, *map(max, others), is_constant=first.is_constant, site=site)
 
 
-def varying_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
-    """The literals that differ for another number of towers: they may hold ``T``."""
+def varying_constants(
+    jaxpr: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr
+) -> set[tuple[int, int]] | None:
+    """The constants that differ for another number of towers: they may hold ``T``.
+
+    Literals, by equation and operand; arrays, and results of another shape, by variable
+    or equation and -1. None where the programs differ in more.
+    """
     varying: set[tuple[int, int]] = set()
+    if isinstance(jaxpr, ClosedJaxpr) and isinstance(other, ClosedJaxpr):
+        arrays = zip(jaxpr.jaxpr.constvars, jaxpr.consts, other.consts, strict=True)
+        varying = {(id(x), -1) for x, one, two in arrays if not _equal(one, two)}
+    jaxpr, other = open_jaxpr(jaxpr), open_jaxpr(other)
     if len(jaxpr.eqns) != len(other.eqns):
         return None
     for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
@@ -117,15 +132,21 @@ def varying_literals(jaxpr: Jaxpr, other: Jaxpr) -> set[tuple[int, int]] | None:
             return None
         for i, (one, two) in enumerate(zip(eqn.invars, twin.invars, strict=True)):
             if isinstance(one, Literal) and isinstance(two, Literal):
-                if not np.array_equal(one.val, two.val):
+                if not _equal(one.val, two.val):
                     varying.add((id(eqn), i))
             elif isinstance(one, Literal) or isinstance(two, Literal):
                 return None
-        for inner in zip(sub_jaxprs(eqn), sub_jaxprs(twin), strict=True):
-            if (found := varying_literals(*inner)) is None:
+        if [v.aval for v in eqn.outvars] != [v.aval for v in twin.outvars]:
+            varying.add((id(eqn), -1))
+        for inner in zip(*map(jaxprs_in_params, (eqn, twin)), strict=True):
+            if (found := varying_constants(*inner)) is None:
                 return None
             varying |= found
     return varying
+
+
+def _equal(one: Any, two: Any) -> bool:
+    return one is two or np.array_equal(one, two)
 
 
 def scale_of_equation(
@@ -136,23 +157,27 @@ def scale_of_equation(
 ) -> Scale:
     """The scale of the results of an equation that is no collective."""
     name = eqn.primitive.name
+    scales = [
+        _scale_of_constant(v, scale, num_towers)
+        if varying is None or (id(eqn), i) in varying
+        else scale
+        for i, (v, scale) in enumerate(zip(eqn.invars, scales, strict=False))
+    ]
     result = scales[0] if len(scales) == 1 else _scale_of_numbers(eqn, scales)
     if name in _PRODUCTS:
-        own = [
-            _scale_of_constant(v, scale, num_towers)
-            if varying is None or not isinstance(v, Literal) or (id(eqn), i) in varying
-            else scale
-            for i, (v, scale) in enumerate(zip(eqn.invars, scales, strict=True))
-        ]
-        result = own[0].times(own[1].inverse() if name == "div" else own[1])
+        result = scales[0].times(scales[1].inverse() if name == "div" else scales[1])
     elif name == "integer_pow":
         result = _scale_of_power(scales[0], eqn.params["y"])
     elif name in _POWERS:
         result = _scale_of_power(scales[0], _POWERS[name])
     elif name in _SCALE_FREE or all(_is_bool(v) for v in eqn.outvars):
         result = result.once()
-    constant = all(scale.is_constant for scale in scales)
-    return result._replace(is_constant=constant)
+    if not all(scale.is_constant for scale in scales):
+        return result._replace(is_constant=False)
+    counts = any(scale.low or scale.high for scale in scales)
+    if counts or (varying is not None and (id(eqn), -1) in varying):
+        return MAY_COUNT_TOWERS._replace(sums=result.sums)
+    return result._replace(is_constant=True)
 
 
 def _scale_of_numbers(eqn: JaxprEqn, scales: Sequence[Scale]) -> Scale:

@@ -86,7 +86,7 @@ class Proving:
         axes = dataclasses.replace(placement.abstract_axes, traced=towers)
         layouts = tuple(one.in_layouts.values())
         jaxpr, out = trace_one_tower(one.on_device(axes), axes, layouts, args)
-        proof = _prove_body(one, jaxpr.jaxpr, args, out, axes)
+        proof = _prove_body(one, jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
         if has_tracers(jaxpr.consts):
             proof.unmasked()  # while the tracers live
@@ -124,7 +124,7 @@ def _prove_body(
     parts = dict(zip(("", *PassResult._fields[1:]), one.out_layouts, strict=True))
     outputs = _names_where(parts, out, mirrored=True)
     # Arrays that the user's function closes over come first; all towers have the same.
-    closed_over = len(body.invars) - len(inputs)
+    closed_over = len(body.in_avals) - len(inputs)
     names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
 
