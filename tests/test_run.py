@@ -493,6 +493,8 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"hooks": print}, "must be a list: write hooks=[...]"),
         ({"hooks": 3}, "hooks=3 must be a list: write hooks=[...]"),
         ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
+        ({"hooks": [tj.Best("loss")]}, "is no hook: say best="),
+        ({"hooks": [tj.JsonLines("x")]}, "is no hook: say writers=["),
         (
             {"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
             "WithState.every=3 must be a multiple of steps_per_call=2",

@@ -65,11 +65,23 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
 
 
+_OBJECTS = {
+    "early_stopping": (EarlyStopping, "'loss', patience=3"),
+    "best": (Best, "'loss'"),
+    "checkpointer": (Checkpointer, "folder"),
+}
+"""The options of `run` that are objects, with the arguments of an example."""
+
+
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
     """Return the hooks as a tuple, or raise if one cannot be called."""
     if callable(hooks) or not isinstance(hooks, Iterable):
         raise ValueError(f"hooks={hooks!r:.200} must be a list: write hooks=[...].")
     for i, hook in enumerate(hooks):
+        own = [f"{x}=" for x, (kind, _) in _OBJECTS.items() if isinstance(hook, kind)]
+        own += ["writers=[...]"] * callable(getattr(hook, "open", None))
+        if own and not callable(hook):
+            raise ValueError(f"hooks[{i}]={hook!r:.200} is no hook: say {own[0]}")
         if not isinstance(hook, WithState):
             check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
     return tuple(hooks)
@@ -123,11 +135,7 @@ class RunOptions:
         return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
     def _check_kinds(self) -> None:
-        for name, kind, example in (
-            ("early_stopping", EarlyStopping, "'loss', patience=3"),
-            ("best", Best, "'loss'"),
-            ("checkpointer", Checkpointer, "folder"),
-        ):
+        for name, (kind, example) in _OBJECTS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(
