@@ -377,6 +377,25 @@ def test_all_gather_of_vectors_is_differentiable(T, D):
     np.testing.assert_allclose(out.values, expected, rtol=16 * EPS, atol=16 * EPS)
 
 
+@LAYOUTS
+def test_a_total_is_differentiated_in_a_tower_by_its_share(T, D):
+    """Of `w sum_tj x_tj^2` by a tower's own `x`: `2 w x`; by `w` the tower's part."""
+    x = np.random.default_rng(0).normal(size=(T, 3))
+
+    def tower_fn(tower, x):
+        def share(x, w):
+            return tower.reduce(R.SUM, w * (x**2).sum()) / tower.num_towers
+
+        by_x, by_w = jax.grad(share, argnums=(0, 1))(x, 3.0)
+        return by_x, tower.reduce(R.SUM, by_w)
+
+    by_x, by_w = mirrored(T, D).call_for_each_tower(
+        tower_fn, tj.PerTower(np.float32(x))
+    )
+    np.testing.assert_allclose(by_x.values, 6 * x, rtol=16 * EPS)
+    np.testing.assert_allclose(by_w, (x**2).sum(), rtol=16 * EPS)
+
+
 @pytest.mark.parametrize("name", ["weight", "rng", "step", "rows"])
 def test_what_a_step_alone_has_is_refused(name):
     strategy = tj.Mirrored(devices=("cpu:0",), towers=2)

@@ -156,7 +156,8 @@ class Tower:
 
         With several micro-batches this reduces over the rows of each micro-batch alone:
         a loss that is divided by a sum over the batch takes that sum as rows of the
-        batch, see ``docs/limits.md``.
+        batch. A ``jax.grad`` inside a tower is that of the sum of all towers' results:
+        differentiate ``value / tower.num_towers``. See ``docs/limits.md`` for both.
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.
