@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
@@ -355,13 +356,20 @@ def test_padding_is_refused_without_a_word_on_the_state():
 
 
 @pytest.mark.slow
-def test_what_jax_cannot_vmap_says_how_towers_run_without():
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (jax.pure_callback, NotImplementedError),
+        (functools.partial(io_callback, ordered=True), ValueError),
+    ],
+)
+def test_what_jax_cannot_vmap_says_how_towers_run_without(call, error):
     def fn(params, batch, tower):
-        doubled = jax.pure_callback(lambda x: 2 * x, batch["x"], batch["x"])
+        doubled = call(lambda x: 2 * x, batch["x"], batch["x"])
         return tj.Weighted.mean(doubled @ params["w"], tower.weight)
 
     step = build(fn, tj.Mirrored(TWO[:1], towers=2))
-    with pytest.raises(NotImplementedError, match="vmap") as caught:
+    with pytest.raises(error, match="vmap") as caught:
         step(step.init(start()), good())
     assert "local='scan'" in caught.value.__notes__[0]
     step = build(fn, tj.Mirrored(TWO[:1], towers=2, local="scan"))

@@ -312,8 +312,9 @@ def over_local_towers(
         own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
         try:
             out = vmap_and_sum(program, own, rest, num_sums, axes.num_local)
-        except NotImplementedError as error:
-            error.add_note(_NO_VMAP)
+        except (NotImplementedError, ValueError) as error:
+            if isinstance(error, NotImplementedError) or "vmap" in str(error):
+                error.add_note(_NO_VMAP)
             raise
         return jax.tree.unflatten(tree, out)
     if stack_sums:
