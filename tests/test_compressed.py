@@ -214,6 +214,24 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
+def test_gradients_in_one_buffer_keep_their_dtypes():
+    def tower_fn(state, batch, tower):
+        return {"grads": tj.value_and_grad(loss_fn)(state.params, batch, tower)[1]}
+
+    def update_fn(state, merged):
+        return state, merged["grads"].value
+
+    step = tj.build_step(
+        tower_fn, update_fn, mirrored(2, 2, cross_tower_ops=compressed())
+    )
+    with jax.enable_x64(True):
+        params = W | {"v": W["v"].astype(np.float64)}
+        _, grads = jax.eval_shape(step.fn, step.shapes(params), data(2))
+    assert {name: grads[name].dtype for name in W} == {
+        name: x.dtype for name, x in params.items()
+    }
+
+
 def test_a_metric_does_not_have_the_name_of_the_rounding_error():
     def named(params, batch, tower):
         loss = loss_fn(params, batch, tower).loss

@@ -279,7 +279,11 @@ class Compressed:
         # This device sends the error of its share's sums with its next gradient.
         own = lax.dynamic_index_in_dim(lost, row, keepdims=False) + share_lost
         lost = lax.dynamic_update_index_in_dim(lost, own, row, 0)
-        return blocks.split(total), blocks.split(lost.reshape(-1)), error
+        # One buffer of all leaves has the widest of their dtypes.
+        dtypes = [leaf.dtype for leaf in leaves]
+        each = map(blocks.split, (total, lost.reshape(-1)))
+        total, lost = (list(map(lax.convert_element_type, x, dtypes)) for x in each)
+        return total, lost, error
 
 
 def _differentiate_exactly(coded_sum: Callable[..., Any]) -> Callable[..., Any]:
