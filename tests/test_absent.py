@@ -119,6 +119,17 @@ def test_a_step_is_proved_and_does_not_run():
             run()
 
 
+def test_the_shapes_of_tower_local_variables_are_enough():
+    """As jax.eval_shape(network.init, ...) gives batch statistics."""
+    step, params, _ = make_step(tj.Mirrored(devices=H200S))
+    arrays = {"mean": np.ones(3, np.float32), "key": jax.random.key(0)}
+    told = [
+        step.shapes(params, local=tj.TowerLocal(values, tj.Reduction.ONLY_FIRST_TOWER))
+        for values in (arrays, jax.eval_shape(lambda: arrays))
+    ]
+    assert told[0] == told[1] and told[0].local.value["mean"].shape == (8, 3)
+
+
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
     def nothing(*args, **kwargs):
         if kwargs["platform"] == "tpu":

@@ -215,7 +215,7 @@ def make_state(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
         opt_state=opt_state,
-        local=stack_local(local, num_towers),
+        local=stack_local(local, num_towers, shapes=shapes),
         rng=jax.eval_shape(key) if shapes else key(),
         seen=ExampleCount.none() if counts else None,
         extra=jax.tree.map(native, extra),

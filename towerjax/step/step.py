@@ -164,7 +164,7 @@ class Step(CompiledStep):
           params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
           batch: A global batch, arrays or shapes ``[B, ...]``.
           opt_state: As for `init`, arrays or shapes; a train step makes it.
-          local: Tower-local variables, as for ``init``.
+          local: Tower-local variables, as for ``init``, arrays or shapes.
           extra: As for `init`, arrays or shapes.
 
         Returns:
@@ -202,8 +202,8 @@ class Step(CompiledStep):
     ) -> TrainState:
         """The shapes of the state before the first step, without any device.
 
-        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays, but
-        for ``local``. A train step makes ``opt_state``, where none is given.
+        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays. A
+        train step makes ``opt_state``, where none is given.
 
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.

@@ -71,11 +71,13 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
     )
 
 
-def stack_local(local: PyTree, num_towers: int) -> PyTree:
+def stack_local(local: PyTree, num_towers: int, *, shapes: bool = False) -> PyTree:
     """Copy initial tower-local variables for each tower, to leaves ``[T, ...]``."""
-    local = check_tower_local(local)
+    local = check_tower_local(local, shapes=shapes)
 
     def stack(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((num_towers, *x.shape), x.dtype)
         if is_key(x) or isinstance(x, Tracer):
             return jnp.broadcast_to(x, (num_towers, *x.shape))
         return np.broadcast_to(native(np.asarray(x)), (num_towers, *np.shape(x)))
@@ -83,7 +85,7 @@ def stack_local(local: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(stack, local)
 
 
-def check_tower_local(local: PyTree) -> PyTree:
+def check_tower_local(local: PyTree, *, shapes: bool = False) -> PyTree:
     """Raise unless all of ``local`` are tower-local variables; None becomes {}."""
     local = {} if local is None else local
     bare = [
@@ -96,7 +98,7 @@ def check_tower_local(local: PyTree) -> PyTree:
             f"{', '.join(few(bare))}: a tower-local variable says how it is read as one"
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
-    refuse_unheld("local", plain(local))
+    refuse_unheld("local", plain(local), shapes=shapes)
     return local
 
 
