@@ -139,7 +139,9 @@ def measures(params, batch, tower):
     local = {name: tower.local[name] + weight.sum() for name in COUNTED}
     mean = tj.Weighted.mean(batch["x"][:, 0], weight).value
     local["moving mean"] = 0.9 * tower.local["moving mean"] + 0.1 * mean
-    return tj.TowerOutput(mean_loss(params, batch, tower), metrics, local)
+    extra = {name: metrics[name] for name in EXTRA}
+    extra["hits"] = tj.Weighted.mean(hits + tower.extra["hits"], weight)
+    return tj.TowerOutput(mean_loss(params, batch, tower), metrics, local, extra)
 
 
 def of_each_tower(values):
@@ -155,14 +157,19 @@ COUNTED = {
 }
 
 
+EXTRA = {"total as one": np.float32(0), "hits": np.float32(1)}
+
+
 @pytest.mark.slow
 def test_each_metric_and_tower_local_value_that_depends_on_the_split_is_found():
     local = of_each_tower([*COUNTED.items(), ("moving mean", (1, MEAN))])
     with pytest.raises(SplitError) as error:
-        assert_replicates(measures, PARAMS, BATCH, towers=(3,), local=local)
+        of_state = {"local": local, "extra": EXTRA}
+        assert_replicates(measures, PARAMS, BATCH, towers=(3,), **of_state)
     metrics = ("total as one", "mean as one", "batch norm", "reads id")
     values = ("initial", "count as mean", "first tower", "moving mean")
     wrong = {f"metrics['{x}']" for x in metrics} | {f"local['{x}']" for x in values}
+    wrong.add("extra['total as one']")
     found = {finding.leaf: finding for finding in error.value.findings}
     assert found.keys() == wrong  # and nothing that is right
     for leaf, finding in found.items():
@@ -259,8 +266,13 @@ OPTIMUM = {**PARAMS, "b": np.float32(np.float64(BATCH["y"]).mean())}
 EVEN = {"padding": False, "towers": (7,)}
 LOCAL = {name: COUNTED[name] for name in ("counter", "no one value")}
 LOCAL = of_each_tower([*LOCAL.items(), ("first of none", (3, FIRST))])
+KEYS = {"key": jax.random.key(0), "step": np.int32(3)}
 GOOD = {
-    "metrics": (measures_well, PARAMS, {"rng": "ignore", "local": LOCAL}),
+    "metrics": (
+        measures_well,
+        PARAMS,
+        {"rng": "ignore", "local": LOCAL, "extra": KEYS},
+    ),
     "total": (total, PARAMS, {"loss_reduction": SUM}),
     "mean of even": (mean_of_even, PARAMS, {"loss_reduction": MEAN, **EVEN}),
     "contrastive": (contrastive_over_all, PARAMS, {}),
@@ -277,7 +289,7 @@ def test_what_is_right_passes(name):
     assert report.examples == 14 and report.largest < 1e-2
     assert {"loss", "gradient['w']"} <= set(report.compared)
     assert report.splits == 2 * len(report.towers)
-    left_out = {"local['no one value']", "metrics['noise']"}
+    left_out = {"local['no one value']", "metrics['noise']", "extra['key']"}
     assert {*report.not_compared} == (left_out if name == "metrics" else set())
 
 

@@ -133,6 +133,7 @@ def audit(options: argparse.Namespace) -> int:
                 resolve_value(options.batch),
                 whole_numbers("--towers", options.towers),
                 local=resolve_value(options.local),
+                extra=resolve_value(options.extra),
                 rng=options.rng,
                 rtol=options.rtol,
                 loss_reduction=reduction and Reduction(reduction),
@@ -153,9 +154,11 @@ def _add_audit(commands: Any) -> None:
         ("params", "the parameters"),
         ("batch", "the batch"),
         ("local", "tower-local variables"),
+        ("extra", "the extra state"),
     ):
         what += ", or a function without arguments that makes them"
-        add(f"--{name}", required=name != "local", metavar="module:name", help=what)
+        needed = name in ("params", "batch")
+        add(f"--{name}", required=needed, metavar="module:name", help=what)
     what, default = "default: %(default)s", "1,2,3,4,8"
     add("--towers", default=default, metavar="N,N", help=what)
     add("--rtol", type=float, metavar="R", help="default: 1e-4")

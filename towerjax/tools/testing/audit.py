@@ -114,12 +114,15 @@ def assert_replicates(
     towers: Sequence[int] = (1, 2, 3, 4, 8),
     *,
     local: PyTree = None,
+    extra: PyTree = None,
     rng: jax.Array | str | None = None,
     rtol: float | None = None,
     loss_reduction: Reduction | None = None,
     padding: bool = True,
 ) -> AuditReport:
-    """Raise if loss, gradient, metrics or local state depend on the number of towers.
+    """Raise if what a step computes from a loss depends on the number of towers.
+
+    Compares the loss, its gradient, metrics, tower-local and extra state.
 
     Train steps of ``T`` towers on one device are given the batch in order and with its
     rows permuted, padded so that towers have unequally many rows, and are compared with
@@ -133,6 +136,7 @@ def assert_replicates(
         loss takes weights.
       towers: The numbers of towers ``T`` to compare with one.
       local: Tower-local variables: a pytree of ``TowerLocal``, each leaf one tower's.
+      extra: As for ``step.init``: what the loss reads as ``tower.extra``.
       rng: The key from which ``tower.rng`` is derived; None is ``jax.random.key(0)``.
         Leaves that depend on it differ, because each tower has its own key; with
         ``"ignore"`` such leaves are left out, and the report names them.
@@ -176,7 +180,8 @@ def assert_replicates(
         raise ValueError(
             f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
         )
-    audited = _Audit(loss_fn, params, local, loss_reduction, padding, examples)
+    state = {"local": local, "extra": extra}
+    audited = _Audit(loss_fn, params, state, loss_reduction, padding, examples)
     key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
     permuted = next(feed.batches(batch, examples, seed=0))
     batches = {"in order": batch, "permuted": permuted}
@@ -223,7 +228,7 @@ class _Audit:
 
     loss_fn: LossFn
     params: PyTree
-    local: PyTree
+    state: dict[str, PyTree]  # local and extra
     reduction: Reduction | None
     padding: bool
     examples: int
@@ -246,27 +251,32 @@ class _Audit:
     def run(
         self, step: TrainStep, batch: PyTree, key: jax.Array
     ) -> dict[str, np.ndarray]:
-        """Gradient, loss, metrics and local state after one step, by leaf name."""
-        state, metrics = step(step.init(self.params, local=self.local, rng=key), batch)
+        """Gradient, loss, metrics and other state after one step, by leaf name."""
+        state, metrics = step(step.init(self.params, rng=key, **self.state), batch)
         found = named_leaves("gradient", state.opt_state)
         found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
+        found += named_leaves("extra", state.extra)
         for name, variable in named_leaves("local", state.local, is_leaf=is_local):
             if variable.reduction is not Reduction.NONE:
                 found += named_leaves(name, read_local(variable))
         return {name: _as_reals(x) for name, x in found if not is_key(x)}
 
     def left_out(self) -> tuple[str, ...]:
-        """Names of the local leaves that have no one value to compare."""
-        return tuple(
-            name
-            for path, variable in named_leaves("local", self.local, is_leaf=is_local)
-            for name, x in named_leaves(path, variable.value)
-            if variable.reduction is Reduction.NONE or is_key(x)
+        """Names of the leaves of the state that have no one value to compare."""
+        local, extra = self.state["local"], named_leaves("extra", self.state["extra"])
+        return (
+            *(
+                name
+                for path, variable in named_leaves("local", local, is_leaf=is_local)
+                for name, x in named_leaves(path, variable.value)
+                if variable.reduction is Reduction.NONE or is_key(x)
+            ),
+            *(name for name, x in extra if is_key(x)),
         )
 
     def rtol(self, step: TrainStep, batch: PyTree) -> float:
         """The tolerance for rounding, by the narrowest dtype of the traced step."""
-        state = step.init(self.params, local=self.local)
+        state = step.init(self.params, **self.state)
         text = str(step.program(state, batch).jaxpr)
         return max(
             [1e-4, *(rtol for name, rtol in _RTOLS.items() if f":{name}" in text)]
