@@ -379,6 +379,17 @@ def test_gather_is_in_tower_order():
         assert strategy.gather(value, axis).tolist() == joined.tolist()
 
 
+def test_placed_values_are_joined_by_one_program(compiled):
+    """A slice for each tower would be a program of all devices: a minute for 512."""
+    strategy, rows = mirrored(3, 3), np.arange(12).reshape(3, 2, 2)
+    value = strategy.call_for_each_tower(lambda tower, x: x, tj.PerTower(rows))
+    compiled.clear()
+    out = strategy.gather(value, 1)
+    assert compiled == ["jit(_join_on_devices)"] and out.is_fully_replicated
+    assert out.tolist() == np.concatenate([*rows], axis=1).tolist()
+    assert strategy.reduce(R.SUM, value, axis=1).tolist() == rows.sum((0, 2)).tolist()
+
+
 def test_gather_of_unequal_sizes():
     rows = [np.full((n, 2), t) for t, n in enumerate((1, 0, 3))]
     value = tj.PerTower(tuple(rows))

@@ -16,6 +16,7 @@ from towerjax.collectives.reduce import (
     check_dim,
     check_reduction,
     from_total,
+    join_rows,
     reduce_stacked,
 )
 from towerjax.collectives.rows_over_towers import (
@@ -26,7 +27,7 @@ from towerjax.collectives.rows_over_towers import (
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.placement import place_rows, wait_on_cpus
+from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.destinations import copy_to, of_first_process
 from towerjax.towers.executors import is_of_one_tower, over_devices
@@ -142,17 +143,16 @@ def reduce_values(
     def one(x: Any) -> Any:
         if not is_per_tower(x):
             x = _reduce_mirrored(strategy, reduction, x)
-            return x if axis is None else _reduce_with_axis(reduction, [x], axis)
+            return x if axis is None else _reduce_dim(reduction, x, axis=axis)
         x = as_per_tower(x)
         check_addable(reduction, x)
         if parts_of(IndexedRows, x):
             rows = _reduce_sparse(strategy, reduction, x.values, axis)
             return map_parts(IndexedRows, lambda r: _on_all(strategy, r), rows)
-        if axis is not None:
-            rows = _rows_of_towers(strategy, x)
-            return jax.tree.map(
-                lambda *r, axis=axis: _reduce_with_axis(reduction, r, axis), *rows
-            )
+        if axis is not None:  # joined before they are added: bfloat16 is rounded once
+            joined = _join_values(strategy, x, axis, "reduce with")
+            of_dim = functools.partial(_reduce_dim, reduction, axis=axis)
+            return jax.tree.map(of_dim, joined)
         return PerTower(stack_towers(x, strategy.num_towers, "The PerTower value"))
 
     out = jax.tree.map(one, value, is_leaf=lambda x: is_per_tower(x) or is_rows(x))
@@ -257,26 +257,12 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
     )
 
 
-def _rows_of_towers(strategy: StrategyFields, value: PerTower) -> list[Any]:
-    """Each tower's value; a tuple of ``map`` may lack those of the last towers."""
-    rows = unwrap(value)
-    too_few = len(rows) < strategy.num_towers and not is_tuple(value.values)
-    if not rows or too_few or len(rows) > strategy.num_towers:
-        raise ValueError(
-            f"The PerTower value holds {len(rows)} towers' values, but the strategy has"
-            f" {strategy.num_towers} towers. Stack one value for each tower."
-        )
-    return rows
-
-
-def _reduce_with_axis(reduction: Reduction, rows: Sequence[Any], axis: int) -> Any:
-    rows = [jnp.asarray(row) for row in rows]
-    check_dim(rows, axis)
-    # Joined before they are added, so that bfloat16 is rounded once.
-    joined = _concatenate(rows, axis, "reduce with")
-    total = as_addend(reduction, joined).sum(axis=axis)
-    count = max(joined.shape[axis], 1)  # no elements: 0, never NaN
-    return from_total(reduction, total, count, joined.dtype)
+def _reduce_dim(reduction: Reduction, x: Any, *, axis: int) -> Any:
+    check_dim([x], axis)
+    x = jnp.asarray(x)
+    total = as_addend(reduction, x).sum(axis=axis)
+    count = max(x.shape[axis], 1)  # no elements: 0, never NaN
+    return from_total(reduction, total, count, x.dtype)
 
 
 def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
@@ -295,7 +281,24 @@ def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
                 " it for as many copies as there are towers."
             )
         value = PerTower((value,))
-    rows = _rows_of_towers(strategy, as_per_tower(value))
+    return _join_values(strategy, as_per_tower(value), axis, "gather along")
+
+
+def _join_values(
+    strategy: StrategyFields, value: PerTower, axis: int, what: str
+) -> PyTree:
+    """All towers' values joined along dim ``axis`` of a tower's."""
+    number, stacked = strategy.num_towers, value.values
+    one_by_one = is_tuple(stacked) or bool(parts_of(IndexedRows, stacked))
+    rows = unwrap(value) if one_by_one else [None] * num_stacked(stacked)
+    # A tuple of ``map`` may lack the values of the last towers.
+    if not rows or len(rows) > number or (len(rows) < number and not is_tuple(stacked)):
+        raise ValueError(
+            f"The PerTower value holds {len(rows)} towers' values, but the strategy has"
+            f" {number} towers. Stack one value for each tower."
+        )
+    if not one_by_one:
+        return jax.tree.map(lambda x: _join_stacked(strategy, x, axis), stacked)
     # The shape of IndexedRows is part of their structure, but may differ.
     bare = [jax.tree.map(lambda x: 0, row, is_leaf=is_rows) for row in rows]
     check_structures(bare, "gather: the PerTower value")
@@ -304,9 +307,24 @@ def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
         check_joins(leaves, axis)
         if any(map(is_rows, leaves)):
             return wait_on_cpus(join_tower_rows(list(leaves)))
-        return _concatenate(tuple(map(jnp.asarray, leaves)), axis, "gather along")
+        return _concatenate(tuple(map(jnp.asarray, leaves)), axis, what)
 
     return jax.tree.map(join, *rows, is_leaf=is_rows)
+
+
+def _join_stacked(strategy: StrategyFields, x: Any, axis: int) -> jax.Array:
+    check_dim([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
+    per_tower = strategy.placement.sharding(Layout.PER_TOWER)
+    if is_traced(x) or not has_sharding(x, per_tower):
+        return join_rows(jnp.asarray(x), axis)
+    mirrored = strategy.placement.sharding(Layout.MIRRORED)
+    return wait_on_cpus(_join_on_devices(x, axis=axis, sharding=mirrored))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "sharding"))
+def _join_on_devices(x: jax.Array, *, axis: int, sharding: Any) -> jax.Array:
+    """One program: a slice for each tower takes a program of all devices each."""
+    return jax.lax.with_sharding_constraint(join_rows(x, axis), sharding)
 
 
 def _concatenate(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
