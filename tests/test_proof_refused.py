@@ -196,6 +196,11 @@ def sum_of_a_mean(params, batch, tower):
     return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
 
 
+def sum_returned(params, batch, tower):
+    m = 2.0 * norm(params)  # here
+    return output(params, batch, tower, {"m": tj.Sum(m)})
+
+
 def sum_twice(params, batch, tower):
     total = lax.psum(errors(params, batch).sum(), tower.axis_names)
     total = lax.psum(total, tower.axis_names)  # here
@@ -246,6 +251,7 @@ REPEATED = {
     sum_of_a_masked_norm: "metrics['m']: the sum over towers",
     sum_of_a_variance: "metrics['m']: the sum over towers",
     sum_of_a_mean: "metrics['m']: the sum over towers",
+    sum_returned: "metrics['m'], a tj.Sum (at",
     sum_twice: "metrics['m']: the sum over towers",
     sum_of_a_gathered: "metrics['m']: the sum over towers",
     mean_of_a_sum_of_equals: "metrics['m']: the sum over towers",

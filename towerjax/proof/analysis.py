@@ -67,7 +67,6 @@ _Marks = list[Mark]
 _ADDITIONS = frozenset("add add_any sub max min select_n".split())
 _NO_AXIS = frozenset([""])
 _A_MIXTURE = "a value that differs from tower to tower, to which it is added"
-_THE_LOSS = "the loss, of which loss_reduction=SUM adds up the towers' values"
 
 
 def analyse(
@@ -233,10 +232,10 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         context.found.append(Changed(name, origin_line(ins[0])))
     if eqn.params["name"] == HAS_EXAMPLES and context.towers == _NO_AXIS:
         return [FIXED]
-    [mark], counts = ins, eqn.params["name"] == COUNTS_EACH_TOWER
+    [mark], (_, counts, what) = ins, eqn.params["name"].partition(COUNTS_EACH_TOWER)
     is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
     if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):
-        context.found.append(Repeat(origin_line(mark), (), _THE_LOSS))
+        context.found.append(Repeat(origin_line(mark), (), what))
     return ins
 
 

@@ -22,8 +22,8 @@ from towerjax.proof.equation import Site, jaxprs_in_params, open_jaxpr
 SUMMED_BY_STEP = "towerjax.sums"
 """Name scope of the sums that a step itself makes: losses, gradients, metrics."""
 
-COUNTS_EACH_TOWER = "towerjax.counts_each_tower"
-"""Name of a value that a step adds up over towers without a division."""
+COUNTS_EACH_TOWER = "towerjax.counts_each_tower:"
+"""Name of a value that a step adds up without a division; what it is follows."""
 
 HAS_EXAMPLES = "towerjax.has_examples"
 """Name of the flag that a tower has examples, which no row's value decides."""

@@ -1,6 +1,7 @@
 """Split what a tower returns by the types of its leaves, and put it together again."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof.scale import WEIGHT_OF
+from towerjax.proof.scale import COUNTS_EACH_TOWER, WEIGHT_OF
 from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
@@ -64,6 +65,9 @@ def split(
         if before.issuperset(map(id, jax.tree.leaves(x))):  # in whatever container
             return x
         x = _check_leaf(name, x, rows)
+        if isinstance(x, Sum):
+            what = f"{COUNTS_EACH_TOWER}{name}, a tj.Sum"
+            x = jax.tree.map(functools.partial(checkpoint_name, name=what), x)
         kind = "joined" if is_rows(x) else "own"
         if is_metric(x):
             kind = "folded"

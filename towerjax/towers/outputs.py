@@ -54,7 +54,8 @@ def as_tower_output(
 
 def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
     if reduction is Reduction.SUM:
-        return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER), 1.0)
+        what = "the loss, of which loss_reduction=SUM adds up the towers' values"
+        return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER + what), 1.0)
     if tower is None or not is_in_step(tower):
         return Weighted(loss, 1.0)
     has_examples = checkpoint_name(tower.weight.max(), HAS_EXAMPLES)
