@@ -704,6 +704,7 @@ def test_what_an_update_may_not_return_is_refused_by_name():
             {},
         ),
         r"metrics\['a'\] is a dict": lambda s, m: (s, {"a": {"b": 1.0}}),
+        r"metrics\['a'\] is a random key.*key_data": lambda s, m: (s, {"a": s.rng}),
         "communicates": lambda s, m: (s, {"a": jax.lax.psum(m["loss"].sum, "x")}),
     }
     for text, update_fn in wrong.items():

@@ -22,7 +22,7 @@ from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import accept_or_keep, check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PerTower, PyTree, Rows
-from towerjax.types.leaves import map_parts
+from towerjax.types.leaves import is_key, map_parts
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
@@ -267,13 +267,14 @@ def _value_of_metric(name: str, x: Any) -> Any:
     value = compute(x) if has_value(x) else x
     if isinstance(x, PerTower):
         value = vmap_members(compute)(x.values) if has_value(x.values) else x.values
-    if not (hasattr(value, "dtype") or isinstance(value, int | float)):
+    if is_key(value) or not (hasattr(value, "dtype") or isinstance(value, int | float)):
         made = ".compute() returned" if has_value(x) else " is"
+        kind = "random key" if is_key(value) else type(value).__name__
         raise ValueError(
-            f"metrics[{name!r}]{made} a {type(value).__name__}. A metric of a step is"
-            " one array or one state of one array, tj.Sum or tj.PerTower: make one of"
+            f"metrics[{name!r}]{made} a {kind}. A metric of a step is one array of"
+            " numbers or one state of one array, tj.Sum or tj.PerTower: make one of"
             " each part, or leave it to an evaluation; of tj.Rows pass the .value,"
-            " [B, ...], padded rows included."
+            " [B, ...], padded rows included; of a key jax.random.key_data(key)."
         )
     return jnp.asarray(value)
 
