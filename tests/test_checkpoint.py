@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -153,6 +154,18 @@ def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
     for _ in range(2):
         state, _ = train(step, ended, None, model.batches(epochs=2))  # 6 batches
         assert int(state.step) == 6
+
+
+def test_a_run_goes_on_after_2_to_the_31_steps(step, tmp_path):
+    """The int32 of the state is negative then; numbers of steps are not."""
+    start, saving = model.init(step), tj.Checkpointer(tmp_path / "run")
+    state = step.place(dataclasses.replace(start, step=np.int32(2**31 - 2)))
+    given = {"batches": [*itertools.islice(model.batches(), 3)]}
+    for steps in (2, 3):
+        given["state"] = step.place(state)
+        state_after, history = train(step, saving, steps=steps, **given)
+    assert saving.steps == (2**31, 2**31 + 1)
+    assert int(state_after.step) == 1 - 2**31 and len(history.metrics["loss"]) == 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The devices' copies compared, bit by bit; what is not finite, found and named."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -407,12 +408,13 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
 
     step = build(STRATEGIES["shard_map"](), tj.Check(1, desync=False), fn=fn)
     state, seen = step.init(BAD_PARAMS), []
-    for number in range(3):
-        state, _ = step(state, bad_batch())
+    for number in (0, 1, 2**31):  # the int32 of a state wraps round
+        state = dataclasses.replace(state, step=jnp.uint32(number).astype(jnp.int32))
+        state, _ = step(step.place(state), bad_batch())
         with pytest.raises(tj.NonFiniteError) as caught:
             step.settle()
         places = step.locate(state, bad_batch(), number=number)
-        assert places == caught.value.places
+        assert places == caught.value.places and places[0].step == number
         seen.append([place.tower for place in places])
     assert seen[0] != seen[1]
 

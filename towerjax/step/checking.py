@@ -192,10 +192,14 @@ def error_of(
     error = None
     if any_fault is not None and _fetch(any_fault, placement)[index]:
         found = jax.tree.map(lambda x: x[index], jax.device_get(guarded.found))
-        error = found.error(int(number), placement)
+        error = found.error(_as_count(number), placement)
     if isinstance(error, NonFiniteError) and refused and not error.alone:
         return NonFiniteError(error.step, error.places)
-    return error or (NonFiniteError(int(number)) if refused else None)
+    return error or (NonFiniteError(_as_count(number)) if refused else None)
+
+
+def _as_count(number: Any) -> int:
+    return int(number) % 2**32  # as `step_number` counts
 
 
 def _fetch(x: jax.Array, placement: Placement) -> np.ndarray:

@@ -164,8 +164,11 @@ def state_layout(strategy: Strategy) -> TrainState:
 
 
 def step_number(state: TrainState) -> int:
-    """The steps done, by an explicit transfer, which transfer guards allow."""
-    return int(jax.device_get(state.step))
+    """The steps done, by an explicit transfer, which transfer guards allow.
+
+    The state's int32 wraps round after ``2**31`` steps, this number after ``2**32``.
+    """
+    return int(jax.device_get(state.step)) % 2**32
 
 
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:

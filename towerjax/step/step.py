@@ -267,7 +267,7 @@ class Step(CompiledStep):
         state = self.start(state)
         placed = self.place_batch(batch)
         number = step_number(state) if number is None else number
-        args = (np.int32(number), np.int32(index))
+        args = (np.asarray(number).astype(np.int32), np.int32(index))
         at, index_at = place(args, placement, Layout.MIRRORED)
         steps = placed.num_steps
         if steps is not None:
