@@ -377,7 +377,8 @@ def _check_adds_up(own: list[PerTower]) -> None:
         raise ValueError(
             "A tower of several micro-batches returned tj.PerTower of an array: each"
             " micro-batch has one. Say how they become one, such as"
-            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted or tj.Rows."
+            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or, for a"
+            " maximum, a metric state (Peak in docs/metrics.md)."
         )
 
 
