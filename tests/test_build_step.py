@@ -736,6 +736,24 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
     assert int(state.step) == 1
 
 
+def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
+    def first(state, batch, tower):
+        return {"mean": tj.Weighted.mean(batch["y"], tower.weight)}
+
+    def second(state, batch, tower, merged):
+        return {"loss": tj.Weighted.mean(merged["mean"].value * batch["x"])}
+
+    def update_fn(state, merged):
+        return state, {"loss": merged["loss"]}
+
+    step = tj.build_step((first, second), update_fn, mirrored(2, 1))
+    batch = data(8)
+    batch["y"][5] = np.nan
+    places = step.locate(step.init(params()), batch)
+    found = [(place.tower, place.leaf) for place in places]
+    assert found == [(1, "mean/sum"), (0, "loss/sum"), (1, "loss/sum")]
+
+
 def test_a_loss_may_be_several_means_each_of_its_own_weight():
     def tower_fn(state, batch, tower):
         weight, y = tower.weight, batch["y"]

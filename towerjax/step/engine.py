@@ -62,7 +62,8 @@ class Engine:
     ) -> Outcome:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
-        merged, finite, last = self.run_passes(run, self.passes, state, batch)
+        merged, finite, outs = self.run_passes(run, self.passes, state, batch)
+        last = outs[-1]
         op = last.op_state, last.op_metrics
         out = self.update(donated, kept, merged, finite, *op)
         now = {**out.now, "step": kept["step"] + 1}
@@ -139,15 +140,14 @@ class Engine:
         for i in at:
             batch = jax.tree.map(lambda x, i=i: x[i], batch)
         state = TrainState(**donated, **kept)
-        *_, last = self.run_passes(run, self._flagging_passes, state, batch)
-        return (last.found.flags,)
+        *_, outs = self.run_passes(run, self._flagging_passes, state, batch)
+        return ([out.found.flags for out in outs],)
 
     @functools.cached_property
     def _flagging_passes(self) -> tuple[Pass, ...]:
         check = Check(every=1, desync=False)
         changes: Any = {"check": check, "guards_sums": False, "alone": None}
-        last = dataclasses.replace(self.passes[-1], **changes)
-        return (*self.passes[:-1], last)
+        return tuple(dataclasses.replace(one, **changes) for one in self.passes)
 
     def run_passes(
         self,
@@ -155,18 +155,19 @@ class Engine:
         passes: tuple[Pass, ...],
         state: TrainState,
         batch: tuple[PyTree, ...],
-    ) -> tuple[PyTree, jax.Array | None, Any]:
-        """``(merged, finite, last)``: ``last`` is the last pass's `PassResult`."""
+    ) -> tuple[PyTree, jax.Array | None, list[PassResult]]:
+        """``(merged, finite, outs)``: ``outs`` are the passes' results."""
         merged: tuple[Any, ...] = ()
-        all_finite, last = [], None
+        outs: list[PassResult] = []
         for one in passes:
-            last = _run_pass(run, one, state, *batch, merged)
-            tree = _pin_result(one, fill_holes(last.merged, {"own": last.own}))
+            out = _run_pass(run, one, state, *batch, merged)
+            tree = _pin_result(one, fill_holes(out.merged, {"own": out.own}))
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
-            all_finite += [] if last.finite is None else [last.finite]
-        finite = functools.reduce(jnp.logical_and, all_finite) if all_finite else None
-        return merged[0], finite, last
+            outs.append(out)
+        finite = [out.finite for out in outs if out.finite is not None]
+        all_finite = functools.reduce(jnp.logical_and, finite) if finite else None
+        return merged[0], all_finite, outs
 
 
 def _run_pass(run: Run, one: Pass, *args: Any) -> PassResult:

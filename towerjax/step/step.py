@@ -248,7 +248,8 @@ class Step(CompiledStep):
           index: Which batch, of several that were placed together.
 
         Returns:
-          The places, tower after tower.
+          The places, pass after pass and tower after tower: after a pass all towers
+          may have what one had.
 
         Raises:
           ValueError: As a step's call.
@@ -279,7 +280,8 @@ class Step(CompiledStep):
             self._locators[steps] = self._run(recipe)
         donated, kept = split_state(dataclasses.replace(state, step=at))
         (found,) = self._locators[steps]((donated, kept), placed)
-        return tuple(jax.device_get(found).places(number))
+        places = [place for x in jax.device_get(found) for place in x.places(number)]
+        return tuple(dict.fromkeys(places))  # each pass has the parameters
 
 
 def engine_of(
