@@ -150,20 +150,20 @@ OF_ROWS = {
 }
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    "name, T, D",
-    [*((name, 6, 2) for name in OF_ROWS), ("first", 1, 1)]
-    + [("such a rule in a scan", 6, 1)],
+    "T, D", [(6, 2), pytest.param(6, 1, marks=pytest.mark.slow), (1, 1)]
 )
-def test_a_step_is_the_same_wherever_towers_lie(name, T, D):
-    of_rows, in_numpy = OF_ROWS[name]
+def test_a_step_is_the_same_wherever_towers_lie(T, D):
+    """Each way has parameters of its own, so that one program holds them all."""
     rng = np.random.default_rng(1)
     x, w = rng.normal(size=(18, 3)) + np.arange(18)[:, None] / 4, rng.uniform(size=18)
-    params = np.array([0.5, -1, 2], np.float32)
+    params = {name: np.float32([0.5, -1, 2 + i]) for i, name in enumerate(OF_ROWS)}
 
     def loss_fn(params, batch, tower):
-        errors = (of_rows(batch["x"], tower) @ params) ** 2
+        errors = sum(
+            (OF_ROWS[name][0](batch["x"], tower) @ own) ** 2
+            for name, own in params.items()
+        )
         return tj.Weighted((errors * batch["w"]).sum(), batch["w"].sum())
 
     step = tj.build_train_step(
@@ -172,11 +172,17 @@ def test_a_step_is_the_same_wherever_towers_lie(name, T, D):
     batch = {"x": x.astype(np.float32), "w": w.astype(np.float32)}
     state, metrics = step(step.init(params), batch)
 
-    y = in_numpy(x)
-    errors = y @ params.astype(np.float64)
-    grads = 2 * (w * errors) @ y / w.sum()
-    np.testing.assert_allclose(metrics["loss"], (w @ errors**2) / w.sum(), rtol=3e-6)
-    np.testing.assert_allclose(state.params, params - 0.01 * grads, rtol=3e-6)
+    loss = 0
+    for name, own in params.items():
+        # With a single tower's single name, the second way is the rows as they are.
+        y = OF_ROWS[name][1](x)
+        errors = y @ own.astype(np.float64)
+        loss += (w @ errors**2) / w.sum()
+        grads = 2 * (w * errors) @ y / w.sum()
+        np.testing.assert_allclose(
+            state.params[name], own - 0.01 * grads, rtol=3e-6, err_msg=name
+        )
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=3e-6)
 
 
 @pytest.mark.few_fast(1)
@@ -480,35 +486,44 @@ LAYERS = {
 }
 
 
+BARRIERS = {"checkpoint": 3, "nested": 1, "with keys": 1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_sums_are_made_at_once_inside_of_other_programs(name):
+def test_sums_are_made_at_once_inside_of_other_programs():
     """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""
     k, rng = 4, np.random.default_rng(0)
     x = rng.integers(-2, 3, (k, 6, 5)).astype(np.float32)
     w = rng.integers(-1, 2, (3, 5, 5)).astype(np.float32)
+    axes = mirrored(k, 1).placement.axes
 
-    def one(tower_id, x):
-        loss = lambda w: (LAYERS[name](x, w) * (x + 1)).sum()  # noqa: E731
-        return {"grad": jax.grad(loss)(w)}, loss(w)
+    def one_of(name):
+        def one(tower_id, x):
+            loss = lambda w: (LAYERS[name](x, w) * (x + 1)).sum()  # noqa: E731
+            return {"grad": jax.grad(loss)(w)}, loss(w)
 
-    def run(x):
-        axes = mirrored(k, 1).placement.axes
-        return over_local_towers(one, axes, x, stack_sums=False)
+        return one
 
-    if name == "with keys":
-        sums, kept = jax.jit(jax.vmap(one))(np.arange(k), x)
-    else:
-        each = [by_hand(rows, w, ORDERS.get(name, (0, 1, 2))) for rows in x]
-        sums, kept = jax.tree.map(lambda *x: np.stack(x), *each)
-    expected = jax.tree.map(lambda x: np.asarray(x).sum(0), sums), kept
-    lowered = jax.jit(run).lower(x)
-    barriers = {"checkpoint": 3, "nested": 1, "with keys": 1}.get(name, 0)
-    assert lowered.as_text().count("optimization_barrier") == barriers
-    compiled = lowered.compile()
-    jax.tree.map(np.testing.assert_array_equal, compiled(x), expected)
-    text = compiled.as_text()
+    def run(x, names):
+        return {
+            name: over_local_towers(one_of(name), axes, x, stack_sums=False)
+            for name in names
+        }
+
+    for name in LAYERS:
+        text = jax.jit(run, static_argnums=1).lower(x, (name,)).as_text()
+        assert text.count("optimization_barrier") == BARRIERS.get(name, 0), name
+    compiled = jax.jit(run, static_argnums=1).lower(x, tuple(LAYERS)).compile()
+    found, text = compiled(x), compiled.as_text()
     assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text
+    for name, got in found.items():
+        if name == "with keys":
+            sums, kept = jax.jit(jax.vmap(one_of(name)))(np.arange(k), x)
+        else:
+            each = [by_hand(rows, w, ORDERS.get(name, (0, 1, 2))) for rows in x]
+            sums, kept = jax.tree.map(lambda *x: np.stack(x), *each)
+        expected = jax.tree.map(lambda x: np.asarray(x).sum(0), sums), kept
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def numbered(tower, x):
@@ -539,26 +554,34 @@ def added_to(tower, x):
     return lax.scan(lambda c, _: (c + 3, 2 * c), x[0], None, length=4)
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (1, 1)])
-@pytest.mark.parametrize("scanned", [numbered, kept_in_a_ref, of_a_literal, added_to])
-def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers(scanned, T, D):
-    x = np.arange(4 * T, dtype=np.float32)
+SCANNED = [numbered, kept_in_a_ref, of_a_literal, added_to]
+
+
+def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers():
+    """All in one program, on one device, on two, and with a tower on each."""
+    x = np.arange(16, dtype=np.float32)
 
     def tower_fn(state, batch, tower):
-        c, ys = scanned(tower, batch)
-        return {"sum": tj.Sum(ys.sum()), "end": tj.Sum(c), "own": tj.PerTower(c)}
+        found = {}
+        for scanned in SCANNED:
+            c, ys = scanned(tower, batch)
+            made = {"sum": tj.Sum(ys.sum()), "end": tj.Sum(c), "own": tj.PerTower(c)}
+            found |= {f"{scanned.__name__} {key}": x for key, x in made.items()}
+        return found
 
-    def update_fn(state, merged):
-        return state, merged
+    def metrics(D, T=4):
+        step = tj.build_step(tower_fn, lambda s, m: (s, m), mirrored(T, D))
+        return step(step.init(np.float32(0)), x[: 4 * T])[1]
 
-    def metrics(D):
-        step = tj.build_step(tower_fn, update_fn, mirrored(T, D), check=None)
-        return step(step.init(np.float32(0)), x)[1]
-
-    found, alone = metrics(D), metrics(T)
-    assert len(set(alone["own"].tolist())) == T
-    jax.tree.map(np.testing.assert_array_equal, found, alone)
+    alone = metrics(4)
+    for scanned in SCANNED:
+        assert len(set(alone[f"{scanned.__name__} own"].tolist())) == 4
+    for D in (1, 2):
+        jax.tree.map(np.testing.assert_array_equal, metrics(D), alone)
+    of_one = metrics(1, T=1)
+    for scanned in SCANNED:
+        own = alone[f"{scanned.__name__} own"][0]  # of the same rows, as tower 0
+        assert np.array_equal(of_one[f"{scanned.__name__} end"], own)
 
 
 @pytest.mark.parametrize("D", [1, 2])

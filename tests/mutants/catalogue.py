@@ -576,7 +576,7 @@ PROOF = (
         "towers.tower_axis:_Lowering._rename_axis",
         "names if x == self.axes.tower_axis",
         "names[:1] if x == self.axes.tower_axis",
-        f"{_ONE_AXIS}[first-6-2]",
+        f"{_ONE_AXIS}[6-2]",
     ),
     _m(
         "P22",
@@ -584,7 +584,7 @@ PROOF = (
         "towers.tower_axis:_Lowering._lower_eqn",
         'eqn.primitive.name == "custom_vmap_call"',
         "False",
-        f"{_ONE_AXIS}[a rule that contradicts-6-2]",
+        f"{_ONE_AXIS}[6-2]",
     ),
     _m(
         "P23",
