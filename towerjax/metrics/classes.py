@@ -1,57 +1,55 @@
 """Metrics of predicted classes: counts of two classes, and means over several."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from towerjax.metrics.rows import (
     as_booleans,
-    as_positives,
-    check_classes,
+    as_floats,
+    check_ids,
     check_pair,
+    check_threshold,
+    check_values,
     element_weights,
     library_of,
     mark_invalid,
     ratio,
+    weights_where,
 )
 from towerjax.metrics.state import Additive, widen
 from towerjax.metrics.weighted import Weighted
 from towerjax.types import ArrayLike, Sum
-from towerjax.types.options import check_choice
+from towerjax.types.options import check_choice, check_whole
 
 AbsentClasses = Literal["left out", "zero"]
 
 
 def _outcomes(
-    name: str,
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None,
-    threshold: float | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which elements are positive, which are predicted so, and their weights."""
+    name: str, labels: Any, predictions: Any, weight: Any, threshold: float | None
+) -> list[jax.Array]:
+    """The weights of true and false positives, and of false and true negatives."""
     labels, predictions = check_pair(name, labels, predictions)
-    elements = element_weights(name, jnp.shape(labels), weight)
-    true, has_label = as_booleans(name, "labels", labels, weight)
-    guess, has_guess = as_positives(name, predictions, weight, threshold)
-    return true, guess, mark_invalid(elements, has_label & has_guess)
+    weights = element_weights(name, jnp.shape(labels), weight)
+    yes, has_label = as_booleans(name, "labels", labels, weight)
+    dtype = jnp.result_type(predictions)
+    if jnp.issubdtype(dtype, jnp.floating) != (threshold is not None):
+        raise ValueError(
+            f"{name} got predictions of dtype {dtype} and threshold={threshold!r}."
+            " Scores need a threshold, such as 0.5; booleans, 0 and 1 take none."
+        )
+    if threshold is None:
+        said, is_valid = as_booleans(name, "predictions", predictions, weight)
+    else:
+        check_threshold(name, threshold)
+        scores = as_floats(predictions)
+        said, is_valid = scores > jnp.asarray(threshold, scores.dtype), scores == scores
+    weights = mark_invalid(weights, has_label, is_valid)
 
-
-def _weights_where(weight: jax.Array, which: jax.Array) -> jax.Array:
-    """The weights of the elements in ``which``, 0 elsewhere; NaN stays everywhere."""
-    return jnp.where(which | jnp.isnan(weight), weight, 0)
-
-
-def _count(found: tuple[jax.Array, ...], *, is_true: bool, is_guess: bool) -> Sum:
-    true, guess, weight = found
-    return Sum(_weights_where(weight, (true == is_true) & (guess == is_guess)).sum())
-
-
-def _share(which: jax.Array, among: jax.Array, weight: jax.Array) -> Weighted:
-    weight = _weights_where(weight, among)
-    return Weighted(_weights_where(weight, which).sum(), weight.sum())
+    found = yes & said, ~yes & said, yes & ~said, ~yes & ~said
+    return [weights_where(which, weights).sum() for which in found]
 
 
 def true_positives(
@@ -84,8 +82,8 @@ def true_positives(
       >>> float(true_positives([1, 0, 1, 1], [1, 1, 0, 1]).compute())
       2.0
     """
-    found = _outcomes("true_positives", labels, predictions, weight, threshold)
-    return _count(found, is_true=True, is_guess=True)
+    rows = labels, predictions, weight, threshold
+    return Sum(_outcomes("true_positives", *rows)[0])
 
 
 def true_negatives(
@@ -103,8 +101,8 @@ def true_negatives(
       >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
       1.0
     """
-    found = _outcomes("true_negatives", labels, predictions, weight, threshold)
-    return _count(found, is_true=False, is_guess=False)
+    rows = labels, predictions, weight, threshold
+    return Sum(_outcomes("true_negatives", *rows)[3])
 
 
 def false_positives(
@@ -123,8 +121,8 @@ def false_positives(
       >>> float(false_positives([1, 0, 0, 1], scores, threshold=0.5).compute())
       1.0
     """
-    found = _outcomes("false_positives", labels, predictions, weight, threshold)
-    return _count(found, is_true=False, is_guess=True)
+    rows = labels, predictions, weight, threshold
+    return Sum(_outcomes("false_positives", *rows)[1])
 
 
 def false_negatives(
@@ -142,8 +140,8 @@ def false_negatives(
       >>> float(false_negatives([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 2, 1]).compute())
       2.0
     """
-    found = _outcomes("false_negatives", labels, predictions, weight, threshold)
-    return _count(found, is_true=True, is_guess=False)
+    rows = labels, predictions, weight, threshold
+    return Sum(_outcomes("false_negatives", *rows)[2])
 
 
 def precision(
@@ -162,8 +160,9 @@ def precision(
       >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
       0.5
     """
-    true, guess, weight = _outcomes("precision", labels, predictions, weight, threshold)
-    return _share(true, guess, weight)
+    rows = labels, predictions, weight, threshold
+    right, wrong, _, _ = _outcomes("precision", *rows)
+    return Weighted(right, right + wrong)
 
 
 def recall(
@@ -182,8 +181,15 @@ def recall(
       >>> float(recall([1, 1, 1, 1], [0, 0, 1, 0]).compute())
       0.25
     """
-    true, guess, weight = _outcomes("recall", labels, predictions, weight, threshold)
-    return _share(guess, true, weight)
+    rows = labels, predictions, weight, threshold
+    right, _, missed, _ = _outcomes("recall", *rows)
+    return Weighted(right, right + missed)
+
+
+def _mean_over_classes(part: Any, whole: Any) -> Any:
+    """The mean of ``part / whole`` over the classes whose whole is not 0."""
+    shares = ratio(part, whole)
+    return ratio(shares.sum(), (whole != 0).sum(dtype=shares.dtype))
 
 
 class Confusion(Additive):
@@ -193,11 +199,9 @@ class Confusion(Additive):
 
     def compute(self) -> jax.Array:
         """The mean over classes of intersection over union; see `mean_iou`."""
-        matrix = self.matrix
-        library = library_of(matrix)
-        both = library.diagonal(matrix)
-        either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
-        return ratio(ratio(both, either).sum(), (either != 0).sum(dtype=both.dtype))
+        both = library_of(self.matrix).diagonal(self.matrix)
+        either = self.matrix.sum(axis=0) + self.matrix.sum(axis=1) - both
+        return _mean_over_classes(both, either)
 
 
 class ClassHits(Additive):
@@ -209,31 +213,28 @@ class ClassHits(Additive):
 
     def compute(self) -> jax.Array:
         """The mean accuracy over classes; see `mean_per_class_accuracy`."""
-        shares = ratio(self.hits, self.totals)
         if self.absent == "zero":
-            return shares.mean()
-        return ratio(shares.sum(), (self.totals != 0).sum(dtype=shares.dtype))
+            return ratio(self.hits, self.totals).mean()
+        return _mean_over_classes(self.hits, self.totals)
 
 
 def _ids_and_weights(
-    name: str,
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    num_classes: int,
-    weight: ArrayLike | None,
+    name: str, labels: Any, predictions: Any, num_classes: int, weight: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Labels, predictions and weights, flat; the weight of an unknown class is NaN."""
+    """Labels, predictions and weights, flat; NaN if one that counts is no class."""
     labels, predictions = check_pair(name, labels, predictions)
-    elements = element_weights(name, jnp.shape(labels), weight)
-    check_classes(name, "labels", labels, weight, num_classes)
-    check_classes(name, "predictions", predictions, weight, num_classes)
+    weights = element_weights(name, jnp.shape(labels), weight)
+    check_whole(f"{name}: num_classes", num_classes)
+    remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
     ids = []
-    for x in map(widen, (labels, predictions)):
-        # Compared before the cast, in which an id of 64 bits would wrap round.
-        valid = jnp.asarray((x >= 0) & (x < num_classes))
-        elements = mark_invalid(elements, valid)
+    for what, x in (("labels", labels), ("predictions", predictions)):
+        check_ids(name, what, x)
+        x = widen(x)  # compared before the cast, in which 64 bits would wrap round
+        valid = (x >= 0) & (x < num_classes)
+        valid = check_values(name, what, x, weight, valid, remedy)
+        weights = mark_invalid(weights, valid)
         ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))
-    return *ids, elements.reshape(-1)
+    return *ids, weights.reshape(-1)
 
 
 def mean_iou(
@@ -267,11 +268,10 @@ def mean_iou(
       >>> float(mean_iou([0, 0, 1, 1], [0, 1, 1, 1], num_classes=3).compute())
       0.5833333...
     """
-    labels, predictions, weight = _ids_and_weights(
-        "mean_iou", labels, predictions, num_classes, weight
-    )
-    matrix = jnp.zeros((num_classes, num_classes), weight.dtype)
-    return Confusion(matrix.at[labels, predictions].add(weight))
+    rows = labels, predictions, num_classes, weight
+    labels, predictions, weights = _ids_and_weights("mean_iou", *rows)
+    matrix = jnp.zeros((num_classes, num_classes), weights.dtype)
+    return Confusion(matrix.at[labels, predictions].add(weights))
 
 
 def mean_per_class_accuracy(
@@ -306,10 +306,8 @@ def mean_per_class_accuracy(
       0.75
     """
     check_choice("absent", absent, get_args(AbsentClasses))
-    labels, predictions, weight = _ids_and_weights(
-        "mean_per_class_accuracy", labels, predictions, num_classes, weight
-    )
-    none = jnp.zeros(num_classes, weight.dtype)
-    # A NaN weight makes the totals NaN, also where the prediction is wrong.
-    hits = jnp.where(labels == predictions, weight, 0)
-    return ClassHits(none.at[labels].add(hits), none.at[labels].add(weight), absent)
+    rows = labels, predictions, num_classes, weight
+    labels, predictions, weights = _ids_and_weights("mean_per_class_accuracy", *rows)
+    none = jnp.zeros(num_classes, weights.dtype)
+    hits = weights_where(labels == predictions, weights)
+    return ClassHits(none.at[labels].add(hits), none.at[labels].add(weights), absent)

@@ -113,7 +113,7 @@ def from_clu(metric: Any) -> Any:
     if not looks_like_state(metric) or jax.tree_util.all_leaves([metric]):
         raise ValueError(
             f"from_clu got {metric!r}, which is no pytree with merge and compute. Pass"
-            " what from_model_output(...) of a clu.metrics or metrax class returns."
+            " what from_model_output(...) returns."
         )
     return adapt(metric)
 
@@ -125,42 +125,35 @@ def adapt(metric: Any) -> Adapted:
     leaf becomes an array.
     """
     leaves, treedef = jax.tree.flatten(metric)
-    plain = [isinstance(x, bool | int | float | str) for x in leaves]
+    numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
 
-    def merge(first: Adapted, second: Adapted) -> list[Any]:
+    def merge(first: Adapted, second: Adapted) -> None:
         merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
-        return [x for x in merged if hasattr(x, "shape")]
 
-    _trace_merge(type(metric).__name__, merge, _make_adapted(leaves, plain, treedef))
+    def adapted() -> Adapted:
+        pairs = zip(leaves, numbers, strict=True)
+        arrays = [drop_weak_type(x) for x, number in pairs if number is None]
+        return Adapted(arrays, tuple(numbers), treedef)
+
+    _trace_merge(type(metric).__name__, merge, adapted())
     if len(merged) == len(leaves):  # else check_merge raises
-        plain = [
-            is_plain and isinstance(new, type(x)) and new == x
-            for x, new, is_plain in zip(leaves, merged, plain, strict=True)
-        ]
-    state = _make_adapted(leaves, plain, treedef)
+        for i, (number, new) in enumerate(zip(numbers, merged, strict=True)):
+            if not (isinstance(new, type(number)) and new == number):
+                numbers[i] = None
+    state = adapted()
     check_merge(state)
     return state
-
-
-def _make_adapted(leaves: list[Any], plain: list[bool], treedef: Any) -> Adapted:
-    pairs = list(zip(leaves, plain, strict=True))
-    arrays = [drop_weak_type(x) for x, is_plain in pairs if not is_plain]
-    numbers = tuple(x if is_plain else None for x, is_plain in pairs)
-    return Adapted(arrays, numbers, treedef)
 
 
 def check_merge(state: Any) -> None:
     """Raise unless merging keeps the state's structure, shapes and dtypes."""
     name = type(getattr(state, "metric", state)).__name__
-    bad = changes("it", state, _trace_merge(name, merge_parts, state))
-    if bad:
+    if bad := changes("it", state, _trace_merge(name, merge_parts, state)):
         raise ValueError(
-            f"The merge of two {name} changes the state: {listed(bad)}."
-            " Towers are merged in a compiled program, and only arrays travel over"
-            " towers, of fixed shapes and dtypes: keep sums or histograms, make a count"
-            " an array, jnp.int32(1), and concatenate on the host what a predict step"
-            " returns."
+            f"The merge of two {name} changes the state: {listed(bad)}. In a step only"
+            " arrays travel over towers, of fixed shapes and dtypes: make a count an"
+            " array, and concatenate on the host what a predict step returns."
         )
 
 
@@ -169,7 +162,6 @@ def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any
         return jax.eval_shape(merge, state, state)
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"The merge of a {name} cannot be traced, so its towers"
-            f" cannot be merged in a step: {error} A state has arrays of fixed shapes,"
-            " and merges them with jax.numpy."
+            f"The merge of a {name} cannot be traced, so a step cannot merge its"
+            f" towers: {error} A state merges arrays of fixed shapes with jax.numpy."
         ) from error

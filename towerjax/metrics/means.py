@@ -11,6 +11,7 @@ from towerjax.metrics.rows import (
     are_equal,
     as_array,
     as_floats,
+    check_ids,
     check_pair,
     check_threshold,
     distance,
@@ -76,15 +77,7 @@ def accuracy(
     """
     labels, predictions = check_pair("accuracy", labels, predictions)
     for what, x in (("labels", labels), ("predictions", predictions)):
-        dtype = jnp.result_type(x)
-        if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
-            scores = " (or predictions > 0.5 of probabilities of two classes)"
-            raise ValueError(
-                f"accuracy got {what} of dtype {dtype}; they must be class ids or"
-                f" booleans. Write {what}.astype(jnp.int32) of ids that are held as"
-                f" floats{scores if what == 'predictions' else ''}, or, for how often"
-                " two floats agree, tj.metrics.mean(labels == predictions, weight)."
-            )
+        check_ids("accuracy", what, x)
     hits = jnp.asarray(are_equal("accuracy", labels, predictions))
     return _weighted("accuracy", hits, weight)
 

@@ -77,8 +77,8 @@ class Additive:
         mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
             raise ValueError(
-                f"Cannot merge {mine!r} with {others!r}: they are of different classes,"
-                " or were made with different options. Make both by the same call."
+                f"Cannot merge {mine!r} with {others!r}: of different classes, or made"
+                " with different options."
             )
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
@@ -91,9 +91,7 @@ class Additive:
         Raises:
           NotImplementedError: The subclass does not define ``compute``.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no compute. Write one that returns an array."
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no compute.")
 
 
 def is_metric(x: Any) -> bool:
@@ -124,32 +122,34 @@ def check_metric(name: str, x: Any) -> Any:
     if not is_metric(x):
         raise ValueError(f"{name} is {explain_misuse(x)}. {_STATES}")
     if isinstance(x, Weighted):
-        if not jax.tree_util.all_leaves([x.weight]):
-            raise ValueError(
-                f"{name}.weight is a {type(x.weight).__name__}, and a mean has an array"
-                " as its one weight. Derivatives are taken of the sum alone, such as"
-                " jax.jacfwd(lambda params: tj.value_and_grad(loss_fn)(params, batch,"
-                " tower)[1].sum), and returned as tj.Weighted(derivative, loss.weight)."
-            )
-        total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
-        total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
-        dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
-        dtype = promote_dtypes(jnp.float32, weight.dtype, *dtypes)
-        if jax.tree_util.all_leaves([total]):
-            total = total.astype(dtype)
-        real = jnp.finfo(dtype).dtype  # the weight of a complex sum is real
-        return Weighted(total, weight.astype(promote_dtypes(real, weight.dtype)))
-    if _is_known_additive(x):
-        return jax.tree.map(lambda leaf: widen(drop_weak_type(leaf)), x)
+        return _check_weighted(name, x)
     try:
-        leaves = jax.tree.leaves(x)
-        if any(isinstance(leaf, bool | int | float | str) for leaf in leaves):
-            x = adapt(x)
+        if any(isinstance(y, bool | int | float | str) for y in jax.tree.leaves(x)):
+            x = x if _is_known_additive(x) else adapt(x)
         x = jax.tree.map(drop_weak_type, x)
-        check_merge(x)
+        if not _is_known_additive(x):
+            check_merge(x)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return jax.tree.map(widen, x) if is_additive(x) else x
+
+
+def _check_weighted(name: str, x: Weighted) -> Weighted:
+    if not jax.tree_util.all_leaves([x.weight]):
+        raise ValueError(
+            f"{name}.weight is a {type(x.weight).__name__}, and a mean has one array as"
+            " its weight. Take derivatives of the sum alone, such as jax.jacfwd(lambda"
+            " params: tj.value_and_grad(loss_fn)(params, batch, tower)[1].sum), and"
+            " return tj.Weighted(derivative, loss.weight)."
+        )
+    total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
+    total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
+    dtype = promote_dtypes(jnp.float32, weight.dtype, *dtypes)
+    if jax.tree_util.all_leaves([total]):
+        total = total.astype(dtype)
+    real = jnp.finfo(dtype).dtype  # the weight of a complex sum is real
+    return Weighted(total, weight.astype(promote_dtypes(real, weight.dtype)))
 
 
 def has_value(x: Any) -> bool:
@@ -169,8 +169,7 @@ def explain_misuse(x: Any) -> str:
     if looks_like_state(x):
         return (
             f"a {type(x).__name__} with merge and compute that is no pytree: make it a"
-            " subclass of tj.metrics.Additive, or register its class with"
-            " jax.tree_util.register_dataclass"
+            " subclass of tj.metrics.Additive, or register its class"
         )
     return f"a {type(x).__name__}, which is no metric state"
 
@@ -191,24 +190,18 @@ def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> b
     leaves, treedef = jax.tree.flatten(state)
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
-    def merged(first: list[Any], second: list[Any]) -> list[Any]:
-        both = (jax.tree.unflatten(treedef, x) for x in (first, second))
-        return jax.tree.leaves(merge(*both))
+    def merged(*parts: list[Any]) -> list[Any]:
+        return jax.tree.leaves(merge(*map(treedef.unflatten, parts)))
 
     try:
         jaxpr = jax.make_jaxpr(merged)(shapes, shapes).jaxpr
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False  # merged one after another, where the error is raised again
-    added = {
-        id(eqn.outvars[0]): sorted(map(id, eqn.invars))
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "add"
-    }
-    firsts, seconds = jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :]
-    return len(jaxpr.outvars) == len(leaves) and all(
-        added.get(id(out)) == sorted((id(first), id(second)))
-        for out, first, second in zip(jaxpr.outvars, firsts, seconds, strict=True)
-    )
+    adds = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"]
+    added = {id(eqn.outvars[0]): set(map(id, eqn.invars)) for eqn in adds}
+    pairs = zip(jaxpr.invars[: len(leaves)], jaxpr.invars[len(leaves) :], strict=True)
+    expected = [set(map(id, pair)) for pair in pairs]
+    return [added.get(id(out)) for out in jaxpr.outvars] == expected
 
 
 def merge(first: Any, second: Any) -> Any:
@@ -234,10 +227,8 @@ def merge(first: Any, second: Any) -> Any:
         if not is_metric(state):
             raise ValueError(f"merge got as {name} {explain_misuse(state)}. {_STATES}")
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
-        raise ValueError(
-            f"merge got a {type(first).__name__} and a {type(second).__name__}. Merge"
-            " states that the same call made."
-        )
+        names = f"{type(first).__name__} and a {type(second).__name__}"
+        raise ValueError(f"merge got a {names}; merge states that the same call made.")
     return first.merge(second)
 
 
@@ -288,8 +279,7 @@ def _in_64_bits(x: Any) -> np.ndarray:
     x = np.asarray(x)
     if jnp.issubdtype(x.dtype, np.floating):  # bfloat16 is of kind "V"
         return x.astype(np.float64)
-    kinds = {"b": np.int64, "i": np.int64, "u": np.uint64, "c": np.complex128}
-    return x.astype(kinds.get(x.dtype.kind, x.dtype))
+    return x.astype({"u": np.uint64, "c": np.complex128}.get(x.dtype.kind, np.int64))
 
 
 def add_batch(total: Any, metric: Any) -> Any:
@@ -305,9 +295,5 @@ def add_batch(total: Any, metric: Any) -> Any:
 
 def value_on_host(total: Any) -> Any:
     """The value of a data set's state, scalars as Python numbers."""
-
-    def plain(x: Any) -> Any:
-        x = np.asarray(x)
-        return x.item() if x.ndim == 0 else x
-
-    return jax.tree.map(plain, compute(total) if has_value(total) else total)
+    value = jax.tree.map(np.asarray, compute(total) if has_value(total) else total)
+    return jax.tree.map(lambda x: x if x.ndim else x.item(), value)

@@ -10,56 +10,28 @@ import numpy as np
 
 from towerjax.metrics.rows import (
     as_booleans,
+    as_floats,
     check_pair,
-    check_scores,
+    check_values,
     element_weights,
     library_of,
     mark_invalid,
     ratio,
+    weights_where,
 )
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import widen_dtype
 from towerjax.types.options import check_choice, check_whole
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 
 
-class _Outcomes:
-    """The weights of the four outcomes at ``n`` thresholds, each ``[n]``."""
-
-    def __init__(self, yes: Any, no: Any) -> None:
-        self.library = library_of(yes, no)
-        # Not as differences of the sums below, which rounding could make negative.
-        self.yes_between, self.no_between = yes[1:-1], no[1:-1]
-        # Bucket j holds the scores that are above exactly the j lowest thresholds.
-        above = [x[::-1].cumsum()[::-1] for x in (yes, no)]
-        self.true_positives, self.false_positives = (x[1:] for x in above)
-        self.all_yes, self.all_no = (x[0] for x in above)
-
-    @property
-    def sensitivity(self) -> Any:
-        """The share of positives that are above each threshold."""
-        return ratio(self.true_positives, self.all_yes)
-
-    @property
-    def specificity(self) -> Any:
-        """The share of negatives that are not above each threshold."""
-        below = self.all_no - self.false_positives
-        return ratio(below, self.all_no)
-
-    @property
-    def precision(self) -> Any:
-        """The share of scores above each threshold that are positives'."""
-        above = self.true_positives + self.false_positives
-        return ratio(self.true_positives, above)
-
-
 class Curves(Additive):
     """Histograms of positives' and negatives' scores over ``n`` thresholds."""
 
-    yes: jax.Array  # [n + 1], the weight of the positives in each bucket
-    no: jax.Array  # [n + 1], the weight of the negatives
+    # [n + 1] each, weights; bucket j: scores above exactly the j lowest thresholds.
+    yes: jax.Array
+    no: jax.Array
     value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
     options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
     # Those that were given; of even ones the number is the histograms' size.
@@ -67,75 +39,85 @@ class Curves(Additive):
 
     def compute(self) -> jax.Array:
         """The area, or the rates, that the state was made for."""
-        return self.value(_Outcomes(self.yes, self.no), *self.options)
+        return self.value(self.yes, self.no, *self.options)
 
 
-def _rate_at_nearest(found: _Outcomes, name: str, given: str, wanted: float) -> Any:
+def _outcomes(yes: Any, no: Any) -> tuple[Any, Any, Any, Any]:
+    """True and false positives, false and true negatives at the thresholds, ``[n]``."""
+    above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
+    return *above, *[x.cumsum()[:-1] for x in (yes, no)]
+
+
+def _rates(yes: Any, no: Any, name: str) -> Any:
+    right, wrong, missed, below = _outcomes(yes, no)
+    if name == "precision":
+        return ratio(right, right + wrong)
+    if name == "sensitivity":
+        return ratio(right, right + missed)
+    return ratio(below, below + wrong)  # the specificity
+
+
+def _rate_at_nearest(yes: Any, no: Any, name: str, given: str, wanted: float) -> Any:
     """The rate ``name`` where the rate ``given`` is nearest to ``wanted``."""
-    distance = abs(getattr(found, given) - wanted)
+    distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
     # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
-    far = distance > nearest + 1e-6
-    return found.library.where(far, 0.0, getattr(found, name)).max() + 0 * nearest
+    far, rates = distance > nearest + 1e-6, _rates(yes, no, name)
+    return library_of(rates).where(far, 0.0, rates).max() + 0 * nearest
 
 
-def _area_under_roc(found: _Outcomes) -> Any:
+def _area_under_roc(yes: Any, no: Any) -> Any:
     """The sum of the trapezoids between the thresholds' points."""
-    heights = found.sensitivity
-    widths = ratio(found.no_between, found.all_no)
+    heights, widths = _rates(yes, no, "sensitivity"), ratio(no[1:-1], no.sum())
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
-def _area_under_pr(found: _Outcomes) -> Any:
+def _area_under_pr(yes: Any, no: Any) -> Any:
     """The area, where counts, not precision, are linear between two thresholds.
 
     With ``a`` scores above the higher threshold and ``b`` above the lower one, of which
     ``t_a`` and ``t_b`` are positives', the area between them is the integral of
     ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
     """
-    true = found.true_positives[1:]
-    above = true + found.false_positives[1:]
-    gained, more = found.yes_between, found.yes_between + found.no_between
+    right, wrong, _, _ = _outcomes(yes, no)
+    true, above = right[1:], right[1:] + wrong[1:]
+    # Not as differences of the sums, which rounding could make negative.
+    gained, more = yes[1:-1], yes[1:-1] + no[1:-1]
     slope = ratio(gained, more)
-    offset = true - slope * above
-    stretch = found.library.log1p(ratio(more, above))
-    return ratio((slope * (gained + offset * stretch)).sum(), found.all_yes)
+    stretch = library_of(yes).log1p(ratio(more, above))
+    return ratio((slope * (gained + (true - slope * above) * stretch)).sum(), yes.sum())
 
 
 def _histograms(
-    name: str,
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None,
-    thresholds: np.ndarray,
+    name: str, labels: Any, predictions: Any, weight: Any, thresholds: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
     """``(yes, no)``, ``[n + 1]`` each: weights by the thresholds that are passed."""
     labels, scores = check_pair(name, labels, predictions)
-    elements = element_weights(name, jnp.shape(labels), weight)
-    check_scores(name, scores, weight)
-    true, has_label = as_booleans(name, "labels", labels, weight)
-    scores = jnp.asarray(scores)
-    scores = scores.astype(widen_dtype(scores.dtype))
-    valid = has_label & (scores >= 0) & (scores <= 1)
-    elements = mark_invalid(elements, valid).reshape(-1)
-    scores, true = scores.reshape(-1), true.reshape(-1)
-    edges = jnp.asarray(thresholds, scores.dtype)
-    bucket = jnp.searchsorted(edges, scores, side="left")
-    none = jnp.zeros(len(thresholds) + 1, elements.dtype)
-    # A NaN weight makes both histograms NaN.
-    is_nan = jnp.isnan(elements)
-    yes = none.at[bucket].add(jnp.where(true | is_nan, elements, 0))
-    return yes, none.at[bucket].add(jnp.where(true & ~is_nan, 0, elements))
+    weights = element_weights(name, jnp.shape(labels), weight)
+    dtype = jnp.result_type(scores)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{name} got predictions of dtype {dtype}; give floating scores."
+        )
+    valid = (scores >= 0) & (scores <= 1)
+    remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
+    valid = check_values(name, "scores", scores, weight, valid, remedy)
+    yes, has_label = as_booleans(name, "labels", labels, weight)
+    weights = mark_invalid(weights, has_label, valid)
+    scores = as_floats(scores)
+    bucket = jnp.searchsorted(jnp.asarray(thresholds, scores.dtype), scores)
+    add = jnp.zeros(len(thresholds) + 1, weights.dtype).at[bucket].add
+    return add(weights_where(yes, weights)), add(weights_where(~yes, weights))
+
+
+def _with_ends(inner: Any) -> np.ndarray:
+    """Thresholds with one just below 0, which all scores pass, and one just above 1."""
+    return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
 
 
 def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
-    """Thresholds from just below 0, which all scores pass, to just above 1."""
     check_whole(f"{name}: num_thresholds", num_thresholds, 2)
     return _with_ends(np.arange(1, num_thresholds - 1) / (num_thresholds - 1))
-
-
-def _with_ends(inner: np.ndarray) -> np.ndarray:
-    return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
 
 
 def _check_rising(name: str, thresholds: Any) -> np.ndarray:
@@ -143,8 +125,7 @@ def _check_rising(name: str, thresholds: Any) -> np.ndarray:
     rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
     if not rising or np.isnan(edges).any():
         raise ValueError(
-            f"{name} got thresholds={thresholds!r}; they must be one or more numbers"
-            " that rise, such as [0.25, 0.5]."
+            f"{name} got thresholds={thresholds!r}; give numbers that rise."
         )
     return edges
 
@@ -343,4 +324,4 @@ def _at_thresholds(
 ) -> Curves:
     edges = _check_rising(name, thresholds)
     found = _histograms(name, *rows, edges)
-    return Curves(*found, getattr, (rate,), tuple(edges.tolist()))
+    return Curves(*found, _rates, (rate,), tuple(edges.tolist()))

@@ -76,8 +76,7 @@ class TowerStatistics:
         if not isinstance(grads, Weighted):
             raise ValueError(
                 "tj.TowerStatistics got a gradient that has no one weight, of a sum of"
-                " several means or of loss_reduction=SUM. Leave the statistics out, or"
-                " return one tj.Weighted, and other terms as tj.shared(...)."
+                " several means or of loss_reduction=SUM. Return one tj.Weighted."
             )
         square = _tree_dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)
@@ -147,13 +146,13 @@ class TowerStatistics:
                 f"metrics has no {missing[0]!r}: build the step with"
                 " statistics=tj.TowerStatistics()."
             )
-        total, scales = np.zeros(2), []
+        totals = [np.zeros(2)]
         for row in np.stack([np.asarray(metrics[name], float) for name in names], 1):
-            if np.isfinite(row).all():
-                total = smoothing * total + row
-            with np.errstate(divide="ignore", invalid="ignore"):
-                scales.append(total[0] / total[1])
-        return np.array(scales)
+            known = np.isfinite(row).all()
+            totals.append(smoothing * totals[-1] + row if known else totals[-1])
+        noise, signal = np.array(totals[1:]).reshape(-1, 2).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return noise / signal
 
 
 def _tree_dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:

@@ -25,10 +25,9 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
     shapes = [x for x in map(jnp.shape, totals) if x[: len(dims)] == dims != x]
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
-            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: the weight could"
-            " belong to the sum's first dims or to its last. For stacked values, as of"
-            " tj.PerTower, map lambda x: x.value by jax.vmap; else give the weight as"
-            " many dims as the sum, such as weight[None]."
+            f"Weighted.weight has shape {dims} and a sum {shapes[0]}: of its first dims"
+            " or its last? For stacked values map lambda x: x.value by jax.vmap; else"
+            " give the weight as many dims as the sum, such as weight[None]."
         )
 
 
@@ -55,10 +54,9 @@ class _LossTerm:
     def _refuse(self, *_: Any) -> Any:
         """Raise: a function of a mean is no mean."""
         raise ValueError(
-            "A number divided by a mean, a power, an absolute value or a comparison of"
-            " a mean is not a mean. After the merge write mean.value. For a loss take"
-            " the mean in an earlier pass of tj.build_step, whose .value is a number:"
-            " see 'A function of a mean' in docs/how_to/several_losses.md."
+            "A function of a mean is not a mean. After the merge write mean.value; for"
+            " a loss take the mean in an earlier pass of tj.build_step: see 'A function"
+            " of a mean' in docs/how_to/several_losses.md."
         )
 
     __rtruediv__ = __pow__ = __rpow__ = __abs__ = _refuse
@@ -98,8 +96,7 @@ class Weighted(_LossTerm):
         is_known = isinstance(self.weight, int | float | np.ndarray | np.generic)
         if is_known and (lowest := np.min(self.weight, initial=0)) < 0:
             raise ValueError(
-                f"Weighted.weight must be >= 0, got {lowest}. A weight counts"
-                " examples: mask an example with weight 0, and put a sign into the sum."
+                f"Weighted.weight must be >= 0, got {lowest}: put a sign into the sum."
             )
 
     @classmethod
@@ -172,9 +169,8 @@ class Weighted(_LossTerm):
         """The mean, multiplied by a number that is the same on all towers."""
         if isinstance(factor, Weighted | Means):
             raise ValueError(
-                "A mean times a mean is not a mean. Multiply the rows,"
-                " tj.Weighted.mean(first * second, weight); or take one mean in an"
-                " earlier pass of tj.build_step, whose .value is a number."
+                "A mean times a mean is not a mean. Multiply the rows, or take one mean"
+                " in an earlier pass of tj.build_step, whose .value is a number."
             )
         if isinstance(factor, Tracer):
             factor = checkpoint_name(factor, SHARED)
@@ -249,9 +245,8 @@ class Means(_LossTerm):
             other = Means((other,))
         if not isinstance(other, Means):
             raise ValueError(
-                f"A mean + {type(other).__name__}: add a mean of rows,"
-                " tj.Weighted.mean(...), or one number that all towers share,"
-                " tj.shared(x). After the merge, as in update_fn, the number is .value."
+                f"A mean + {type(other).__name__}: add a mean of rows, or one number"
+                " that all towers share, tj.shared(x); after the merge write .value."
             )
         return Means((*self.terms, *other.terms), self.shared + other.shared)
 
@@ -300,8 +295,7 @@ class UnknownWeights(Portable, ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "A sum of several means has several denominators, which only a step adds"
-            " up over towers: differentiate it with tj.value_and_grad in a function of"
-            " tj.build_step, by TowerOptimizer.minimize in a model function, or pass it"
-            " to tj.build_train_step. Elsewhere return each mean by itself."
+            "A sum of several means has several denominators, which only a step adds up"
+            " over towers: use tj.value_and_grad in tj.build_step, TowerOptimizer"
+            ".minimize, or tj.build_train_step. Elsewhere return each mean by itself."
         )
