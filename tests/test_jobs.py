@@ -1,113 +1,184 @@
 """JAX in several processes: how they find each other, and what a lost one does."""
 
-import contextlib
-import itertools
+import atexit
+import functools
 import json
 import os
-import pathlib
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 
+import forked
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from towerjax.mesh.cluster import launch
+import towerjax as tj
+from towerjax.mesh import processes
+from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import Cluster, free_port
-from towerjax.mesh.cluster.start import _check_joined, _other_processes, initialize
+from towerjax.mesh.cluster.start import _join, _Options, _other_processes, initialize
 
-ROOT = pathlib.Path(__file__).parent.parent
-JOB = str(ROOT / "tests" / "workers" / "job.py")
 # Nothing may take longer than its own limit; those of a test are never reached.
 WAIT_S = 60
 
 
-def environment(devices, **variables):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environ.pop("XLA_FLAGS", None)
-    return {**environ, "JAX_NUM_CPU_DEVICES": str(devices), **variables}
-
-
-@contextlib.contextmanager
-def bare(members, task, *, devices=2):
-    """Processes without a launcher, a pair ``(arguments, environment)`` each."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-u", JOB, json.dumps(arguments), task],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(devices, **variables),
-        )
-        for arguments, variables in members
-    ]
+def member(output, devices, variables, run, arguments):
+    """A process of a job, forked before JAX has started anything; ends as others do."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+    os.environ.pop("XLA_FLAGS", None)
+    os.environ |= {"JAX_PLATFORMS": "cpu", **variables}
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
     try:
-        yield processes
+        run(arguments)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        atexit._run_exitfuncs()
 
 
-def members(num_processes, **arguments):
+def sums(arguments):
+    """Join, sum over all devices, and say so; returns the sum to be done again."""
+    cluster = tj.cluster.initialize(**arguments)
+    mesh = jax.make_mesh((jax.device_count(),), ("all",), axis_types=(AxisType.Auto,))
+    add = functools.partial(jax.lax.psum, axis_name="all")
+    add = jax.shard_map(add, mesh=mesh, in_specs=P("all"), out_specs=P())
+    rows = np.full(jax.local_device_count(), 1.0 + cluster.process_id, np.float32)
+    x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("all")), rows)
+    total = jax.jit(add)
+    same = tj.cluster.initialize(**arguments) == cluster
+    print(
+        f"\nprocess {cluster.process_id} of {cluster.num_processes} from {cluster.how}:"
+        f" {jax.device_count()} devices, sum {float(total(x)[0]):g}, chief"
+        f" {tj.cluster.is_chief()}, same {same}",
+        flush=True,
+    )
+    return lambda: float(total(x)[0])
+
+
+def loop(arguments):
+    step = sums(arguments)
+    while True:
+        step()
+        time.sleep(0.05)
+
+
+def fail(arguments):
+    step = sums(arguments)
+    if jax.process_index() == 1:
+        raise ArithmeticError("the loss is a fish")
+    while True:
+        step()
+
+
+def again(arguments):
+    sums(arguments)
+    another = {"coordinator": "127.0.0.1:1", "num_processes": 2, "process_id": 1}
+    print(error_of(another, {}))
+    tj.cluster.shutdown()
+    print("all came", flush=True)
+
+
+def error_of(arguments, variables):
+    """What it says to call it so, with variables of the environment."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    try:
+        tj.cluster.initialize(**arguments)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def tries(given):
+    said = [error_of(*each) if each else len(jax.devices()) for each in given]
+    print(json.dumps(said), flush=True)
+
+
+def early(arguments):
+    """Process 1 comes late to each meeting."""
+    start._SILENCE_S = processes._PATIENCE_S = 0.2
+    me = tj.cluster.initialize(**arguments).process_id
+    count = tj.Mirrored().create_var(
+        "count", 1.0, tower_local=True, reduction=tj.Reduction.SUM
+    )
+    for meet in (
+        lambda: processes.require_same("This", "", ""),
+        lambda: tj.towers.saved_values(count.value),
+        lambda: tj.towers.read_local(count),
+    ):
+        time.sleep(0.5 * me)
+        meet()
+    time.sleep(0.5 * me)
+
+
+class Member:
+    def __init__(self, path, *given):
+        self.path = path
+        path.touch()
+        args = (str(path), *given)
+        self.process = forked.context().Process(target=member, args=args)
+        self.process.start()
+
+    @property
+    def text(self):
+        return self.path.read_text()
+
+    def until(self, text):
+        until = time.monotonic() + WAIT_S
+        while text not in self.text:
+            assert time.monotonic() < until and self.process.is_alive(), self.text
+            time.sleep(0.02)
+
+    def ended(self):
+        """Its exit code."""
+        self.process.join(WAIT_S)
+        assert self.process.exitcode is not None, self.text
+        return self.process.exitcode
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Start processes, ``(variables, arguments)`` each, that run a function."""
+    started = []
+
+    def run(function, members, devices=2):
+        for variables, arguments in members:
+            path = tmp_path / f"{len(started)}"
+            given = (devices, variables, function, arguments)
+            started.append(Member(path, *given))
+        return started[-len(members) :]
+
+    yield run
+    for one in started:
+        one.process.kill()
+        one.process.join()
+
+
+def named(num_processes, **arguments):
     """The arguments of each process of a cluster on this machine."""
     coordinator = f"127.0.0.1:{free_port()}"
-    return [
-        {
-            "coordinator": coordinator,
-            "num_processes": num_processes,
-            "process_id": i,
-            "initialization_timeout_s": 40,
-            **arguments,
-        }
-        for i in range(num_processes)
-    ]
-
-
-@contextlib.contextmanager
-def launched(task, *, processes=2, devices=2, grace_s=1, **arguments):
-    """The same under ``towerjax launch``."""
     arguments = {"initialization_timeout_s": 40, **arguments}
-    job = subprocess.Popen(
-        [sys.executable, "-m", "towerjax", "launch", f"--processes={processes}"]
-        + [f"--devices-per-process={devices}", f"--grace-seconds={grace_s}", "--"]
-        + [sys.executable, JOB, json.dumps(arguments), task],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(1),
-    )
-    try:
-        yield job
-    finally:
-        job.kill()
-        job.communicate()
-
-
-def said(i, count, how, devices=2):
-    total = devices * count * (count + 1) // 2
-    return (
-        f"process {i} of {count} from {how}: {count * devices} devices, sum {total},"
-        f" chief {i == 0}, same True"
-    )
-
-
-def until_it_sums(process, how, devices=2):
-    """Which process of two took its first step, and its pid."""
-    for line in process.stdout:
-        if found := re.search(r"process (\d+) of .* sum .* pid (\d+)", line):
-            assert said(int(found[1]), 2, how, devices) in line
-            return int(found[1]), int(found[2])
-    raise AssertionError(process.stderr.read())
+    arguments |= {"coordinator": coordinator, "num_processes": num_processes}
+    return [({}, arguments | {"process_id": i}) for i in range(num_processes)]
 
 
 def named_by_tf_config(**arguments):
     jobs = {"chief": [f"127.0.0.1:{free_port()}"], "worker": ["127.0.0.1:9"]}
-    for job in jobs:
-        whole = {"cluster": jobs, "task": {"type": job, "index": 0}}
-        yield arguments, {"TF_CONFIG": json.dumps(whole)}
+    tasks = [{"type": job, "index": 0} for job in jobs]
+    texts = [json.dumps({"cluster": jobs, "task": task}) for task in tasks]
+    return [({"TF_CONFIG": text}, arguments) for text in texts]
 
 
 def named_by_slurm(**arguments):
@@ -118,222 +189,148 @@ def named_by_slurm(**arguments):
         "SLURM_STEP_NUM_NODES": "1",
         "JAX_COORDINATOR_PORT": str(free_port()),
     }
-    for i in ("0", "1"):
-        yield arguments, {**slurm, "SLURM_PROCID": i, "SLURM_LOCALID": i}
+    own = [{"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in ("0", "1")]
+    return [({**slurm, **each}, arguments) for each in own]
+
+
+def said(i, count, how, devices=2):
+    total = devices * count * (count + 1) // 2
+    return (
+        f"process {i} of {count} from {how}: {count * devices} devices, sum {total},"
+        f" chief {i == 0}, same True"
+    )
 
 
 @pytest.mark.slow
-def test_one_process_needs_no_cluster_and_is_of_no_other():
-    with bare([({"collective_timeout_s": 5}, {})], "again") as (process,):
-        out, err = process.communicate(timeout=WAIT_S)
-    how = "one process: nothing in the environment names a cluster"
-    assert said(0, 1, how) in out, err
-    assert "RuntimeError: tj.cluster.initialize() has run already and gave" in out
-    assert "all came" in out and process.returncode == 0
-
-
-def ended(*command):
-    """The code of two processes of the launcher's."""
-    options = {"processes": 2, "grace_s": 1, "env": environment(2)}
-    return launch([sys.executable, *command], **options)
-
-
-@pytest.mark.slow
-def test_an_exception_in_one_process_ends_the_job_with_its_traceback(capfd):
-    began = time.monotonic()
-    assert ended(JOB, "{}", "raise") == 1
-    assert time.monotonic() - began < WAIT_S
-    err = capfd.readouterr().err
-    assert "[1] towerjax: process 1 of 2 ends with this exception:\n" in err
-    assert "[1] ArithmeticError: the loss is a fish\n" in err
-    assert "launch: process 1 exited with code 1 after" in err
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_the_launchers_job():
-    with launched("loop") as job:
-        pids = dict(until_it_sums(job, "towerjax launch") for _ in range(2))
-        began = time.monotonic()
-        os.kill(pids[1], signal.SIGKILL)
-        _, err = job.communicate(timeout=WAIT_S)
-        assert time.monotonic() - began < 5
-    assert job.returncode == 128 + 9
-    assert re.search(r"launch: process 1 was killed by signal 9 \(SIGKILL\)", err)
-    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values())
-
-
-@pytest.mark.slow
-def test_sigterm_ends_a_job_that_does_not_look_at_it_after_the_grace():
-    with launched("loop") as job:
-        pids = dict(until_it_sums(job, "towerjax launch") for _ in range(2))
-        began = time.monotonic()
-        job.terminate()
-        _, err = job.communicate(timeout=WAIT_S)
-        assert 0.9 < time.monotonic() - began < 5
-    assert job.returncode == 128 + 15
-    assert "still running: 0, 1; ended with SIGKILL" in err
-    assert all(not pathlib.Path(f"/proc/{pid}").exists() for pid in pids.values())
-
-
-@pytest.mark.slow
-def test_without_exit_on_exception_a_process_waits_for_the_others():
-    arguments = {"exit_on_exception": False, "shutdown_timeout_s": 1}
-    with bare(named_by_tf_config(**arguments), "raise") as processes:
-        until_it_sums(processes[1], "TF_CONFIG")
-        began = time.monotonic()
-        _, err = processes[1].communicate(timeout=WAIT_S)
-        assert 0.8 < time.monotonic() - began
-    assert "ArithmeticError: the loss is a fish" in err
-    assert "ends with this exception" not in err
-
-
-@pytest.mark.slow
-def test_the_heartbeat_ends_the_others_and_names_the_lost():
-    """SIGSTOP stands for all that keeps a process from running and not from being."""
-    with contextlib.ExitStack() as stack:
-        jobs = []
-        for lost in range(2):
-            pairs = [(member, {}) for member in members(2, heartbeat_timeout_s=5)]
-            processes = stack.enter_context(bare(pairs, "loop"))
-            jobs.append((processes[lost], processes[1 - lost]))
-        for process in itertools.chain(*jobs):
-            until_it_sums(process, "explicit arguments")
-        for there, _ in jobs:
-            there.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        errs = [other.communicate(timeout=WAIT_S)[1] for _, other in jobs]
-        assert time.monotonic() - began < 15
-        for there, _ in jobs:
-            there.send_signal(signal.SIGCONT)
-            there.communicate(timeout=WAIT_S)
-    assert all(there.returncode != 0 for there, _ in jobs)  # it finds the job ended
-    assert [other.returncode for _, other in jobs] == [-signal.SIGABRT] * 2
-    assert "heartbeat" in errs[0].lower()
-    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in errs[1]
-
-
-@pytest.mark.slow
-def test_the_collective_timeout_comes_before_the_heartbeat():
-    arguments = {"collective_timeout_s": 3, "heartbeat_timeout_s": 40}
-    # Of two devices that wait, the second may see what the first one closed.
-    with bare(named_by_slurm(**arguments), "loop", devices=1) as (other, there):
-        for process in (other, there):
-            until_it_sums(process, "Slurm, detected by JAX", devices=1)
-        there.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
-        _, err = other.communicate(timeout=WAIT_S)
-        assert time.monotonic() - began < 11
-        there.send_signal(signal.SIGCONT)
-        there.communicate(timeout=WAIT_S)
-    assert there.returncode != 0
-    assert "towerjax: this process ends with this exception:" in err
-    assert "Gloo all-reduce failed" in err and "Timed out waiting 3000ms" in err
-    assert other.returncode == 1
-
-
-@pytest.mark.slow
-def test_who_does_not_come_is_named():
-    member = members(3, initialization_timeout_s=1)[0]
-    with bare([(member, {})], "sum") as (process,):
-        began = time.monotonic()
-        _, err = process.communicate(timeout=WAIT_S)
-        assert time.monotonic() - began < 10
-    who = f"towerjax: process 0 of 3, at {member['coordinator']},"
-    assert f"{who} waits for processes 1, 2 (up to 1 s)\n" in err
+def test_one_process_needs_no_cluster_and_is_of_no_other(job):
+    (one,) = job(again, [({}, {"collective_timeout_s": 5})])
+    assert one.ended() == 0
     assert (
-        f"{who} waited 1 s and ends: processes 1, 2 did not come, or not all of them."
-        " Do they run, and call tj.cluster.initialize()?"
-    ) in err
-    assert process.returncode == 1
+        said(0, 1, "one process: nothing in the environment names a cluster")
+        in one.text
+    )
+    assert "RuntimeError: tj.cluster.initialize() has run already and gave" in one.text
+    assert "all came" in one.text
 
 
 @pytest.mark.slow
-def test_what_cannot_be_is_refused():
+def test_an_exception_ends_its_process_at_once_or_waits_for_the_others(job):
+    waits = {"exit_on_exception": False, "shutdown_timeout_s": 1}
+    both = [job(fail, named_by_tf_config(**given)) for given in ({}, waits)]
+    for (_, there), given in zip(both, ({}, waits), strict=True):
+        there.until(said(1, 2, "TF_CONFIG"))
+        there.until("ArithmeticError: the loss is a fish\n")
+        assert there.ended() != 0
+        at_once = "towerjax: process 1 of 2, at" in there.text
+        assert ("ends with this exception:\n" in there.text) == at_once == (not given)
+
+
+@pytest.mark.slow
+def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
+    """SIGSTOP stands for all that keeps a process from running and not from being.
+
+    And with a collective timeout, which comes before, an exception is raised.
+    """
+    by_heartbeat = job(loop, named(2, heartbeat_timeout_s=4))
+    # Of two devices that wait, the second may see what the first one closed.
+    options = {"collective_timeout_s": 2, "heartbeat_timeout_s": 40}
+    by_timeout = job(loop, named_by_slurm(**options), devices=1)
+    for i in range(2):
+        by_heartbeat[i].until(said(i, 2, "explicit arguments"))
+        by_timeout[i].until(said(i, 2, "a cluster that JAX detected", devices=1))
+    lost = [by_heartbeat[1], by_timeout[1]]
+    for one in lost:
+        os.kill(one.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert by_timeout[0].ended() == 1
+    assert by_heartbeat[0].ended() == -signal.SIGABRT
+    assert time.monotonic() - began < 15
+    told = "tasks are unhealthy (stopped sending heartbeats):\n1\n"
+    assert told in by_heartbeat[0].text
+    assert "towerjax: this process ends with this exception:" in by_timeout[0].text
+    assert "Timed out waiting 2000ms" in by_timeout[0].text
+    for one in lost:
+        os.kill(one.process.pid, signal.SIGCONT)
+    assert 0 not in [one.ended() for one in lost]  # it finds the job ended
+
+
+@pytest.mark.slow
+def test_who_does_not_come_is_named(job):
+    first, second, _ = named(3, initialization_timeout_s=1)
+    there = job(loop, [first, second])
+    for i, others in enumerate(("1, 2", "0, 2")):
+        assert there[i].ended() == 1
+        who = f"towerjax: process {i} of 3, at {first[1]['coordinator']},"
+        assert f"{who} waits for processes {others} (up to 1 s)\n" in there[i].text
+        assert (
+            f"{who} waited 1 s and ends: processes {others} did not come, or not all of"
+            " them."
+        ) in there[i].text
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_refused(job):
     """By one process, which lives on each time."""
-    taken, absent = members(1)[0], members(3, initialization_timeout_s=2)[1]
+    ((_, taken),) = named(1)
     host, port = taken["coordinator"].split(":")
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
-    flags = "--xla_cpu_collective_timeout_seconds=30"
-    late = "RuntimeError: tj.cluster.initialize() came after the first use of JAX"
-    tries = [
-        ({}, address, "a part of a cluster to JAX, which says: Number of processes mu"),
-        (
-            {"collective_timeout_s": 3},
-            {"XLA_FLAGS": flags},
-            f"but XLA_FLAGS is '{flags}' already.",
-        ),
+    late = "RuntimeError: jax.distributed.initialize() must be called before any JAX"
+    given = [
+        ({}, address, "Number of processes must be defined"),
         (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
-        (
-            absent,
-            {},
-            "process 1 of 3 found that nobody listens at"
-            f" {absent['coordinator']} after",
-        ),
         (
             {"collective_timeout_s": 3},
             {"JAX_PLATFORMS": ""},
             "JAX's platform is 'not chosen'. Set JAX_PLATFORMS=cpu, or leave it out",
         ),
+        None,  # JAX is used
         ({}, {}, late),
-        (members(2)[1], {}, late),
+        (named(2)[1][1], {}, late),
     ]
-    given = [[arguments, variables] for arguments, variables, _ in tries]
-    given.insert(-2, None)  # JAX is used
     with socket.create_server((host, int(port))):
-        with bare([(given, {})], "tries") as (process,):
-            out, err = process.communicate(timeout=WAIT_S)
-    told = json.loads(out)
-    assert told.pop(-3) == 2
-    for (_, _, says), text in zip(tries, told, strict=True):
-        assert says in text, err
-    assert "Put it at the start of the program" in told[-1]
-    waits = f"towerjax: process 1 of 3, at {absent['coordinator']}, waits for"
-    assert f"{waits} processes 0, 2 (up to 2 s)\n" in err
+        (process,) = job(tries, [({}, [each and each[:2] for each in given])])
+        assert process.ended() == 0, process.text
+    told = json.loads(re.search(r"^\[.*\]$", process.text, re.MULTILINE)[0])
+    assert told.pop(3) == 2
+    for each, text in zip(filter(None, given), told, strict=True):
+        assert each[2] in text
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["heartbeat_timeout_s", "initialization_timeout_s", "shutdown_timeout_s"]
-    + ["collective_timeout_s"],
-)
-@pytest.mark.parametrize("value", [0, 1.5, True, "7"])
+@pytest.mark.slow
+def test_a_process_that_comes_or_ends_early_says_that_it_waits(job):
+    first, late = job(early, named(2))
+    assert (first.ended(), late.ended()) == (0, 0)
+    ended = "has ended and waits for the others, up to"
+    assert f"towerjax: process 0 of 2 {ended}" in first.text
+    assert ended not in late.text
+    waits = "waits for the others: "
+    for what in (
+        "This is to be compared. Do all",
+        "a value of all towers is read. Do all",
+        "tower-local values are read. Do all",
+    ):
+        assert f"towerjax: process 0 {waits}{what}" in first.text
+        assert what not in late.text
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "7"])
+@pytest.mark.parametrize("name", ["heartbeat_timeout_s", "collective_timeout_s"])
 def test_a_timeout_is_an_int_of_seconds(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number"):
         initialize(**{name: value})
 
 
-def test_jax_must_count_as_many_processes():
-    cluster = Cluster(1, 4, "a:1", "TF_CONFIG")
-    _check_joined(cluster, 4, 1)
-    for counted in ((1, 0), (4, 2)):
-        with pytest.raises(RuntimeError, match="TF_CONFIG: this is process 1 of 4"):
-            _check_joined(cluster, *counted)
+def test_jax_must_count_as_many_processes(monkeypatch):
+    monkeypatch.setattr(start, "_initialize_jax", lambda *_: None)
+    for mine in (Cluster(1, 4, "a:1", "TF_CONFIG"), Cluster(1, 2, "a:1", "TF_CONFIG")):
+        with pytest.raises(
+            RuntimeError, match="TF_CONFIG: this is process 1 of .*0 of 1"
+        ):
+            _join(mine, _Options(1, 1, 1, None, False))
+    alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
+    assert _join(alone, _Options(1, 1, 1, None, False)) == alone
 
 
 def test_many_others_are_named_in_short():
     cluster = Cluster(0, 1000, "a:1", "x")
     assert _other_processes(cluster) == "processes 1, 2, 3, 4, 5, 6, 7, ..., 999"
-
-
-@pytest.mark.slow
-def test_a_process_that_comes_or_ends_early_says_that_it_waits(capfd):
-    program = (
-        "import time, jax, towerjax as tj; from towerjax.mesh import processes;"
-        "from towerjax.mesh.cluster import start;"
-        "start._SILENCE_S = processes._PATIENCE_S = 0.2; tj.cluster.initialize();"
-        "time.sleep(jax.process_index()); processes.require_same('This', '', '');"
-        "count = tj.Mirrored().create_var('count', 1., tower_local=True,"
-        "reduction=tj.Reduction.SUM);"
-        "time.sleep(jax.process_index()); tj.towers.saved_values(count.value);"
-        "time.sleep(jax.process_index()); tj.towers.read_local(count);"
-        "time.sleep(2 * jax.process_index())"
-    )
-    assert ended("-c", program) == 0
-    err = capfd.readouterr().err
-    assert "[0] process 0 of 2 has ended and waits for the others, up to" in err
-    assert "process 1 of 2 has ended" not in err
-    assert "[0] process 0 waits for the others: This is to be compared. Do all" in err
-    assert "process 1 waits for the others: This" not in err
-    for what in ("a value of all towers is", "tower-local values are"):
-        assert f"[0] process 0 waits for the others: {what} read. Do all" in err
-        assert f"process 1 waits for the others: {what}" not in err

@@ -5,14 +5,21 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
+import socket
 import sys
 import time
 
+import forked
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _start_worker
+from towerjax.mesh.cluster.group import (
+    Timeouts,
+    _Job,
+    _process_group,
+    _start_worker,
+    _without_transport,
+)
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
@@ -40,44 +47,38 @@ def wait_until(is_so, timeout_s=10.0):
         time.sleep(0.02)
 
 
-@contextlib.contextmanager
-def launcher(*arguments):
-    """``towerjax launch`` as a process, as it would be started from a shell."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "towerjax", "launch", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+def assert_ended(pids):
+    assert pids
+    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=1)
+
+
+def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    names = (
+        "TOWERJAX_COORDINATOR TOWERJAX_NUM_PROCESSES TOWERJAX_PROCESS_ID"
+        " JAX_NUM_CPU_DEVICES JAX_PLATFORMS PYTHONUNBUFFERED MINE"
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    program = (
+        f"print(*(os.environ[name] for name in {names.split()}));"
+        "print('err', i, file=sys.stderr); print('x', end='')"
+    )
+    port = free_port()
 
+    def state():
+        handlers = [signal.getsignal(n) for n in (2, 15, 1, 10, 12)]
+        return sorted(os.listdir("/proc/self/fd")), handlers
 
-def read_pids(process, count):
-    """The numbers that the children print on lines of their own."""
-    found = []
-    while len(found) < count:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        found += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
-    return found
-
-
-def test_each_line_says_whose_it_is(capfd):
-    program = "print('out', i); print('err', i, file=sys.stderr); print('x', end='')"
-    assert launch(child(program), processes=3) == 0
+    before, options = state(), {"devices_per_process": 4, "env": {"MINE": "mine"}}
+    assert launch(child(program), processes=3, port=port, **options) == 0
+    assert state() == before
     out, err = capfd.readouterr()
-    expected = [f"[{i}] {line}" for i in range(3) for line in (f"out {i}", "x")]
-    assert sorted(out.splitlines()) == sorted(expected)
+    environs = [f"[{i}] 127.0.0.1:{port} 3 {i} 4 cpu 1 mine" for i in range(3)]
+    assert sorted(out.splitlines()) == sorted([*environs, "[0] x", "[1] x", "[2] x"])
     assert out.endswith("\n")
     assert sorted(err.splitlines()) == [f"[{i}] err {i}" for i in range(3)]
 
 
-def test_the_transports_connections_are_no_output(capfd):
+def test_the_transports_connections_are_no_output():
     whole = "is connected to 3 peer ranks. Expected number of connected peer ranks is :"
     lines = [
         f"[Gloo] Rank 1 {whole} 3",
@@ -92,10 +93,8 @@ def test_the_transports_connections_are_no_output(capfd):
         "5",
         "peer ranks differ",
     ]
-    program = child(f"print(*{lines!r}, sep=chr(10))")
-    assert launch(program, processes=1) == 0
-    out = capfd.readouterr().out
-    assert out == "".join(f"[0] {line}\n" for line in lines[7:])
+    lines = [f"{line}\n".encode() for line in lines]
+    assert [*_without_transport(lines)] == lines[7:]
 
 
 def test_no_line_is_torn_and_none_is_lost(capfd):
@@ -167,33 +166,7 @@ def test_what_a_process_started_ends_with_it(code, capfd):
     command = ["sh", "-c", f"sleep 60 & echo pid $!; exit {code}"]
     assert launch(command, processes=2) == code
     assert time.monotonic() - began < 4
-    pids = re.findall(r"pid (\d+)", capfd.readouterr().out)
-    assert pids and not any(is_alive(pid) for pid in pids)
-
-
-def test_the_environment_says_which_process_it_is(capfd, monkeypatch):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    names = (
-        "TOWERJAX_COORDINATOR TOWERJAX_NUM_PROCESSES TOWERJAX_PROCESS_ID"
-        " JAX_NUM_CPU_DEVICES JAX_PLATFORMS PYTHONUNBUFFERED MINE"
-    )
-    program = f"print(*(os.environ[name] for name in {names.split()}))"
-    port = free_port()
-    options = {"devices_per_process": 4, "port": port, "env": {"MINE": "mine"}}
-    assert launch(child(program), processes=2, **options) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == [
-        f"[{i}] 127.0.0.1:{port} 2 {i} 4 cpu 1 mine" for i in range(2)
-    ]
-
-
-def test_nothing_of_a_job_stays_behind():
-    def state():
-        handlers = [signal.getsignal(n) for n in (2, 15, 1, 10, 12)]
-        return sorted(os.listdir("/proc/self/fd")), handlers
-
-    before = state()
-    assert launch(child("sys.exit(int(i))"), processes=2) == 1
-    assert state() == before
+    assert_ended(re.findall(r"pid (\d+)", capfd.readouterr().out))
 
 
 def test_a_program_that_is_not_there_is_code_127(capfd):
@@ -215,7 +188,6 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
         ),
         ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
         ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
-        ({"port": 0}, "port=0 must be a whole number >= 1"),
         (
             {"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
             "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'",
@@ -228,8 +200,6 @@ def test_arguments_that_cannot_be_are_refused(arguments, says):
 
 
 def test_a_port_in_use_is_refused():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ValueError, match=f"port={port} is in use. Choose another"):
@@ -279,40 +249,73 @@ def test_signals_are_passed_on(number, tmp_path, capfd):
     assert f"{number.name} passed on to 2 running; SIGKILL follows after 5 s" in err
 
 
+def launched(pipe, options):
+    """``launch`` in a process of its own, which prints into a pipe."""
+    os.dup2(pipe.fileno(), 1)
+    os.dup2(pipe.fileno(), 2)
+    pipe.close()
+    sys.exit(launch(**options))
+
+
+@contextlib.contextmanager
+def launcher(command, **options):
+    reading, writing = forked.context().Pipe(duplex=False)
+    options |= {"command": command, "processes": 2}
+    process = forked.context().Process(target=launched, args=(writing, options))
+    process.start()
+    writing.close()
+    try:
+        with open(os.dup(reading.fileno())) as output:
+            reading.close()
+            yield process, output
+    finally:
+        process.kill()
+        process.join()
+
+
+def read_pids(output, count):
+    """The numbers that the children print on lines of their own."""
+    found = []
+    while len(found) < count:
+        line = output.readline()
+        assert line, found
+        found += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+    return found
+
+
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait():
     program = "signal.signal(15, signal.SIG_IGN); print('pid', os.getpid());"
-    command = child(program + "time.sleep(60)")
-    with launcher("--processes", "2", "--grace-seconds", "50", "--", *command) as job:
-        pids = read_pids(job, 2)
-        job.send_signal(signal.SIGTERM)
-        assert "passed on" in job.stderr.readline()
+    with launcher(child(program + "time.sleep(60)"), grace_s=50) as (job, output):
+        pids = read_pids(output, 2)
+        job.terminate()
+        assert "SIGTERM passed on to 2 running" in output.readline()
         assert all(is_alive(pid) for pid in pids)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=5) == 128 + 15
-    assert not any(is_alive(pid) for pid in pids)
+        job.terminate()
+        job.join(5)
+        assert job.exitcode == 128 + 15
+    assert_ended(pids)
 
 
 @pytest.mark.slow
 def test_nobody_outlives_a_launcher_that_is_killed():
     command = ["sh", "-c", "sleep 300 & echo pid $!; echo pid $$; wait"]
-    with launcher("--processes", "2", "--", *command) as process:
-        pids = read_pids(process, 4)
+    with launcher(command) as (job, output):
+        pids = read_pids(output, 4)
         assert all(is_alive(pid) for pid in pids)
-        process.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=3)
+        job.kill()
+        assert_ended(pids)
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_job():
+def test_a_reader_that_leaves_ends_the_job_which_is_not_started_again():
     command = ["sh", "-c", "sleep 300 & echo pid $!; yes"]
-    with launcher("--processes", "2", "--", *command) as process:
-        pids = read_pids(process, 2)
-        process.stdout.close()
-        assert process.wait(timeout=10) == 128 + 13
-        assert process.stderr.read() == ""
-        process.stdout = None
-    assert not any(is_alive(pid) for pid in pids)
+    with launcher(command, restarts=5) as (job, output):
+        pids = read_pids(output, 2)
+        output.close()
+        job.join(10)
+        assert job.exitcode in (1, 128 + 13)
+    assert_ended(pids)
 
 
 def test_the_launcher_names_jax_nowhere():

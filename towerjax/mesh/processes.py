@@ -5,6 +5,7 @@ Every process of a job calls these functions, in the same order.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import sys
 import threading
@@ -19,6 +20,34 @@ from towerjax.mesh.private_jax import coordinator_client
 from towerjax.types import PyTree
 
 _PATIENCE_S = 10
+
+
+def print_line(text: str) -> None:
+    """Print a line of towerjax to stderr."""
+    print(f"towerjax: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def calls_after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Call a function in a thread if the block takes longer than so many seconds."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def says_if_alone(why: str) -> contextlib.AbstractContextManager[None]:
+    """Print to stderr if the other processes have not come here after a while."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    text = (
+        f"process {jax.process_index()} waits for the others: {why}. Do all processes"
+        " make this call, in the same order?"
+    )
+    return calls_after(_PATIENCE_S, lambda: print_line(text))
 
 
 def require_same(what: str, text: str, advice: str) -> None:
@@ -63,26 +92,6 @@ def from_first_process(tree: PyTree) -> PyTree:
         return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(tree))
 
 
-@contextlib.contextmanager
-def says_if_alone(why: str) -> Iterator[None]:
-    """Print to stderr if the other processes have not come here after a while."""
-    if jax.process_count() == 1:
-        yield
-        return
-    text = (
-        f"process {jax.process_index()} waits for the others: {why}. Do all processes"
-    )
-    text += " make this call, in the same order?"
-    show = {"file": sys.stderr, "flush": True}
-    timer = threading.Timer(_PATIENCE_S, print, (text,), show)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def is_preempted(number: int) -> bool:
     """Was a process sent SIGTERM, and is this the step after which all stop?
 
@@ -125,22 +134,18 @@ class Exchange:
 
     def _wait_for(self, key: str, peer: int) -> str:
         """Wait for the peer's value. A dead peer ends the job by JAX's heartbeat."""
-        seconds = 0
-        while not self._stopped.is_set():
+        for seconds in itertools.count(1):
+            if self._stopped.is_set():
+                raise Stopped
             try:
                 return self._client.blocking_key_value_get(key, 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            seconds += 1
             if seconds == _PATIENCE_S:
-                print(
-                    f"process {jax.process_index()} waits for {self._what} of process"
-                    f" {peer}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        raise Stopped
+                me = jax.process_index()
+                print_line(f"process {me} waits for {self._what} of process {peer}")
+        raise AssertionError
 
 
 def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says") -> Any:

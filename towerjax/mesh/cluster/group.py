@@ -2,22 +2,20 @@
 
 import contextlib
 import dataclasses
-import io
 import math
 import os
 import pathlib
 import re
-import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, TextIO, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, pipe_name
 
-Target: TypeAlias = TextIO | io.TextIOBase
 # Gloo, JAX's transport on CPUs, prints these for each connection to stdout. Several
 # threads may print on one line, and the rest of a text may stand on the next line.
 _PIECES = (
@@ -28,50 +26,28 @@ _TRANSPORT = re.compile(rb"(?=.*(\[Gloo\]|peer ranks))" + _PIECES)
 _REST = re.compile(_PIECES)
 
 
-class LineForwarder:
-    """Reads a process' pipe without blocking, and writes its complete lines.
+def _without_transport(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines without the transport's, "[Gloo] Rank 0 is connected ..."."""
+    rests = 0  # of the transport's texts that began on one line
+    for line in lines:
+        if _TRANSPORT.fullmatch(line) or (rests and _REST.fullmatch(line)):
+            rests = max(0, rests + line.count(b"[Gloo]") - 1)
+        else:
+            yield line
 
-    Lines of the transport, "[Gloo] Rank 0 is connected ...", are left out.
+
+def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
+    """Write each line that a process prints, until it ends or nobody reads them.
+
+    A process that then goes on printing is ended by SIGPIPE.
     """
-
-    def __init__(self, source: IO[bytes], target: Target, prefix: str) -> None:
-        self.source = source  # closed at its end
-        self._target = target
-        self._prefix = prefix.encode()
-        self._rest = b""
-        self._ends_to_come = 0  # rests of transport texts that began on one line
-        os.set_blocking(source.fileno(), False)
-
-    def forward(self) -> bool:
-        """Forward what the pipe holds now; False if it is empty or closed."""
-        if self.source.closed:
-            return False
-        try:
-            chunk = os.read(self.source.fileno(), 1 << 16)
-        except BlockingIOError:
-            return False
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if not chunk:
-            lines = [self._rest] if self._rest else []
-            self.source.close()
-        shown = [line for line in lines if not self._is_of_transport(line)]
-        write(self._target, b"".join(self._prefix + line + b"\n" for line in shown))
-        return True
-
-    def _is_of_transport(self, line: bytes) -> bool:
-        """Is a line the transport's, or the rest of one of its texts?"""
-        of_transport = _TRANSPORT.fullmatch(line) is not None
-        if of_transport or (self._ends_to_come and _REST.fullmatch(line)):
-            more = line.count(b"[Gloo]") - 1
-            self._ends_to_come = max(0, self._ends_to_come + more)
-            return True
-        return False
+    with source, contextlib.suppress(BrokenPipeError):
+        for line in _without_transport(source):
+            write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
 
 
-def write(target: Target, text: bytes) -> None:
+def write(target: Any, text: bytes) -> None:
     """Write bytes and flush; decode them for a stream that takes text alone."""
-    if not text:
-        return
     raw = getattr(target, "buffer", None)
     if raw is None:
         target.write(text.decode(errors="replace"))
@@ -82,11 +58,10 @@ def write(target: Target, text: bytes) -> None:
 
 
 # Signals that the launcher forwards and that do not end the job.
-FORWARDED = tuple(signal.Signals[name] for name in ("SIGUSR1", "SIGUSR2"))
-_POLL_S = 0.05
-# More reads than empty a pipe: a process that left the group may write for ever.
-_MAX_READS = 64
-
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_POLL_S = 0.02
+# How long the output of a process that has ended may take; what it started may go on.
+_DRAIN_S = 0.2
 
 # EX_TEMPFAIL: the exit code of a program that saved and is to be started again.
 AGAIN = 75
@@ -111,8 +86,9 @@ class Timeouts:
     failed_s: float  # the same, after a process has failed
     hang_s: float = math.inf  # without a sign of life of one process
     step_s: float = math.inf  # without a step of any process, once all have begun one
-    # The time.monotonic at which to end the job, so that more can start; None: never.
-    regrow_at: float | None = None
+    regrow_at: float = (
+        math.inf
+    )  # the time.monotonic at which to end, so that more start
 
 
 def say(text: str) -> None:
@@ -126,12 +102,12 @@ def _signal_name(number: int) -> str:
 
 @dataclasses.dataclass
 class _Worker:
-    """One process, and the pipes from it."""
+    """One process, and the threads that read its pipes."""
 
     index: int
     popen: subprocess.Popen
-    pipes: list[LineForwarder]
     heartbeat: Heartbeat
+    readers: list[threading.Thread]
     started: float
     why_hung: str | None = None
 
@@ -158,14 +134,18 @@ def _start_worker(
         pass_fds=(write_end,),
     )
     os.close(write_end)
-    assert popen.stdout is not None and popen.stderr is not None
-    heartbeat = Heartbeat()
-    pipes = [
-        LineForwarder(popen.stdout, sys.stdout, f"[{index}] "),
-        LineForwarder(popen.stderr, sys.stderr, f"[{index}] "),
-        LineForwarder(os.fdopen(read_end, "rb"), heartbeat, ""),
+    heartbeat, prefix = Heartbeat(), f"[{index}] "
+    readers = [
+        threading.Thread(target=read, args=args, daemon=True)
+        for read, *args in (
+            (_forward, popen.stdout, sys.stdout, prefix),
+            (_forward, popen.stderr, sys.stderr, prefix),
+            (heartbeat.listen, os.fdopen(read_end, "rb")),
+        )
     ]
-    return _Worker(index, popen, pipes, heartbeat, time.monotonic())
+    for reader in readers:
+        reader.start()
+    return _Worker(index, popen, heartbeat, readers, time.monotonic())
 
 
 def run_group(
@@ -189,8 +169,15 @@ def run_group(
             for worker in workers:
                 worker.popen.kill()
                 worker.popen.wait()
-                for pipe in worker.pipes:
-                    pipe.source.close()
+            _drain(workers, 1)
+
+
+def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
+    """Wait until all that the processes have written is forwarded."""
+    until = time.monotonic() + timeout_s
+    for worker in workers:
+        for reader in worker.readers:
+            reader.join(max(0, until - time.monotonic()))
 
 
 @contextlib.contextmanager
@@ -225,17 +212,17 @@ class _Job:
     ) -> None:
         self._group = group
         self._running = list(workers)
-        self._pipes = [pipe for worker in workers for pipe in worker.pipes]
         self._timeouts = timeouts
         self._arrived = arrived
-        self._sent: set[int] = set()
+        # By SIGPIPE processes end whose output nobody reads: they are not lost.
+        self._sent: set[int] = {signal.SIGPIPE}
         self._end = End(0)
         self._kill_at: float | None = None
 
     def run(self) -> End:
-        """Forward output and watch until all have ended; return how they ended."""
+        """Watch the processes until all have ended; return how they ended."""
         while self._running:
-            self._forward()
+            time.sleep(_POLL_S)
             self._forward_signals()
             self._look_for_hangs()
             self._end_to_regrow()
@@ -243,26 +230,13 @@ class _Job:
             # One that was killed made others fail in the same moment: it comes first.
             for worker in sorted(over, key=lambda worker: worker.signal is None):
                 self._handle_end(worker)
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            if self._running and time.monotonic() >= (self._kill_at or math.inf):
                 self._kill()
-        self._send(signal.SIGKILL)  # their children
-        # No process writes any more, except one that left the group.
-        until = time.monotonic() + 1
-        while self._pipes and time.monotonic() < until:
-            self._forward()
         return self._end
 
     def _send(self, number: int) -> None:
         self._sent.add(number)
         _send(self._group, number)
-
-    def _forward(self) -> None:
-        self._pipes = [pipe for pipe in self._pipes if not pipe.source.closed]
-        with selectors.PollSelector() as selector:  # select() fails for fds >= 1024
-            for pipe in self._pipes:
-                selector.register(pipe.source, selectors.EVENT_READ, pipe)
-            for ready, _ in selector.select(_POLL_S):
-                ready.data.forward()
 
     def _forward_signals(self) -> None:
         while self._arrived:
@@ -303,10 +277,8 @@ class _Job:
         return all(worker.heartbeat.steps for worker in self._running)
 
     def _end_to_regrow(self) -> None:
-        at = self._timeouts.regrow_at
-        if at is None or time.monotonic() < at or not self._all_do_steps():
-            return
-        if self._end.regrows or self._kill_at is not None:
+        is_due = time.monotonic() >= self._timeouts.regrow_at and self._all_do_steps()
+        if not is_due or self._end.regrows or self._kill_at is not None:
             return
         self._end.regrows = True
         say(
@@ -317,10 +289,7 @@ class _Job:
 
     def _handle_end(self, worker: _Worker) -> None:
         self._running.remove(worker)
-        for pipe in worker.pipes:
-            for _ in range(_MAX_READS):
-                if not pipe.forward():
-                    break
+        _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
         if worker.signal is not None and worker.signal not in self._sent:
             self._end.lost += 1
@@ -350,7 +319,6 @@ class _Job:
     def _kill(self) -> None:
         self._kill_at = None
         names = ", ".join(str(worker.index) for worker in self._running)
-        if names:
-            say(f"still running: {names}; ended with SIGKILL")
+        say(f"still running: {names}; ended with SIGKILL")
         self._end.code = self._end.code or 128 + signal.SIGKILL
         self._send(signal.SIGKILL)

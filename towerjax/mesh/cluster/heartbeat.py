@@ -1,10 +1,10 @@
 """Report signs of life and steps of a process to its launcher through a pipe."""
 
 import contextlib
-import io
 import os
 import threading
 import time
+from typing import IO
 
 # Holds the pipe's file descriptor and its inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
@@ -40,16 +40,17 @@ def start() -> None:
         threading.Thread(target=beat, name="towerjax-heartbeat", daemon=True).start()
 
 
-class Heartbeat(io.TextIOBase):
+class Heartbeat:
     """The launcher's end: counts the steps and dates the signs of life of a process."""
 
     def __init__(self) -> None:
         self.last_sign = self.last_step = time.monotonic()
         self.steps = 0
 
-    def write(self, text: str, /) -> int:
-        """Date a sign of life, and count the steps in the text."""
-        self.last_sign = time.monotonic()
-        if count := text.count(STEP.decode()):
-            self.steps, self.last_step = self.steps + count, self.last_sign
-        return len(text)
+    def listen(self, pipe: IO[bytes]) -> None:
+        """Read the words of the process, to its end."""
+        with pipe:
+            for word in pipe:
+                self.last_sign = time.monotonic()
+                if word == STEP:
+                    self.steps, self.last_step = self.steps + 1, self.last_sign

@@ -19,7 +19,7 @@ NOT_FOUND = 127
 # After a loss the other processes of JAX wait for the lost one and ignore SIGTERM.
 _LOSS_GRACE_S = 5.0
 _SECONDS = "a number of seconds >= 0"
-_ENDING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP"))
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,10 @@ class RestartPlan:
         places = self.processes - sum(at > now for at in self.free_at)
         return max(n for n in range(1, max(places, 1) + 1) if self.multiple % n == 0)
 
-    def grows_at(self, count: int) -> float | None:
-        """When more than ``count`` processes fit; None if never."""
-        times = (at for at in sorted(self.free_at) if self.count(at) > count)
-        return next(times, None)
+    def grows_at(self, count: int) -> float:
+        """When more than ``count`` processes fit; infinity if never."""
+        times = (at for at in self.free_at if self.count(at) > count)
+        return min(times, default=math.inf)
 
     def after(self, end: End, now: float) -> "RestartPlan | None":
         """The plan of the restart after an end; None if the job is over."""
@@ -127,31 +127,35 @@ def launch(
       >>> launch(["true"], processes=2)
       0
     """
-    _check_launch(command, processes, devices_per_process, port)
+    if isinstance(command, str) or not command:
+        raise ValueError(
+            f"command={command!r} must be a list of a program and its arguments, such"
+            " as ['python', 'train.py']."
+        )
+    check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
     check_number("regrow_s", regrow_s, _SECONDS)
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
     check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
-    check_whole("restarts", restarts, 0, or_none=True)
     multiple = _multiple_of_counts(towers, processes, devices_per_process)
+    if port is not None and not is_free(port):
+        raise ValueError(
+            f"port={port} is in use. Choose another, or leave it out to get a free one."
+        )
     environ = {**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"}
     environ |= _device_variables(devices_per_process, environ)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         say(f"there is no program {command[0]!r}; write its path, or mend $PATH.")
         return NOT_FOUND
     plan = RestartPlan(processes, multiple, restarts, regrow_s)
+    failed_s = grace_s if restarts is None else min(grace_s, _LOSS_GRACE_S)
+    timeouts = Timeouts(grace_s, failed_s, hang_timeout_s, step_timeout_s)
     with _collect_signals() as arrived:
         while True:
             count = plan.count(time.monotonic())
-            timeouts = Timeouts(
-                grace_s,
-                grace_s if restarts is None else min(grace_s, _LOSS_GRACE_S),
-                hang_timeout_s,
-                step_timeout_s,
-                plan.grows_at(count),
-            )
+            now = dataclasses.replace(timeouts, regrow_at=plan.grows_at(count))
             environs = [environ | member for member in _member_variables(count, port)]
-            end = run_group(command, environs, timeouts, arrived)
+            end = run_group(command, environs, now, arrived)
             after = plan.after(end, time.monotonic())
             if after is None:
                 return plan.code(end)
@@ -159,45 +163,25 @@ def launch(
             say(f"the job goes on; restarts left: {plan.restarts}")
 
 
-def _member_variables(count: int, port: int | None) -> Iterator[dict[str, str]]:
+def _member_variables(count: int, port: int | None) -> list[dict[str, str]]:
     """The variables that `initialize` reads, for each process of a job."""
     coordinator = f"{LOOPBACK}:{port or free_port()}"
-    for index in range(count):
-        values = (coordinator, str(count), str(index))
-        yield dict(zip(VARIABLES, values, strict=True))
-
-
-def _check_launch(command: Any, processes: Any, devices: Any, port: Any) -> None:
-    if isinstance(command, str) or not command:
-        raise ValueError(
-            f"command={command!r} must be a list of a program and its arguments, such"
-            " as ['python', 'train.py']."
-        )
-    check_whole("processes", processes, 1)
-    check_whole("devices_per_process", devices, or_none=True)
-    if port is None:
-        return
-    check_whole("port", port, 1, 65535)
-    if not is_free(port):
-        raise ValueError(
-            f"port={port} is in use. Choose another, or leave it out to get a free one."
-        )
+    members = [(coordinator, str(count), str(index)) for index in range(count)]
+    return [dict(zip(VARIABLES, values, strict=True)) for values in members]
 
 
 def _multiple_of_counts(towers: Any, processes: int, devices: int | None) -> int:
     """The number that each number of processes that fits divides."""
+    check_whole("processes", processes)
+    check_whole("devices_per_process", devices, or_none=True)
+    check_whole("towers", towers, or_none=True)
     if towers is None:
         return processes
-    check_whole("towers", towers, 1)
-    if devices is None:
-        raise ValueError(
-            f"towers={towers} says how many devices fit, but not how many processes."
-            " Say devices_per_process too, or leave towers out."
-        )
-    if towers % (processes * devices):
+    if devices is None or towers % (processes * devices):
         raise ValueError(
             f"towers={towers} cannot be shared out to {processes} processes of"
-            f" {devices} devices: {processes * devices} does not divide {towers}."
+            f" {devices} devices. Say devices_per_process, so that the number of all"
+            f" devices divides {towers}, or leave towers out."
         )
     return towers // devices
 
@@ -221,13 +205,11 @@ def _collect_signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield arrived  # Python delivers signals to the main thread only
         return
-    before = {number: signal.getsignal(number) for number in _ENDING + FORWARDED}
-    heard = [number for number in before if before[number] is not signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, lambda got, _: arrived.append(got))
+    heard = [n for n in _HEARD if signal.getsignal(n) is not signal.SIG_IGN]
+    before = [signal.signal(n, lambda got, _: arrived.append(got)) for n in heard]
     try:
         yield arrived
     finally:
-        for number in heard:
+        for number, handler in zip(heard, before, strict=True):
             # None is a handler that was not set from Python; it cannot be restored.
-            signal.signal(number, before[number] or signal.SIG_DFL)
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -47,23 +47,11 @@ def is_free(port: int) -> bool:
         return True
 
 
-def connection_error(address: str, timeout_s: float) -> OSError | None:
-    """None where a connection to that address succeeds, else why it does not."""
-    try:
-        socket.create_connection(split_address(address), timeout_s).close()
-    except OSError as error:
-        return error
-    return None
-
-
 # The variables that `initialize` reads.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
+SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
 # Process 0 is the chief, or worker 0 if there is no chief.
-JOBS = ("chief", "worker")
-EXAMPLE = (
-    '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]},'
-    ' "task": {"type": "worker", "index": 0}}'
-)
+_JOBS = ("chief", "worker")
 _NOT_JOBS = {
     "ps": "towers keep their parameters on every device, so there are no parameter"
     " servers: leave 'ps' out, and start no process for it",
@@ -71,7 +59,11 @@ _NOT_JOBS = {
     " a process of its own",
     "master": "that job is called 'chief' here",
 }
-_ADDRESS = re.compile(r"(?P<host>[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(?P<port>[0-9]+)")
+_EXAMPLE = (
+    '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]},'
+    ' "task": {"type": "worker", "index": 0}}'
+)
+_ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,31 +82,6 @@ class Cluster:
     num_processes: int
     coordinator: str | None
     how: str
-
-
-def check_address(address: Any, name: str) -> str:
-    """Return the address, or raise unless it is a ``"host:port"``."""
-    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if found is None:
-        raise ValueError(
-            f"{name}={address!r} is not an address. Write 'host:port', such as"
-            " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
-        )
-    if not 1 <= int(found["port"]) <= 65535:
-        raise ValueError(
-            f"{name}={address!r} has port {found['port']}; a port is one of 1 to 65535."
-        )
-    return address
-
-
-def check_member(
-    coordinator: Any, num_processes: Any, process_id: Any, *, how: str
-) -> Cluster:
-    """The cluster of these three values, checked."""
-    check_address(coordinator, f"{how}: coordinator")
-    check_whole(f"{how}: num_processes", num_processes)
-    check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
-    return Cluster(process_id, num_processes, coordinator, how)
 
 
 def parse_spec(
@@ -144,123 +111,77 @@ def parse_spec(
       >>> parse_spec(hosts, "worker", 1).process_id
       2
     """
-    jobs = spec = _mapping(spec, how, EXAMPLE)
-    if "cluster" in spec or "task" in spec:
-        if "cluster" not in spec:
-            raise ValueError(
-                f"{how} has no 'cluster'. Write such as {EXAMPLE}, or leave all of it"
-                " out for a job of one process."
-            )
-        jobs = spec["cluster"]
-        task_type, task_id = _task_of(spec, task_type, task_id, how)
-    addresses = _addresses(jobs, how)
-    _check_task(addresses, task_type, task_id, how)
-    order = [(job, i) for job in JOBS for i in range(len(addresses.get(job, ())))]
-    first, index = order[0]
-    return Cluster(
-        order.index((task_type, task_id)), len(order), addresses[first][index], how
-    )
-
-
-def parse_json(text: str, *, how: str) -> Cluster:
-    """The cluster that a JSON text like ``TF_CONFIG`` describes."""
-    try:
-        spec = json.loads(text)
-    except json.JSONDecodeError as error:
+    jobs, task = _jobs_and_task(spec, how)
+    if task and (task_type, task_id) != (None, None):
         raise ValueError(
-            f"{how}: {text!r} is not JSON ({error}). Write such as {EXAMPLE}."
-        ) from error
-    if isinstance(spec, dict) and "cluster" not in spec:
-        spec.setdefault("task", None)  # so that `parse_spec` asks for 'cluster'
-    return parse_spec(spec, how=how)
-
-
-def _mapping(value: Any, what: str, example: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{what} is {value!r}, no mapping. Write such as {example}.")
-    return value
-
-
-def _task_of(spec: Any, task_type: Any, task_id: Any, how: str) -> tuple[Any, Any]:
-    """The task that the specification or the arguments name, not both."""
-    if spec.get("task") is None:
-        return task_type, task_id
-    if task_type is not None or task_id is not None:
-        raise ValueError(
-            f"{how}: 'task' says {spec['task']!r}, and task_type={task_type!r} and"
+            f"{how}: 'task' says {task!r}, and task_type={task_type!r} and"
             f" task_id={task_id!r} say it again. Name the task once."
         )
-    task = _mapping(spec["task"], f"{how}: 'task'", '{"type": "worker", "index": 0}')
-    return task.get("type"), task.get("index")
+    if task:
+        task_type, task_id = task.get("type"), task.get("index")
+    addresses = _addresses(jobs, how)
+    order = [(job, i) for job in _JOBS for i in range(len(jobs.get(job, ())))]
+    if (task_type, task_id) not in order:
+        raise ValueError(
+            f"{how}: this process is the task of type {task_type!r} and index"
+            f" {task_id!r}, but the cluster has {', '.join(map(repr, order[:8]))}"
+            f"{', ...' * (len(order) > 8)}. Name one of them, such as 'worker' and 0."
+        )
+    return Cluster(order.index((task_type, task_id)), len(order), addresses[0], how)
 
 
-def _addresses(jobs: Any, how: str) -> dict[str, list[str]]:
-    """Job -> addresses, checked."""
-    example = '{"worker": ["host-a:2222", "host-b:2222"]}'
-    for job, tasks in _mapping(jobs, f"{how}: 'cluster'", example).items():
-        if job not in JOBS:
+def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Job -> addresses, and the task that the specification names, if any."""
+    jobs, task = spec, {}
+    if isinstance(spec, Mapping) and spec.keys() & {"cluster", "task"}:
+        jobs, task = spec.get("cluster"), spec.get("task") or {}
+    if not (
+        isinstance(jobs, Mapping)
+        and all(isinstance(tasks, list | tuple) for tasks in jobs.values())
+        and any(jobs.values())
+        and isinstance(task, Mapping)
+    ):
+        raise ValueError(
+            f"{how} is {spec!r}, which names no list of processes. Write such as"
+            f" {_EXAMPLE}, or leave all of it out for a job of one process."
+        )
+    return jobs, task
+
+
+def _addresses(jobs: Mapping[str, Any], how: str) -> list[str]:
+    """The addresses of all processes in their order, checked."""
+    for job in jobs:
+        if job not in _JOBS:
             advice = _NOT_JOBS.get(job, "the jobs are 'chief' and 'worker'")
             raise ValueError(f"{how}: job {job!r} cannot be here: {advice}.")
-        if not isinstance(tasks, list | tuple):
-            raise ValueError(
-                f"{how}: job {job!r} is {tasks!r}, which is not a list. Write such as"
-                ' ["host-a:2222"].'
-            )
-        for index, address in enumerate(tasks):
-            check_address(address, f"{how}: {job}[{index}]")
-    _check_addresses(jobs, how)
-    return {job: list(tasks) for job, tasks in jobs.items() if tasks}
-
-
-def _check_addresses(jobs: Any, how: str) -> None:
-    named = [address.lower() for tasks in jobs.values() for address in tasks]
-    if not named:
+    addresses = [
+        _check_address(address, f"{how}: {job}[{index}]")
+        for job in _JOBS
+        for index, address in enumerate(jobs.get(job, ()))
+    ]
+    if len(jobs.get("chief", ())) > 1:
         raise ValueError(
-            f"{how}: the cluster {dict(jobs)!r} has no tasks. Write such as"
-            ' {"worker": ["host-a:2222", "host-b:2222"]}, or leave all of it out for'
-            " a job of one process."
+            f"{how}: there are several chiefs, {jobs['chief']!r}. Make all but one of"
+            " them workers."
         )
-    chiefs = jobs.get("chief", ())
-    if len(chiefs) > 1:
-        raise ValueError(
-            f"{how}: there are {len(chiefs)} chiefs, {list(chiefs)!r}; there can be"
-            " one. Make the others workers."
-        )
-    twice = sorted({address for address in named if named.count(address) > 1})
-    if twice:
+    same = [address.lower() for address in addresses]
+    if twice := sorted({address for address in same if same.count(address) > 1}):
         raise ValueError(
             f"{how}: {', '.join(twice)} stands for more than one task. Give each"
             " process a port of its own."
         )
+    return addresses
 
 
-def _check_task(
-    addresses: dict[str, list[str]], task_type: Any, task_id: Any, how: str
-) -> None:
-    """Raise unless the task is one of the cluster's."""
-    if task_type is None or task_id is None:
+def _check_address(address: Any, name: str) -> str:
+    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    if found is None or not 1 <= int(found[2]) <= 65535:
         raise ValueError(
-            f"{how}: which task is this process? Got type {task_type!r} and index"
-            f" {task_id!r}; both are needed, such as 'worker' and 0."
+            f"{name}={address!r} is not an address. Write 'host:port' with a port of 1"
+            " to 65535, such as '10.0.0.1:2222'; an IPv6 host stands in brackets,"
+            " '[::1]:2222'."
         )
-    if not isinstance(task_type, str) or task_type not in addresses:
-        advice = "Use one of " + " or ".join(repr(job) for job in addresses) + "."
-        if isinstance(task_type, str) and task_type in _NOT_JOBS:
-            advice = _NOT_JOBS[task_type].capitalize() + "."
-        raise ValueError(
-            f"{how}: this process is of job {task_type!r}, which the cluster does not"
-            f" have. {advice}"
-        )
-    last = len(addresses[task_type]) - 1
-    check_whole(f"{how}: the index of the task", task_id, 0, last)
-
-
-SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
-_MANAGERS = {
-    "SLURM_JOB_ID": "Slurm",
-    "OMPI_MCA_orte_hnp_uri": "Open MPI",
-    "KUBERNETES_SERVICE_HOST": "Kubernetes",
-}
+    return address
 
 
 def find_cluster(
@@ -270,53 +191,41 @@ def find_cluster(
     spec: tuple[Any, Any, Any] = (None, None, None),
 ) -> Cluster | None:
     """The cluster of the arguments, else the launcher, else TF_CONFIG, else None."""
-    names = ("coordinator", "num_processes", "process_id")
-    if any(value is not None for value in explicit):
-        if any(value is not None for value in spec):
-            raise ValueError(
-                "Both coordinator, num_processes, process_id and cluster_spec,"
-                " task_type, task_id are given. Give one of the two."
-            )
-        _check_complete(dict(zip(names, explicit, strict=True)), "arguments")
-        return check_member(*explicit, how="explicit arguments")
+    given = {"coordinator": explicit[0], "num_processes": explicit[1]}
+    given |= {"process_id": explicit[2]}
     if any(value is not None for value in spec):
-        if spec[0] is None:
+        if spec[0] is None or explicit != (None, None, None):
             raise ValueError(
-                f"task_type={spec[1]!r} and task_id={spec[2]!r} are given without"
-                " cluster_spec. Give it too, or set TF_CONFIG and leave these out."
+                "cluster_spec goes with task_type and task_id, and not with"
+                f" coordinator, num_processes and process_id: got {given} and"
+                f" {spec!r}. Give one of the two, or set TF_CONFIG and give neither."
             )
-        return parse_spec(*spec, how="cluster_spec")
-    launched = {name: environ.get(name) for name in VARIABLES}
-    if any(launched.values()):
-        return _cluster_of_launcher(launched)
-    if environ.get("TF_CONFIG"):
-        return parse_json(environ["TF_CONFIG"], how="TF_CONFIG")
+        return parse_spec(*spec)
+    launched = {name: environ.get(name) or None for name in VARIABLES}
+    for values, how in ((given, "explicit arguments"), (launched, "towerjax launch")):
+        if any(value is not None for value in values.values()):
+            return _cluster_of_three(values, how)
+    if text := environ.get("TF_CONFIG"):
+        try:
+            return parse_spec(json.loads(text), how="TF_CONFIG")
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"TF_CONFIG: {text!r} is not JSON ({error}). Write such as {_EXAMPLE}."
+            ) from error
     return None
 
 
-def manager_name(environ: Mapping[str, str]) -> str:
-    """The manager of the cluster that JAX detected, in words."""
-    found = [name for key, name in _MANAGERS.items() if key in environ]
-    return f"{(found or ['a cluster'])[0]}, detected by JAX"
-
-
-def _check_complete(values: Mapping[str, Any], kind: str) -> None:
-    missing = [name for name, value in values.items() if value in (None, "")]
-    if missing:
-        given = ", ".join(f"{k}={v!r}" for k, v in values.items() if k not in missing)
+def _cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
+    """The cluster of a coordinator, a number of processes and one's own number."""
+    if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(
-            f"The {kind} {', '.join(values)} belong together: there is only {given}."
-            f" Give {' and '.join(missing)} too, or none of them."
+            f"{how}: {', '.join(values)} belong together, got {dict(values)}. Give"
+            f" {' and '.join(missing)} too, or none of them."
         )
-
-
-def _cluster_of_launcher(values: Mapping[str, Any]) -> Cluster:
-    _check_complete(values, "variables")
-    coordinator, *numbers = values.values()
-    for name, number in zip(VARIABLES[1:], numbers, strict=True):
-        if not number.isdecimal():
-            raise ValueError(
-                f"{name}={number!r} is not a number. `towerjax launch` sets it; where"
-                " something else does, write such as '0'."
-            )
-    return check_member(coordinator, *map(int, numbers), how="towerjax launch")
+    coordinator, num_processes, process_id = values.values()
+    if how != "explicit arguments":  # variables are text
+        num_processes, process_id = int(num_processes), int(process_id)
+    _check_address(coordinator, f"{how}: coordinator")
+    check_whole(f"{how}: num_processes", num_processes)
+    check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
+    return Cluster(process_id, num_processes, coordinator, how)

@@ -1,14 +1,12 @@
 """Join this process to the others of its job, and leave it."""
 
 import atexit
-import contextlib
 import dataclasses
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,17 +15,15 @@ from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.cluster.spec import (
     SINGLE_PROCESS,
     Cluster,
-    connection_error,
     find_cluster,
     is_free,
     is_loopback,
-    manager_name,
     split_address,
 )
+from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_whole
 
 _SILENCE_S = 5
-_COLLECTIVE_FLAG = "--xla_cpu_collective_timeout_seconds"
 
 
 @dataclasses.dataclass
@@ -113,38 +109,38 @@ def initialize(
       ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
       RuntimeError: JAX or the port is in use already; this process belongs to another
         cluster already; JAX counts another number of processes.
-      TimeoutError: No process listens at the coordinator's address.
 
     Example:
       >>> initialize()  # doctest: +SKIP
       Cluster(process_id=0, num_processes=1, coordinator=None, how='one process: ...
     """
     options = _Options(
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        initialization_timeout_s=initialization_timeout_s,
-        shutdown_timeout_s=shutdown_timeout_s,
-        collective_timeout_s=collective_timeout_s,
-        exit_on_exception=exit_on_exception,
+        heartbeat_timeout_s,
+        initialization_timeout_s,
+        shutdown_timeout_s,
+        collective_timeout_s,
+        exit_on_exception,
     )
     named = find_cluster(
         os.environ,
         explicit=(coordinator, num_processes, process_id),
         spec=(cluster_spec, task_type, task_id),
     )
-    if _process.cluster is not None:
-        return _require_same(_process.cluster, named)
-    _refuse_if_in_use()
+    if (running := _process.cluster) is not None:
+        if named is not None and dataclasses.replace(named, how=running.how) != running:
+            raise RuntimeError(
+                f"tj.cluster.initialize() has run already and gave {running}; this call"
+                f" means {named}. A process is one of one cluster: call it once."
+            )
+        return running
     heartbeat.start()
     _set_collective_timeout(collective_timeout_s)
-    if named is None:
-        _process.cluster = _join_detected(options)
-    else:
-        _process.cluster = _join_named(named, options)
-    if _process.cluster.num_processes == 1:
+    cluster = _process.cluster = _join(named, options)
+    if cluster.num_processes == 1:
         _restore_excepthook()
     else:
-        _report_waiting_at_exit(_process.cluster, shutdown_timeout_s)
-    return _process.cluster
+        _report_waiting_at_exit(cluster, shutdown_timeout_s)
+    return cluster
 
 
 def _report_waiting_at_exit(cluster: Cluster, timeout_s: int) -> None:
@@ -155,13 +151,12 @@ def _report_waiting_at_exit(cluster: Cluster, timeout_s: int) -> None:
     def speak() -> None:
         ended.wait()
         time.sleep(_SILENCE_S)
-        print(
-            f"process {cluster.process_id} of {cluster.num_processes} has ended and"
-            f" waits for the others, up to {timeout_s} s: did all do as many steps?",
-            file=sys.stderr,
-            flush=True,
+        print_line(
+            f"{_name_of(cluster)} has ended and waits for the others, up to"
+            f" {timeout_s} s: did all do as many steps?"
         )
 
+    # No thread can be started after the end.
     threading.Thread(target=speak, name="towerjax-end", daemon=True).start()
 
 
@@ -180,16 +175,6 @@ def is_chief() -> bool:
     return jax.process_index() == 0
 
 
-def _require_same(running: Cluster, named: Cluster | None) -> Cluster:
-    """Return the running cluster; raise if a second call names another one."""
-    if named is not None and dataclasses.replace(named, how=running.how) != running:
-        raise RuntimeError(
-            f"tj.cluster.initialize() has run already and gave {running}; this call"
-            f" means {named}. A process is one of one cluster: call it once."
-        )
-    return running
-
-
 def _set_collective_timeout(timeout_s: int | None) -> None:
     if timeout_s is None:
         return
@@ -200,101 +185,71 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
             f" platform is {platforms or 'not chosen'!r}. Set JAX_PLATFORMS=cpu, or"
             " leave it out: heartbeat_timeout_s counts everywhere."
         )
-    flags = os.environ.get("XLA_FLAGS", "")
-    said = f"{_COLLECTIVE_FLAG}={timeout_s}"
-    if _COLLECTIVE_FLAG in flags and said not in flags.split():
-        raise ValueError(
-            f"collective_timeout_s={timeout_s}, but XLA_FLAGS is {flags!r} already. Say"
-            " it once."
-        )
+    flags = os.environ.get("XLA_FLAGS", "")  # of which the last one counts
+    said = f"--xla_cpu_collective_timeout_seconds={timeout_s}"
     os.environ["XLA_FLAGS"] = f"{flags} {said}".strip()
 
 
-def _refuse_if_in_use() -> None:
-    """Raise if JAX is in use already, before waiting for other processes."""
-    if jax.distributed.is_initialized():
-        raise RuntimeError(
-            "jax.distributed.initialize() has run already. Call"
-            " tj.cluster.initialize() in its place."
-        )
-    try:
-        # JAX first raises if it is in use; then, without a cluster, it starts nothing.
-        jax.distributed.initialize(cluster_detection_method="deactivate")
-    except ValueError:
-        return
-    except RuntimeError as error:
-        raise RuntimeError(
-            "tj.cluster.initialize() came after the first use of JAX, which then knows"
-            " only this process' devices. Put it at the start of the program, before"
-            " jax.devices(), any array and any strategy; only imports and"
-            " jax.config.update(...) may come before it."
-        ) from error
-
-
-def _join_named(cluster: Cluster, options: _Options) -> Cluster:
-    """Join a cluster that the arguments or the environment name."""
-    address, me = cluster.coordinator, cluster.process_id
-    assert address is not None
-    until = time.monotonic() + options.initialization_timeout_s
-    who = f"process {me} of {cluster.num_processes}"
-    with _startup_timeout(f"{who}, at {address},", _other_processes(cluster), options):
+def _join(named: Cluster | None, options: _Options) -> Cluster:
+    """Join the named cluster or else the one that JAX detects; of one if none."""
+    who, others, where = "this process", "the others of the cluster", {}
+    if named is not None:
+        address, me = named.coordinator or "", named.process_id
+        who, others = f"{_name_of(named)}, at {address},", _other_processes(named)
+        where = {
+            "coordinator_address": address,
+            "num_processes": named.num_processes,
+            "process_id": me,
+            "cluster_detection_method": "deactivate",
+            "coordinator_bind_address": address if is_loopback(address) else None,
+        }
         if me == 0:
             _check_port(address)
-        else:
-            _wait_for_coordinator(who, address, until)
-        _initialize_jax(
-            options,
-            who,
-            coordinator_address=address,
-            num_processes=cluster.num_processes,
-            process_id=me,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=address if is_loopback(address) else None,
-        )
-    # All have joined. Starting the devices may take longer than the timeout.
-    _check_joined(cluster, jax.process_count(), jax.process_index())
-    return cluster
-
-
-def _join_detected(options: _Options) -> Cluster:
-    """Join the cluster that JAX detects; a job of one process if it detects none."""
-    manager = manager_name(os.environ)
     try:
-        with _startup_timeout("this process", f"the others of {manager}", options):
-            _initialize_jax(options, "this process")
+        _initialize_jax(who, others, options, where)
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
             return Cluster(0, 1, None, SINGLE_PROCESS)
-        raise ValueError(
-            f"The environment names a part of a cluster to JAX, which says: {error}"
-            " Unset JAX_COORDINATOR_ADDRESS and the like, or give coordinator,"
-            " num_processes and process_id."
-        ) from error
-    return Cluster(jax.process_index(), jax.process_count(), None, manager)
+        raise
+    # All have joined. Starting the devices may take longer than the timeout.
+    me, count = jax.process_index(), jax.process_count()
+    if named is None:
+        return Cluster(me, count, None, "a cluster that JAX detected")
+    if (count, me) != (named.num_processes, named.process_id):
+        raise RuntimeError(
+            f"{named.how}: this is {_name_of(named)}, but to JAX it is process {me} of"
+            f" {count}. Its devices do not communicate between processes, or in another"
+            " order: check the platform, or leave the cluster to JAX to detect."
+        )
+    return named
 
 
-def _initialize_jax(options: _Options, who: str, **where: Any) -> None:
-    jax.distributed.initialize(
-        heartbeat_timeout_seconds=options.heartbeat_timeout_s,
-        # Our timeout ends first: JAX's aborts the process and names no missing one.
-        initialization_timeout=options.initialization_timeout_s + 5,
-        shutdown_timeout_seconds=options.shutdown_timeout_s,
-        **where,
-    )
+def _initialize_jax(who: str, others: str, options: _Options, where: Any) -> None:
+    """Join, and print what is waited for; exit if that takes too long."""
+    limit_s = options.initialization_timeout_s
+
+    def end() -> None:
+        print_line(
+            f"{who} waited {limit_s} s and ends: {others} did not come, or not all of"
+            " them. Do they call tj.cluster.initialize(), and is the address right?"
+        )
+        os._exit(1)
+
+    waits = f"{who} waits for {others} (up to {limit_s} s)"
+    with (
+        calls_after(min(_SILENCE_S, limit_s / 2), lambda: print_line(waits)),
+        calls_after(limit_s, end),  # JAX waits in C++, which no exception can end
+    ):
+        jax.distributed.initialize(
+            heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+            # Our timeout ends first: JAX's aborts and names no missing process.
+            initialization_timeout=limit_s + 5,
+            shutdown_timeout_seconds=options.shutdown_timeout_s,
+            **where,
+        )
     if options.exit_on_exception:
         _process.excepthook = sys.excepthook
         sys.excepthook = _exit_at_once(who, sys.excepthook)
-
-
-def _check_joined(cluster: Cluster, num_processes: int, process_id: int) -> None:
-    if (num_processes, process_id) != (cluster.num_processes, cluster.process_id):
-        raise RuntimeError(
-            f"{cluster.how}: this is process {cluster.process_id} of"
-            f" {cluster.num_processes}, but to JAX it is {process_id} of"
-            f" {num_processes}. Its devices do not communicate between processes, or"
-            " in another order: check the platform, or leave the cluster to JAX to"
-            " detect."
-        )
 
 
 def _check_port(address: str) -> None:
@@ -306,52 +261,14 @@ def _check_port(address: str) -> None:
         )
 
 
-def _wait_for_coordinator(who: str, address: str, until: float) -> None:
-    began = time.monotonic()
-    while (error := connection_error(address, timeout_s=1)) is not None:
-        if time.monotonic() > until - 0.5:
-            raise TimeoutError(
-                f"{who} found that nobody listens at {address} after"
-                f" {time.monotonic() - began:.0f} s ({error}). Process 0 does once it"
-                " calls tj.cluster.initialize(): does it run, and is the address right?"
-            ) from error
-        time.sleep(0.1)
+def _name_of(cluster: Cluster) -> str:
+    return f"process {cluster.process_id} of {cluster.num_processes}"
 
 
 def _other_processes(cluster: Cluster) -> str:
     ids = [str(i) for i in range(cluster.num_processes) if i != cluster.process_id]
     names = ", ".join(ids if len(ids) < 9 else [*ids[:7], "...", ids[-1]])
     return f"process{'es' * (len(ids) > 1)} {names}"
-
-
-@contextlib.contextmanager
-def _startup_timeout(who: str, others: str, options: _Options) -> Iterator[None]:
-    """Print what the block waits for; exit if it does not end within the timeout."""
-    done = threading.Event()
-    timeout_s = options.initialization_timeout_s
-    first = min(_SILENCE_S, timeout_s / 2)
-
-    def watch() -> None:
-        if done.wait(first):
-            return
-        _say(f"{who} waits for {others} (up to {timeout_s} s)")
-        # The block waits in C++, which no exception can end.
-        if not done.wait(timeout_s - first):
-            _say(
-                f"{who} waited {timeout_s} s and ends: {others} did not come, or not"
-                " all of them. Do they run, and call tj.cluster.initialize()?"
-            )
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def _say(text: str) -> None:
-    print(f"towerjax: {text}", file=sys.stderr, flush=True)
 
 
 def _restore_excepthook() -> None:
@@ -364,7 +281,7 @@ def _exit_at_once(who: str, previous: Any) -> Any:
 
     def hook(kind: Any, error: Any, trace: Any) -> None:
         try:
-            _say(f"{who} ends with this exception:")
+            print_line(f"{who} ends with this exception:")
             previous(kind, error, trace)
             logging.shutdown()
             sys.stdout.flush()
