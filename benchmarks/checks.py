@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.overhead import MODELS, Model
 from towerjax.step.checking import Check
-from towerjax.tools.bench.baseline import by_towerjax
 from towerjax.tools.bench.protocol import in_turns
+from towerjax.tools.bench.trials import by_towerjax
 from towerjax.towers.strategies import Mirrored
 
 EVERY = (None, 100, 10, 1)

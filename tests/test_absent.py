@@ -418,7 +418,7 @@ def test_commands_refuse_devices_that_they_do_not_know(shell):
     for arguments, message in {
         ("report", name, "--on", "h200"): "says not how many; write --on h200:8",
         ("report", name, "--on", "h300:8"): "is no device that is known here",
-        ("report", name, "--on", "h200:x"): "must be whole numbers",
+        ("report", name, "--on", "h200:x"): "says not how many; write --on h200:8",
         ("report", "program_of_plan:sgd", "--on", "h200:8"): "called with a strategy",
         ("plan", name, "--towers", "x"): "must be whole numbers",
         ("plan", name, "--towers", "0"): "towers[0]=0 must be a whole number",

@@ -473,7 +473,7 @@ def test_the_command_refuses_wrong_arguments(audit):
         "is no function": ["of_user:params"],
         "whole numbers with commas": ["of_user:good", "--towers", "two"],
         "bare scalar": ["of_user:scalar"],
-        "invalid choice": ["of_user:good", "--loss-reduction", "middle"],
+        "invalid Reduction": ["of_user:good", "--loss-reduction", "middle"],
     }.items():
         code, _, error = audit(*arguments)
         assert code == 2 and wrong in error, error

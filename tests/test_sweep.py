@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.tools.sweep.grid import configs_of, traced_names
 from towerjax.tools.sweep.record_file import RecordFile
 from towerjax.tools.sweep.result import Member, Sweep
+from towerjax.tools.sweep.train import configs_of, traced_names
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
@@ -323,7 +323,12 @@ def checked(rate):
         (small, [{"rate": 1.0}, {"seed": 1}], {}, "same names; it has 2, .*rate"),
         (small, {"rate": 0.1}, {}, r"rate=0.1 must be a list, \[0.1\]"),
         (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
-        (small, {"rate": [0.1]}, {"static": ["widht"]}, "static names 'widht'"),
+        (
+            small,
+            {"rate": [0.1]},
+            {"static": ["widht"]},
+            "static='widht' must be",
+        ),
         (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
         (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),
         (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
@@ -395,7 +400,7 @@ def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
     losses = [member.metrics["loss"][-1] for member in found.members]
     assert found.best("loss") is found.members[int(np.argmin(losses))]
     assert found.best("rate", mode="max").config["rate"] == 0.2
-    with pytest.raises(ValueError, match="'acc' is none of loss"):
+    with pytest.raises(ValueError, match="metric='acc' must be one of 'loss'"):
         found.best("acc")
 
 
@@ -407,7 +412,7 @@ def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
     first = np.stack([member.metrics["loss"] for member in found.members[:2]])
     np.testing.assert_array_equal(curves["rate=0.05"], first)
     assert len(found.curves(over=["rate", "seed"])) == 1
-    with pytest.raises(ValueError, match="'sed' is none of rate, seed"):
+    with pytest.raises(ValueError, match="over='sed' must be one of 'rate', 'seed'"):
         found.curves(over="sed")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match="matplotlib, which is not installed"):

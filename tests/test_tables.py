@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.types.tables import curve, in_html, leaf_table
+from towerjax.types.tables import Table, as_html, curve, first_rows, leaf_table
 
 
 class Rows(html.parser.HTMLParser):
@@ -127,17 +127,18 @@ def test_a_history_shows_its_steps_and_curves():
 
 
 def test_curves_leave_out_what_is_not_finite():
-    assert curve("x", np.array([np.nan, 1.0, np.inf])).text == ""
-    text = curve("a<b", np.array([1.0, np.nan, 3.0, 3.0])).text
+    assert curve("x", np.array([np.nan, 1.0, np.inf])) == ""
+    text = curve("a<b", np.array([1.0, np.nan, 3.0, 3.0]))
     assert 'points="0,38 133,2 200,2"' in text and "a&lt;b" in text
-    assert 'points="0,38 200,38"' in curve("x", np.array([2, 2])).text
+    assert 'points="0,38 200,38"' in curve("x", np.array([2, 2]))
 
 
 def test_everything_is_escaped_and_long_tables_are_cut():
     bad = "<script>alert(1)</script>"
     state = tj.PerTower({bad: np.zeros((2, 1))})
-    assert bad not in state._repr_html_() and bad not in in_html(bad, [bad], [[bad]])
-    rows = Rows(in_html("x", ["n"], [[i] for i in range(100)], last=["sum"])).rows
+    table = as_html([Table(bad, (bad,), ((bad,),), bad)])
+    assert bad not in state._repr_html_() and bad not in table
+    few = first_rows([(str(i),) for i in range(100)])
+    rows = Rows(as_html([Table("x", ("n",), few, last=("sum",))])).rows
     assert len(rows) == 1 + 40 + 1 + 1 and rows[-2:] == [["… 60 more"], ["sum"]]
-    # One square a device, up to 16; the text of a value stays what it was.
     assert repr(tj.PerTower(1)) == "PerTower(values=1)"

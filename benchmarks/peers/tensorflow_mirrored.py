@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from benchmarks.peers.same_work import Job, job_of, measured
-from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import TimingProtocol
-from towerjax.tools.bench.trials import NUM_LOSSES
+from towerjax.tools.bench.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES
 
 
 def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:

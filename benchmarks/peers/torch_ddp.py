@@ -17,11 +17,15 @@ from benchmarks.peers.same_work import (
     job_of,
     timed_rounds,
 )
-from towerjax.tools.bench.baseline import LEARNING_RATE, MOMENTUM
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import TimingProtocol, calls_in
 from towerjax.tools.bench.sweep import describe_machine
-from towerjax.tools.bench.trials import NUM_LOSSES, check_losses
+from towerjax.tools.bench.trials import (
+    LEARNING_RATE,
+    MOMENTUM,
+    NUM_LOSSES,
+    check_losses,
+)
 
 
 def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:

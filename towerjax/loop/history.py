@@ -8,7 +8,7 @@ import numpy as np
 
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
-from towerjax.types.tables import Table, as_rich, curve, in_html
+from towerjax.types.tables import Table, as_html, as_rich, curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,47 +92,42 @@ class History:
         Returns:
           A table with a row for each shown step and a column for each metric.
         """
-        return as_rich([Table(str(self.summary), *self._cells(rows))])
+        return as_rich([self._table(rows)])
 
     def _repr_html_(self) -> str:
-        head, cells = self._cells(20)
-        columns = {name: np.asarray(x) for name, x in self.metrics.items()}
         curves = [
             curve(name, x) if x.ndim == 1 and x.dtype.kind in "fiu" else ""
-            for name, x in columns.items()
+            for name, x in self.metrics.items()
         ]
-        return in_html(str(self.summary), head, cells, last=("", *curves))
+        table = dataclasses.replace(self._table(20), last=("", *curves))
+        return as_html([table])
 
-    def _cells(self, rows: int) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-        """The names of the columns, and a row of texts for each shown step."""
+    def _table(self, rows: int) -> Table:
+        """A row of texts for each shown step."""
         evaluated = dict(self.evaluations)
-        names = list(dict.fromkeys(name for e in evaluated.values() for name in e))
+        names = dict.fromkeys(name for e in evaluated.values() for name in e)
         head = ("step", *self.metrics, *(f"evaluated {name}" for name in names))
-        cells = []
+        places = {int(number): place for place, number in enumerate(self.steps)}
         last = len(self.steps) - 1
-        chosen = np.unique(np.linspace(0, last, min(rows, last + 1)).astype(int))
-        row_of = {int(number): row for row, number in enumerate(self.steps)}
-        shown = {int(self.steps[row]) for row in chosen} | set(evaluated)
-        for number in sorted(shown):
-            row = row_of.get(number)
-            texts = [
-                "" if row is None else format_value(column[row])
-                for column in self.metrics.values()
-            ]
-            values = evaluated.get(number, {})
-            texts += [format_value(values[n]) if n in values else "" for n in names]
-            cells.append((str(number), *texts))
-        return head, tuple(cells)
+        chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
+        cells = []
+        for number in sorted({*self.steps[chosen].tolist(), *evaluated}):
+            step, values = [], evaluated.get(number, {})
+            for column in self.metrics.values():
+                is_step = number in places
+                step.append(format_value(column[places[number]]) if is_step else "")
+            step += [format_value(values[n]) if n in values else "" for n in names]
+            cells.append((str(number), *step))
+        return Table(str(self.summary), head, tuple(cells))
 
 
 class HistoryLog:
     """Collects a `History` while the run is under way."""
 
     def __init__(self, start: int) -> None:
-        self.number = start
+        self.number = self._start = start
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.examples = 0
-        self._start = start
         self._columns: dict[str, list[Any]] = {}
         self._skipped: list[int] = []
         self._waits_s: list[float] = []
@@ -146,8 +141,7 @@ class HistoryLog:
         self, metrics: Mapping[str, Any], is_refused: bool, examples: int, wait_s: float
     ) -> None:
         """Add one step; ``is_refused``: it left the parameters as they were."""
-        if not self._columns:
-            self._columns = {name: [] for name in metrics}
+        self._columns = self._columns or {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
             raise ValueError(
                 f"Step {self.number + 1} has the metrics {sorted(metrics)}, but those"
@@ -164,21 +158,18 @@ class HistoryLog:
             self._skipped.append(self.number)
 
     def history(
-        self,
-        summary: RunSummary,
-        best: BestEvaluation | None,
-        stopped: str | None,
+        self, summary: RunSummary, best: BestEvaluation | None, stopped: str | None
     ) -> History:
         """The `History` of the steps added so far."""
         return History(
-            steps=np.arange(self._start + 1, self.number + 1),
-            metrics={name: _column(values) for name, values in self._columns.items()},
-            evaluations=tuple(self.evaluations),
-            skipped=tuple(self._skipped),
-            input_wait_s=np.array(self._waits_s),
-            summary=summary,
-            best=best,
-            stopped=stopped,
+            np.arange(self._start + 1, self.number + 1),
+            {name: _column(values) for name, values in self._columns.items()},
+            tuple(self.evaluations),
+            tuple(self._skipped),
+            np.array(self._waits_s),
+            summary,
+            best,
+            stopped,
         )
 
 

@@ -33,7 +33,7 @@ class Lines(Display):
 
     def show(self, done: int, total: int | None, text: str) -> None:
         """As in `Display`."""
-        print(text, flush=True)
+        self.note(text)
 
     def note(self, text: str) -> None:
         """As in `Display`."""
@@ -59,9 +59,8 @@ class TerminalBar(Display):
 
     def show(self, done: int, total: int | None, text: str) -> None:
         """As in `Display`."""
-        self._bar.update(
-            self._task, completed=done, total=total, description=text, refresh=True
-        )
+        shown = {"completed": done, "total": total, "description": text}
+        self._bar.update(self._task, **shown, refresh=True)
 
     def note(self, text: str) -> None:
         """As in `Display`."""
@@ -79,15 +78,13 @@ class NotebookBar(Lines):
 
     def __init__(self) -> None:
         self._display = sys.modules["IPython"].display
-        self._handle = self._display.display(
-            self._html(0, None, "compiling"), display_id=True
-        )
+        page = self._html(0, None, "compiling")
+        self._handle = self._display.display(page, display_id=True)
 
     def _html(self, done: int, total: int | None, text: str) -> Any:
         value = "" if total is None else f' value="{done}" max="{total}"'
-        return self._display.HTML(
-            f"<progress{value}></progress> <code>{html.escape(text)}</code>"
-        )
+        page = f"<progress{value}></progress> <code>{html.escape(text)}</code>"
+        return self._display.HTML(page)
 
     def show(self, done: int, total: int | None, text: str) -> None:
         """As in `Display`."""
@@ -101,24 +98,22 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def choose_display(progress: bool | None) -> Display:
-    """The display that ``progress`` of `run` asks for."""
+def choose_display(progress: bool | None, *, job: bool = True) -> Display:
+    """The display that ``progress`` of `run` asks for; starts no JAX without ``job``.
+
+    In a job process 0 shows the progress of all.
+    """
     if progress is not None and not isinstance(progress, bool):
         raise ValueError(
             f"progress={progress!r} must be None (a bar where there is a screen, else"
             " lines), True (a bar) or False (nothing)."
         )
-    if progress is False or (progress is None and jax.process_index() > 0):
-        return Display()  # process 0 shows the progress of all
-    return display_here(bar=bool(progress))
-
-
-def display_here(*, bar: bool) -> Display:
-    """A bar if asked for or if one can be seen, else lines; starts no JAX backend."""
+    if progress is False or (progress is None and job and jax.process_index() > 0):
+        return Display()
     if in_notebook():
         return NotebookBar()
-    is_terminal = getattr(sys.stdout, "isatty", lambda: False)
-    return TerminalBar() if bar or is_terminal() else Lines()
+    has_screen = progress or getattr(sys.stdout, "isatty", lambda: False)()
+    return TerminalBar() if has_screen else Lines()
 
 
 class Progress:
@@ -126,8 +121,7 @@ class Progress:
 
     def __init__(self, display: Display, start: int, steps: int | None) -> None:
         self._display, self._start, self._steps = display, start, steps
-        self._next_s = 0.0
-        self._evaluated = ""
+        self._next_s, self._evaluated = 0.0, ""
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
@@ -141,17 +135,15 @@ class Progress:
     def _show(self) -> None:
         if self._waiting is None:
             return
-        number, metrics, rate = self._waiting
-        self._waiting = None
-        last = None if self._steps is None else self._start + self._steps
-        parts = [f"step {number}" if last is None else f"step {number}/{last}"]
+        (number, metrics, rate), self._waiting = self._waiting, None
+        left = None if self._steps is None else self._start + self._steps - number
+        text = f"step {number}" if left is None else f"step {number}/{number + left}"
         if "loss" in metrics:
-            parts.append(f"loss {format_value(metrics['loss'])}")
-        parts.append(f"{rate:.1f} steps/s")
-        if last is not None and rate > 0 and number < last:
-            parts.append(f"{format_seconds((last - number) / rate)} left")
-        text = "  ".join(parts) + self._evaluated
-        self._display.show(number - self._start, self._steps, text)
+            text += f"  loss {format_value(metrics['loss'])}"
+        text += f"  {rate:.1f} steps/s"
+        if left and rate > 0:
+            text += f"  {format_seconds(left / rate)} left"
+        self._display.show(number - self._start, self._steps, text + self._evaluated)
 
     def evaluation(
         self,

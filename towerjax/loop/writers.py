@@ -13,7 +13,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.types.options import check_flag, check_path
+from towerjax.types.options import check_flag, check_methods, check_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Writers:
     """The open writers of a run. Each gets every record, even if another fails."""
 
     def __init__(self, writers: Iterable[Writer], start: int) -> None:
-        self.failure: Exception | None = None
+        self._failure: Exception | None = None
         self._open: list[OpenWriter] = []
-        self._raised = False
         try:
             for writer in writers:
                 self._open.append(writer.open(start))
@@ -80,22 +79,19 @@ class Writers:
             writer.close()
         except Exception as error:
             failure = failure or error
-        self.failure = self.failure or failure
+        self._failure = self._failure or failure
 
     def check(self) -> None:
         """Raise the first failure, once."""
-        if self.failure is not None and not self._raised:
-            self._raised = True
-            raise self.failure
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def explain(self, error: BaseException) -> None:
         """Note a failure in another exception that ends the run."""
-        if self.failure is not None and not self._raised:
-            self._raised = True
-            error.add_note(
-                f"Besides, a writer failed: {type(self.failure).__name__}:"
-                f" {self.failure}."
-            )
+        if (failure := self._failure) is not None:
+            text = f"{type(failure).__name__}: {failure}"
+            error.add_note(f"Besides, a writer failed: {text}.")
 
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
@@ -106,30 +102,27 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
             " [tj.JsonLines('run.jsonl')]."
         )
     writers = tuple(writers)
+    example = (
+        "tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own whose"
+        " open(start) returns one with write(record) and close()"
+    )
     for writer in writers:
-        if not callable(getattr(writer, "open", None)) or isinstance(writer, type):
-            raise ValueError(
-                f"writers holds {writer!r:.200}, which has no open(start). Use"
-                " tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own"
-                " whose open(start) returns one with write(record) and close()."
-            )
+        check_methods("one of writers", writer, "open", example)
     return writers
 
 
 def open_all(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
     """Open the writers of a run, on process 0 alone of those that share it."""
-    made = Writers((), start)
+    made = [Writers((), start)]
 
     def open_here() -> None:
-        nonlocal made
-        made = Writers(writers, start)
+        made.append(Writers(writers, start))
 
     if placement.num_processes == 1:
         open_here()
     else:
-        says = "A writer could not be opened on process 0"
-        call_on_first_process(open_here, says)
-    return made
+        call_on_first_process(open_here, "A writer could not be opened on process 0")
+    return made[-1]
 
 
 def as_json(value: Any) -> Any:
@@ -141,10 +134,6 @@ def as_json(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-HEAD = b'{"kind": '
-"""The first bytes of every line; a torn line may be shorter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,17 +194,17 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A pipe or a device has no earlier lines.
         repeated = self._cut(path, start) if path.is_file() else None
-        return OpenJsonLines(path, repeated)
+        return OpenJsonLines(path, start, repeated)
 
-    def _cut(self, path: pathlib.Path, start: int) -> tuple[int, int] | None:
-        """Cut off later lines; (step, offset) of a last line that is an evaluation."""
+    def _cut(self, path: pathlib.Path, start: int) -> int | None:
+        """Cut off later lines; the offset of a last line that evaluates ``start``."""
         kept = last = 0
         repeated = None
-        for found, length in read_lines(path, "step", "a run", HEAD, kind=int):
+        for found, length in read_lines(path, "kind", "a run"):
             last = max(last, found["step"])
             if last <= start:
-                is_last = (found["step"], found.get("kind")) == (start, "eval")
-                repeated = (start, kept) if is_last else None
+                is_last = (found["step"], found["kind"]) == (start, "eval")
+                repeated = kept if is_last else None
                 kept += length
         if start == 0 and last > 0 and not self.replace:
             raise ValueError(
@@ -229,25 +218,21 @@ class JsonLines:
 
 
 def read_lines(
-    path: pathlib.Path, key: str, owner: str, head: bytes = b"", kind: type = object
+    path: pathlib.Path, first: str, owner: str
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line's object and size; its ``key`` must be of the ``kind``."""
+    """Yield each whole line's object, whose first field is ``first``, and its size."""
+    head = f'{{"{first}": '.encode()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n") and line.startswith(head[: len(line)]):
+            is_ours = line.startswith(head[: len(line)])
+            if is_ours and not line.endswith(b"\n"):
                 return  # torn by a kill or a full disk
-            try:
-                if not line.startswith(head):
-                    raise ValueError("Each line begins in the same way.")
-                found = json.loads(line)
-                if not isinstance(found[key], kind):
-                    raise TypeError(f"{key!r} is no {kind.__name__}.")
-            except (ValueError, TypeError, KeyError) as error:
+            if not is_ours:
                 raise ValueError(
                     f"Line {number} of {str(path)!r} is no line of {owner}:"
                     f" {line[:60]!r}. Nothing was changed; use another path."
-                ) from error
-            yield found, len(line)
+                )
+            yield json.loads(line), len(line)
 
 
 def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
@@ -261,18 +246,19 @@ class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
     def __init__(
-        self, path: pathlib.Path, repeated: tuple[int, int] | None = None
+        self, path: pathlib.Path, start: int, repeated: int | None = None
     ) -> None:
-        self._file, self._repeated = path.open("ab", buffering=0), repeated
+        self._file = path.open("ab", buffering=0)
+        self._start, self._repeated = start, repeated
 
     def write(self, record: Record) -> None:
         """Append a line; the same evaluation done again replaces the last line."""
-        if self._repeated and (record.kind, record.step) == ("eval", self._repeated[0]):
-            self._file.truncate(self._repeated[1])
+        is_again = (record.kind, record.step) == ("eval", self._start)
+        if is_again and self._repeated is not None:
+            self._file.truncate(self._repeated)
         self._repeated = None
-        head = {"kind": record.kind, "step": record.step, "time_s": record.time_s}
         metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
-        append_line(self._file, {**head, "metrics": metrics})
+        append_line(self._file, {**vars(record), "metrics": metrics})
 
     def close(self) -> None:
         """Close the file."""

@@ -1,6 +1,7 @@
 """Plan a step for other devices, by compiling it for them."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, get_args
 
@@ -61,33 +62,28 @@ class Plan(Stored):
     def tables(self) -> tuple[Table, ...]:
         """The shown table."""
         head = ("towers", "state", "examples", "held", "peak", "products", "sent")
-        more = {
-            "largest batch": any(row.largest_batch is not None for row in self.rows),
-            "at least": any(row.bound_s is not None for row in self.rows),
-        }
-        head += tuple(name for name, is_there in more.items() if is_there)
-        rows = tuple(_cells(row)[: len(head)] for row in self.rows)
+        more = {"largest batch": "largest_batch", "at least": "bound_s"}
+        for name, field in more.items():
+            if any(getattr(row, field) is not None for row in self.rows):
+                head += (name,)
         notes = dict.fromkeys(x for row in self.rows for x in row.report.flops.notes)
-        kind = self.rows[0].report.platform
-        return (Table(f"{kind}, one tower a device", head, rows, "; ".join(notes)),)
+        title = f"{self.rows[0].report.platform}, one tower a device"
+        return (Table(title, head, tuple(map(_cells, self.rows)), "; ".join(notes)),)
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:
-    memory = row.report.memory
-    cells = [
+    report, bound_s = row.report, row.bound_s
+    return (
         f"{row.towers}",
         row.state,
         f"{row.examples}",
-        in_bytes(memory.arguments),
-        in_bytes(memory.peak) + ("" if memory.fits else " (too much)"),
-        in_flops(row.report.flops.matmul),
-        in_bytes(row.report.bytes_sent),
-    ]
-    if row.largest_batch is not None:
-        cells.append(f"{row.largest_batch}")
-    if row.bound_s is not None:
-        cells.append(in_seconds(row.bound_s))
-    return tuple(cells)
+        in_bytes(report.memory.arguments),
+        in_bytes(report.memory.peak) + ("" if report.memory.fits else " (too much)"),
+        in_flops(report.flops.matmul),
+        in_bytes(report.bytes_sent),
+        *([] if row.largest_batch is None else [f"{row.largest_batch}"]),
+        *([] if bound_s is None else [in_seconds(bound_s)]),
+    )
 
 
 def plan(
@@ -139,30 +135,28 @@ def plan(
     """
     for state in states:
         check_choice("states", state, get_args(StateLayout))
+    targets = [Absent(on)]
+    if not Absent.is_topology(on):
+        targets = [Absent(on, number) for number in check_wholes("towers", towers)]
     rows = []
-    for devices in _absent_devices(on, towers):
-        for state in states:
-            step, params, batch = make_step(Mirrored(devices=devices, state=state))
-            report = step.report(params, batch)
-            examples = jax.tree.leaves(batch)[0].shape[0]
-            most = (
-                _largest_batch(step, params, batch, report) if largest_batch else None
-            )
-            bound_s = _bound(report, flop_rate, bandwidth)
-            rows.append(PlanRow(state, examples, report, most, bound_s))
+    for devices, state in itertools.product(targets, states):
+        step, params, batch = make_step(Mirrored(devices=devices, state=state))
+        report = step.report(params, batch)
+        most = _largest_batch(step, params, batch, report) if largest_batch else None
+        pairs = ((report.flops.matmul, flop_rate), (report.bytes_sent, bandwidth))
+        times = [amount / rate for amount, rate in pairs if rate is not None]
+        bound_s = max(times, default=None)
+        rows.append(PlanRow(state, _num_rows(batch), report, most, bound_s))
     return Plan(on, tuple(rows))
 
 
-def _absent_devices(on: str, towers: Sequence[int]) -> list[Absent]:
-    if Absent.is_topology(on):
-        return [Absent(on)]
-    return [Absent(on, number) for number in check_wholes("towers", towers)]
+def _num_rows(batch: PyTree) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def _largest_batch(step: Any, params: PyTree, batch: PyTree, report: StepReport) -> int:
     """The most examples that fit, to an eighth, by bisection over compiles."""
     unit = step.strategy.num_towers * step.options.micro_batches
-    examples = jax.tree.leaves(batch)[0].shape[0]
     if report.memory.capacity is None and step.strategy.devices.platform == "gpu":
         raise ValueError(
             "The largest batch that fits needs the device's memory: write"
@@ -170,15 +164,17 @@ def _largest_batch(step: Any, params: PyTree, batch: PyTree, report: StepReport)
         )
 
     def fits(units: int) -> bool:
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((units * unit, *x.shape[1:]), x.dtype), batch
+        )
         try:
-            found = step.report(params, _with_rows(batch, units * unit))
+            return step.report(params, rows).memory.fits
         except jax.errors.JaxRuntimeError as error:  # raised by the TPU compiler
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return False
-        return found.memory.fits
 
-    start = max(examples // unit, 1)
+    start = max(_num_rows(batch) // unit, 1)
     return unit * most_that(fits, start, report.memory.fits)
 
 
@@ -189,19 +185,3 @@ def most_that(fits: Callable[[int], bool], start: int, start_fits: bool) -> int:
         middle = 2 * low if high is None else (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _with_rows(batch: PyTree, rows: int) -> PyTree:
-    """The shapes of a batch with ``rows`` rows."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch
-    )
-
-
-def _bound(
-    report: StepReport, flop_rate: float | None, bandwidth: float | None
-) -> float | None:
-    """The longer of the least times of products and of sending; None without rates."""
-    pairs = ((report.flops.matmul, flop_rate), (report.bytes_sent, bandwidth))
-    times = [amount / rate for amount, rate in pairs if rate is not None]
-    return max(times, default=None)

@@ -6,9 +6,10 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from towerjax.loop.writers import as_json
 
@@ -19,6 +20,8 @@ NOT_STARTED = 126  # the system refused a file or a program
 INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
 CLOSED = 128 + 13  # the reader of the output has gone, as if SIGPIPE ended this
 
+Option: TypeAlias = tuple[str, dict[str, Any]]
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence."""
@@ -28,36 +31,50 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+def option(
+    name: str, kind: Any, what: str, dest: str | None = None, **more: Any
+) -> Option:
+    """An argument of a command, of a type; or a flag that gives the value ``kind``."""
+    if callable(kind):
+        more["type"] = kind
+    else:
+        more |= {"action": "store_const", "const": kind}
+    return name, {"help": what, **({"dest": dest} if dest else {}), **more}
+
+
 def add_command(
-    commands: Any, run: Callable[[argparse.Namespace], int], *, has_json: bool = True
-) -> argparse.ArgumentParser:
-    """Add a command that calls ``run``, whose docstring is its help."""
+    commands: Any, run: Callable[..., int], options: Sequence[Option]
+) -> None:
+    """Add a command that calls ``run``, whose docstring is its help.
+
+    Options that are not given are not passed: their defaults are those of ``run``.
+    """
     text = inspect.getdoc(run) or ""
     parser = commands.add_parser(
         run.__name__,
         help=text.partition("\n")[0],
         description=text.replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
-    if has_json:
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, settings in options:
+        parser.add_argument(name, **settings)
     parser.set_defaults(run=run)
-    return parser
 
 
-def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
     """The numbers of an option such as ``--towers 1,2,4``."""
     try:
         return tuple(int(x) for x in text.split(","))
     except ValueError:
-        raise ValueError(
-            f"{option} {text!r} must be whole numbers with commas between: 1,2,4."
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers with commas between: 1,2,4"
         ) from None
 
 
-def show(options: argparse.Namespace, text: str, fields: Mapping[str, Any]) -> None:
+def show(text: str, fields: Mapping[str, Any], in_json: bool) -> None:
     """Print a result, as text or as one JSON object."""
-    if options.json:
+    if in_json:
         text = json.dumps(as_json(fields), indent=2, allow_nan=False)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -69,26 +86,27 @@ def run_parsed(options: argparse.Namespace) -> int:
     A ``ValueError`` is a mistake of the user, an ``OSError`` a refusal of the system:
     both are printed without a traceback, unless ``options.traceback``.
     """
+    given = vars(options)
+    name, run, traceback = (given.pop(x) for x in ("name", "run", "traceback"))
     try:
-        return options.run(options)
+        return run(**given)
     except BrokenPipeError:
         # The reader has gone: Python must not flush into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except KeyboardInterrupt:
-        sys.stderr.write(f"towerjax {options.name}: interrupted\n")
+        sys.stderr.write(f"towerjax {name}: interrupted\n")
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        if options.traceback:
+        if traceback:
             raise
-        sys.stderr.write(f"towerjax {options.name}: {error}\n")
+        sys.stderr.write(f"towerjax {name}: {error}\n")
         return USAGE if isinstance(error, ValueError) else NOT_STARTED
 
 
-def resolve_value(name: str | None) -> Any:
-    """The named value, or the result of the named function; None without a name."""
-    value = None if name is None else resolve(name)
-    return call_named(str(name)) if callable(value) else value
+def resolve_value(name: str) -> Any:
+    """The named value, or the result of the named function."""
+    return call_named(name) if callable(value := resolve(name)) else value
 
 
 def call_named(name: str, *strategy: Any) -> Any:
@@ -106,18 +124,9 @@ def call_named(name: str, *strategy: Any) -> Any:
 
 def resolve(name: str) -> Any:
     """The object that ``module:name`` names."""
-    module_name, colon, path = name.partition(":")
-    is_file = module_name.endswith(".py") or os.sep in module_name
-    is_relative = module_name.startswith(".") and not is_file
-    if not (module_name and colon and path) or is_relative:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
         raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    if is_file:
-        folder, file = os.path.split(module_name)
-        where = f", started in {folder}" if folder.strip(".") else ""
-        raise ValueError(
-            f"{name} names a file; name its module:"
-            f" {file.removesuffix('.py')}:{path}{where}."
-        )
+    module_name, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -12,24 +12,30 @@ import numpy as np
 
 _MOST_ROWS = 40
 _MOST_DEVICES = 16
-_LONGEST_CAPTION = 200
+_LONGEST_TITLE = 200
 _SQUARE = "display:inline-block;width:10px;height:10px;margin:1px"
+
+
+class Markup(str):
+    """HTML that is not escaped; every other text is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A titled table: named columns of text cells."""
+    """A titled table: named columns of cells."""
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""  # under it
+    last: tuple[str, ...] = ()  # in HTML, a row such as that of sums
 
     @property
     def is_number(self) -> tuple[bool, ...]:
         """For each column, whether every cell begins like a number."""
-        cells = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
-        return tuple(all(map(_is_number, column)) for column in cells)
+        return tuple(
+            all(_is_number(row[i]) for row in self.rows) for i in range(len(self.head))
+        )
 
 
 def as_text(tables: Sequence[Table]) -> str:
@@ -38,70 +44,48 @@ def as_text(tables: Sequence[Table]) -> str:
 
 
 def _text_of(table: Table) -> str:
-    lines = [table.title]
-    grid = [table.head, *table.rows]
-    widths = [max(len(row[i]) for row in grid) for i in range(len(table.head))]
+    lines, grid = [table.title], [table.head, *table.rows]
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     for row in grid:
-        cells = [
-            cell.rjust(width) if is_number else cell.ljust(width)
-            for cell, width, is_number in zip(row, widths, table.is_number, strict=True)
-        ]
-        lines.append(("  " + "  ".join(cells)).rstrip())
-    if table.note:
-        lines.append(f"  {table.note}")
-    return "\n".join(lines)
+        cells = zip(row, widths, table.is_number, strict=True)
+        shown = [cell.rjust(w) if right else cell.ljust(w) for cell, w, right in cells]
+        lines.append(("  " + "  ".join(shown)).rstrip())
+    return "\n".join([*lines, *([f"  {table.note}"] if table.note else [])])
 
 
 def as_html(tables: Sequence[Table]) -> str:
     """Tables as HTML complete in itself: no script, no outside style."""
-    return "".join(
-        in_html(x.title, x.head, x.rows, note=x.note, most_rows=len(x.rows))
-        for x in tables
-    )
+    return "".join(map(_html_of, tables))
 
 
-@dataclasses.dataclass(frozen=True)
-class Markup:
-    """HTML that is not escaped; every other text is."""
-
-    text: str
-
-
-def in_html(
-    caption: str,
-    head: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
-    last: Sequence[Any] = (),
-    note: str = "",
-    most_rows: int = _MOST_ROWS,
-) -> str:
-    """A table; a long one shows its first rows."""
-    shown = [_row("th", head)] if head else []
-    shown += [_row("td", row) for row in rows[:most_rows]]
-    if len(rows) > most_rows:
-        shown.append(_row("td", [f"… {len(rows) - most_rows:,} more"]))
-    if last:
-        shown.append(_row("th", last))
-    if len(caption) > _LONGEST_CAPTION:
-        caption = f"{caption[:_LONGEST_CAPTION]} …"
-    under = f"<p>{html.escape(note)}</p>" if note else ""
-    title = f"<h4>{html.escape(caption)}</h4>"
-    return f"<div>{title}<table>{''.join(shown)}</table>{under}</div>"
+def _html_of(table: Table) -> str:
+    rows = [_row("th", table.head), *(_row("td", row) for row in table.rows)]
+    title = table.title
+    if len(title) > _LONGEST_TITLE:
+        title = f"{title[:_LONGEST_TITLE]} …"
+    under = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    inside = "".join([*rows, _row("th", table.last)])
+    return f"<div><h4>{html.escape(title)}</h4><table>{inside}</table>{under}</div>"
 
 
-def _row(tag: str, cells: Iterable[Any]) -> str:
-    texts = [x.text if isinstance(x, Markup) else html.escape(str(x)) for x in cells]
-    sides = ["right" if _is_number(x) else "left" for x in texts]
-    inside = [
-        f'<{tag} style="text-align:{side};padding:1px 8px">{x}</{tag}>'
-        for x, side in zip(texts, sides, strict=True)
-    ]
-    return f"<tr>{''.join(inside)}</tr>"
+def _row(tag: str, cells: Sequence[str]) -> str:
+    inside = ""
+    for cell in cells:
+        text = cell if isinstance(cell, Markup) else html.escape(cell)
+        side = "right" if _is_number(text) else "left"
+        inside += f'<{tag} style="text-align:{side};padding:1px 8px">{text}</{tag}>'
+    return f"<tr>{inside}</tr>" if cells else ""
 
 
 def _is_number(text: str) -> bool:
     return text[:1].isdecimal() or text[:1] in ("+", "-")
+
+
+def first_rows(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """The first rows of a long table, and how many more there are."""
+    more = len(rows) - _MOST_ROWS
+    last = [(f"… {more:,} more",)] if more > 0 else []
+    return (*rows[:_MOST_ROWS], *last)
 
 
 def as_rich(tables: Sequence[Table]) -> Any:
@@ -175,19 +159,19 @@ class Stored(Shown):
         return json.dumps(dataclasses.asdict(fields), indent=2, allow_nan=False)
 
 
-def leaf_table(caption: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:
+def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:
     """A row for each leaf: shape, dtype, bytes, layout, and each device's part."""
     leaves = list(leaves)
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout", "where")
     rows = [
         (
             name,
-            list(np.shape(leaf)),
-            getattr(leaf, "dtype", type(leaf).__name__),
+            str(list(np.shape(leaf))),
+            str(getattr(leaf, "dtype", type(leaf).__name__)),
             in_bytes(_num_bytes(leaf)),
             in_bytes(_bytes_a_device(leaf)),
             layout if layout and _is_there(leaf) else layout_of(leaf),
-            Markup(_squares(leaf)),
+            _squares(leaf),
         )
         for name, leaf, layout in leaves
     ]
@@ -195,7 +179,8 @@ def leaf_table(caption: str, leaves: Iterable[tuple[str, Any, str | None]]) -> s
         in_bytes(sum(count(leaf) for _, leaf, _ in leaves))
         for count in (_num_bytes, _bytes_a_device)
     ]
-    return in_html(caption, head, rows, last=(f"{len(rows)} leaves", "", "", *sums))
+    last = (f"{len(rows)} leaves", "", "", *sums)
+    return as_html([Table(title, head, first_rows(rows), last=last)])
 
 
 def layout_of(leaf: Any) -> str:
@@ -213,15 +198,13 @@ def layout_of(leaf: Any) -> str:
 
 def curve(name: str, values: np.ndarray) -> Markup:
     """A small SVG line chart of a column of numbers."""
-    values = np.asarray(values, np.float64)
     places = np.flatnonzero(np.isfinite(values))
     if len(places) < 2:
         return Markup("")
     chosen = places[np.unique(np.linspace(0, len(places) - 1, 200).astype(int))]
-    y = values[chosen]
-    height = np.ptp(y) or 1.0
+    y = np.asarray(values, np.float64)[chosen]
     x = 200 * (chosen - chosen[0]) / (chosen[-1] - chosen[0])
-    y = 38 - 36 * (y - y.min()) / height
+    y = 38 - 36 * (y - y.min()) / (np.ptp(y) or 1.0)
     points = " ".join(f"{a:.0f},{b:.0f}" for a, b in zip(x, y, strict=True))
     return Markup(
         f'<svg width="200" height="40"><title>{html.escape(name)}</title>'
@@ -234,9 +217,7 @@ def _is_there(leaf: Any) -> bool:
 
 
 def _num_bytes(leaf: Any) -> int:
-    if hasattr(leaf, "dtype"):
-        return math.prod(leaf.shape) * leaf.dtype.itemsize
-    return 0
+    return math.prod(leaf.shape) * leaf.dtype.itemsize if hasattr(leaf, "dtype") else 0
 
 
 def _bytes_a_device(leaf: Any) -> int:
@@ -245,32 +226,26 @@ def _bytes_a_device(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _squares(leaf: Any) -> str:
+def _squares(leaf: Any) -> Markup:
     """One square for each device, in the color of the part that it holds."""
     if not _is_there(leaf):
-        return ""
+        return Markup("")
     parts = leaf.sharding.devices_indices_map(leaf.shape)
-    named = sorted(
-        ((device.id, f"{device.platform}:{device.id}"), str_of_index(index))
-        for device, index in parts.items()
-    )
-    hues = {part: i for i, part in enumerate(dict.fromkeys(p for _, p in named))}
-    squares = "".join(
-        f'<span title="{name}: {part}" style="{_SQUARE};'
-        f'background:hsl({round(210 + 360 * hues[part] / len(hues)) % 360},55%,60%)">'
-        "</span>"
-        for (_, name), part in named[:_MOST_DEVICES]
-    )
-    more = len(named) - _MOST_DEVICES
-    return squares + (f" … {more:,} more" if more > 0 else "")
+    devices = sorted(parts, key=lambda device: device.id)
+    texts = {device: str_of_index(parts[device]) for device in devices}
+    places = {part: i for i, part in enumerate(dict.fromkeys(texts.values()))}
+    squares = ""
+    for device in devices[:_MOST_DEVICES]:
+        hue = round(210 + 360 * places[texts[device]] / len(places)) % 360
+        title = f"{device.platform}:{device.id}: {texts[device]}"
+        style = f"{_SQUARE};background:hsl({hue},55%,60%)"
+        squares += f'<span title="{title}" style="{style}"></span>'
+    more = len(devices) - _MOST_DEVICES
+    return Markup(squares + (f" … {more:,} more" if more > 0 else ""))
 
 
 def str_of_index(index: tuple[slice, ...]) -> str:
-    """An index as Python writes it, such as ``[0:4, :]``."""
-    if all(part == slice(None) for part in index):
-        return "all"
-    texts = [
-        ":" if part == slice(None) else f"{part.start or 0}:{part.stop}"
-        for part in index
-    ]
-    return f"[{', '.join(texts)}]"
+    """An index as Python writes it, such as ``[0:4, :]``; of the whole array "all"."""
+    whole = slice(None)
+    texts = [":" if x == whole else f"{x.start or 0}:{x.stop}" for x in index]
+    return "all" if all(x == whole for x in index) else f"[{', '.join(texts)}]"

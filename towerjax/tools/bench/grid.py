@@ -1,7 +1,7 @@
 """A grid of options to measure, and its trials."""
 
 import dataclasses
-import difflib
+import itertools
 import os
 import pathlib
 import tomllib
@@ -10,8 +10,7 @@ from typing import Any
 
 from towerjax.collectives.choose import parse_ops
 from towerjax.tools.bench.protocol import TimingProtocol
-from towerjax.tools.sweep.grid import combinations
-from towerjax.types.options import check_choice, check_whole
+from towerjax.types.options import check_choice, check_text, check_whole
 
 STRATEGIES = ("mirrored", "mirrored_scan", "mirrored_pmap", "one_device")
 PEERS = ("jit", "pmap")
@@ -60,8 +59,7 @@ class Trial:
             check_choice("by", self.by, ("towerjax", *PEERS, "module:function"))
         check_choice("strategy", self.strategy, STRATEGIES)
         check_choice("dtype", self.dtype, _DTYPE_NAMES)
-        if not isinstance(self.model, str) or not self.model:
-            raise ValueError(f"model={self.model!r} must be a model's name.")
+        check_text("model", self.model, "a model's name")
         parse_ops(self.cross_tower_ops)
 
     def describe(self) -> str:
@@ -127,11 +125,10 @@ class Grid:
 
     def __post_init__(self) -> None:
         """Check the options by making the trials."""
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, str) or not isinstance(value, Sequence):
-                raise ValueError(f"{field.name}={value!r} must be a list, [{value!r}].")
-            object.__setattr__(self, field.name, tuple(value))
+                raise ValueError(f"{name}={value!r} must be a list, [{value!r}].")
+            object.__setattr__(self, name, tuple(value))
         for name in ("towers", "devices", "batches_per_tower"):
             for number in getattr(self, name):
                 check_whole(name, number)
@@ -156,7 +153,8 @@ class Grid:
             "micro_batches": self.micro_batches,
             "steps_per_call": self.steps_per_call,
         }
-        for options in combinations(lists):
+        for values in itertools.product(*lists.values()):
+            options = dict(zip(lists, values, strict=True))
             towers = options["towers"]
             batches = [*self.batches, *(towers * b for b in self.batches_per_tower)]
             if towers == 1:
@@ -180,7 +178,7 @@ def _peer_trial(trial: Trial, peer: str) -> Trial:
     """The trial of a peer: one tower on each device, one step a call."""
     devices, dtype = trial.devices, trial.dtype
     return Trial(
-        trial.model, trial.batch, peer, "mirrored", devices, devices, dtype=dtype
+        trial.model, trial.batch, peer, towers=devices, devices=devices, dtype=dtype
     )
 
 
@@ -207,31 +205,14 @@ def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
       >>> len(grid.trials()), protocol.rounds
       (2, 7)
     """
-    options: dict[str, Any] = {}
-    timing: dict[str, Any] = {}
-    texts = [x if "=" in str(x) else pathlib.Path(x).read_text() for x in sources]
+    options: dict[str, Any] = {"protocol": {}}
     try:
-        for text in texts:
-            found = tomllib.loads(str(text))
-            protocol = found.pop("protocol", {})
-            if not isinstance(protocol, dict):
-                raise ValueError("protocol must be a table: [protocol].")
-            options, timing = {**options, **found}, {**timing, **protocol}
-        _check_keys(options, Grid, "")
-        _check_keys(timing, TimingProtocol, "protocol.")
-        if "models" not in options:
-            raise ValueError('There is no models = ["mlp", ...].')
-        return Grid(**options), TimingProtocol(**timing)
-    except ValueError as error:  # tomllib's error is one
+        for source in map(str, sources):
+            text = source if "=" in source else pathlib.Path(source).read_text()
+            found = tomllib.loads(text)
+            protocol = {**options["protocol"], **found.get("protocol", {})}
+            options = {**options, **found, "protocol": protocol}
+        timing = TimingProtocol(**options.pop("protocol"))
+        return Grid(**options), timing
+    except (ValueError, TypeError) as error:  # a TypeError of a key that is none
         raise ValueError(f"{', '.join(map(str, sources))}: {error}") from error
-
-
-def _check_keys(options: dict[str, Any], kind: Any, prefix: str) -> None:
-    names = [field.name for field in dataclasses.fields(kind)]
-    for key in options:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            meant = f" Did you mean {prefix}{near[0]}?" if near else ""
-            raise ValueError(
-                f"There is no key {prefix}{key}.{meant} Keys: {', '.join(names)}."
-            )

@@ -1,7 +1,6 @@
 """The models to measure: four of them, and users' own by ``module:factory``."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -53,11 +52,9 @@ def mlp(dtype: Any, *, layers: int = 4, width: int = 384) -> Model:
     """Layers of tanh, a mean squared error; each layer has two leaves."""
 
     def init(seed: int) -> PyTree:
-        rng = np.random.default_rng(seed)
-        shape = (width, width)
+        rng, bias = np.random.default_rng(seed), np.zeros(width, np.float32)
         return [
-            {"w": normal(rng, shape, width), "b": np.zeros(width, np.float32)}
-            for _ in range(layers)
+            {"w": normal(rng, (width, width), width), "b": bias} for _ in range(layers)
         ]
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
@@ -164,40 +161,25 @@ def transformer(dtype: Any) -> Model:
         return {"tokens": tokens.astype(np.int32)}
 
     def init(seed: int) -> PyTree:
-        # By NumPy, so that nothing is compiled for the parameters.
-        tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
-        shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
-        rng = np.random.default_rng(seed)
-
-        def numbers(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-            name, rows = path[-1].key, leaf.shape[:-1]
-            if name in ("kernel", "embedding"):
-                fan_in = leaf.shape[-1] if name == "embedding" else math.prod(rows)
-                return normal(rng, leaf.shape, fan_in)
-            return np.full(leaf.shape, float(name == "scale"), np.float32)
-
-        return jax.tree_util.tree_map_with_path(numbers, shapes)
+        tokens = jnp.zeros((1, _TOKENS), jnp.int32)
+        return jax.jit(module.init)(jax.random.key(seed), tokens)["params"]
 
     return Model(init, losses, make_batch)
 
 
 MODELS: dict[str, Factory] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "transformer": transformer,
-    "embedding": embedding,
+    each.__name__: each for each in (mlp, cnn, transformer, embedding)
 }
 
 
 def find_model(name: str, dtype: str) -> Model:
     """The model of a name, in a dtype."""
-    factory = MODELS.get(name) if ":" not in name else resolve(name)
-    if factory is None:
+    if name not in MODELS and ":" not in name:
         raise ValueError(
             f"model {name!r} is none of {', '.join(MODELS)}; one of your own is"
             " written module:factory."
         )
-    model = factory(jnp.dtype(dtype))
+    model = (MODELS.get(name) or resolve(name))(jnp.dtype(dtype))
     if not isinstance(model, Model):
         raise ValueError(
             f"{name}(dtype) returned a {type(model).__name__}; a factory returns"

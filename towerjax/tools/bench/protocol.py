@@ -4,20 +4,12 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from towerjax.types.options import check_number, check_whole
-
-
-class Timed(Protocol):
-    """A contender, which keeps its own state."""
-
-    def run(self) -> Any:
-        """Dispatch one call; the timer waits for its result."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,27 +45,11 @@ class TimingProtocol:
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("warmup_calls", 1), ("seed", 0)):
             check_whole(name, getattr(self, name), least)
-        for name, end in (
-            ("seconds_per_round", math.inf),
-            ("trim", 0.5),
-            ("confidence", 1.0),
-        ):
+        ends = {"seconds_per_round": math.inf, "trim": 0.5, "confidence": 1.0}
+        for name, end in ends.items():
             what, highest = f"in [0, {end})", math.nextafter(end, 0)
             check_number(name, getattr(self, name), what, highest)
         _rank(self.rounds, self.confidence)
-
-    def describe(self) -> str:
-        """The protocol in words, for a report."""
-        return (
-            f"{self.warmup_calls} warm-up calls of each contender, then {self.rounds}"
-            " rounds in which each has a turn, in reversed order every second round."
-            f" A turn is about {self.seconds_per_round} s of awaited calls: the mean"
-            f" without the fastest and the slowest {self.trim:.0%}. Figures are medians"
-            f" over all rounds, with the {self.confidence:.0%} interval of the median"
-            " by order statistics in brackets. Ratios are taken within a round. Workers"
-            " keep the memory that they freed."
-            f" Seeds: parameters {self.seed}, batch {self.seed + 1}."
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +71,7 @@ class Interval:
         return Interval(self.median * factor, self.low * factor, self.high * factor)
 
 
-def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def interval_of_median(values: Any, confidence: float = 0.95) -> Interval:
     """The median, with an interval that holds for any distribution.
 
     ``low`` and ``high`` are the ``r``-th smallest and the ``r``-th largest of ``n``
@@ -114,12 +90,8 @@ def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> Int
 
 def _rank(count: int, confidence: float) -> int:
     """The ``r`` of `interval_of_median`."""
-    rank, below = 0, 0.0
-    while rank <= count // 2:
-        below += math.comb(count, rank) / 2**count
-        if 1 - 2 * below < confidence:
-            break
-        rank += 1
+    below = np.cumsum([math.comb(count, k) / 2**count for k in range(count // 2 + 1)])
+    rank = int(np.sum(1 - 2 * below >= confidence))
     if rank == 0:
         needed = math.ceil(1 - math.log2(1 - confidence))
         raise ValueError(
@@ -130,13 +102,17 @@ def _rank(count: int, confidence: float) -> int:
 
 
 def in_turns(
-    contenders: Sequence[Timed], *, rounds: int, calls: int, trim: float = 0.0
+    contenders: Sequence[Any], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``."""
+    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``.
 
-    def turn(contender: Timed) -> np.ndarray:
-        times = [_time_call(contender) for _ in range(calls)]
-        return trimmed_mean(np.array(times), trim)
+    A contender has a method ``run()``, which dispatches a call; its result is awaited.
+    """
+
+    def turn(contender: Any) -> np.ndarray:
+        times = np.sort([_time_call(contender) for _ in range(calls)], axis=0)
+        dropped = int(calls * trim)
+        return times[dropped : calls - dropped].mean(axis=0)
 
     return take_turns(contenders, rounds, turn)
 
@@ -147,13 +123,12 @@ def take_turns(
     """Take turns, odd rounds reversed; the results ``[rounds, contenders, ...]``."""
     table = []
     for number in range(rounds):
-        order = contenders[::-1] if number % 2 else contenders
-        found = [turn(contender) for contender in order]
-        table.append(found[::-1] if number % 2 else found)
+        order = -1 if number % 2 else 1
+        table.append([turn(contender) for contender in contenders[::order]][::order])
     return np.array(table)
 
 
-def _time_call(contender: Timed) -> tuple[float, float]:
+def _time_call(contender: Any) -> tuple[float, float]:
     start = time.perf_counter()
     out = contender.run()
     returned = time.perf_counter()
@@ -161,16 +136,10 @@ def _time_call(contender: Timed) -> tuple[float, float]:
     return time.perf_counter() - start, returned - start
 
 
-def trimmed_mean(times: np.ndarray, trim: float) -> np.ndarray:
-    """The mean over dim 0 without the ``trim`` share at each end."""
-    dropped = int(len(times) * trim)
-    return np.sort(times, axis=0)[dropped : len(times) - dropped].mean(axis=0)
-
-
-def calls_in(seconds: float, contenders: Sequence[Timed], warmup_calls: int) -> int:
+def calls_in(seconds: float, contenders: Sequence[Any], warmup_calls: int) -> int:
     """Warm the contenders up; return how many calls of the slowest one fit."""
-    slowest = 0.0
-    for contender in contenders:
-        times = [_time_call(contender)[0] for _ in range(warmup_calls)]
-        slowest = max(slowest, min(times))
+    slowest = max(
+        min(_time_call(contender)[0] for _ in range(warmup_calls))
+        for contender in contenders
+    )
     return int(np.clip(seconds / slowest, 1, 1000))

@@ -1,14 +1,14 @@
 """The results of trials: intervals, a table, and comparisons with other results."""
 
 import dataclasses
-import enum
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from towerjax.loop.writers import read_lines
 from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.protocol import Interval
-from towerjax.tools.sweep.record_file import read_records
 from towerjax.types.tables import Shown, Table
 
 
@@ -65,20 +65,9 @@ def read_results(path: str | os.PathLike[str]) -> list[Result]:
       ValueError: A line is not a result; a torn last line is left out.
       OSError: The file cannot be read.
     """
-    return [Result.of(record) for record in read_records(path, "trial")]
-
-
-class Verdict(enum.Enum):
-    """The outcome of comparing two results of one trial."""
-
-    FASTER = "faster"
-    SLOWER = "slower"
-    OPEN = "intervals overlap"
-    NEWLY_FAILED = "failed, and did not before"
-    NEWLY_OK = "ok, and was not before"
-    STILL_NOT_OK = "not ok, as before"
-    ONLY_OLD = "only in the old results"
-    ONLY_NEW = "only in the new results"
+    lines = read_lines(pathlib.Path(path), "trial", "a sweep")
+    results = (Result.of(record) for record, _ in lines)
+    return list({result.trial: result for result in results}.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +76,23 @@ class Comparison:
 
     Attributes:
       trial: The trial.
-      verdict: The outcome.
+      verdict: ``"faster"`` or ``"slower"`` where the intervals do not overlap; else in
+        words why neither is said.
       ratio: The new step time over the old one; its ends are as far apart as both
         intervals allow. None if one of them has no time.
     """
 
     trial: Trial
-    verdict: Verdict
+    verdict: str
     ratio: Interval | None = None
 
     @property
     def is_worse(self) -> bool:
         """Whether the new result is slower, or failed and did not before."""
-        return self.verdict in (Verdict.SLOWER, Verdict.NEWLY_FAILED)
+        return self.verdict in ("slower", _NEWLY_FAILED)
+
+
+_NEWLY_FAILED = "failed, and did not before"
 
 
 def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Comparison]:
@@ -118,27 +111,30 @@ def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Comparison]:
       >>> trial = Trial("mlp", 64)
       >>> old = Result(trial, "ok", {"step_s": step})
       >>> [found] = compare([old], [Result(trial, "ok", {"step_s": slow})])
-      >>> found.verdict.value, found.ratio.median
+      >>> found.verdict, found.ratio.median
       ('slower', 1.5)
     """
     before = {result.trial: result for result in old}
     after = {result.trial: result for result in new}
-    found = [_judge(result, before.get(trial)) for trial, result in after.items()]
-    gone = [trial for trial in before if trial not in after]
-    return found + [Comparison(trial, Verdict.ONLY_OLD) for trial in gone]
+    return [
+        _judge(trial, after.get(trial), before.get(trial)) for trial in after | before
+    ]
 
 
-def _judge(new: Result, old: Result | None) -> Comparison:
-    if old is None:
-        return Comparison(new.trial, Verdict.ONLY_NEW)
+def _judge(trial: Trial, new: Result | None, old: Result | None) -> Comparison:
+    if new is None or old is None:
+        which = "old" if new is None else "new"
+        return Comparison(trial, f"only in the {which} results")
     after, before = new.interval("step_s"), old.interval("step_s")
-    if after is None or before is None:
-        verdict = Verdict.STILL_NOT_OK if after is None else Verdict.NEWLY_OK
-        verdict = verdict if before is None else Verdict.NEWLY_FAILED
-        return Comparison(new.trial, verdict)
-    verdict = Verdict.FASTER if after.high < before.low else Verdict.OPEN
-    verdict = Verdict.SLOWER if after.low > before.high else verdict
-    return Comparison(new.trial, verdict, after.over(before))
+    if after is None:
+        verdict = "not ok, as before" if before is None else _NEWLY_FAILED
+    elif before is None:
+        verdict = "ok, and was not before"
+    elif after.high < before.low:
+        verdict = "faster"
+    else:
+        verdict = "slower" if after.low > before.high else "intervals overlap"
+    return Comparison(trial, verdict, after.over(before) if after and before else None)
 
 
 def differences(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
@@ -152,9 +148,6 @@ def differences(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
     return lines
 
 
-COLUMNS = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
-
-
 def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
     """Examples/s for each device, over those of the smallest comparable trial.
 
@@ -162,36 +155,27 @@ def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
     batch, or else the same batch for each tower. A trial of one tower, which reduces
     nothing, is comparable for each cross-tower op.
     """
-    rate = result.examples_per_s
-    for kind in (_batch_group, _rows_group):
-        alike = [
-            other
+    trial = result.trial
+
+    def is_alike(other: Trial, *, rows: bool) -> bool:
+        changes: dict[str, Any] = {"towers": trial.towers, "devices": trial.devices}
+        if rows:
+            changes["batch"] = other.batch // other.towers * trial.towers
+        if other.towers == 1:
+            changes["cross_tower_ops"] = trial.cross_tower_ops
+        return dataclasses.replace(other, **changes) == trial
+
+    for rows in (False, True):
+        rates = {
+            (other.trial.devices, other.trial.towers): other.examples_per_s
             for other in results
-            if other.examples_per_s is not None
-            and kind(other.trial) == kind(result.trial)
-            and (
-                other.trial.towers == 1
-                or other.trial.cross_tower_ops == result.trial.cross_tower_ops
-            )
-        ]
-        smallest = min(
-            alike, key=lambda x: (x.trial.devices, x.trial.towers), default=result
-        )
-        if rate and smallest.examples_per_s and smallest.trial != result.trial:
-            scale = smallest.trial.devices / result.trial.devices
-            return rate.over(smallest.examples_per_s).times(scale)
+            if other.examples_per_s and is_alike(other.trial, rows=rows)
+        }
+        size = min(rates, default=None)
+        if size and result.examples_per_s and size != (trial.devices, trial.towers):
+            ratio = result.examples_per_s.over(rates[size])
+            return ratio.times(size[0] / trial.devices)
     return None
-
-
-def _batch_group(trial: Trial) -> Trial:
-    return dataclasses.replace(
-        trial, towers=1, devices=1, cross_tower_ops="AllReduce()"
-    )
-
-
-def _rows_group(trial: Trial) -> Trial:
-    rows = trial.batch // trial.towers
-    return dataclasses.replace(_batch_group(trial), batch=rows)
 
 
 def over_hand(result: Result, results: Sequence[Result]) -> Interval | None:
@@ -217,52 +201,44 @@ class Results(list[Result], Shown):
 
     def tables(self, compared: Sequence[Comparison] = ()) -> tuple[Table, ...]:
         """The shown tables: results, trials without figures, and comparisons."""
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for result in self:
-            if result.status != "ok":
-                why = " ".join(str(result.record.get("error", "")).split())
-                trials = reasons.setdefault((result.status, why[:400]), [])
-                trials.append(result.trial.describe())
-        without = [(*reason, "; ".join(trials)) for reason, trials in reasons.items()]
-        verdicts = [
-            (c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict.value)
-            for c in compared
+        without = [
+            (x.trial.describe(), x.status, " ".join(x.record["error"].split())[:400])
+            for x in self
+            if x.status != "ok"
         ]
+        verdicts = [
+            (c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict) for c in compared
+        ]
+        head = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
+        rows = [self._row(x) for x in self if x.status != "not available"]
+        compared_head = ("trial", "new over old step time", "verdict")
         found = (
-            Table("Results", COLUMNS, tuple(cells_of(self))),
-            Table("Without figures", ("status", "why", "trials"), tuple(without)),
-            Table(
-                "Compared",
-                ("trial", "new over old step time", "verdict"),
-                tuple(verdicts),
-            ),
+            Table("Results", head, tuple(rows)),
+            Table("Without figures", ("trial", "status", "why"), tuple(without)),
+            Table("Compared", compared_head, tuple(verdicts)),
         )
         return found[:1] + tuple(table for table in found[1:] if table.rows)
 
-
-def cells_of(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """The cells of the table, a row for each trial, under `COLUMNS`."""
-    rows = []
-    for result in results:
-        step, rate = result.interval("step_s"), result.examples_per_s
-        cells = [result.status, *["-"] * 4]
-        if step is not None and rate is not None:
-            over = _cell(over_hand(result, results), "{:.2f}")
-            is_paired = over == "-" or "over_hand" in result.record
-            cells = [
-                _cell(step.times(1e3), "{:.3g}"),
-                f"{rate.median:,.0f}",
-                _cell(efficiency(result, results), "{:.2f}"),
-                over if is_paired else f"*{over}*",  # not of the same rounds
-                _cell(result.interval("communication"), "{:.1%}"),
-            ]
-        if result.status != "not available":
-            rows.append((result.trial.describe(), *cells))
-    return rows
+    def _row(self, result: Result) -> tuple[str, ...]:
+        name, rate = result.trial.describe(), result.examples_per_s
+        step = result.interval("step_s")
+        if step is None or rate is None:
+            return name, result.status, *["-"] * 4
+        over = _cell(over_hand(result, self), "{:.2f}")
+        if over != "-" and "over_hand" not in result.record:
+            over = f"*{over}*"  # not of the same rounds
+        return (
+            name,
+            _cell(step.times(1e3), "{:.3g}"),
+            f"{rate.median:,.0f}",
+            _cell(efficiency(result, self), "{:.2f}"),
+            over,
+            _cell(result.interval("communication"), "{:.1%}"),
+        )
 
 
 def _cell(value: Interval | None, form: str) -> str:
     if value is None:
         return "-"
-    low, high = form.format(value.low), form.format(value.high)
-    return f"{form.format(value.median)} [{low}, {high}]"
+    ends = (form.format(x) for x in (value.median, value.low, value.high))
+    return "{} [{}, {}]".format(*ends)

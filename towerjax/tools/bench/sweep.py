@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import tempfile
 from typing import Any
 
 from towerjax.loop.checkpoint.record import library_versions
-from towerjax.loop.progress import Display, display_here
+from towerjax.loop.progress import choose_display
 from towerjax.tools.bench.grid import Grid, Trial
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result, Results
@@ -44,11 +45,9 @@ def num_cores() -> int:
 
 def _processor() -> str:
     info = pathlib.Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    text = info.read_text() if info.is_file() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 _WORKER = (sys.executable, "-m", "towerjax.tools.bench.trials")
@@ -105,24 +104,22 @@ def sweep(
         "timing": dataclasses.asdict(timing),
     }
     file = RecordFile(path, "trial", about)
-    trials = {trial: dataclasses.asdict(trial) for trial in grid.trials()}
-    known = {trial: file.get(key) for trial, key in trials.items()}
+    trials = grid.trials()
+    known = {trial: file.get(dataclasses.asdict(trial)) for trial in trials}
     todo = [
         trial
         for trial, record in known.items()
         if record is None or (retry_failed and record["status"] != "ok")
     ]
-    # Not `choose_display`, which starts JAX's devices: the workers need them.
-    display = Display() if progress is False else display_here(bar=bool(progress))
-    done = len(trials) - len(todo)
-    with contextlib.closing(SweepBar(display, len(trials), done, "trial")) as bar:
+    # Without `job`, which starts JAX's devices: the workers need them.
+    with contextlib.closing(choose_display(progress, job=False)) as display:
+        bar = SweepBar(display, len(trials), len(trials) - len(todo), "trial")
         for trial in todo:
             bar.start(trial.describe())
-            found = _measure(trial, timing, trial_timeout_s)
-            known[trial] = file.add({"trial": trials[trial], **found})
-            note = f"{trial.describe()}: {found['status']}: "
+            known[trial] = found = file.add(_measure(trial, timing, trial_timeout_s))
             error = str(found.get("error", "")).partition("\n")[0]
-            bar.end(note + error if error else "")
+            note = f"{trial.describe()}: {found['status']}: {error}"
+            bar.end(note if error else "")
     return Results(Result.of(record) for record in known.values() if record)
 
 
@@ -140,17 +137,17 @@ def _measure(trial: Trial, timing: TimingProtocol, timeout_s: float) -> dict[str
                 env=worker_environ(dict(os.environ), trial),
                 timeout=timeout_s,
             )
-        except subprocess.TimeoutExpired:
-            why = f"took longer than {timeout_s:g} s and was ended"
-        else:
             if done.returncode == 0:
-                return json.loads(record.read_text())
+                return {"trial": job["trial"], **json.loads(record.read_text())}
             why = f"ended with exit code {done.returncode}"
             if done.returncode < 0:
                 why = f"was ended by {signal.Signals(-done.returncode).name}"
+        except subprocess.TimeoutExpired:
+            why = f"took longer than {timeout_s:g} s and was ended"
         output.seek(max(0, output.seek(0, os.SEEK_END) - _KEPT_BYTES))
         last = output.read().decode(errors="replace").strip()
-    return {"status": "failed", "error": f"{why}. Last it said: {last}"}
+    error = f"{why}. Last it said: {last}"
+    return {"trial": job["trial"], "status": "failed", "error": error}
 
 
 # glibc returns large blocks to the system at once or not, by chance; fresh pages can
@@ -165,9 +162,8 @@ _MALLOC_SETTINGS = {
 def worker_environ(environ: dict[str, str], trial: Trial) -> dict[str, str]:
     """The environment of a worker: CPU devices, compilation cache, memory."""
     caches = environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
-    folder = str(pathlib.Path(caches) / "towerjax" / "bench")
     return {
-        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(caches, "towerjax", "bench"),
         **_MALLOC_SETTINGS,
         **environ,
         "JAX_NUM_CPU_DEVICES": str(trial.devices),

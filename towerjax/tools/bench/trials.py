@@ -1,69 +1,245 @@
-"""Measure one trial, its contenders in turns, in the process of a worker."""
+"""Build the steps of a trial, and measure them in turns, in a worker's process."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
 
 from towerjax.collectives.choose import parse_ops
-from towerjax.tools.bench.baseline import (
-    CHAIN,
-    Contender,
-    Work,
-    bare_reduction,
-    by_hand,
-    by_jit,
-    by_pmap,
-    by_towerjax,
-)
+from towerjax.data.shard import split_rows
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.checking import Check
+from towerjax.step.train import build_train_step
+from towerjax.tools.bench import protocol
 from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.models import find_model
-from towerjax.tools.bench.protocol import (
-    TimingProtocol,
-    calls_in,
-    in_turns,
-    interval_of_median,
-)
+from towerjax.tools.bench.models import Model, find_model
+from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.shell import resolve
+from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
+from towerjax.types import Layout, PyTree
+
+LEARNING_RATE, MOMENTUM = 0.01, 0.9
+_OUT = (Layout.MIRRORED, Layout.MIRRORED)
+
+
+@dataclasses.dataclass
+class Contender:
+    """A compiled step and its state."""
+
+    call: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
+    state: Any
+    batch: Any  # on the devices
+    compile_seconds: float  # of tracing, proving (by towerjax) and compiling
+    loss: Any = None  # the loss of the last call
+    program: str = ""  # the compiled HLO, for a step built by towerjax
+
+    def run(self) -> Any:
+        """Dispatch one call."""
+        self.state, self.loss = self.call(self.state, self.batch)
+        return self.state, self.loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The model, batch and options of a step.
+
+    All contenders have the same optimizer, of one formula in every framework.
+    """
+
+    model: Model
+    params: PyTree  # on the host
+    batch: PyTree  # on the host
+    micro_batches: int = 1  # A
+    steps_per_call: int = 1  # K, each of the same batch
+    optimizer: optax.GradientTransformation = dataclasses.field(
+        default_factory=lambda: optax.sgd(LEARNING_RATE, MOMENTUM)
+    )
+
+    def train(
+        self, state: Any, batch: PyTree, mean: Callable[[PyTree], PyTree]
+    ) -> tuple[Any, jax.Array]:
+        """One step as users write it with JAX and optax alone."""
+        params, opt_state = state
+
+        def loss_fn(params: PyTree, rows: PyTree) -> jax.Array:
+            return self.model.losses(params, rows).mean()
+
+        value_and_grad = jax.value_and_grad(loss_fn)
+        if self.micro_batches == 1:
+            found = value_and_grad(params, batch)
+        else:
+            zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+
+            def add(total: PyTree, rows: PyTree) -> tuple[PyTree, None]:
+                return jax.tree.map(lax.add, total, value_and_grad(params, rows)), None
+
+            total, _ = lax.scan(add, zeros, split_rows(batch, self.micro_batches))
+            found = jax.tree.map(lambda x: x / self.micro_batches, total)
+        loss, grads = mean(found)
+        updates, opt_state = self.optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def init(self) -> Any:
+        """The first state of `train`."""
+        return self.params, self.optimizer.init(self.params)
+
+
+def by_hand(work: Work, placement: Placement, *, use_jit: bool = False) -> Contender:
+    """``jit(shard_map(...))`` with ``pmean(gradients)``, as users write it.
+
+    With ``use_jit`` plain ``jit`` of the global step with sharded inputs.
+    """
+
+    def mean(value: PyTree) -> PyTree:
+        is_sent = placement.num_devices > 1 and not use_jit
+        return lax.pmean(value, DEVICE_AXIS) if is_sent else value
+
+    step: Any = functools.partial(work.train, mean=mean)
+    host_batch, layout = work.batch, Layout.PER_TOWER
+    if work.steps_per_call > 1:
+        layout, copies = Layout.PER_TOWER_STEPS, [work.batch] * work.steps_per_call
+        host_batch = jax.tree.map(lambda *leaves: np.stack(leaves), *copies)
+        step = functools.partial(lax.scan, step)
+    layouts = (Layout.MIRRORED, layout)
+    state = place(work.init(), placement, Layout.MIRRORED)
+    batch = place(host_batch, placement, layout)
+    if not use_jit:
+        step = over_devices(step, placement, layouts, _OUT)
+    return _compiled(step, placement, layouts, (state, batch))
+
+
+def _compiled(
+    fn: Any, placement: Placement, layouts: tuple[Layout, ...], args: tuple[Any, Any]
+) -> Contender:
+    start = time.perf_counter()
+    ins, outs = jax.tree.map(placement.sharding, (layouts, _OUT))
+    jitted = jax.jit(fn, in_shardings=ins, out_shardings=outs, donate_argnums=0)
+    call = jitted.lower(*map(shapes_of, args)).compile()
+    return Contender(call, *args, time.perf_counter() - start)
+
+
+def by_pmap(work: Work, placement: Placement) -> Contender:
+    """``jax.pmap`` as users wrote it: a copy of the state on each device."""
+    num_devices, axis = placement.num_devices, "device"
+
+    def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
+        return work.train(state, batch, lambda value: lax.pmean(value, axis))
+
+    copies = jax.tree.map(lambda x: np.stack([x] * num_devices), work.init())
+    args = copies, split_rows(work.batch, num_devices)
+    devices = list(placement.jax_devices)
+    start = time.perf_counter()
+    pmapped = jax.pmap(step, axis_name=axis, devices=devices, donate_argnums=(0,))
+    call = pmapped.lower(*args).compile()
+    seconds = time.perf_counter() - start
+    state, batch = jax.device_put(args, call.input_shardings[0])
+    return Contender(call, state, batch, seconds)
+
+
+def by_towerjax(
+    work: Work, strategy: Strategy, *, check: Check | None = None
+) -> Contender:
+    """The step, built by towerjax."""
+
+    def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
+        return Weighted.mean(work.model.losses(params, batch), tower.weight)
+
+    step = build_train_step(
+        loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches, check=check
+    )
+    state, steps, call = step.init(work.params), work.steps_per_call, step
+    if steps > 1:
+        batch, call = step.place_batches([work.batch] * steps, steps), step.dispatch
+    else:
+        batch = step.place_batch(work.batch)
+    start = time.perf_counter()
+    program = step.program(state, batch)
+    seconds = time.perf_counter() - start
+
+    def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        # As `run` calls it: verdicts are read later, once they are there.
+        state, metrics, *_ = call(state, batch)
+        return state, metrics["loss"]
+
+    return Contender(run, state, batch, seconds, program=program.call.as_text())
+
+
+CHAIN = 8
+
+
+def bare_reduction(work: Work, strategy: Strategy) -> Contender:
+    """The communication of a step alone, `CHAIN` times, one after the other.
+
+    Sums a tree like the gradients and a loss over all towers, by the strategy's op;
+    each sum takes the result of the one before, so that XLA can merge or drop none.
+    """
+    placement, ops = strategy.placement, strategy.cross_tower_ops
+    axes = placement.axes
+    # A factor for each tower: pmap needs an argument that is split.
+    layouts = (Layout.MIRRORED, Layout.PER_TOWER)
+
+    def each_tower(x: jax.Array) -> jax.Array:
+        return lax.broadcast(x, (axes.num_local,))
+
+    def device_fn(tree: PyTree, factors: jax.Array) -> tuple[PyTree, jax.Array]:
+        for _ in range(CHAIN):
+            tree = jax.tree.map(lambda x: x * factors[0].astype(x.dtype), tree)
+            sent = jax.tree.map(each_tower, tree) if ops.needs_every_tower else tree
+            tree = lax.optimization_barrier(ops.sum_over_towers(sent, axes).tree())
+        return tree, jax.tree.leaves(tree)[0].ravel()[0]
+
+    tree = place((work.params, np.float32(0)), placement, Layout.MIRRORED)
+    factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
+    factors = place(factors, placement, Layout.PER_TOWER)
+    fn = over_devices(device_fn, placement, layouts, _OUT)
+    return _compiled(fn, placement, layouts, (tree, factors))
+
 
 NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_PEERS = {"jit": functools.partial(by_hand, use_jit=True), "pmap": by_pmap}
 
 
 def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``."""
-    events: list[str] = []
+    strategy, work, events = strategy_of(trial), work_of(trial, timing.seed), []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    strategy, work = strategy_of(trial), work_of(trial, timing.seed)
-    if trial.by == "towerjax":
+    is_ours = trial.by == "towerjax"
+    if is_ours:
         own = by_towerjax(work, strategy)
     else:
-        own = {"jit": by_jit, "pmap": by_pmap}[trial.by](work, strategy.placement)
-    contenders, from_cache = {trial.by: own}, _CACHE_HIT in events
+        own = _PEERS[trial.by](work, strategy.placement)
+    contenders, from_cache = {"own": own}, _CACHE_HIT in events
     contenders["hand"] = by_hand(work, strategy.placement)
-    if trial.by == "towerjax" and trial.devices > 1:
+    if is_ours and trial.devices > 1:
         contenders["communication"] = bare_reduction(work, strategy)
     losses = first_losses(own)
     check_losses(losses, first_losses(contenders["hand"]), trial)
     timed = list(contenders.values())
-    calls = calls_in(timing.seconds_per_round, timed, timing.warmup_calls)
-    table = in_turns(timed, rounds=timing.rounds, calls=calls, trim=timing.trim)
-    names = ["own", *list(contenders)[1:]]
+    calls = protocol.calls_in(timing.seconds_per_round, timed, timing.warmup_calls)
+    table = protocol.in_turns(
+        timed, rounds=timing.rounds, calls=calls, trim=timing.trim
+    )
     return {
         "device": jax.devices()[0].device_kind,
         "compile_s": own.compile_seconds,
         "from_cache": from_cache,
         "calls": calls,
         "losses": losses,
-        **figures(table, names, trial.steps_per_call, timing),
+        **figures(table, list(contenders), trial.steps_per_call, timing),
     }
 
 
@@ -74,13 +250,13 @@ def figures(
     own = table[:, 0] / steps
     values = {"step_s": own[:, 0], "return_s": own[:, 1]}
     if "hand" in names:
-        hand = table[:, names.index("hand")] / steps
-        values |= {"hand_s": hand[:, 0], "over_hand": own[:, 0] / hand[:, 0]}
+        hand = table[:, names.index("hand"), 0] / steps
+        values |= {"hand_s": hand, "over_hand": own[:, 0] / hand}
     if "communication" in names:
         bare = table[:, names.index("communication"), 0] / CHAIN
         values["communication"] = bare / own[:, 0]
     found: dict[str, Any] = {
-        name: dataclasses.asdict(interval_of_median(list(x), timing.confidence))
+        name: dataclasses.asdict(protocol.interval_of_median(x, timing.confidence))
         for name, x in values.items()
     }
     return {**found, "rounds_s": own[:, 0].tolist()}
@@ -116,7 +292,8 @@ def work_of(trial: Trial, seed: int) -> Work:
             f" {shares}."
         )
     model = find_model(trial.model, trial.dtype)
-    params, batch = model.init(seed), model.make_batch(seed + 1, trial.batch)
+    params = jax.tree.map(np.asarray, model.init(seed))  # contenders donate theirs
+    batch = model.make_batch(seed + 1, trial.batch)
     return Work(model, params, batch, trial.micro_batches, trial.steps_per_call)
 
 
@@ -140,12 +317,12 @@ def check_losses(
 ) -> None:
     """Raise unless both have the same losses, and so the same computation."""
     rtol = _TOLERANCE[trial.dtype]
-    first = list(zip(losses, expected, strict=False))[:NUM_LOSSES]
-    if not np.allclose(*np.array(first).T, rtol=rtol, atol=0):
+    got, want = list(losses)[:NUM_LOSSES], list(expected)[:NUM_LOSSES]
+    if not np.allclose(got, want, rtol=rtol, atol=0):
         raise ValueError(
-            f"{trial.by} has the losses {losses[:NUM_LOSSES]} in its first steps, and"
-            f" the hand-written step {list(expected)[:NUM_LOSSES]}: not the same"
-            f" computation within {rtol}, so their times are not compared."
+            f"{trial.by} has the losses {got} in its first steps, and the hand-written"
+            f" step {want}: not the same computation within {rtol}, so their times are"
+            " not compared."
         )
 
 
@@ -158,18 +335,15 @@ def main() -> None:
 
 def run_recorded(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Run a trial; return its record, also if it failed."""
-    start, load_before = time.perf_counter(), round(os.getloadavg()[0], 2)
+    start, load = time.perf_counter(), round(os.getloadavg()[0], 2)
     try:
-        if ":" in trial.by:
-            found = {"status": "ok", **resolve(trial.by)(trial, timing)}
-        else:
-            found = {"status": "ok", **run_trial(trial, timing)}
+        run = resolve(trial.by) if ":" in trial.by else run_trial
+        found = {"status": "ok", **run(trial, timing)}
     except Exception as error:  # any error is recorded, and the sweep continues
         is_there = not isinstance(error, ModuleNotFoundError | NotImplementedError)
         status = "failed" if is_there else "not available"
         found = {"status": status, "error": f"{type(error).__name__}: {error}"}
-    seconds = round(time.perf_counter() - start, 3)
-    return {**found, "seconds": seconds, "load": load_before}
+    return {**found, "seconds": round(time.perf_counter() - start, 3), "load": load}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from towerjax.loop.progress import Display, format_seconds
 from towerjax.loop.writers import append_line, as_json, read_lines
 
 Line: TypeAlias = dict[str, Any]
+Config: TypeAlias = dict[str, Any]
 
 
 class RecordFile:
@@ -25,12 +26,15 @@ class RecordFile:
         self.path = None if path is None else pathlib.Path(path)
         self.key, self.about = key, about
         self._records: dict[str, Line] = {}
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path is not None and self.path.exists():
-            self._records, size = _read_file(self.path, key)
-            for record in self._records.values():
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            size = 0
+            for record, length in read_lines(self.path, key, "a sweep"):
                 self._check_same(record)
+                self._records[key_text(record[key])] = record
+                size += length
             if size < self.path.stat().st_size:
                 os.truncate(self.path, size)
 
@@ -42,13 +46,9 @@ class RecordFile:
                     f" sweep has {value}. Use another path."
                 )
 
-    def get(self, key: Any) -> Line | None:
+    def get(self, key: Any) -> Any:
         """The record with that key, or None."""
         return self._records.get(key_text(key))
-
-    def __getitem__(self, key: Any) -> Line:
-        """The record with that key, which there must be."""
-        return self._records[key_text(key)]
 
     def add(self, record: Line) -> Line:
         """Append a record to the file; return it as the file has it."""
@@ -58,20 +58,6 @@ class RecordFile:
                 append_line(file, record)
         self._records[key_text(record[self.key])] = record
         return record
-
-
-def read_records(path: str | os.PathLike[str], key: str) -> list[Line]:
-    """The records in a file, the last of each key, without a torn last line."""
-    return list(_read_file(pathlib.Path(path), key)[0].values())
-
-
-def _read_file(path: pathlib.Path, key: str) -> tuple[dict[str, Line], int]:
-    """The records by key, and the number of bytes of all whole lines."""
-    found, size = {}, 0
-    for record, length in read_lines(path, key, "a sweep"):
-        found[key_text(record[key])] = record
-        size += length
-    return found, size
 
 
 def key_text(key: Any) -> str:
@@ -90,14 +76,13 @@ class SweepBar:
 
     def start(self, text: str) -> None:
         """Show that a result is begun."""
-        here = self._done - self._before
+        here, left = self._done - self._before, self._total - self._done
         number = min(self._done + 1, self._total)
-        words = [f"{self._what} {number}/{self._total}  {text}"]
-        if 0 < here and self._done < self._total:
+        text = f"{self._what} {number}/{self._total}  {text}"
+        if here and left:
             each_s = (time.monotonic() - self._start_s) / here
-            left_s = each_s * (self._total - self._done)
-            words.append(f"{format_seconds(left_s)} left")
-        self._display.show(self._done, self._total, "  ".join(words))
+            text += f"  {format_seconds(each_s * left)} left"
+        self._display.show(self._done, self._total, text)
 
     def end(self, note: str = "") -> None:
         """Count a result as done."""
@@ -106,7 +91,3 @@ class SweepBar:
             self._display.note(note)
         if self._done == self._total:
             self.start("done")
-
-    def close(self) -> None:
-        """End the display."""
-        self._display.close()

@@ -1,13 +1,12 @@
 """The results of a sweep: a table, the best member, learning curves."""
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from towerjax.tools.sweep.grid import Config
+from towerjax.tools.sweep.record_file import Config
 from towerjax.types.options import check_choice, require
 from towerjax.types.tables import Shown, Table
 
@@ -37,8 +36,7 @@ class Member:
         """Make a member from the record of a configuration, in which inf is a text."""
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
         found = {name: _to_numbers(x)[()] for name, x in record["evaluation"].items()}
-        about = record["order"], record["seconds"]
-        return cls(config, metrics, found, *about)
+        return cls(config, metrics, found, record["order"], record["seconds"])
 
     @property
     def final(self) -> dict[str, Any]:
@@ -75,10 +73,9 @@ class Sweep(Shown):
         rows = self.rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)  # these last
-        cells = [[row.get(name, "") for name in names] for row in rows]
         texts = [
-            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row)
-            for row in cells
+            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells)
+            for cells in ([row.get(name, "") for name in names] for row in rows)
         ]
         return (Table(f"{len(rows)} members", tuple(names), tuple(texts)),)
 
@@ -103,8 +100,8 @@ class Sweep(Shown):
         Raises:
           ValueError: pandas is not installed.
         """
-        needs = "to_pandas(), which gives what rows() does,"
-        return require("pandas", needs, "pandas").DataFrame(self.rows())
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
+        return pandas.DataFrame(self.rows())
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
         """The member whose last number is best; no number or one not finite is worst.
@@ -121,15 +118,11 @@ class Sweep(Shown):
         """
         check_choice("mode", mode, ("min", "max"))
         finals = [member.final for member in self.members]
-        self._check_name(metric, *finals)
+        check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
         sign = 1 if mode == "min" else -1
         costs = [sign * float(final.get(metric, np.nan)) for final in finals]
         costs = np.where(np.isfinite(costs), costs, np.inf)
         return self.members[int(costs.argmin())]
-
-    def _check_name(self, name: str, *of_each: Iterable[str]) -> None:
-        if name not in (names := dict.fromkeys(itertools.chain(*of_each))):
-            raise ValueError(f"{name!r} is none of {', '.join(names)}.")
 
     def curves(
         self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
@@ -146,16 +139,20 @@ class Sweep(Shown):
         Raises:
           ValueError: There is no such name.
         """
-        self._check_name(metric, *(member.metrics for member in self.members))
-        over, configs = [over] if isinstance(over, str) else over, self.configs
+        names = {name: 0 for member in self.members for name in member.metrics}
+        check_choice("metric", metric, list(names))
+        over, first = [over] if isinstance(over, str) else over, self.configs[0]
         for name in over:
-            self._check_name(name, configs[0])
-        differ = [k for k in configs[0] if any(c[k] != configs[0][k] for c in configs)]
-        names = [name for name in differ if name not in over]
+            check_choice("over", name, list(first))
+        shown = [
+            name
+            for name, value in first.items()
+            if name not in over and any(c[name] != value for c in self.configs)
+        ]
         found: dict[str, list[np.ndarray]] = {}
         for member in self.members:
-            label = ", ".join(f"{name}={member.config[name]}" for name in names)
             if metric in member.metrics:
+                label = ", ".join(f"{name}={member.config[name]}" for name in shown)
                 found.setdefault(label, []).append(member.metrics[metric])
         return {label: np.stack(rows) for label, rows in found.items()}
 

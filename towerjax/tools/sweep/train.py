@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -19,11 +20,17 @@ from towerjax.step.members import MembersStep
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.bench.protocol import in_turns
-from towerjax.tools.sweep.grid import Config, configs_of, traced_names
-from towerjax.tools.sweep.record_file import Line, RecordFile, SweepBar
+from towerjax.tools.sweep.record_file import (
+    Config,
+    Line,
+    RecordFile,
+    SweepBar,
+    key_text,
+)
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.leaves import held_dtype
+from towerjax.types.options import check_choice, check_function, is_whole
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -114,8 +121,8 @@ def sweep(
         fixed = {k: x for k, x in config.items() if k not in traced}
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
     done = sum(file.get(config) is not None for config in configs)
-    display = choose_display(progress)
-    with contextlib.closing(SweepBar(display, len(configs), done, "member")) as bar:
+    with contextlib.closing(choose_display(progress)) as display:
+        bar = SweepBar(display, len(configs), done, "member")
         for fixed, members in programs.values():
             todo = [config for config in members if file.get(config) is None]
             known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
@@ -128,7 +135,62 @@ def sweep(
                 for record in program.train_members(todo, chosen) if todo else ():
                     file.add(record)
                     bar.end()
-    return Sweep(tuple(Member.of(file[config], config) for config in configs))
+    return Sweep(tuple(Member.of(file.get(config), config) for config in configs))
+
+
+def configs_of(grid: Any) -> list[Config]:
+    """The configurations of a grid, checked, each once."""
+    if isinstance(grid, Mapping):
+        for name, values in grid.items():
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise ValueError(
+                    f"grid: {name}={values!r} must be a list, [{values!r}]."
+                )
+        product = itertools.product(*grid.values())
+        grid = [dict(zip(grid, values, strict=True)) for values in product]
+    configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
+    if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
+        raise ValueError(
+            "grid must be {name: [values]}, or a list of configurations that all have"
+            f" the same names; it has {len(configs)}, with {list(map(list, configs))}."
+        )
+    return list({key_text(config): config for config in configs}.values())
+
+
+def _as_plain(name: str, value: Any) -> Any:
+    if isinstance(value, np.generic | jax.Array) and not value.ndim:
+        value = value.item()
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError(
+            f"grid: {name}={value!r} is a {type(value).__name__}. Configurations are"
+            " numbers, texts, bools and None, which a file of results can name: write a"
+            " text, and look the rest up in build."
+        )
+    return value
+
+
+def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
+    """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
+    if isinstance(static, str):
+        raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
+    for name in (static := list(static)):
+        check_choice("static", name, list(configs[0]))
+    found = {}
+    for name in configs[0]:
+        values = [config[name] for config in configs]
+        if name not in static and all(
+            isinstance(x, float) or is_whole(x) for x in values
+        ):
+            has_float = any(isinstance(x, float) for x in values)
+            found[name] = held_dtype(float if has_float else int)
+            try:
+                np.array(values, found[name])
+            except OverflowError as error:
+                raise ValueError(
+                    f"grid: {name} has numbers that {found[name]} does not hold:"
+                    f" {error}. Write smaller ones, or static=[{name!r}]."
+                ) from error
+    return found
 
 
 @contextlib.contextmanager
@@ -173,7 +235,7 @@ class _Program:
         order = order if len(members) > 1 else "alone"
         alone, together = (MembersStep(self._build_step, x) for x in (each[0], numbers))
         if order == "fastest":
-            both = _Contender(self, together, numbers), _Contender(self, alone, each[0])
+            both = [self._timed(together, numbers), self._timed(alone, each[0])]
             in_turns(both, rounds=1, calls=1)  # compiles
             times = in_turns(both, rounds=_ROUNDS, calls=1)[:, :, 0].min(axis=0)
             is_faster = times[0] < len(members) * times[1]
@@ -184,24 +246,33 @@ class _Program:
         for one, config in zip(each, members, strict=True):
             yield from self._train_and_record(alone, one, [config], order)
 
-    def run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
-        """Run all steps, or the first few calls; return ``(state, history)``."""
+    def _timed(self, step: MembersStep, numbers: Any) -> Any:
+        """An order of training to time: ``run()`` does a few more calls of the step."""
+        state = step.begin(numbers)
+
+        def few() -> Any:
+            nonlocal state
+            state, _ = self._run(step, state, _MEASURED_STEPS * self.steps_per_call)
+            return state
+
+        return types.SimpleNamespace(run=few)
+
+    def _run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
+        """Run all steps, or the first few; return ``(state, history)``."""
         source, steps = self.source, self.steps
         batches: Any = as_reusable("batches", source, "every training needs all of it")
         if callable(batches):
             batches = batches(**(self.fixed if batches is source else {}))
-        per_call = self.steps_per_call
         if few is not None:
-            batches, steps = list(itertools.islice(batches, few * per_call)), None
-        return run(
-            step, state, batches, steps=steps, steps_per_call=per_call, progress=False
-        )
+            batches, steps = list(itertools.islice(batches, few)), None
+        options = {"steps": steps, "steps_per_call": self.steps_per_call}
+        return run(step, state, batches, **options, progress=False)
 
     def _train_and_record(
         self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
     ) -> Iterator[Line]:
         start_s = time.perf_counter()
-        state, history = self.run(step, step.begin(numbers))
+        state, history = self._run(step, step.begin(numbers))
         seconds = (time.perf_counter() - start_s) / len(configs)
         for i, config in enumerate(configs):
             own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
@@ -227,27 +298,10 @@ class _Program:
 
     def _build_step(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
         built = self.build(**self.fixed, **numbers)
-        if not (
-            isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], Step)
-        ):
-            raise ValueError(
-                f"build returned {built!r}; it returns (step, state): a step of"
-                " tj.build_train_step or tj.build_step, and step.init(...)."
-            )
-        return built
-
-
-@dataclasses.dataclass
-class _Contender:
-    """An order of training to time: `run` continues it by a few calls of the step."""
-
-    program: _Program
-    step: MembersStep
-    numbers: Any
-    state: Any = None
-
-    def run(self) -> Any:
-        """Do a few calls."""
-        state = self.step.begin(self.numbers) if self.state is None else self.state
-        self.state, _ = self.program.run(self.step, state, _MEASURED_STEPS)
-        return self.state
+        match built:
+            case Step(), _:
+                return built
+        raise ValueError(
+            f"build returned {built!r}; it returns (step, state): a step of"
+            " tj.build_train_step or tj.build_step, and step.init(...)."
+        )

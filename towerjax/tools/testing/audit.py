@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from towerjax.data import feed
+from towerjax.step.state import TrainState
 from towerjax.step.train import TrainStep, build_train_step
 from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
@@ -104,7 +105,7 @@ class SplitError(Portable, AssertionError):
 
 
 # By the names of dtypes in a jaxpr: eight times the dtype's epsilon.
-_RTOLS = {"f16[": 8 * 2.0**-10, "bf16[": 8 * 2.0**-7}
+_RTOLS = {":f16[": 8 * 2.0**-10, ":bf16[": 8 * 2.0**-7}
 
 
 def assert_replicates(
@@ -176,39 +177,42 @@ def assert_replicates(
     towers, examples = check_wholes("towers", towers), len(feed.batches(batch, 1))
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
-    if isinstance(rng, str) and rng != "ignore":
+    ignores = isinstance(rng, str)
+    if ignores and rng != "ignore":
         raise ValueError(
             f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
         )
-    state = {"local": local, "extra": extra}
-    audited = _Audit(loss_fn, params, state, loss_reduction, padding, examples)
-    key = jax.random.key(0) if rng is None or isinstance(rng, str) else rng
+    key: Any = jax.random.key(0) if rng is None or ignores else rng
+    audited = _Audit(
+        loss_fn, params, local, extra, loss_reduction, padding, examples, key
+    )
     permuted = next(feed.batches(batch, examples, seed=0))
-    batches = {"in order": batch, "permuted": permuted}
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
-        expected = audited.run(alone, batch, key)
+        expected = audited.run(alone, batch)
         _refuse_nonfinite(expected)
-        random = frozenset()
-        if isinstance(rng, str):
-            other = audited.run(alone, batch, jax.random.fold_in(key, 1))
-            random = frozenset(x for x in expected if _gap(other[x], expected[x]) > 0)
-        if random == expected.keys():
-            raise ValueError(
-                "rng='ignore' leaves nothing to compare: every leaf changes with"
-                " tower.rng. Switch the random part off for the audit, for instance"
-                " with deterministic=True, or draw from keys that lie in the batch."
-            )
-        runs = {
-            (number, name): audited.run(step, rows, key)
-            for number, step in (
-                (n, alone if n == 1 else audited.step(n)) for n in towers
-            )
-            for name, rows in batches.items()
-        }
+        random = audited.random_leaves(alone, batch, expected) if ignores else set()
+        runs = {}
+        for number in towers:
+            step = alone if number == 1 else audited.step(number)
+            for split, rows in (("in order", batch), ("permuted", permuted)):
+                runs[number, split] = audited.run(step, rows)
         if rtol is None:
             rtol = audited.rtol(alone, batch)
-    return _build_report(expected, runs, random, rtol, examples, audited.left_out())
+    compared = sorted(expected.keys() - random)
+    found = [_worst_finding(name, runs, expected) for name in compared]
+    if bad := [finding for finding in found if finding.relative > rtol]:
+        raise SplitError(bad)
+    largest = max(found, key=lambda x: x.relative)
+    return AuditReport(
+        tuple(dict.fromkeys(towers)),
+        examples,
+        splits=len(runs),
+        compared=tuple(compared),
+        not_compared=(*sorted(random), *audited.left_out()),
+        largest=largest.relative,
+        largest_leaf=largest.leaf,
+    )
 
 
 def _keep(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
@@ -228,10 +232,12 @@ class _Audit:
 
     loss_fn: LossFn
     params: PyTree
-    state: dict[str, PyTree]  # local and extra
+    local: PyTree
+    extra: PyTree
     reduction: Reduction | None
     padding: bool
     examples: int
+    key: jax.Array
 
     def step(self, towers: int) -> TrainStep:
         """A train step of ``towers`` towers, which have unequally many rows."""
@@ -248,11 +254,13 @@ class _Audit:
             step.expect_batch_rows([towers * (self.examples // towers + 1)])
         return step
 
-    def run(
-        self, step: TrainStep, batch: PyTree, key: jax.Array
-    ) -> dict[str, np.ndarray]:
+    def init(self, step: TrainStep) -> TrainState:
+        """The state before the step."""
+        return step.init(self.params, rng=self.key, local=self.local, extra=self.extra)
+
+    def run(self, step: TrainStep, batch: PyTree) -> dict[str, np.ndarray]:
         """Gradient, loss, metrics and other state after one step, by leaf name."""
-        state, metrics = step(step.init(self.params, rng=key, **self.state), batch)
+        state, metrics = step(self.init(step), batch)
         found = named_leaves("gradient", state.opt_state)
         found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
         found += named_leaves("extra", state.extra)
@@ -261,102 +269,73 @@ class _Audit:
                 found += named_leaves(name, read_local(variable))
         return {name: _as_reals(x) for name, x in found if not is_key(x)}
 
-    def left_out(self) -> tuple[str, ...]:
+    def random_leaves(
+        self, step: TrainStep, batch: PyTree, expected: Mapping[str, np.ndarray]
+    ) -> set[str]:
+        """The names of the leaves that another key changes."""
+        other = dataclasses.replace(self, key=jax.random.fold_in(self.key, 1))
+        drawn = other.run(step, batch)
+        random = {name for name, x in expected.items() if gaps(drawn[name], x).any()}
+        if random == expected.keys():
+            raise ValueError(
+                "rng='ignore' leaves nothing to compare: every leaf changes with"
+                " tower.rng. Switch the random part off for the audit, for instance"
+                " with deterministic=True, or draw from keys that lie in the batch."
+            )
+        return random
+
+    def left_out(self) -> list[str]:
         """Names of the leaves of the state that have no one value to compare."""
-        local, extra = self.state["local"], named_leaves("extra", self.state["extra"])
-        return (
-            *(
-                name
-                for path, variable in named_leaves("local", local, is_leaf=is_local)
-                for name, x in named_leaves(path, variable.value)
-                if variable.reduction is Reduction.NONE or is_key(x)
-            ),
-            *(name for name, x in extra if is_key(x)),
-        )
+        found = [(name, x, True) for name, x in named_leaves("extra", self.extra)]
+        for path, variable in named_leaves("local", self.local, is_leaf=is_local):
+            has_one = variable.reduction is not Reduction.NONE
+            found += [(*leaf, has_one) for leaf in named_leaves(path, variable.value)]
+        return [name for name, x, has_one in found if is_key(x) or not has_one]
 
     def rtol(self, step: TrainStep, batch: PyTree) -> float:
         """The tolerance for rounding, by the narrowest dtype of the traced step."""
-        state = step.init(self.params, **self.state)
-        text = str(step.program(state, batch).jaxpr)
-        return max(
-            [1e-4, *(rtol for name, rtol in _RTOLS.items() if f":{name}" in text)]
-        )
+        text = str(step.program(self.init(step), batch).jaxpr)
+        return max([1e-4, *(rtol for dtype, rtol in _RTOLS.items() if dtype in text)])
 
 
-def _build_report(
-    expected: Mapping[str, np.ndarray],
+def _worst_finding(
+    name: str,
     runs: Mapping[tuple[int, str], Mapping[str, np.ndarray]],
-    random: frozenset[str],
-    rtol: float,
-    examples: int,
-    left_out: tuple[str, ...],
-) -> AuditReport:
-    """The report; raise if a leaf differs from its value on one tower."""
-    compared = tuple(sorted(expected.keys() - random))
-    sizes = _sizes([expected, *runs.values()])
-    found = []
-    for name in compared:
-        want, size = expected[name], sizes[name]
-        each = [_finding(name, run, x[name], want, size) for run, x in runs.items()]
-        found.append(max(each, key=lambda finding: finding.difference))
-    if bad := [x for x in found if x.relative > rtol]:
-        raise SplitError(bad)
-    largest = max(found, key=lambda x: x.relative)
-    return AuditReport(
-        towers=tuple(dict.fromkeys(number for number, _ in runs)),
-        examples=examples,
-        splits=len(runs),
-        compared=compared,
-        not_compared=(*sorted(random), *left_out),
-        largest=largest.relative,
-        largest_leaf=largest.leaf,
-    )
-
-
-def _sizes(runs: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Each leaf's largest value, by which differences are divided.
-
-    A gradient that is 0 up to rounding has the error of the others and of the loss.
-    """
-    sizes = {
-        name: max(np.abs(x[name][np.isfinite(x[name])]).max(initial=0) for x in runs)
-        for name in runs[0]
-    }
-    gradients = [size for name, size in sizes.items() if name.startswith("gradient")]
-    least = max(0.01 * max(gradients), 0.001 * sizes["loss"])
-    return {
-        name: max(size, least) if name.startswith("gradient") else size
-        for name, size in sizes.items()
-    }
-
-
-def _gap(got: np.ndarray, want: np.ndarray) -> float:
-    if got.shape != want.shape:
-        return np.inf
-    return float(gaps(got, want).max(initial=0.0))
-
-
-def _finding(
-    name: str, run: tuple[int, str], got: np.ndarray, want: np.ndarray, size: float
+    expected: Mapping[str, np.ndarray],
 ) -> Finding:
-    gap, element = _gap(got, want), (np.nan, np.nan)
-    if got.shape == want.shape and got.size:
-        at = np.unravel_index(np.argmax(gaps(got, want)), got.shape)
-        element = got[at], want[at]
-    return Finding(
-        leaf=name,
-        towers=run[0],
-        split=run[1],
-        value=float(element[0]),
-        one_tower=float(element[1]),
-        difference=gap,
-        relative=gap / size if size else (np.inf if gap else 0.0),
-    )
+    """The largest difference of a leaf from its value on one tower, over all runs."""
+    want, found = expected[name], []
+    size = max(_largest(run[name]) for run in (expected, *runs.values()))
+    if name.startswith("gradient"):
+        # A gradient that is 0 up to rounding has the error of the others and the loss.
+        others = [_largest(x) for n, x in expected.items() if n.startswith("gradient")]
+        size = max(size, 0.01 * max(others), 0.001 * _largest(expected["loss"]))
+    for (towers, split), run in runs.items():
+        got, values = run[name], (0.0, 0.0, 0.0)
+        if got.shape != want.shape:
+            values = (np.nan, np.nan, np.inf)
+        elif got.size:
+            gap = gaps(got, want)
+            at = np.unravel_index(np.argmax(gap), gap.shape)
+            values = (got[at], want[at], gap[at])
+        value, one_tower, difference = map(float, values)
+        relative = difference / size if size else (np.inf if difference else 0.0)
+        found.append(
+            Finding(name, towers, split, value, one_tower, difference, relative)
+        )
+    return max(found, key=lambda finding: finding.difference)
+
+
+def _largest(x: np.ndarray) -> float:
+    return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
 def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
-    bad = [name for name, x in expected.items() if not np.isfinite(x).all()]
-    bad = [name for name in bad if name.startswith(("loss", "gradient"))]
+    bad = [
+        name
+        for name, x in expected.items()
+        if name.startswith(("loss", "gradient")) and not np.isfinite(x).all()
+    ]
     if bad:
         raise ValueError(
             f"On one tower {', '.join(bad)} is not finite, so there is nothing to"

@@ -17,7 +17,7 @@ from towerjax.towers.cross_tower.placement import PlacementMethods
 from towerjax.towers.variables import any_per_tower, is_per_tower
 from towerjax.types import PerTower, PyTree, Reduction, short_repr
 from towerjax.types.leaves import has_tracers
-from towerjax.types.tables import in_html
+from towerjax.types.tables import Table, as_html, first_rows
 
 
 class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
@@ -29,10 +29,11 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
         try:
             placement = self.placement
         except ValueError as error:  # shown even if its devices are not here
-            return in_html(repr(self), (), [(str(error),)])
+            return as_html([Table(repr(self), (str(error),), ())])
         each = placement.axes.num_local
+        more = ["…"] if each > 16 else []
         rows = [
-            (name, *range(i * each, (i + 1) * each)[:16], *(["…"] if each > 16 else []))
+            (name, *map(str, range(i * each, (i + 1) * each)[:16]), *more)
             for i, name in enumerate(placement.devices)
         ]
         together = "one after another" if placement.local == "scan" else "together"
@@ -41,7 +42,8 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
             *([f"{each} on each, {together}"] if each > 1 else []),
             repr(self.cross_tower_ops),
         )
-        return in_html(repr(self), ("device", "towers"), rows, last=last)
+        head = ("device", "towers")
+        return as_html([Table(repr(self), head, first_rows(rows), last=last)])
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone, since the devices of a placement do not pickle."""

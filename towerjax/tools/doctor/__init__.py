@@ -1,1 +1,0 @@
-"""``towerjax doctor``: show a machine's devices, test their sums, advise."""
