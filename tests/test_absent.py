@@ -386,7 +386,10 @@ def shell(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        code = main(arguments)
+        try:
+            code = main(arguments)
+        except SystemExit as error:
+            code = error.code
         return code, *capsys.readouterr()
 
     return run
