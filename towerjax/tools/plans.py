@@ -135,8 +135,9 @@ def plan(
     """
     for state in states:
         check_choice("states", state, get_args(StateLayout))
-    targets = [Absent(on)]
-    if not Absent.is_topology(on):
+    if Absent.is_topology(on):
+        targets = [Absent(on)]
+    else:
         targets = [Absent(on, number) for number in check_wholes("towers", towers)]
     rows = []
     for devices, state in itertools.product(targets, states):
