@@ -20,11 +20,8 @@ def loss_fn(params, batch, tower):
     local = {
         "rows": tower.local["rows"] + weight.astype(jnp.int32),
         "mean": 0.5 * tower.local["mean"] + errors.mean(),
-        "first": tower.local["first"] + tower.id,
         "key": jax.random.wrap_key_data(key),
     }
-    if "own" in tower.local:
-        local["own"] = tower.local["own"] + 1.0 * tower.id
     return tj.TowerOutput(tj.Weighted.mean(errors**2, tower.weight), local=local)
 
 
@@ -37,7 +34,19 @@ def build(devices, towers=8, **options):
         cross_tower_ops=tj.PinnedTree(),
     )
     options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
-    return tj.build_train_step(loss_fn, optax.adam(0.1), strategy, **options)
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    return tj.build_train_step(loss_fn, optimizer, strategy, **options)
+
+
+def build_light():
+    """A step that compiles in a moment, for what any state shows."""
+
+    def light_loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch["y"]) ** 2, tower.weight)
+
+    options = {"remainder": "pad", "max_programs": 1}
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    return tj.build_train_step(light_loss_fn, optimizer, tj.OneDevice(), **options)
 
 
 def params():
@@ -48,17 +57,15 @@ def params():
     }
 
 
-def init(step, own=True):
-    sum_, mean, first = tj.Reduction.SUM, tj.Reduction.MEAN, "ONLY_FIRST_TOWER"
-    first = tj.Reduction[first]
+def init(step):
+    if step.strategy == tj.OneDevice():
+        return step.init(np.float32(0))
+    first = tj.Reduction.ONLY_FIRST_TOWER
     local = {
-        "rows": tj.TowerLocal(np.int32(0), sum_),
-        "mean": tj.TowerLocal(np.float32(0), mean),
-        "first": tj.TowerLocal(np.int32(3), first),
+        "rows": tj.TowerLocal(np.int32(0), tj.Reduction.SUM),
+        "mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN),
         "key": tj.TowerLocal(jax.random.key(9), first),
     }
-    if own:
-        local["own"] = tj.TowerLocal(np.float32(0), tj.Reduction.NONE)
     return step.init(params(), local=local, rng=jax.random.key(3))
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import pickle
-import re
 import resource
 import shutil
 import signal
@@ -72,15 +71,27 @@ def other():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(step):
+def light():
+    """A step that compiles in a moment."""
+    return model.build_light()
+
+
+def bits_of_run(step, steps=model.STEPS, **options):
     """The bits of a run that nothing happened to, and its losses."""
-    before = model.init(step)
-    first = model.bits(before)
-    state, history = train(step, None, state=before)
-    after = model.bits(state)
-    assert (first.params["w"] != after.params["w"]).all()
-    assert len({x.item() for x in after.local["own"].value}) == 8
-    return after, history.metrics["loss"]
+    state, history = train(step, None, steps, **options)
+    return model.bits(state), history.metrics["loss"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(step):
+    after, losses = bits_of_run(step)
+    assert len(set(after.local["mean"].value.tolist())) == 8
+    return after, losses
+
+
+@pytest.fixture(scope="module")
+def light_bits(light):
+    return bits_of_run(light)[0]
 
 
 @pytest.fixture(scope="module")
@@ -101,105 +112,58 @@ def copied(three, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [3, 5])  # after 2 comes the ragged batch
 def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
-    step, other, undisturbed, tmp_path, at
+    step, other, undisturbed, tmp_path
 ):
     saving = tj.Checkpointer(tmp_path, every=2)
     with pytest.raises(Stop):
-        train(step, saving, hooks=[stopping_at(at)])
-    done = at // 2 * 2
-    assert saving.steps[-1] == done
+        train(step, saving, hooks=[stopping_at(3)])
+    assert saving.steps[-1] == 2  # the ragged batch comes next
     state, history = train(other, saving)
     model.assert_same_bits(state, undisturbed[0])
-    assert history.metrics["loss"].tolist() == undisturbed[1][done:].tolist()
+    assert history.metrics["loss"].tolist() == undisturbed[1][2:].tolist()
     assert saving.steps == (4, 6, 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("knows_its_sizes", [True, False])
-def test_one_that_goes_on_at_the_ragged_batch_needs_one_program(
-    step, undisturbed, tmp_path, knows_its_sizes
-):
-    saving, other = tj.Checkpointer(tmp_path), model.build(1)  # max_programs=1
-    train(step, saving, steps=2)
-    assert saving.record(2).batch_rows == (16,)
-    batches = model.batches()
-    if not knows_its_sizes:
-        saving = dataclasses.replace(saving, batches="count")
-        batches = (batch for batch in batches)
-    state, _ = train(other, saving, batches=batches)
-    model.assert_same_bits(state, undisturbed[0])
-
-
-@pytest.mark.slow
-def test_one_that_goes_on_at_the_ragged_batch_may_have_other_towers(tmp_path):
-    saving = tj.Checkpointer(tmp_path)
-    uncounted = {"example_ids": None}
-    three, four = (model.build(1, towers=towers, **uncounted) for towers in (3, 4))
-    train(three, saving, steps=2, state=model.init(three, own=False))
-    assert saving.record(2).batch_rows == (16,)  # and not 18
-    state, _ = train(four, saving, state=model.init(four, own=False))
-    assert int(state.step) == model.STEPS and four.batch_rows == {16}
-
-
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(step, undisturbed, tmp_path):
+def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
     saving = tj.Checkpointer(tmp_path)
     for _ in range(2):
-        state, history = train(step, saving)
+        state, history = train(light, saving)
     assert len(history.metrics) == 0 and saving.steps == (8,)
-    model.assert_same_bits(state, undisturbed[0])
+    model.assert_same_bits(state, light_bits)
     ended = tj.Checkpointer(tmp_path / "ended")
     for _ in range(2):
-        state, _ = train(step, ended, None, model.batches(epochs=2))  # 6 batches
+        batches = model.batches(epochs=2)
+        state, _ = tj.run(light, model.init(light), batches, checkpointer=ended)
         assert int(state.step) == 6
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "goes on after step 6, from its checkpoint",
+        "nothing was left to do: finished after step 6",
+    ]
 
 
-def test_a_run_goes_on_after_2_to_the_31_steps(step, tmp_path):
+def test_a_run_goes_on_after_2_to_the_31_steps(light, tmp_path):
     """The int32 of the state is negative then; numbers of steps are not."""
-    start, saving = model.init(step), tj.Checkpointer(tmp_path / "run")
-    state = step.place(dataclasses.replace(start, step=np.int32(2**31 - 2)))
+    start, saving = model.init(light), tj.Checkpointer(tmp_path / "run")
+    state = light.place(dataclasses.replace(start, step=np.int32(2**31 - 2)))
     given = {"batches": [*itertools.islice(model.batches(), 3)]}
     for steps in (2, 3):
-        given["state"] = step.place(state)
-        state_after, history = train(step, saving, steps=steps, **given)
+        given["state"] = light.place(state)
+        state_after, history = train(light, saving, steps=steps, **given)
     assert saving.steps == (2**31, 2**31 + 1)
     assert int(state_after.step) == 1 - 2**31 and len(history.metrics["loss"]) == 1
 
 
-@pytest.mark.slow
-def test_a_resumed_run_says_where_it_goes_on_and_a_finished_one_so(
-    step, copied, capsys
-):
-    for _ in range(2):
-        state, batches = model.init(step), model.batches()
-        tj.run(step, state, batches, steps=5, checkpointer=tj.Checkpointer(copied))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "goes on after step 4, from its checkpoint"
-    assert said[1].startswith("step 5/5  loss")
-    assert said[2] == "goes on after step 5, from its checkpoint"
-    assert said[3:] == ["nothing was left to do: finished after step 5"]
-
-
-@pytest.mark.slow
-def test_several_steps_a_call(step, undisturbed, tmp_path):
+def test_several_steps_a_call(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, every=4)
-    whole = {"batches": model.batches(drop_remainder=True), "steps_per_call": 2}
-    expected, _ = train(step, None, **whole)
+    options = {"steps_per_call": 2}
+    made = lambda: model.batches(drop_remainder=True)  # noqa: E731
+    expected, _ = bits_of_run(light, batches=made(), **options)
     with pytest.raises(Stop):
-        train(
-            step,
-            saving,
-            hooks=[stopping_at(6)],
-            batches=model.batches(drop_remainder=True),
-            steps_per_call=2,
-        )
+        train(light, saving, hooks=[stopping_at(6)], batches=made(), **options)
     assert saving.steps == (4,)
-    state, _ = train(
-        step, saving, batches=model.batches(drop_remainder=True), steps_per_call=2
-    )
-    model.assert_same_bits(state, model.bits(expected))
+    state, _ = train(light, saving, batches=made(), **options)
+    model.assert_same_bits(state, expected)
 
 
 @pytest.mark.slow
@@ -209,11 +173,11 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
     saving = tj.Checkpointer(tmp_path, every=1, keep=9)
     kept = {}
     state, batches = model.init(step), model.batches()
-    for number in range(1, 5):
+    for number in range(1, 4):
         state, _ = train(step, None, 1, batches, state)
         kept[number] = model.bits(state)
     compiled.clear()
-    train(step, saving, 4)
+    train(step, saving, 3)
     assert compiled == []
     for number, expected in kept.items():
         restored = saving.restore(step, model.init(step), number=number)
@@ -224,36 +188,51 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
 
 
 @pytest.mark.slow
-def test_other_towers_deal_out_what_was_there(step, tmp_path):
-    state, _ = train(step, None, 3)
-    local = {name: x for name, x in state.local.items() if name != "own"}
-    state = dataclasses.replace(state, local=local)
-    saving = tj.Checkpointer(tmp_path)
-    with contextlib.ExitStack() as stack:
-        writes = Saving(saving, step, state, Ledger([], copies=False), stack)
-        writes.save(state, 3, {})
+def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
+    """They go on at the ragged batch, which needs no program of its own."""
+    saving = tj.Checkpointer(tmp_path, batches="count")
+    state, _ = train(step, saving, 2)
+    assert saving.record(2).batch_rows == (16,)
     old = model.bits(state)
-    three = model.build(3, towers=3)
-    new = model.bits(saving.restore(three, model.init(three, own=False)))
+    three = model.build(3, towers=3, max_programs=1)
+    new = model.bits(saving.restore(three, model.init(three)))
     for part in ("params", "opt_state", "rng", "step", "seen"):
         jax.tree.map(
             np.testing.assert_array_equal, getattr(new, part), getattr(old, part)
         )
-    rows = old.local["rows"].value.sum()
-    assert rows == 40 and len(set(old.local["rows"].value.tolist())) > 1
-    assert new.local["rows"].value.tolist() == [14, 13, 13]
+    assert old.local["rows"].value.sum() == 32
+    assert new.local["rows"].value.tolist() == [11, 11, 10]
     mean = old.local["mean"].value.astype(np.float64).mean()
     np.testing.assert_allclose(new.local["mean"].value, [mean] * 3, rtol=1e-6)
-    assert new.local["first"].value.tolist() == [old.local["first"].value[0]] * 3
-    first_key = old.local["key"].value[0]
-    np.testing.assert_array_equal(new.local["key"].value, [first_key] * 3)
+    keys = old.local["key"].value
+    assert (keys[0] != keys[1]).any()
+    np.testing.assert_array_equal(new.local["key"].value, [keys[0]] * 3)
+    batches = (batch for batch in model.batches())  # of which nobody knows the sizes
+    state, _ = train(three, saving, batches=batches)
+    assert int(state.step) == model.STEPS and three.batch_rows == {16}  # and not 18
 
 
-@pytest.mark.slow
-def test_a_variable_without_one_value_stays_on_as_many_towers(three):
+def saved_at_once(step, saving, state):
+    """A checkpoint of a state, without a run."""
+    with contextlib.ExitStack() as stack:
+        Saving(saving, step, state, Ledger([], copies=False), stack).save(state, 1, {})
+
+
+def test_a_variable_without_one_value_stays_on_as_many_towers(step, other, tmp_path):
+    def with_own(step, factor=0):
+        numbers = np.arange(step.strategy.placement.num_towers, dtype=np.float32)
+        local = {"own": tj.TowerLocal(np.float32(0), tj.Reduction.NONE)}
+        state = step.init(model.params(), local=local)
+        own = dataclasses.replace(state.local["own"], value=factor * numbers)
+        return step.place(dataclasses.replace(state, local={"own": own}))
+
+    saving, state = tj.Checkpointer(tmp_path), with_own(step, 3)
+    saved_at_once(step, saving, state)
+    restored = saving.restore(other, with_own(other))
+    model.assert_same_bits(restored, model.bits(state))
     four = model.build(4, towers=4)
     with pytest.raises(tj.CheckpointError, match=r"\['own'\].*NONE, so the 8 towers"):
-        tj.Checkpointer(three).restore(four, model.init(four))
+        saving.restore(four, with_own(four))
 
 
 # Another model, another folder
@@ -272,8 +251,8 @@ def test_another_model_is_refused_before_training(three, monkeypatch):
         train(step, tj.Checkpointer(three), state=state)
     text = str(error.value)
     assert "step-4' is one of another model" in text
-    assert "it lacks state.opt_state[0].mu['new']" in text
-    assert "it has state.local['first'].value, which this does not" in text
+    assert "it lacks state.opt_state[0].trace['new']" in text
+    assert "it has state.local['key'].value, which this does not" in text
     state = model.init(step)
     half = {**state.params, "half": state.params["half"].astype(np.float32)}
     state = dataclasses.replace(state, params=half)
@@ -284,22 +263,21 @@ def test_another_model_is_refused_before_training(three, monkeypatch):
         train(step, tj.Checkpointer(three), state=state)
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(step, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
     for path in (file, file / "below"):
         with pytest.raises(tj.CheckpointError, match=r"cannot be written to.*\(E"):
-            train(step, tj.Checkpointer(path))
+            train(light, tj.Checkpointer(path))
     monkeypatch.setattr(
         folder.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9)
     )
     with pytest.raises(tj.CheckpointError, match="MB are free. Make room"):
-        train(step, tj.Checkpointer(tmp_path / "full"))
+        train(light, tj.Checkpointer(tmp_path / "full"))
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
-    step, tmp_path, monkeypatch, undisturbed
+    light, tmp_path, monkeypatch, light_bits
 ):
     saving = tj.Checkpointer(tmp_path, every=2)
     calls = []
@@ -319,65 +297,46 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
 
     monkeypatch.setattr(saving_module, "array_checkpointer", Files)
     with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
-        train(step, saving)
-    assert saving.steps == (2,) and not list(tmp_path.glob("*.saving"))
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+        train(light, saving)
+    assert saving.steps == (2,) and not list(tmp_path.glob("*.partial"))
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
     assert int(e.value.state.step) in (6, 8)
 
 
-@pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
-    step, tmp_path, monkeypatch
+    light, tmp_path, monkeypatch
 ):
     def refuse(directory, number):
-        raise OSError(39, "Directory not empty", f"step-{number}.deleting")
+        raise OSError(39, "Directory not empty", f"step-{number}.partial")
 
     monkeypatch.setattr(saving_module.folder, "remove", refuse)
     saving = tj.Checkpointer(tmp_path, every=1, keep=1)
-    with pytest.raises(OSError, match=r"^\[Errno 39\].*step-1\.deleting"):
-        train(step, saving)
+    with pytest.raises(OSError, match=r"^\[Errno 39\].*step-1\.partial"):
+        train(light, saving)
     assert saving.steps[:2] == (1, 2)
 
 
 def told_without_room(path):
     """What a run is told where files may have 200 bytes, as on a full disk."""
-    step, told = model.build(1, example_ids=None), []
-    saving = tj.Checkpointer(path, every=4)
+    step, saving = model.build_light(), tj.Checkpointer(path, every=4)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def hook(number, _):
         if number == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
 
-    for _ in range(2):
-        with pytest.raises(tj.CheckpointError) as error:
-            train(step, saving, hooks=[hook])
-        told.append(str(error.value))
-        assert saving.steps == () and not list(path.glob("*.saving"))
+    with pytest.raises(tj.CheckpointError) as error:
+        train(step, saving, hooks=[hook])
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return told
+    assert saving.steps == ()
+    return str(error.value)
 
 
 @pytest.mark.slow
 def test_a_system_that_refuses_to_write_is_told(tmp_path):
-    # Orbax raises one of the errors; those of the other files come when they come.
-    first, again = forked.called(told_without_room, tmp_path)
-    assert "of step 4 could not be written" in first
-    assert re.search("cannot be written to.*EFBIG", again)
-
-
-def test_what_is_still_written_to_is_deleted(tmp_path, monkeypatch):
-    def first_in_vain(path, **options):
-        deletes.append(path)
-        if len(deletes) > 1:
-            rmtree(path, **options)
-
-    deletes, rmtree = [], shutil.rmtree
-    monkeypatch.setattr(folder.shutil, "rmtree", first_in_vain)
-    (tmp_path / "step-1.saving").mkdir()
-    folder.discard(tmp_path / "step-1.saving")
-    assert len(deletes) == 2 and list(tmp_path.iterdir()) == []
+    told = forked.called(told_without_room, tmp_path)
+    assert "of step 4 could not be written" in told
 
 
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
@@ -392,42 +351,33 @@ def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbe
         train(step, saving, 2, batches, other)
 
 
-def test_two_runs_do_not_share_a_folder(step, tmp_path):
+def test_two_runs_do_not_share_a_folder(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
+    unfinished = folder.partial_folder(tmp_path, 1)
     with folder.lock(tmp_path):
+        unfinished.mkdir()
         with pytest.raises(tj.CheckpointError, match="Another run writes"):
-            train(step, saving, 1)
-    train(step, saving, 1)
-
-
-def test_a_run_that_is_refused_leaves_what_the_other_writes(step, tmp_path):
-    with folder.lock(tmp_path):
-        unfinished = folder.make_folder(tmp_path, 1)
-        with pytest.raises(tj.CheckpointError, match="Another run writes"):
-            train(step, tj.Checkpointer(tmp_path), 1)
+            train(light, saving, 1)
         assert unfinished.is_dir()
+    train(light, saving, 1)
+    assert not unfinished.is_dir() and saving.steps == (1,)
 
 
 @pytest.mark.slow
-def test_threads_save_at_once_into_folders_of_their_own(tmp_path):
-    def loss_fn(params, batch, tower):
-        return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+def test_threads_save_at_once_into_folders_of_their_own(light, tmp_path):
+    def trains(name):
+        saving = tj.Checkpointer(tmp_path / name, every=1)
+        for steps in (3, 6):  # the second goes on
+            train(light, saving, steps)
+        saved[name] = saving.steps
 
-    step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.OneDevice("cpu:0"))
-    data, saved = [np.ones(4, np.float32)] * 12, {}
-
-    def trains(number):
-        saving = tj.Checkpointer(tmp_path / str(number), every=1)
-        for steps in (6, 12):  # the second goes on
-            train(step, saving, steps, data, step.init(np.float32(0)))
-        saved[number] = saving.steps
-
-    threads = [threading.Thread(target=trains, args=(i,), daemon=True) for i in "abcd"]
+    saved = {}
+    threads = [threading.Thread(target=trains, args=(i,), daemon=True) for i in "abc"]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert saved == dict.fromkeys("abcd", (10, 11, 12))
+    assert saved == dict.fromkeys("abc", (4, 5, 6))
 
 
 def test_a_checkpoint_beyond_the_end_is_refused(step, three):
@@ -442,7 +392,6 @@ def files_of(path):
     return sorted(p for p in path.rglob("*") if p.is_file())
 
 
-@pytest.mark.slow
 def test_every_file_that_is_damaged_is_named(step, copied):
     saving, like = tj.Checkpointer(copied), model.init(step)
     newest = copied / "step-4"
@@ -465,22 +414,22 @@ def test_every_file_that_is_damaged_is_named(step, copied):
 
 
 def test_what_a_killed_process_left_does_not_count(step, copied):
-    (copied / "step-9.saving").mkdir()
-    (copied / "step-9.saving" / "record.json").write_text("{")
-    (copied / "step-1.deleting").mkdir()
+    for name in ("step-9.partial", "step-1.partial"):
+        (copied / name).mkdir()
+    (copied / "step-9.partial" / "manifest.json").write_text("{")
     saving = tj.Checkpointer(copied)
     assert saving.steps == (2, 3, 4)
     train(step, saving, 5)
     assert saving.steps == (3, 4, 5)
-    assert not list(copied.glob("*.*ing"))
+    assert not list(copied.glob("*.partial"))
 
 
-def test_nothing_is_pickled(step, tmp_path, monkeypatch):
+def test_nothing_is_pickled(light, tmp_path, monkeypatch):
     for name in ("load", "loads", "dump", "dumps", "Pickler", "Unpickler"):
         monkeypatch.setattr(pickle, name, None)
     saving = tj.Checkpointer(tmp_path)
-    train(step, saving, 1)
-    saving.restore(step, model.init(step))
+    train(light, saving, 1)
+    saving.restore(light, model.init(light))
     for path in files_of(tmp_path):
         assert not path.read_bytes().startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04"))
 
@@ -497,7 +446,7 @@ def test_the_record_says_what_is_inside(step, three):
     state, _ = train(step, None, 4)
     assert record.fingerprint == f"{state.seen.fingerprint:016x}"
     assert record.batches["used"] == 4
-    assert record.batches["cursor"]["json"]["position"] == 4
+    assert record.batches["cursor"]["position"] == 4
     leaves = {leaf.name: leaf for leaf in record.leaves}
     assert leaves["state.local['rows'].value"].reduction == "SUM"
     assert leaves["state.params['half']"].dtype == "bfloat16"
@@ -505,7 +454,7 @@ def test_the_record_says_what_is_inside(step, three):
 
 
 def test_a_later_format_is_refused(step, copied):
-    path = copied / "step-4" / "record.json"
+    path = copied / "step-4" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
     with pytest.raises(tj.CheckpointError, match="has format 2, .* reads format 1"):
         train(step, tj.Checkpointer(copied))
@@ -514,59 +463,56 @@ def test_a_later_format_is_refused(step, copied):
 # Where the data goes on
 
 
-@pytest.mark.slow
-def test_batches_that_do_not_know_where_they_are(step, undisturbed, tmp_path):
+def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
     def generator():
         yield from model.batches()
 
-    of_function = step.strategy.distribute_dataset(model.batches)
+    of_function = light.strategy.distribute_dataset(model.batches)
     for batches in (generator(), of_function):
         text = "no get_state and set_state.* a function never has. Say batches='count'"
         with pytest.raises(tj.CheckpointError, match=text):
-            train(step, tj.Checkpointer(tmp_path), batches=batches)
+            train(light, tj.Checkpointer(tmp_path), batches=batches)
     counted = tj.Checkpointer(tmp_path, batches="count")
-    train(step, counted, 3, generator())
-    state, _ = train(step, counted, batches=generator())
-    model.assert_same_bits(state, undisturbed[0])
+    train(light, counted, 3, generator())
+    state, _ = train(light, counted, batches=generator())
+    model.assert_same_bits(state, light_bits)
     anew = tj.Checkpointer(tmp_path / "anew", batches="anew")
-    train(step, anew, 3, generator())
+    train(light, anew, 3, generator())
     source = model.batches().at(3)
-    state, _ = train(step, anew, batches=(b for b in source))
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, anew, batches=(b for b in source))
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
-def test_a_list_is_counted_off(step, undisturbed, tmp_path):
+def test_a_list_is_counted_off(light, light_bits, tmp_path):
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
-    train(step, saving, 3, batches)
+    train(light, saving, 3, batches)
     copied = shutil.copytree(tmp_path, tmp_path / "copied")
     with pytest.raises(ValueError, match="3 batches were used .* end after 2"):
-        train(step, saving, None, batches[:2])
-    with pytest.raises(ValueError, match="steps=7 were .* batches ended after 5"):
-        train(step, tj.Checkpointer(copied), 7, batches[:5])
-    distributed = step.strategy.distribute_dataset(batches)
-    state, _ = train(step, saving, None, distributed)
-    model.assert_same_bits(state, undisturbed[0])
+        train(light, saving, None, batches[:2])
+    with pytest.raises(ValueError, match="end after step 7, but batches ended after 5"):
+        train(light, tj.Checkpointer(copied), 7, batches[:5])
+    distributed = light.strategy.distribute_dataset(batches)
+    state, _ = train(light, saving, None, distributed)
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cursor", "count"])
-def test_what_a_run_left_is_counted_from_the_first(step, undisturbed, tmp_path, way):
+def test_what_a_run_left_is_counted_from_the_first(light, light_bits, tmp_path, way):
     """The run that goes on with error.batches is ended, too; then a new process."""
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
     saving = dataclasses.replace(saving, batches=way)
     made = (lambda: batches) if way == "cursor" else (lambda: (b for b in batches))
     with pytest.raises(Stop) as caught:
-        train(step, saving, batches=made(), hooks=[stopping_at(2)])
+        train(light, saving, batches=made(), hooks=[stopping_at(2)])
     done = int(caught.value.state.step)
     left = {"batches": caught.value.batches, "state": caught.value.state}
-    train(step, saving, 6 - done, **left)
+    train(light, saving, 6 - done, **left)
     assert saving.record(6).batches["used"] == 6
-    state, history = train(step, saving, batches=made())
+    state, history = train(light, saving, batches=made())
     assert history.steps.tolist() == [7, 8]
-    model.assert_same_bits(state, undisturbed[0])
+    model.assert_same_bits(state, light_bits)
 
 
 def test_no_batch_is_left_out_before_the_first_that_was_used():
@@ -582,18 +528,17 @@ def test_no_batch_is_left_out_before_the_first_that_was_used():
         Ledger(left, copies=False).go_to(2)
 
 
-@pytest.mark.slow
-def test_a_distributed_data_set_goes_on(step, other, undisturbed, tmp_path):
+def test_a_distributed_data_set_goes_on(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path)
-    for trained, steps in ((step, 3), (other, model.STEPS)):
-        batches = trained.strategy.distribute_dataset(model.batches())
-        state, _ = train(trained, saving, steps, batches)
-    assert saving.record(3).batches["cursor"]["json"]["rows"] == 2
-    model.assert_same_bits(state, undisturbed[0])
+    for steps in (3, model.STEPS):
+        batches = light.strategy.distribute_dataset(model.batches())
+        state, _ = train(light, saving, steps, batches)
+    assert saving.record(3).batches["cursor"]["rows"] == 16
+    model.assert_same_bits(state, light_bits)
     with pytest.raises(ValueError, match="Pass the batches that it was taken from"):
-        train(step, tj.Checkpointer(tmp_path / "plain"), 2)
-        batches = step.strategy.distribute_dataset(model.batches())
-        train(step, tj.Checkpointer(tmp_path / "plain"), 3, batches)
+        train(light, tj.Checkpointer(tmp_path / "plain"), 2)
+        batches = light.strategy.distribute_dataset(model.batches())
+        train(light, tj.Checkpointer(tmp_path / "plain"), 3, batches)
 
 
 def test_bytes_among_a_cursors_fields():
@@ -601,37 +546,33 @@ def test_bytes_among_a_cursors_fields():
     for cursor in (fields, {"a": {"b": b"1"}, "c": None}, b"x"):
         encoded = json.loads(json.dumps(record.encode_cursor(cursor)))
         assert record.decode_cursor(encoded) == cursor
-    with pytest.raises(tj.CheckpointError, match="returned a set"):
-        record.encode_cursor({"a": {"b": {1}}})
-    with pytest.raises(tj.CheckpointError, match="returned a float.* finite numbers"):
-        record.encode_cursor({"at": 1, "scale": np.inf})
+    for bad in ({1}, np.inf, (1, 2), np.arange(2), {"base64": "AA=="}, {1: 2}):
+        with pytest.raises(
+            tj.CheckpointError, match="get_state .* returned .* exactly"
+        ):
+            record.encode_cursor({"at": 1, "b": bad})
 
 
 @pytest.mark.slow
-def test_a_cursor_of_bytes(step, tmp_path):
+def test_a_cursor_of_bytes(light, tmp_path):
     def loader():
-        source = grain.sources.RangeDataSource(0, model.N, 1)
         sampler = grain.samplers.IndexSampler(
             model.N, num_epochs=None, shuffle=True, seed=1
         )
+        operations = [grain.transforms.Batch(model.SIZE)]
         data = model.data()
-
-        class Look(grain.transforms.Map):
-            def map(self, index):
-                return {name: x[index] for name, x in data.items()}
-
-        operations = [Look(), grain.transforms.Batch(model.SIZE)]
+        rows = [{name: x[i] for name, x in data.items()} for i in range(model.N)]
         return iter(
-            grain.DataLoader(data_source=source, sampler=sampler, operations=operations)
+            grain.DataLoader(data_source=rows, sampler=sampler, operations=operations)
         )
 
     assert isinstance(loader().get_state(), bytes)
-    expected, _ = train(step, None, 5, loader())
+    expected, _ = bits_of_run(light, 5, batches=loader())
     saving = tj.Checkpointer(tmp_path)
-    train(step, saving, 3, loader())
+    train(light, saving, 3, loader())
     assert "base64" in saving.record(3).batches["cursor"]
-    state, _ = train(step, saving, 5, loader())
-    model.assert_same_bits(state, model.bits(expected))
+    state, _ = train(light, saving, 5, loader())
+    model.assert_same_bits(state, expected)
 
 
 # Which ones stay
@@ -651,40 +592,37 @@ def metrics_of(values):
     return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 1}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, values, kept",
     [
-        ("min", [5, 1, 3, 1, 4, 2], (2, 5, 6)),
-        ("max", [5, 9, 3, np.nan, 4, 2], (2, 5, 6)),
-        ("min", [5, 4, 3, 2, 1, 0], (5, 6)),
+        ("min", [5, 1, 3, 1, 4], (2, 4, 5)),
+        ("max", [5, 9, 3, np.nan], (2, 3, 4)),
+        ("min", [5, 4, 3], (2, 3)),
     ],
 )
-def test_the_newest_and_the_best_stay(step, tmp_path, mode, values, kept):
+def test_the_newest_and_the_best_stay(light, tmp_path, mode, values, kept):
     saving = tj.Checkpointer(tmp_path, every=1, keep=2, best="loss", mode=mode)
-    train(step, saving, 6, **metrics_of(values))
+    train(light, saving, len(values), **metrics_of(values))
     assert saving.steps == kept
     best = np.nanargmin(values) if mode == "min" else np.nanargmax(values)
     assert saving.best_step == best + 1
     assert saving.record(best + 1).evaluation == {"loss": values[best]}
 
 
-@pytest.mark.slow
-def test_the_last_state_is_saved_with_its_evaluation(step, tmp_path):
+def test_the_last_state_is_saved_with_its_evaluation(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, every=2, best="loss")
-    train(step, saving, 4, **metrics_of([3, 1]) | {"eval_every": 3})
+    train(light, saving, 4, **metrics_of([3, 1]) | {"eval_every": 3})
     assert saving.best_step == 4 and saving.steps == (2, 3, 4)
 
 
-@pytest.mark.slow
-def test_what_is_due_is_saved_before_the_loader_is_heard(step, tmp_path):
+def test_what_is_due_is_saved_before_the_loader_is_heard(light, tmp_path):
     def loader():
         yield from model.batches(epochs=1).at(1)
         raise Stop
 
     saving = tj.Checkpointer(tmp_path, every=2, batches="count")
     with pytest.raises(Stop):
-        train(step, saving, batches=loader())
+        train(light, saving, batches=loader())
     assert saving.steps == (2,)
 
 
@@ -703,7 +641,7 @@ def test_a_record_has_the_real_numbers_of_an_evaluation():
     assert record.finite_scalars(values) == kept
 
 
-def test_the_best_is_one_real_number(step, tmp_path):
+def test_the_best_is_one_real_number(light, tmp_path):
     class Evaluate(type(metrics_of([])["evaluate"])):
         def __call__(self, state, batch):
             one = np.float32(1)
@@ -711,59 +649,54 @@ def test_the_best_is_one_real_number(step, tmp_path):
 
     options = {**metrics_of([]), "evaluate": Evaluate()}
     with pytest.raises(ValueError, match=r"no such scalar, but \['loss', 'tree'\]"):
-        train(step, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
+        train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
 
-@pytest.mark.slow
-def test_the_best_is_saved_between_and_known_to_the_next_run(step, tmp_path):
+def test_the_best_is_saved_between_and_known_to_the_next_run(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
-    train(step, saving, 3, **metrics_of([3, 1, 2]))
+    train(light, saving, 3, **metrics_of([3, 1, 2]))
     assert saving.steps == (2, 3)
-    train(step, saving, 5, **metrics_of([1.5, 1.25]))
+    train(light, saving, 5, **metrics_of([1.5, 1.25]))
     assert saving.steps == (2, 5) and saving.best_step == 2
 
 
-@pytest.mark.slow
-def test_early_stopping_counts_on(step, tmp_path):
+def test_early_stopping_counts_on(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3)
-    train(step, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
+    train(light, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
     options = {"early_stopping": early, **metrics_of([2, 2, 2, 2, 2])}
-    state, history = train(step, saving, 8, **options)
+    state, history = train(light, saving, 8, **options)
     assert int(state.step) == 5  # the third without an improvement
     assert "best 1.000 after step 2" in history.stopped
-    again, _ = train(step, saving, 8, **options)
+    again, _ = train(light, saving, 8, **options)
     assert int(again.step) == 5
 
 
-@pytest.mark.slow
-def test_early_stopping_counts_an_evaluation_once(step, tmp_path):
+def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 1)
     for _ in range(2):  # a finished run evaluates once more
         options = {"early_stopping": early, **metrics_of([1])} | {"eval_every": 2}
-        _, history = train(step, saving, 2, **options)
+        _, history = train(light, saving, 2, **options)
         assert history.stopped is None and len(history.evaluations) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 4])
-def test_an_evaluation_that_was_due_is_made_up_for(step, tmp_path, number):
+def test_an_evaluation_that_was_due_is_made_up_for(light, tmp_path, number):
     """A run is ended by what sees step 3, after which, or the next, one is due."""
     early, every = tj.EarlyStopping("loss", 2), {"eval_every": number}
     values, saving = [1, 2, 3, 4, 5], tj.Checkpointer(tmp_path)
     options = {"early_stopping": early, **metrics_of(values), **every}
     with pytest.raises(KeyboardInterrupt):
         hooks = [stopping_at(3, KeyboardInterrupt)]
-        train(step, saving, 20, hooks=hooks, **options)
+        train(light, saving, 20, hooks=hooks, **options)
     ended = max(saving.steps)
     assert saving.record(ended).evaluation_due == (ended == number)
-    state, history = train(step, saving, 20, **options)
+    state, history = train(light, saving, 20, **options)
     assert int(state.step) == 3 * number  # two without an improvement after the first
     assert [at for at, _ in history.evaluations] == [number, 2 * number, 3 * number]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "eval"])
-def test_the_best_is_known_of_a_run_that_was_ended_beside_it(step, tmp_path, kind):
+def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, kind):
     """SIGTERM comes before the evaluation that is due, or at its end."""
 
     class Killing:
@@ -780,20 +713,12 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(step, tmp_path, kin
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
     options = metrics_of([1, 2] if kind == "eval" else [1, 2, 3]) | {"eval_every": 2}
     with pytest.raises(SystemExit):
-        train(step, saving, 6, writers=[Killing()], **options)
+        train(light, saving, 6, writers=[Killing()], **options)
     assert saving.steps == (2,)
     assert saving.record(2).evaluation_due == (kind == "train")
-    train(step, saving, 4, **options)
+    train(light, saving, 4, **options)
     assert saving.steps == (2, 4) and saving.best_step == 2
     assert saving.record(2).evaluation == {"loss": 1}
-
-
-def test_a_checkpoint_that_was_being_replaced_is_taken_back(tmp_path):
-    for name in ("step-3", "step-3.replaced", "step-4.replaced", "step-4.saving"):
-        (tmp_path / name).mkdir()
-    folder.prepare_directory(tmp_path, 0)
-    assert folder.saved_steps(tmp_path) == (3, 4)
-    assert not list(tmp_path.glob("step-*.*"))
 
 
 # Options
@@ -818,11 +743,12 @@ def test_options_that_cannot_be(change, text):
 
 def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
     state, saving = model.init(step), tj.Checkpointer(tmp_path)
-    host = dataclasses.replace(state, params=jax.tree.map(np.asarray, state.params))
+    host = jax.tree.map(np.asarray, state.params)
+    host = dataclasses.replace(state, params=host)
     (tmp_path / "step-12").mkdir()
     for into, given, number, text in (
         (step, None, 12, "The state is a NoneType"),
-        (step, host, 12, r"params\['w'\] lies on no device"),
+        (step, host, 12, r"params\['w'\] is on the host.*Move it with step.place"),
         (model.loss_fn, state, 12, "step=.* cannot be used here"),
         (step, state, 12.0, "no checkpoint of step 12.0"),
     ):
@@ -830,18 +756,18 @@ def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
             saving.restore(into, given, number=number)
 
 
-def test_options_that_do_not_fit_together(step, tmp_path):
+def test_options_that_do_not_fit_together(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, best="loss")
     with pytest.raises(ValueError, match="without anything to evaluate"):
-        train(step, saving)
+        train(light, saving)
     with pytest.raises(ValueError, match="keeps a state in memory"):
-        train(step, saving, best=tj.Best("loss"), **metrics_of([1]))
+        train(light, saving, best=tj.Best("loss"), **metrics_of([1]))
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
-        train(step, str(tmp_path))
+        train(light, str(tmp_path))
     with pytest.raises(ValueError, match="no such scalar, but \\['loss'\\]"):
-        train(step, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
+        train(light, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
     with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
-        tj.Checkpointer(tmp_path / "empty").restore(step, model.init(step))
+        tj.Checkpointer(tmp_path / "empty").restore(light, model.init(light))
     with pytest.raises(tj.CheckpointError, match="no checkpoint of step 7"):
         saving.record(7)
 
@@ -857,34 +783,31 @@ def kill_at(number, sign=signal.SIGTERM):
     return hook
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_ends_with_its_code(step, undisturbed, tmp_path):
+def test_sigterm_saves_and_ends_with_its_code(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        train(step, saving, hooks=[kill_at(3), kill_at(4)])
+        train(light, saving, hooks=[kill_at(3), kill_at(4)])
     assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
     number = int(ended.value.state.step)
     assert (
         saving.steps == (number,) and "step " + str(number) in ended.value.__notes__[0]
     )
     assert 3 <= number < 8
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves(step, undisturbed, tmp_path):
+def test_ctrl_c_saves(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        train(step, saving, hooks=[kill_at(3, signal.SIGINT)])
+        train(light, saving, hooks=[kill_at(3, signal.SIGINT)])
     assert len(saving.steps) == 1
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
-def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
+def test_sigterm_while_it_evaluates(light, light_bits, tmp_path):
     saving, options = tj.Checkpointer(tmp_path, exit_code=3), metrics_of([1] * 9)
 
     class Killing(type(options["evaluate"])):
@@ -893,37 +816,35 @@ def test_sigterm_while_it_evaluates(step, undisturbed, tmp_path):
             raise AssertionError("not reached")
 
     with pytest.raises(SystemExit) as ended:
-        train(step, saving, **{**options, "evaluate": Killing(), "eval_every": 3})
+        train(light, saving, **{**options, "evaluate": Killing(), "eval_every": 3})
     assert ended.value.code == 3 and saving.steps == (3,)
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
-def test_sigterm_while_it_compiles(step, undisturbed, tmp_path, monkeypatch):
-    saving, program = tj.Checkpointer(tmp_path), type(step).program
+def test_sigterm_while_it_compiles(light, light_bits, tmp_path, monkeypatch):
+    saving, program = tj.Checkpointer(tmp_path), type(light).program
 
     def compiled(self, state, batch):
         os.kill(os.getpid(), signal.SIGTERM)
         return program(self, state, batch)
 
-    monkeypatch.setattr(type(step), "program", compiled)
+    monkeypatch.setattr(type(light), "program", compiled)
     with pytest.raises(SystemExit) as ended:
-        train(step, saving)
+        train(light, saving)
     assert ended.value.code == 75 and saving.steps == (0,)
     monkeypatch.undo()
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
 
 
-@pytest.mark.slow
-def test_a_step_that_is_refused_is_not_saved_over(step, tmp_path):
+def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)
     bad = [next(source) for _ in range(3)]
-    bad[2] = {**bad[2], "x": bad[2]["x"] * np.nan}
+    bad[2] = {**bad[2], "y": bad[2]["y"] * np.nan}
     with pytest.raises(tj.NonFiniteError):
-        train(step, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
+        train(light, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
     assert saving.steps == ()
 
 
@@ -958,28 +879,28 @@ def signalled_at(event_number, sign, run):
 
 @pytest.mark.slow
 def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
-    step, undisturbed, tmp_path
+    light, light_bits, tmp_path
 ):
     def run(path, hooks=()):
-        return train(step, tj.Checkpointer(path, every=3), hooks=hooks)
+        return train(light, tj.Checkpointer(path, every=3), hooks=hooks)
 
     last, ended = signalled_at(0, signal.SIGTERM, lambda: run(tmp_path / "whole"))
     assert last > 300 and ended is None
     inside = 0
-    for event_number in range(3, last, last // 7):
+    for event_number in range(3, last, last // 5):
         path = tmp_path / str(event_number)
         _, ended = signalled_at(event_number, signal.SIGTERM, lambda: run(path))  # noqa: B023
         seen = []
         state, _ = run(path, [lambda number, _: seen.append(number)])  # noqa: B023
-        model.assert_same_bits(state, undisturbed[0])
+        model.assert_same_bits(state, light_bits)
         if hasattr(ended, "state"):  # not before the first step, nor after the last
             done, inside = int(ended.state.step), inside + 1
             assert seen == list(range(done + 1, 9)), event_number
-    assert inside >= 4
+    assert inside >= 3
 
 
 @pytest.mark.slow
-def test_sigterm_while_it_waits_for_data(step, undisturbed, tmp_path):
+def test_sigterm_while_it_waits_for_data(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path, batches="count")
 
     def slow():
@@ -990,40 +911,39 @@ def test_sigterm_while_it_waits_for_data(step, undisturbed, tmp_path):
             yield batch
 
     with pytest.raises(SystemExit):
-        train(step, saving, batches=slow())
+        train(light, saving, batches=slow())
     assert 2 <= saving.steps[-1] <= 4
-    state, _ = train(step, saving)
-    model.assert_same_bits(state, undisturbed[0])
+    state, _ = train(light, saving)
+    model.assert_same_bits(state, light_bits)
 
 
-def test_sigterm_before_an_error_is_obeyed_after_it(step, tmp_path):
+def test_sigterm_before_an_error_is_obeyed_after_it(light, tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         with pytest.raises(Stop):
             hooks = [kill_at(3), stopping_at(3)]
-            train(step, tj.Checkpointer(tmp_path), hooks=hooks)
+            train(light, tj.Checkpointer(tmp_path), hooks=hooks)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
 
 
-@pytest.mark.slow
-def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(step, tmp_path):
+def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)
     bad = [next(source), next(source)]
-    bad[1] = {**bad[1], "x": bad[1]["x"] * np.nan}
+    bad[1] = {**bad[1], "y": bad[1]["y"] * np.nan}
     interrupt = kill_at(1, signal.SIGINT)
     with pytest.raises(tj.NonFiniteError):
-        train(step, saving, 2, bad, hooks=[interrupt], steps_per_call=2)
+        train(light, saving, 2, bad, hooks=[interrupt], steps_per_call=2)
     assert saving.steps == ()
 
 
-def test_an_error_saves_nothing(step, tmp_path):
+def test_an_error_saves_nothing(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     with pytest.raises(Stop) as error:
-        train(step, saving, hooks=[stopping_at(3)])
+        train(light, saving, hooks=[stopping_at(3)])
     assert saving.steps == () and int(error.value.state.step) >= 3
 
 
@@ -1059,17 +979,17 @@ def test_train_and_evaluate_goes_on(tmp_path):
             **options,
         )[0]
 
-    strategy = tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree())
-    for placement in tj.estimator.VariablePlacement:
-        made = tj.estimator.replicate_model_fn(
-            model_fn, devices=strategy, variable_placement=placement
-        )
-        saving = tj.Checkpointer(tmp_path / placement.name, every=4)
-        expected = model.bits(go(made, None))
-        with pytest.raises(Stop):
-            go(made, saving, hooks=[stopping_at(5)])
-        assert saving.steps == (4,)
-        model.assert_same_bits(go(made, saving), expected)
+    made = tj.estimator.replicate_model_fn(
+        model_fn,
+        devices=tj.Mirrored(towers=2, cross_tower_ops=tj.PinnedTree()),
+        variable_placement=tj.estimator.VariablePlacement.ROUND_ROBIN,
+    )
+    saving = tj.Checkpointer(tmp_path, every=4)
+    expected = model.bits(go(made, None))
+    with pytest.raises(Stop):
+        go(made, saving, hooks=[stopping_at(5)])
+    assert saving.steps == (4,)
+    model.assert_same_bits(go(made, saving), expected)
 
 
 # In other processes
@@ -1097,11 +1017,11 @@ def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_moments_of_saving():
-    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "20"]
+def test_killed_at_many_moments_of_saving():
+    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "8"]
     done = subprocess.run(worker, env=environment(), capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()[-4000:]
     found = json.loads(done.stdout)
-    assert found["kills"] == 20 and found["bad"] == []
-    # Some were killed before anything, some between, and some in the middle of it.
-    assert found["left"] >= 3 and found["newest"] >= 8
+    assert found["kills"] == 8 and found["bad"] == []
+    # Some were killed between two checkpoints, some in the middle of one.
+    assert found["left"] >= 1 and found["newest"] >= 3

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ from jax.extend.core import InconclusiveDimensionOperation
 
 import towerjax as tj
 from towerjax.estimator import export
-from towerjax.loop.checkpoint.folder import write_manifest
+from towerjax.loop.checkpoint import folder as folder_module
 from towerjax.mesh.placement import Placement
 
 WEIGHTS = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
@@ -236,24 +235,22 @@ def _elsewhere(folder, name):
     index = json.loads((folder / "model.json").read_text())
     index["signatures"]["predictions"]["file"] = name.format(folder.parent)
     (folder / "model.json").write_text(json.dumps(index))
-    write_manifest(folder)
+    folder_module.write_manifest(folder)
 
 
 def _manifest_elsewhere(folder):
     """The manifest's own names: none outside is read."""
-    table = json.loads((folder / "manifest.json").read_text())
-    files = table["files"] | {"../outside.bin": table["files"]["program_0.bin"]}
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    table = folder_module.read_manifest(folder)
+    table["files"]["../outside.bin"] = table["files"]["program_0.bin"]
     shutil.copy(folder / "program_0.bin", folder.parent / "outside.bin")
-    text = json.dumps({"files": files, "sha256": digest})
-    (folder / "manifest.json").write_text(text)
+    folder_module._write_table(folder, table)
 
 
 DAMAGES = {
     "missing": (_without_program, "program_0.bin is missing"),
     "cut": (_cut_program, "program_0.bin has "),
     "added": (_added, "other.bin does not belong there"),
-    "no manifest": (_without_manifest, "manifest.json is missing. Export the model an"),
+    "no manifest": (_without_manifest, "manifest.json is missing, cut or changed. Exp"),
     "above": (
         functools.partial(_elsewhere, name="../outside.bin"),
         "names '../outside.bin', which is not a file of its folder",

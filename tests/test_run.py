@@ -60,14 +60,19 @@ def train_step():
 
 @pytest.fixture(scope="module")
 def eval_step():
-    return tj.build_eval_step(metric_fn, tj.Mirrored())
+    return tj.build_eval_step(metric_fn, tj.Mirrored(), max_programs=4)
+
+
+@functools.cache
+def step_with(**options):
+    """A step that several tests share."""
+    return build_step(**options)
 
 
 def build_step(**options):
     options = {"remainder": "pad", **options}
-    return tj.build_train_step(
-        loss_fn, optax.sgd(LEARNING_RATE), tj.Mirrored(), **options
-    )
+    optimizer = optax.sgd(LEARNING_RATE)
+    return tj.build_train_step(loss_fn, optimizer, tj.Mirrored(), **options)
 
 
 def init(step):
@@ -105,7 +110,7 @@ def oracle(cut, skip=()):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("prefetch, steps_per_call", [(0, 4), (2, 1), (2, 7)])
+@pytest.mark.parametrize("prefetch, steps_per_call", [(0, 4), (2, 7)])
 def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, compiled):
     # 10 steps of 16 examples, the last of 9: rows of weight 0 fill it up.
     cut = list(batches(make_data(153), 16))
@@ -133,7 +138,6 @@ def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, co
     assert int(state.step) == 10
 
 
-@pytest.mark.slow
 def test_steps_end_a_run_of_endless_data_and_take_no_more(train_step):
     source = batches(make_data(32), 16, epochs=None)
     taken = []
@@ -241,24 +245,24 @@ def test_steps_never_waited_for_finish_on_8_devices(train_step):
         train_step,
         init(train_step),
         data,
-        steps=300,
+        steps=100,
         in_flight=64,
         progress=False,
     )
-    assert int(state.step) == 300
+    assert int(state.step) == 100
     assert np.isfinite(history.metrics["loss"]).all()
 
 
 @pytest.mark.slow
 def test_steps_of_an_own_loop_finish_on_8_devices():
     # Looking at verdicts waits now and then; "ignore" never looks.
-    train_step = build_step(on_nonfinite="ignore")
+    train_step = step_with(on_nonfinite="ignore")
     state = init(train_step)
     [batch] = batches(make_data(16), 16)
     placed = train_step.place_batch(batch)
-    for _ in range(300):
+    for _ in range(100):
         state, metrics = train_step(state, placed)
-    assert int(state.step) == 300
+    assert int(state.step) == 100
 
 
 # Evaluation
@@ -276,13 +280,11 @@ def exact_metrics(data, w):
     return (weight * squares).sum() / weight.sum(), x.mean(axis=0)
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("batch_size", [37, 16, 10])
 def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     data = eval_data(37)
     w = np.array([0.5, -1.0, 2.0], np.float32)
-    step = tj.build_eval_step(metric_fn, tj.Mirrored(), max_programs=2)
-    values = evaluate(step, {"w": w}, batches(data, batch_size))
+    values = evaluate(eval_step, {"w": w}, batches(data, batch_size))
     mse, column = exact_metrics(data, w)
     assert isinstance(values["mse"], float)
     np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
@@ -293,7 +295,7 @@ def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
 def test_evaluation_of_several_sizes_compiles_each_and_warns_once():
     data, w = eval_data(70), np.array([0.5, -1.0, 2.0], np.float32)
     step = tj.build_eval_step(metric_fn, tj.Mirrored())
-    cuts = [0, 8, 24, 32, 48, 70]
+    cuts = [0, 8, 24, 70]
     sizes = [{k: x[i:j] for k, x in data.items()} for i, j in itertools.pairwise(cuts)]
     with pytest.warns(
         UserWarning, match="(?s)has changed.*compiles anew.*max_programs"
@@ -316,34 +318,20 @@ def test_what_is_no_evaluation_is_refused_before_the_first_step(train_step):
     assert int(state.step) == 0
 
 
-def test_batches_are_added_in_float64():
+def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
     # In float32, 2**24 + 1 is 2**24: a sum over many batches would stand still.
-    def count(params, batch, tower):
-        return {"ones": tj.Weighted(batch.sum(), jnp.float32(0.125) + 0 * params)}
+    def metrics(params, batch, tower):
+        return {
+            "ones": tj.Weighted(batch.sum(), jnp.float32(0.5) + 0 * params),
+            "nothing": tj.Weighted.mean(batch, 0 * tower.weight),
+            "highest": tower.reduce(tj.Reduction.MEAN, batch.max()),
+        }
 
-    step = tj.build_eval_step(count, tj.Mirrored())
+    step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
     data = [np.full(8, 2.0**21, np.float32)] + [np.full(8, 0.125, np.float32)] * 4
     values = evaluate(step, jnp.float32(0), data)
-    assert values == {"ones": (2.0**24 + 4) / 5}
-
-
-def test_the_last_batch_speaks_for_metrics_that_cannot_be_merged():
-    def metrics(params, batch, tower):
-        mean = tj.Weighted.mean(batch, tower.weight)
-        return {"mean": mean, "highest": tower.reduce(tj.Reduction.MEAN, batch.max())}
-
-    step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
-    data = [np.float32([1, 3]), np.float32([5, 7])]
-    values = evaluate(step, jnp.float32(0), data)
-    assert values == {"mean": 4.0, "highest": 6.0}
-
-
-def test_a_weight_of_zero_gives_zero():
-    def metrics(params, batch, tower):
-        return {"mean": tj.Weighted.mean(batch, 0 * tower.weight)}
-
-    step = tj.build_eval_step(metrics, tj.Mirrored(towers=2))
-    assert evaluate(step, jnp.float32(0), [np.ones(2)]) == {"mean": 0.0}
+    expected = {"ones": (2.0**24 + 4) / 5, "nothing": 0.0, "highest": 0.125}
+    assert values == expected
 
 
 @pytest.mark.slow
@@ -351,10 +339,8 @@ def test_a_weight_of_zero_gives_zero():
     ("eval_every", "steps_per_call", "expected"),
     [
         (None, 1, [7]),
-        (3, 1, [3, 6, 7]),
         (7, 1, [7]),  # not twice at the end
         (4, 2, [4, 7]),
-        (100, 1, [7]),
     ],
 )
 def test_evaluations_come_when_asked_and_at_the_end(
@@ -493,8 +479,6 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"hooks": print}, "must be a list: write hooks=[...]"),
         ({"hooks": 3}, "hooks=3 must be a list: write hooks=[...]"),
         ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
-        ({"hooks": [tj.Best("loss")]}, "is no hook: say best="),
-        ({"hooks": [tj.JsonLines("x")]}, "is no hook: say writers=["),
         (
             {"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
             "WithState.every=3 must be a multiple of steps_per_call=2",
@@ -564,8 +548,7 @@ def loader_that_fails(cut, error):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "prefetch, steps_per_call, error",
-    [(0, 2, LoaderError("gone")), (2, 1, LoaderError("gone"))]
-    + [(0, 1, KeyboardInterrupt()), (2, 4, KeyboardInterrupt())],
+    [(0, 2, LoaderError("gone")), (2, 1, KeyboardInterrupt())],
 )
 def test_after_a_loader_error_the_run_can_go_on(
     train_step, prefetch, steps_per_call, error
@@ -622,7 +605,7 @@ def test_hooks_are_called_in_order_for_every_step(train_step):
         train_step,
         init(train_step),
         cut,
-        steps_per_call=4,
+        steps_per_call=2,
         progress=False,
         hooks=[
             lambda number, metrics: seen.append((number, "first", metrics["loss"])),
@@ -638,7 +621,6 @@ def test_hooks_are_called_in_order_for_every_step(train_step):
     assert isinstance(seen[0][2], np.float32)
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
 def test_a_hook_sees_the_state_before_the_next_step_takes_it(
     train_step, steps_per_call, every
@@ -807,8 +789,7 @@ def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
     np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     train_step, steps_per_call
 ):
@@ -832,10 +813,8 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_skipped_steps_are_counted(steps_per_call):
-    step = build_step(on_nonfinite="skip")
+def test_skipped_steps_are_counted(steps_per_call=2):
+    step = step_with(on_nonfinite="skip")
     cut = broken(1)
     cut[3] = cut[1]
     state, history = run(
@@ -848,15 +827,17 @@ def test_skipped_steps_are_counted(steps_per_call):
 
 
 def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
-    step = build_step(on_nonfinite="ignore")
+    step = step_with(on_nonfinite="ignore")
     state, history = run(step, init(step), broken(1), progress=False)
     assert history.skipped == () and np.isnan(history.metrics["loss"][1])
     assert np.isnan(state.params["w"]).any()
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4])
+@pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_call):
-    with pytest.raises(ValueError, match="steps=9 .* ended after 5") as caught:
+    with pytest.raises(
+        ValueError, match="after step 9, but .* ended after 5"
+    ) as caught:
         run(
             train_step,
             init(train_step),
@@ -885,7 +866,6 @@ def test_a_malformed_batch_leaves_the_state_usable(train_step):
     assert int(caught.value.state.step) == 2
 
 
-@pytest.mark.slow
 def test_a_batch_of_another_kind_leaves_the_state_usable():
     step = build_step(remainder="error")
     cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
@@ -933,7 +913,6 @@ def test_ctrl_c_during_a_call_loses_nothing(train_step):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
 def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
     train_step, monkeypatch, at
@@ -949,7 +928,7 @@ def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
     def hook(number, metrics):
         if number == at:
             waiting.append(signal.SIGINT)
-            gc.collect()
+            gc.collect(0)
 
     gc.callbacks.append(interrupt)
     try:
@@ -1019,27 +998,17 @@ def test_batches_of_one_call_are_padded_alike(seen):
     assert (placed.rows, placed.counts.tolist()) == (2, [[2, 1] + [0] * 6, [2] * 8])
 
 
-@pytest.mark.slow
-def test_a_history_holds_no_arrays_of_devices():
+def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     own = jnp.arange(3.0)
     alive, log = weakref.ref(own), HistoryLog(0)
-    log.add({"own": np.asarray(own)[()]}, False, 4, 0.0)  # a view, on CPUs
+    log.add({"own": np.asarray(own)}, False, 4, 0.0)  # a view, on CPUs
     del own
     assert alive() is None
-
-
-def test_a_metric_whose_shape_changes_is_kept():
-    def loss(params, batch, tower):
-        mean = tj.Weighted.mean(params * batch, tower.weight)
-        size = batch.shape[0]
-        sizes = tj.Weighted(jnp.ones(size), jnp.ones(size))
-        return tj.TowerOutput(mean, {"sizes": sizes})
-
-    strategy = tj.Mirrored(towers=2)
-    step = tj.build_train_step(loss, optax.sgd(0.1), strategy, max_programs=2)
-    cut = [np.ones(4, np.float32), np.ones(2, np.float32)]
-    _, history = run(step, step.init(jnp.float32(1)), cut, progress=False)
-    assert [row.shape for row in history.metrics["sizes"]] == [(2,), (1,)]
+    log.add({"own": np.ones(1)}, False, 4, 0.0)
+    assert [row.shape for row in log.history(None, None, None).metrics["own"]] == [
+        (3,),
+        (1,),
+    ]
 
 
 # What a person sees
@@ -1183,31 +1152,32 @@ def test_the_wait_for_each_batch_is_in_the_history(train_step, steps_per_call):
 
 
 @pytest.mark.slow
-def test_four_steps_side_by_side_share_one_count_of_calls_in_flight():
+def test_steps_side_by_side_share_one_count_of_calls_in_flight():
     strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
     batch = np.ones(8, np.float32)
     steps = [
         tj.build_train_step(
             lambda w, b, tower: tj.Weighted.mean((w - b) ** 2), optax.sgd(0.1), strategy
         )
-        for _ in range(4)
+        for _ in range(2)
     ]
     states = [step.init(jnp.float32(0)) for step in steps]
-    for _ in range(75):
+    for _ in range(50):
         done = [step(state, batch) for step, state in zip(steps, states, strict=True)]
         states = [state for state, _ in done]
     for state in states:
-        np.testing.assert_allclose(state.params, 1 - 0.8**75, rtol=1e-5)
+        np.testing.assert_allclose(state.params, 1 - 0.8**50, rtol=1e-5)
 
 
 def test_a_call_that_has_run_keeps_none_of_its_results():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
     predict = tj.build_predict_step(lambda w, b, tower: w * b, strategy)
+    take = jax.jit(lambda x: x + 1, donate_argnums=0)
     for i in range(20):
         out = predict(jnp.float32(2), np.ones(2, np.float32))
         alive = weakref.ref(out)
         if i < 18:
-            jax.jit(lambda x: x + 1, donate_argnums=0)(out)  # then it cannot be asked
+            take(out)  # then it cannot be asked
     jax.block_until_ready(out)
     del out
     jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))

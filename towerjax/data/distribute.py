@@ -12,7 +12,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
@@ -33,7 +33,6 @@ from towerjax.data.sources import (
     DataPass,
     InputContext,
     ResumableDataPass,
-    Stream,
     as_arrays,
     check_source,
     is_function,
@@ -42,8 +41,9 @@ from towerjax.data.sources import (
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import Placement, place_own_rows, place_rows
 from towerjax.mesh.processes import Exchange, call_on_first_process
-from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.options import cast_ints, check_whole
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import changes, listed
+from towerjax.types.options import cast_ints, check_choice, check_whole
 
 Split: TypeAlias = Literal["batch", "elements"]
 
@@ -58,16 +58,11 @@ class InputOptions:
     prefetch: int
 
     def __post_init__(self) -> None:
+        check_choice("split", self.split, get_args(Split))
         check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)
         cast_ints(self)
-        if self.split not in get_args(Split):
-            raise ValueError(
-                f"split={self.split!r} is not one of 'batch' (an element is a global"
-                " batch, split over the towers), 'elements' (each tower gets an"
-                " element of its own)."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +86,9 @@ class _WholeBatches:
             leaves = jax.tree.leaves(whole)
             if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
-                    "An element is a global batch, arrays with a row for each example,"
-                    f" but is {whole!r}. Write distribute_dataset(source,"
-                    " split='elements') where each tower takes an element, or wrap"
-                    " lists in np.asarray."
+                    f"An element is a global batch of arrays, but is {whole!r}. Say"
+                    " split='elements' where each tower takes an element, or wrap lists"
+                    " in np.asarray."
                 )
             if self.may_be_empty:  # sparse leaves: no process knows others' capacities
                 refuse_other_than_rows(whole)
@@ -147,15 +141,18 @@ class _Elements:
         if not taken or (missing and self.options.remainder == "drop"):
             return None
         uneven = missing or len(set(sizes)) > 1
-        if uneven and self.options.remainder == "drop":
-            if not [*itertools.islice(elements, 1)]:
-                return None  # at the end of the data
+        if (
+            uneven
+            and self.options.remainder == "drop"
+            and not any(True for _ in elements)
+        ):
+            return None  # at the end of the data
         if uneven and self.options.remainder != "pad":
             raise ValueError(
                 f"{self.towers} towers take an element each, but got {len(taken)} of"
-                f" sizes {sizes}. Use remainder='pad' (rows of weight 0; use"
-                " tower.weight in the loss), or give elements of one size"
-                + (", or remainder='drop' for the end." if missing else ".")
+                f" sizes {sizes}. Give elements of one size, or use remainder='pad'"
+                " (rows of weight 0; use tower.weight in the loss), or 'drop' for the"
+                " end."
             )
         return taken + [taken[-1]] * missing, sizes + [0] * missing
 
@@ -189,26 +186,16 @@ def _with_example_dim(element: PyTree) -> tuple[PyTree, bool]:
 def _refuse_unlike_elements(elements: list[PyTree]) -> None:
     """Raise unless elements differ only in dim 0."""
 
-    def kind(element: PyTree) -> str:
-        leaves = named_leaves("element", element)
-        return ", ".join(f"{name} {x.dtype}[b, {x.shape[1:]}]" for name, x in leaves)
+    def of_one_row(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
 
-    kinds = [kind(element) for element in elements]
-    for tower, other in enumerate(kinds):
-        if other != kinds[0]:
+    kinds = [jax.tree.map(of_one_row, element) for element in elements]
+    for tower, kind in enumerate(kinds):
+        if kind != kinds[0] and (found := changes("element", kinds[0], kind)):
             raise ValueError(
-                f"The elements of one step are of one kind, but tower 0 got {kinds[0]}"
-                f" and tower {tower} {other}. Only dim 0 may differ."
+                "The elements of one step may differ in dim 0 only, but from tower 0"
+                f" to tower {tower} {listed(found)}."
             )
-
-
-class _Round(NamedTuple):
-    """A round to place; ``counts`` ``[T]`` and ``bare`` are those of `PlacedBatch`."""
-
-    tree: PyTree
-    counts: np.ndarray
-    bare: bool
-    after: dict[str, Any]  # the cursor after the round
 
 
 class DistributedDataset:
@@ -219,25 +206,22 @@ class DistributedDataset:
 
     Attributes:
       prefetches: Its own thread places batches in advance.
+      is_reproducible: Whether a restarted job gets the same batches: known of a
+        sequence only.
     """
 
     prefetches = True
 
-    @property
-    def is_reproducible(self) -> bool:
-        """Whether a restarted job gets the same batches: known of a sequence only."""
-        return isinstance(self._source, Sequence)
-
     def __init__(
         self, placement: Placement, source: Any, options: InputOptions
     ) -> None:
-        processes = placement.num_processes
-        self._own_part = check_source(source)
+        processes, own_part = placement.num_processes, check_source(source)
         self._placement, self._source, self._options = placement, source, options
+        self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
         self._context = InputContext(here, processes, placement.num_towers)
-        towers = placement.num_towers // (processes if self._own_part else 1)
-        self._asks_peers = self._own_part and processes > 1
+        towers = placement.num_towers // (processes if own_part else 1)
+        self._asks_peers = own_part and processes > 1
         self._rounds = (
             _WholeBatches(towers, options, may_be_empty=self._asks_peers)
             if options.split == "batch"
@@ -261,17 +245,17 @@ class DistributedDataset:
         if not is_function(self._source):
             elements = open_source(self._source, self._context)
         begin = functools.partial(self._stream, number, elements)
-        if hasattr(elements, "get_state") and hasattr(elements, "set_state"):
+        if feed.has_cursor(elements):
             return ResumableDataPass(begin, elements)
         return DataPass(begin)
 
-    def _stream(self, number: int, elements: Any, rows: int) -> Stream:
+    def _stream(self, number: int, elements: Any, rows: int) -> Any:
         stopped = threading.Event()
         if isinstance(self._source, feed.Batches):  # it may be at a smaller last one
             rows = max(rows, self._rounds.rows([self._source.most_rows]))
         return feed.prefetch(
-            self._pull_rounds(number, stopped, elements, rows),
-            self._place,
+            self._placed_rounds(number, stopped, elements, rows),
+            lambda placed: placed,
             depth=self._options.prefetch,
             on_stop=stopped.set,  # ends the thread's wait for a peer
         )
@@ -289,9 +273,10 @@ class DistributedDataset:
         for placed in self:
             yield placed.unpadded()
 
-    def _pull_rounds(
+    def _placed_rounds(
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
-    ) -> Iterator[_Round]:
+    ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
+        """Each round's batch, and the cursor after it."""
         if source is None:
             source = open_source(self._source, self._context)
         elements = map(as_arrays, source)
@@ -307,12 +292,25 @@ class DistributedDataset:
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
-            counts = [self._counts(sizes, rows) for sizes in sizes_of_all]
+            none = [0] * self._rounds.towers
+            counts = [
+                self._rounds.counts(sizes or none, rows) for sizes in sizes_of_all
+            ]
             bare = rows == 1 and isinstance(taken, list) and all(x for _, x in taken)
-            tree = self._rounds.build(taken, rows)
-            place = getattr(source, "get_state", lambda: None)()
-            after = {"elements": place, "rows": most_rows}
-            yield _Round(tree, np.concatenate(counts), bare, after)
+            cursor = getattr(source, "get_state", lambda: None)()
+            placed = self._place(
+                self._rounds.build(taken, rows), np.concatenate(counts), bare
+            )
+            yield placed, {"elements": cursor, "rows": most_rows}
+
+    def _place(self, tree: PyTree, counts: np.ndarray, bare: bool) -> PlacedBatch:
+        if self._asks_peers:
+            arrays, whole = place_own_rows(tree, self._placement), None
+        else:
+            arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
+            whole = tree
+        placed = self._placer.wrap_arrays(arrays, counts, batch=whole)
+        return dataclasses.replace(placed, bare=True) if bare else placed
 
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
@@ -346,8 +344,7 @@ class DistributedDataset:
             )
         if ended and is_first and self._options.remainder == "pad":
             raise ValueError(
-                f"The input of the processes {ended} is empty, but others have"
-                " batches. Give each process a part."
+                f"The input of the processes {ended} is empty. Give each a part."
             )
         return bool(ended) and self._options.remainder == "drop"
 
@@ -361,20 +358,3 @@ class DistributedDataset:
                 " takes as many of each. Use equal batches, or remainder='pad'."
             )
         return min(needed)
-
-    def _counts(self, sizes: list[int] | None, rows: int) -> np.ndarray:
-        if sizes is None:
-            towers = self._placement.num_towers // self._context.num_processes
-            return np.zeros(towers, np.int32)
-        return self._rounds.counts(sizes, rows)
-
-    def _place(self, part: _Round) -> tuple[PlacedBatch, dict[str, Any]]:
-        if self._asks_peers:
-            arrays = place_own_rows(part.tree, self._placement)
-            placed = self._placer.wrap_arrays(arrays, part.counts)
-        else:
-            arrays = place_rows(part.tree, self._placement, Layout.PER_TOWER)
-            placed = self._placer.wrap_arrays(arrays, part.counts, batch=part.tree)
-        if part.bare:
-            placed = dataclasses.replace(placed, bare=True)
-        return placed, part.after

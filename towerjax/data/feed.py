@@ -1,6 +1,5 @@
 """Cut data into batches, and prefetch: place batches in a thread ahead of the steps."""
 
-import atexit
 import collections
 import dataclasses
 import functools
@@ -8,6 +7,7 @@ import itertools
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
-from towerjax.types.options import cast_ints, check_flag, check_whole, is_whole
+from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,13 @@ class Batches(Iterator[PyTree]):
 
     It can continue at any position without reading what comes before: the order of an
     epoch depends on nothing but the seed and the epoch's number.
+
+    Attributes:
+      position: The number of batches before the next one, from the first epoch on.
     """
 
     def __init__(self, data: PyTree, cut: Batching, position: int = 0) -> None:
-        self._data, self._cut, self._position = data, cut, position
+        self._data, self._cut, self.position = data, cut, position
         rows, self._shared = without_shared(data)
         self._sparse, self._dense = SparseRows.put_aside(rows)
         self._shuffled: tuple[int, np.ndarray] | None = None
@@ -53,7 +56,7 @@ class Batches(Iterator[PyTree]):
     def __next__(self) -> PyTree:
         """The next batch, a pytree ``[B, ...]``."""
         cut = self._cut
-        epoch, number = divmod(self._position, cut.batches_per_epoch)
+        epoch, number = divmod(self.position, cut.batches_per_epoch)
         if cut.epochs is not None and epoch >= cut.epochs:
             raise StopIteration
         start = number * cut.batch_size
@@ -65,7 +68,7 @@ class Batches(Iterator[PyTree]):
             batch = self._sparse.take(np.arange(cut.examples)[rows], batch)
         if self._shared:
             batch = with_shared(batch, [Shared(x) for x in self._shared])
-        self._position += 1
+        self.position += 1
         return batch
 
     def __len__(self) -> int:
@@ -76,7 +79,7 @@ class Batches(Iterator[PyTree]):
                 "tj.batches(..., epochs=None) never end, so they have no len. Say"
                 " epochs=1 for the batches of an epoch."
             )
-        return epochs * self._cut.batches_per_epoch - self._position
+        return epochs * self._cut.batches_per_epoch - self.position
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         if self._shuffled is None or self._shuffled[0] != epoch:
@@ -89,26 +92,16 @@ class Batches(Iterator[PyTree]):
         """How many examples the largest batch has."""
         return min(self._cut.batch_size, self._cut.examples)
 
-    @property
-    def position(self) -> int:
-        """The number of batches before the next one, from the first epoch on."""
-        return self._position
-
     def at(self, position: int) -> "Batches":
         """The same batches from another position on; this iterator does not move."""
         epochs = self._cut.epochs
-        last = None if epochs is None else epochs * self._cut.batches_per_epoch
-        whole = is_whole(position)
-        if not whole or position < 0 or (last is not None and position > last):
-            raise ValueError(
-                f"at({position!r}): a position is a whole number of batches from 0"
-                + (" on." if last is None else f" to {last}, of which there are.")
-            )
+        last = math.inf if epochs is None else epochs * self._cut.batches_per_epoch
+        check_whole("position", position, 0, last)
         return Batches(self._data, self._cut, int(position))
 
     def get_state(self) -> dict[str, Any]:
         """The position and the cut, as JSON can hold them."""
-        return {"position": self._position, **dataclasses.asdict(self._cut)}
+        return {"position": self.position, **dataclasses.asdict(self._cut)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` gave."""
@@ -125,13 +118,14 @@ class Batches(Iterator[PyTree]):
                 + ". Cut the data as before, or choose a place with at(...), which"
                 " tj.Checkpointer(batches='anew') leaves as it is."
             )
-        self._position = self.at(state["position"]).position
+        self.position = self.at(state["position"]).position
 
 
 Pulled = TypeVar("Pulled")
 Placed = TypeVar("Placed")
 
 _END: Any = object()
+_STOP_PATIENCE_S = 5
 
 
 def batches(
@@ -226,6 +220,11 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
     return data
 
 
+def has_cursor(iterator: Any) -> bool:
+    """Whether an iterator tells its position, and can be set to one."""
+    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+
+
 def close(iterator: Any) -> None:
     """Close an iterator that has ``close`` and is not running in a thread."""
     if not getattr(iterator, "gi_running", False):
@@ -247,107 +246,96 @@ def prefetch(
     """
     if depth == 0:
         return (place(element) for element in iterable)
-    return Prefetched(_Feeder(iterable, place, depth, on_stop))
+    return Prefetched(iterable, place, _Feed(depth, on_stop))
+
+
+class _Feed:
+    """What a thread and the iterator over its elements share."""
+
+    def __init__(self, depth: int, on_stop: Callable[[], None]) -> None:
+        self.on_stop = on_stop
+        self.ready: collections.deque[Any] = collections.deque()  # (placed, failure)
+        self.added, self.stopped = threading.Event(), threading.Event()
+        # Counts the elements that may still be pulled, so that depth bounds the memory.
+        self.room = threading.Semaphore(depth)
+
+    def add(self, placed: Any, failure: BaseException | None = None) -> None:
+        self.ready.append((placed, failure))
+        self.added.set()
 
 
 class Prefetched(Iterator[Placed]):
     """An iterator over what a thread placed, which Ctrl-C in ``next`` does not end."""
 
-    def __init__(self, feeder: "_Feeder") -> None:
-        self._feeder, self._ready = feeder, feeder.ready
+    def __init__(
+        self, iterable: Iterable[Any], place: Callable[[Any], Placed], feed: _Feed
+    ) -> None:
+        self._feed = feed
+        self._thread = threading.Thread(
+            target=_fill,
+            args=(iterable, place, feed),
+            name="towerjax-prefetch",
+            daemon=True,
+        )
+        # Called once: by hand, by the garbage collector, for which the thread must not
+        # refer to this iterator, or at Python's exit, which a thread could abort.
+        self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
         """The next element, which is not kept: it would stay on the devices."""
-        self._feeder.wait()
-        placed, failure = self._ready[0]
+        feed = self._feed
+        if self._thread.ident is None and self.close.alive:
+            try:
+                self._thread.start()
+            except BaseException:
+                self.close()
+                raise
+        while not feed.ready:
+            feed.added.wait()
+            feed.added.clear()
+        feed.room.release()
+        placed, failure = feed.ready[0]
         if placed is _END:
             self.close()
             raise failure or StopIteration
         # No call up to the return: after one, Ctrl-C would lose the element.
-        del self._ready[0]
+        del feed.ready[0]
         return placed
 
-    def close(self) -> None:
-        """End the thread."""
-        self._feeder.stop()
 
-    __del__ = close  # the thread refers to the feeder alone
+def _fill(iterable: Iterable[Any], place: Callable[[Any], Any], feed: _Feed) -> None:
+    try:
+        iterator = iter(iterable)
+        while True:
+            feed.room.acquire()
+            if feed.stopped.is_set():
+                return
+            element = next(iterator, _END)
+            if element is _END:
+                feed.add(_END)
+                return
+            feed.add(place(element))
+    except BaseException as failure:
+        feed.add(_END, failure)
 
 
-class _Feeder:
-    """A thread that fills a queue with placed elements."""
-
-    def __init__(
-        self,
-        iterable: Iterable[Any],
-        place: Callable[[Any], Any],
-        depth: int,
-        on_stop: Callable[[], None],
-    ) -> None:
-        self._iterable, self._place, self._on_stop = iterable, place, on_stop
-        self.ready: collections.deque[Any] = collections.deque()
-        self._added = threading.Event()
-        # Counts the elements that may still be pulled, so that depth bounds the memory.
-        self._room = threading.Semaphore(depth)
-        self._stopped = threading.Event()
-        self.thread = threading.Thread(
-            target=self._fill, name="towerjax-prefetch", daemon=True
+def _stop(thread: threading.Thread, feed: _Feed) -> None:
+    """End the thread; warn where a loader hangs, which cannot be interrupted."""
+    try:
+        feed.on_stop()
+    finally:  # also after Ctrl-C above
+        feed.stopped.set()
+        feed.room.release()
+        feed.ready.clear()
+        feed.add(_END)
+    if thread.ident in (None, threading.get_ident()):
+        return  # never started; or the garbage collector called this in the thread
+    thread.join(_STOP_PATIENCE_S)
+    if thread.is_alive():
+        warnings.warn(
+            f"The input is still busy with one batch {_STOP_PATIENCE_S} s after the run"
+            " stopped; its thread ends when that batch is there. Give the loader a"
+            " timeout.",
+            RuntimeWarning,
+            stacklevel=2,
         )
-
-    def _fill(self) -> None:
-        try:
-            iterator = iter(self._iterable)
-            while True:
-                self._room.acquire()
-                if self._stopped.is_set():
-                    return
-                element = next(iterator, _END)
-                if element is _END:
-                    self._add(_END)
-                    return
-                self._add(self._place(element))
-        except BaseException as failure:
-            self._add(_END, failure)
-
-    def _add(self, placed: Any, failure: BaseException | None = None) -> None:
-        self.ready.append((placed, failure))
-        self._added.set()
-
-    def wait(self) -> None:
-        """Wait until ``ready`` has a first ``(placed, failure)``; start the thread."""
-        if self.thread.ident is None and not self._stopped.is_set():
-            try:
-                # A thread that still runs at Python's exit can abort the process.
-                atexit.register(self.stop)
-                self.thread.start()
-            except BaseException:
-                self.stop()
-                raise
-        while not self.ready:
-            self._added.wait()
-            self._added.clear()
-        self._room.release()
-
-    def stop(self, *, patience_s: float = 5.0) -> None:
-        """End the thread; warn where a loader hangs, which cannot be interrupted."""
-        if self._stopped.is_set():
-            return
-        try:
-            atexit.unregister(self.stop)
-            self._on_stop()
-        finally:  # also after Ctrl-C above
-            self._stopped.set()
-            self._room.release()
-            self.ready.clear()
-            self._add(_END)
-        if self.thread.ident in (None, threading.get_ident()):
-            return  # never started; or the garbage collector called this in the thread
-        self.thread.join(patience_s)
-        if self.thread.is_alive():
-            warnings.warn(
-                f"The input is still busy with one batch {patience_s:g} s after the"
-                " run stopped; its thread ends when that batch is there. Give the"
-                " loader a timeout.",
-                RuntimeWarning,
-                stacklevel=2,
-            )

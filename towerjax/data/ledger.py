@@ -7,15 +7,8 @@ from typing import Any
 
 import jax
 
-from towerjax.data.feed import close, own_copy
+from towerjax.data.feed import close, has_cursor, own_copy
 from towerjax.types import PyTree
-
-
-class _Taken:
-    """A batch that was taken from its source, and the source's cursor after it."""
-
-    def __init__(self, batch: PyTree) -> None:
-        self.batch, self.cursor = batch, None
 
 
 class Unused(Iterator[PyTree]):
@@ -53,40 +46,48 @@ class Ledger(Iterator[PyTree]):
 
     A source with ``get_state`` and ``set_state``, such as `Batches` or a Grain
     iterator, is set back to the last used batch; for others the batches are kept.
+
+    Attributes:
+      used: How many batches steps have used, earlier runs included.
+      cursor: The source's cursor after them, if it has one.
+      is_reproducible: Whether a restarted job is known to get the same batches.
+      prefetches: Whether the source has its own thread that places batches in advance.
     """
 
     def __init__(self, source: Iterable[PyTree], *, copies: bool) -> None:
         self._source, self._copies = source, copies
         self._iterator: Any = iter(source)
-        self.has_cursor = all(
-            hasattr(self._iterator, name) for name in ("get_state", "set_state")
-        )
-        self._taken: collections.deque[_Taken] = collections.deque()
-        self._newest: _Taken | None = None
+        self.has_cursor = has_cursor(self._iterator)
+        # Of each batch not used yet the cursor after it, or else [the batch].
+        self._taken: collections.deque[Any] = collections.deque()
+        self._newest: list[PyTree] | None = None
         self.cursor = self._iterator.get_state() if self.has_cursor else None
         self.used: int = getattr(source, "used_before", 0)
+        self.prefetches = bool(getattr(source, "prefetches", False))
+        known = isinstance(source, Sequence)
+        self.is_reproducible = known or bool(getattr(source, "is_reproducible", False))
 
     def __next__(self) -> PyTree:
         """The next batch."""
-        # One C call: Ctrl-C between two operations would lose the batch.
-        self._taken.extend(map(_Taken, itertools.islice(self._iterator, 1)))
-        # len(_taken) would not do: `use` shortens it in another thread.
-        if not self._taken or self._taken[-1] is self._newest:
-            raise StopIteration
-        self._newest = taken = self._taken[-1]
-        if self._copies:
-            taken.batch = jax.tree.map(own_copy, taken.batch)
-        batch = taken.batch
         if self.has_cursor:
-            taken.cursor, taken.batch = self._iterator.get_state(), None
-        return batch
+            batch = next(self._iterator)
+            self._taken.append(self._iterator.get_state())
+            return self._own(batch)
+        # One C call: Ctrl-C between two operations would lose the batch.
+        self._taken.extend(map(list, zip(itertools.islice(self._iterator, 1))))
+        try:
+            taken = self._taken[-1]
+        except IndexError:
+            raise StopIteration from None
+        # len(_taken) would not do: `use` shortens it in another thread.
+        if taken is self._newest:
+            raise StopIteration
+        self._newest = taken
+        taken[0] = self._own(taken[0])
+        return taken[0]
 
-    @property
-    def is_reproducible(self) -> bool:
-        """Whether the source is known to give a restarted job the same batches."""
-        return isinstance(self._source, Sequence) or bool(
-            getattr(self._source, "is_reproducible", False)
-        )
+    def _own(self, batch: PyTree) -> PyTree:
+        return jax.tree.map(own_copy, batch) if self._copies else batch
 
     def go_to(self, used: int, cursor: Any = None) -> None:
         """Skip the batches that an earlier process used."""
@@ -104,18 +105,13 @@ class Ledger(Iterator[PyTree]):
                 )
         self.used = used
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether the source has its own thread that places batches in advance."""
-        return bool(getattr(self._source, "prefetches", False))
-
     def placing(self, place: Callable[[PyTree], Any]) -> Callable[[PyTree], Any]:
         """``place``, whose result the ledger keeps in place of the host's batch."""
 
         def place_and_keep(batch: PyTree) -> Any:
             out = place(batch)
-            if not self.has_cursor:
-                self._taken[-1].batch = out
+            if self._newest is not None:
+                self._newest[0] = out
             return out
 
         return place_and_keep
@@ -123,7 +119,7 @@ class Ledger(Iterator[PyTree]):
     def use(self, number: int) -> None:
         """Forget the oldest ``number`` batches, which steps have used."""
         used = [self._taken.popleft() for _ in range(number)]
-        self.cursor = used[-1].cursor
+        self.cursor = used[-1] if self.has_cursor else None
         self.used += number
 
     def rest(self) -> Iterator[PyTree]:
@@ -132,16 +128,12 @@ class Ledger(Iterator[PyTree]):
             self._iterator.set_state(self.cursor)
             self._taken.clear()
             return self._iterator
-        kept = (taken.batch for taken in self._taken)
+        kept = (batch for [batch] in self._taken)
         return Unused(kept, self._iterator, self.used, self.is_reproducible)
-
-    def close(self) -> None:
-        """Close the iterator if this ledger made it; one passed in stays open."""
-        if self._iterator is not self._source:
-            close(self._iterator)
 
     def settle(self) -> None:
         """Set the source back to its last used batch, and close what was opened."""
         if self.has_cursor and self._taken:
             self.rest()
-        self.close()
+        if self._iterator is not self._source:  # one that was passed in stays open
+            close(self._iterator)

@@ -27,17 +27,14 @@ from towerjax.types.leaves import (
     refuse_unheld,
     shown,
 )
+from towerjax.types.options import check_choice
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
 
 def check_remainder(remainder: str) -> None:
     """Raise unless ``remainder`` is a known rule for uneven batches."""
-    if remainder not in get_args(Remainder):
-        raise ValueError(
-            f"remainder={remainder!r} is not one of 'pad' (rows of weight 0 fill the"
-            " batch up), 'drop' (the rows over are left out), 'error'."
-        )
+    check_choice("remainder", remainder, get_args(Remainder))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +87,8 @@ def count_examples(batch: PyTree) -> int:
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
-            f"The batch holds no arrays: {batch!r}. Pass a pytree of arrays whose"
-            " dim 0 runs over examples; where towers draw the examples, their numbers,"
-            " {'row': np.arange(64)}."
+            f"The batch holds no arrays: {batch!r}. Where towers draw the examples,"
+            " pass their numbers, {'row': np.arange(64)}."
         )
     bad = [
         f"{name} is {_describe(leaf)}"
@@ -104,35 +100,26 @@ def count_examples(batch: PyTree) -> int:
     if bad:
         raise ValueError(
             "Every leaf of a batch is an array of numbers, dim 0 of which runs over"
-            " examples, but "
-            + listed(bad)
-            + ". Wrap lists in np.asarray, and what is the same for all rows in"
-            " tj.Shared(...)."
+            f" examples, but {listed(bad)}. Wrap lists in np.asarray, and what is the"
+            " same for all rows in tj.Shared(...)."
             + " A state comes first: step(state, batch)."
             * hasattr(batch, "opt_state")
         )
-    sizes = {leaf.shape[0] for _, leaf in leaves}
-    if len(sizes) > 1:
+    first = {leaf.shape[0]: name for name, leaf in reversed(leaves)}
+    if len(first) > 1:
+        sizes = few(f"{name}: {size}" for size, name in reversed(first.items()))
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but"
-            f" got {_one_of_each_size(leaves)}. Split or pad them alike before the"
-            " step, padding with a weight of 0; what every tower needs whole is"
-            " tj.Shared(...)."
+            f" got {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
+            " tower needs whole is tj.Shared(...)."
         )
-    size = sizes.pop()
+    (size,) = first
     if size == 0:
         raise ValueError(
             f"The batch is empty: {leaves[0][0]} has shape {leaves[0][1].shape}. Skip"
             " batches without examples in the input."
         )
     return size
-
-
-def _one_of_each_size(leaves: Sequence[tuple[str, Any]]) -> str:
-    first: dict[int, str] = {}
-    for name, leaf in leaves:
-        first.setdefault(leaf.shape[0], f"{name}: {leaf.shape[0]}")
-    return ", ".join(few(first.values()))
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
@@ -142,15 +129,13 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         return isinstance(x, Shared) and x.value is not None
 
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
-    found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]
-    if found:
+    if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]:
         raise ValueError(
             f"{listed(found)}, which has no rows to split or join here. tj.Shared is"
             " for the batches of a step, an evaluation, a prediction, a model and"
             " tj.batches."
         )
-    found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]
-    if found:
+    if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]:
         raise ValueError(
             f"{listed(found)}, whose entries would be taken for examples here. Make"
             " it dense: x.todense(), or x.to_dense() of IndexedRows. A call of a step"
@@ -212,9 +197,8 @@ def fit_batch(
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
             f"{name} has {size} examples, which {shares} towers (times micro-batches)"
-            f" cannot share evenly: {size} = {size // shares} * {shares} + {over}. Use"
-            f" a batch size that {shares} divides, or say remainder='pad' (rows of"
-            " weight 0; use tower.weight in the loss) or remainder='drop'."
+            f" cannot share evenly. Use a multiple of {shares}, or say remainder='pad'"
+            " (rows of weight 0; use tower.weight in the loss) or remainder='drop'."
         )
     if size < shares:
         raise ValueError(
@@ -227,20 +211,18 @@ def fit_batch(
 def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
     """The shapes that `fit_batch` would give."""
     refuse_unheld("batch", batch, shapes=True)
-    leaves, treedef = jax.tree.flatten(batch)
-    # A broadcast zero passes the checks of a batch and takes no memory.
-    stand_ins = [
-        np.broadcast_to(np.zeros((), np.bool_), x.shape) if hasattr(x, "shape") else x
-        for x in leaves
-    ]
-    size = count_examples(jax.tree.unflatten(treedef, stand_ins))
-    rows_alone = [np.zeros(size, np.bool_)] * len(leaves)
-    _, fitted = fit_batch(jax.tree.unflatten(treedef, rows_alone), shares, remainder)
+
+    def stand_in(x: Any) -> Any:  # passes the checks of a batch, takes no memory
+        has_shape = hasattr(x, "shape")
+        return np.broadcast_to(np.zeros((), np.bool_), x.shape) if has_shape else x
+
+    size = count_examples(jax.tree.map(stand_in, batch))
+    rows_alone = jax.tree.map(lambda _: np.zeros(size, np.bool_), batch)
+    _, fitted = fit_batch(rows_alone, shares, remainder)
     rows = fitted + -fitted % shares
-    shapes = [
-        jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)) for x in leaves
-    ]
-    return jax.tree.unflatten(treedef, shapes)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)), batch
+    )
 
 
 def pad_rows(batch: PyTree, size: int) -> PyTree:

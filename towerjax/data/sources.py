@@ -2,16 +2,16 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.data.feed import Prefetched
 from towerjax.data.placer import PlacedBatch
 from towerjax.types import PyTree
+from towerjax.types.options import check_takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,7 @@ class InputContext:
         if batch_size % self.num_processes:
             raise ValueError(
                 f"A global batch of {batch_size} examples cannot be shared evenly by"
-                f" {self.num_processes} processes. Use a multiple of"
-                f" {self.num_processes}."
+                f" {self.num_processes} processes. Use a multiple of that."
             )
         return batch_size // self.num_processes
 
@@ -63,8 +62,7 @@ def check_source(source: Any) -> bool:
     if isinstance(source, Mapping | np.ndarray | jax.Array | str | bytes):
         raise ValueError(
             f"distribute_dataset goes through an iterable of batches, but got a"
-            f" {type(source).__name__}. Cut the data into batches with"
-            " tj.batches(data, batch_size), or pass [batch]."
+            f" {type(source).__name__}. Pass tj.batches(data, batch_size) or [batch]."
         )
     if not is_function(source):
         return False
@@ -73,35 +71,28 @@ def check_source(source: Any) -> bool:
             f"distribute_dataset cannot go through {source!r}. Pass an iterable of"
             " batches, a loader, or a function that returns one."
         )
-    required = _required_arguments(source)
-    if required > 1:
-        raise ValueError(
-            f"distribute_dataset calls the function {source!r} with one argument, a"
-            f" tj.towers.InputContext, or with none, but it needs {required}."
-        )
-    return required == 1
+    return _takes_context(source)
 
 
-def _required_arguments(fn: Callable[..., Any]) -> int:
-    parameters = inspect.signature(fn).parameters.values()
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    return sum(p.kind in positional and p.default is p.empty for p in parameters)
+def _takes_context(fn: Callable[..., Any]) -> bool:
+    """Whether a function takes an `InputContext`; raise if it takes more."""
+    try:
+        inspect.signature(fn).bind()
+    except TypeError:
+        check_takes("source(context)", fn, None)
+        return True
+    return False
 
 
 def open_source(source: Any, context: InputContext) -> Iterator[Any]:
     """An iterator through the source."""
     if is_function(source):
-        made = source(context) if _required_arguments(source) else source()
-        if is_function(made):
+        source = source(context) if _takes_context(source) else source()
+        if is_function(source):
             raise ValueError(
-                f"The function given to distribute_dataset returned"
-                f" {made!r}, which cannot be gone through. Return an iterable of"
-                " batches, or a loader."
+                f"The function given to distribute_dataset returned {source!r}, which"
+                " is no iterable of batches."
             )
-        source = made
     # tf.data gives NumPy arrays instead of tensors by this method.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
@@ -131,14 +122,10 @@ def _as_array(leaf: Any) -> Any:
     return leaf
 
 
-_Placed: TypeAlias = tuple[PlacedBatch, Any]
-Stream: TypeAlias = Generator[_Placed, None, None] | Prefetched[_Placed]
-
-
 class DataPass(Iterator[PlacedBatch]):
     """One iteration over a data set, whose thread places batches in advance."""
 
-    def __init__(self, begin: Callable[[int], Stream]) -> None:
+    def __init__(self, begin: Callable[[int], Any]) -> None:
         self._begin, self._stream = begin, begin(0)
         self._after: Any = None
         self._failure: str | None = None  # the exception that ended the stream
@@ -169,7 +156,7 @@ class DataPass(Iterator[PlacedBatch]):
 class ResumableDataPass(DataPass):
     """A pass with a cursor, over a source that has one."""
 
-    def __init__(self, begin: Callable[[int], Stream], elements: Any) -> None:
+    def __init__(self, begin: Callable[[int], Any], elements: Any) -> None:
         super().__init__(begin)
         self._elements = elements
         self._after = {"elements": elements.get_state(), "rows": 0}

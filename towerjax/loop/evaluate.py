@@ -81,8 +81,7 @@ def evaluate(
             totals = _add_metrics(totals or {}, metrics)
     if totals is None:
         raise ValueError(
-            "There are no batches to evaluate. An iterator is empty the second time:"
-            " pass a list, or a function that gives the batches anew."
+            "There are no batches to evaluate. An iterator is empty the second time."
         )
     return {name: value_on_host(total) for name, total in totals.items()}
 
@@ -111,10 +110,7 @@ def count_in_words(batches: Iterable[PyTree]) -> str:
 
 def check_evaluate(evaluate: Any) -> None:
     """Raise unless ``evaluate`` is an `EvaluationStep`."""
-    example = (
-        "tj.build_eval_step(metric_fn, strategy) of a metric_fn(params, batch, tower)"
-        " that returns {name: tj.Weighted.mean(..., tower.weight)}"
-    )
+    example = "tj.build_eval_step(metric_fn, strategy)"
     check_methods("evaluate", evaluate, "place_batch __call__", example)
 
 
@@ -147,8 +143,7 @@ def outputs_on_host(
         stack.enter_context(contextlib.closing(placed_batches))
         while True:
             try:
-                placed = next(placed_batches, None)
-                if placed is None:
+                if (placed := next(placed_batches, None)) is None:
                     break
                 running.append(step(state, placed))
             except Exception as error:

@@ -61,8 +61,8 @@ class Loop:
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
-        self._compile_s = self._evaluate_s = 0.0
-        self._wait_s, self._start_s = 0.0, time.perf_counter()
+        self._compile_s = self._evaluate_s = self._wait_s = 0.0
+        self._start_s = time.perf_counter()
         self._fault: Exception | None = None
         self._is_evaluation_due = False
         if saving is not None and saving.resumed is not None:
@@ -219,10 +219,8 @@ class Loop:
         The step's batch is run again, with the present parameters: the step changed
         none, but later steps may have.
         """
-        if not isinstance(error, NonFiniteError) or error.places:
-            return error
         locate = getattr(self._step, "locate", None)
-        if locate is None:
+        if not isinstance(error, NonFiniteError) or error.places or locate is None:
             return error
         try:
             places = locate(self.state, placed, number=error.step, index=index)
@@ -236,29 +234,27 @@ class Loop:
         return located
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
-        call = self._in_flight[0]
+        call, first = self._in_flight[0], self._log.number + 1
         examples = call.placed.num_examples
         metrics, guarded = jax.device_get((call.metrics, verdict_of(call.guarded)[0]))
         # One step has scalars, several have a dim of steps, of which not all are used.
-        indices = range(len(examples)) if guarded.ndim else [()]
-        rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        mode = self._step.options.on_nonfinite
-        refused = [mode != "ignore" and is_refused(guarded[i]) for i in indices]
-        time_s, first = time.time(), self._log.number + 1
-        records = [Record("train", first + i, time_s, x) for i, x in enumerate(rows)]
-        placement = self._step.strategy.placement
-        options = {"refusals": mode == "raise"}
-        faults = [
-            error_of(call.guarded, first - 1 + i, placement, **options, index=at)
-            for i, at in enumerate(indices)
-        ]
+        indices: Any = range(len(examples)) if guarded.ndim else [()]
+        mode, placement = self._step.options.on_nonfinite, self._step.strategy.placement
+        rows, refused, faults = [], [], []
+        for number, i in enumerate(indices, first - 1):
+            rows.append({name: x[i] for name, x in metrics.items()})
+            refused.append(mode != "ignore" and is_refused(guarded[i]))
+            raises = {"refusals": mode == "raise", "index": i}
+            faults.append(error_of(call.guarded, number, placement, **raises))
+        time_s, waits_s = time.time(), [call.wait_s] + [0.0] * (len(rows) - 1)
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()
             self._fault = next((x for x in faults if x is not None), None)
-            waits_s = [call.wait_s] + [0.0] * (len(rows) - 1)
             for step in zip(rows, refused, examples, waits_s, strict=True):
                 self._log.add(*step)
-            self.writers.write(records)
+            self.writers.write(
+                [Record("train", n, time_s, row) for n, row in enumerate(rows, first)]
+            )
         return rows, faults
 
     def _evaluate(self) -> None:
@@ -266,13 +262,10 @@ class Loop:
         if evaluate is None or batches is None:
             return
         self._fetch(0)
-        start_s = time.perf_counter()
+        start_s, state = time.perf_counter(), self._state_to_evaluate()
+        prefetch, in_flight = self._options.prefetch, self._options.in_flight
         values = evaluate_batches(
-            evaluate,
-            self._state_to_evaluate(),
-            batches,
-            prefetch=self._options.prefetch,
-            in_flight=self._options.in_flight,
+            evaluate, state, batches, prefetch=prefetch, in_flight=in_flight
         )
         number = self._log.number
         with self.guard:
@@ -284,9 +277,8 @@ class Loop:
                 self._saving.add_evaluation(number, values)
         self.writers.check()
         self._evaluate_s += time.perf_counter() - start_s
-        watch = self._watch
-        in_short = watch.describe(number, values)
-        self._progress.evaluation(number, values, in_short, watch.stopped)
+        in_short = self._watch.describe(number, values)
+        self._progress.evaluation(number, values, in_short, self._watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
         """The run's state, or what ``eval_params`` makes of it."""
@@ -299,23 +291,23 @@ class Loop:
         return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:
-        done, steps = self._log.num_steps, self._options.steps
+        done, steps, number = self._log.num_steps, self._options.steps, self._log.number
+        if self._watch.stopped is not None:
+            return
         if self._saving is not None and self._saving.resumed and not (done or steps):
-            number = self._log.number
             self._progress.note(f"nothing was left to do: finished after step {number}")
             return
-        if done == 0 and self._watch.stopped is None:
+        if done == 0:
             raise ValueError(
                 "batches is empty. An iterator is empty after its first use: make it"
                 " anew. error.batches is empty if the run had done all its steps, or"
                 " if the error had ended a generator."
             )
-        if steps is not None and done < steps and self._watch.stopped is None:
-            before = 0 if self._saving is None else self._saving.ahead
+        if steps is not None and done < steps:
             raise ValueError(
-                f"steps={before + steps} were asked for, but batches ended after"
-                f" {before + done}. Use tj.batches(..., epochs=None) for endless data,"
-                " or leave steps out to stop where the data ends."
+                f"The run was to end after step {number - done + steps}, but batches"
+                f" ended after {number}. Use tj.batches(..., epochs=None) for endless"
+                " data, or leave steps out to stop where the data ends."
             )
 
     def _rate(self) -> float:
@@ -325,15 +317,16 @@ class Loop:
 
     def history(self) -> History:
         """The history so far."""
-        steps_per_second, steps = self._rate(), self._log.num_steps
+        placement, steps = self._step.strategy.placement, self._log.num_steps
+        steps_per_second, examples = self._rate(), self._log.examples
         summary = RunSummary(
-            towers=self._step.strategy.placement.num_towers,
-            devices=self._step.strategy.placement.num_devices,
+            towers=placement.num_towers,
+            devices=placement.num_devices,
             steps=steps,
-            examples=self._log.examples,
+            examples=examples,
             compile_seconds=self._compile_s,
             steps_per_second=steps_per_second,
-            examples_per_second=steps_per_second * self._log.examples / max(steps, 1),
+            examples_per_second=steps_per_second * examples / max(steps, 1),
         )
         return self._log.history(summary, self._watch.best, self._watch.stopped)
 
@@ -347,20 +340,16 @@ class Loop:
         self.writers.explain(error)
         error.history = self.history()
         error.batches = self._ledger.rest() if error.state else self._ledger.settle()
+        note = f"error.state is the state after step {self._dispatched}"
+        is_last = self._log.num_steps == self._options.steps
+        note += ", the last" if is_last else "; go on from it, with error.batches"
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in a step that had taken it over"
                 " (donate=False keeps it). Go on from a checkpoint"
             )
-        else:
-            note = f"error.state is the state after step {self._dispatched}"
-            is_last = self._log.num_steps == self._options.steps
-            note += ", the last" if is_last else "; go on from it, with error.batches"
         if self._step.strategy.placement.num_processes > 1:
-            note += (
-                ". Each process stops where it is: their states may be of different"
-                " steps, and a state may need a process that has gone"
-            )
+            note += ". Processes may have stopped after different steps"
         for hook in self._options.with_state:
             if reaches_multiple(hook.every, self._hooked, self._dispatched):
                 note += f". {hook} was due and not called, or not to its end"

@@ -65,23 +65,11 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
 
 
-_OBJECTS = {
-    "early_stopping": (EarlyStopping, "'loss', patience=3"),
-    "best": (Best, "'loss'"),
-    "checkpointer": (Checkpointer, "folder"),
-}
-"""The options of `run` that are objects, with the arguments of an example."""
-
-
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
     """Return the hooks as a tuple, or raise if one cannot be called."""
     if callable(hooks) or not isinstance(hooks, Iterable):
         raise ValueError(f"hooks={hooks!r:.200} must be a list: write hooks=[...].")
     for i, hook in enumerate(hooks):
-        own = [f"{x}=" for x, (kind, _) in _OBJECTS.items() if isinstance(hook, kind)]
-        own += ["writers=[...]"] * callable(getattr(hook, "open", None))
-        if own and not callable(hook):
-            raise ValueError(f"hooks[{i}]={hook!r:.200} is no hook: say {own[0]}")
         if not isinstance(hook, WithState):
             check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
     return tuple(hooks)
@@ -124,39 +112,38 @@ class RunOptions:
                     f"{self.steps_per_call}: there is no state between the steps of a"
                     " call."
                 )
-        self._check_kinds()
+        for name, kind in (
+            ("early_stopping", EarlyStopping),
+            ("best", Best),
+            ("checkpointer", Checkpointer),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(
+                    f"{name}={value!r:.200} must be None or a tj.{kind.__name__}(...)."
+                )
         self._check_evaluation()
-        if self.checkpointer is not None:
-            self._check_checkpointer(self.checkpointer)
 
     @property
     def with_state(self) -> list[WithState]:
         """The hooks that are given the state."""
         return [hook for hook in self.hooks if isinstance(hook, WithState)]
 
-    def _check_kinds(self) -> None:
-        for name, (kind, example) in _OBJECTS.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(
-                    f"{name}={value!r:.200} must be None or a tj.{kind.__name__}, such"
-                    f" as tj.{kind.__name__}({example})."
-                )
-
     def _check_evaluation(self) -> None:
-        if (self.evaluate is None) != (self.eval_batches is None):
-            given = "evaluate" if self.eval_batches is None else "eval_batches"
-            raise ValueError(
-                f"evaluate and eval_batches belong together, but only {given} was"
-                " given."
-            )
-        if self.evaluate is not None:
+        if self.evaluate is not None and self.eval_batches is not None:
             check_evaluate(self.evaluate)
             check_batches("eval_batches", self.eval_batches, or_function=True)
+        elif self.evaluate is not None or self.eval_batches is not None:
+            given = "evaluate" if self.eval_batches is None else "eval_batches"
+            raise ValueError(
+                f"evaluate and eval_batches belong together, but only {given} was given"
+            )
         if self.eval_params is not None:
             check_function("eval_params", self.eval_params, "eval_params(state)")
-        for name in ("eval_every", "early_stopping", "best", "eval_params"):
-            value = getattr(self, name)
+        names = ("eval_every", "early_stopping", "best", "eval_params")
+        needing = {name: getattr(self, name) for name in names}
+        needing["Checkpointer.best"] = getattr(self.checkpointer, "best", None)
+        for name, value in needing.items():
             if self.evaluate is None and value is not None:
                 raise ValueError(
                     f"{name}={value} without anything to evaluate: pass evaluate and"
@@ -167,17 +154,10 @@ class RunOptions:
                 "early_stopping without eval_every would never stop anything: there is"
                 " one evaluation, at the end. Say eval_every=n."
             )
-
-    def _check_checkpointer(self, checkpointer: Checkpointer) -> None:
-        if self.best is not None:
+        if self.best is not None and self.checkpointer is not None:
             raise ValueError(
-                f"best={self.best} keeps a state in memory, which a resumed run has"
-                " no more. Let the checkpoints keep it:"
-                f" tj.Checkpointer(..., best={self.best.metric!r}), and afterwards"
-                " checkpointer.restore(step, state, number=checkpointer.best_step)."
-            )
-        if checkpointer.best is not None and self.evaluate is None:
-            raise ValueError(
-                f"Checkpointer(best={checkpointer.best!r}) without anything to"
-                " evaluate: pass evaluate and eval_batches."
+                f"best={self.best} keeps a state in memory, which a resumed run has no"
+                f" more. Say tj.Checkpointer(..., best={self.best.metric!r}), and"
+                " afterwards checkpointer.restore(step, state, number="
+                "checkpointer.best_step)."
             )

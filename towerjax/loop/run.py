@@ -150,19 +150,17 @@ def run(
 def _run_loop(
     step: CompiledStep, state: TrainState, ledger: Ledger, options: RunOptions
 ) -> tuple[TrainState, History]:
-    loop, saving = None, None
+    loop, saving, placement = None, None, step.strategy.placement
     try:
         with contextlib.ExitStack() as stack:
             if options.checkpointer is not None:
                 saving = Saving(options.checkpointer, step, state, ledger, stack)
                 state, options = saving.resume(state, options)
-            start = step_number(state)
-            display = choose_display(options.progress)
+            start, display = step_number(state), choose_display(options.progress)
             shown = Progress(display, start, options.steps)
             stack.enter_context(contextlib.closing(shown))
             loop = Loop(step, state, options, shown, ledger, saving)
             with loop.guard.installed():
-                placement = step.strategy.placement
                 loop.writers = open_all(options.writers, start, placement)
                 loop.run()
         return loop.state, loop.history()
@@ -192,6 +190,5 @@ def _require_same_work(
     require_same(
         "What tj.run does",
         text + "".join(f", {name}={value}" for name, value in given.items() if value),
-        "Give every process the same steps and batches, and the same evaluations,"
-        " checkpointer and WithState hooks, on all or on none.",
+        "Give every process the same steps, batches and options.",
     )

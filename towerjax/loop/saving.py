@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import shutil
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder
 from towerjax.loop.checkpoint.checkpointer import ARRAYS, Checkpointer
-from towerjax.loop.checkpoint.folder import CheckpointError, write_manifest
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.record import (
     CheckpointRecord,
     array_checkpointer,
@@ -28,11 +29,7 @@ from towerjax.loop.options import RunOptions, reaches_multiple
 from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
-from towerjax.mesh.processes import (
-    call_on_first_process,
-    is_preempted,
-    require_same,
-)
+from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
 from towerjax.types.options import is_one_real
@@ -54,16 +51,27 @@ class Saving:
     ) -> None:
         self._options, self._step, self._ledger = options, step, ledger
         self._is_first = jax.process_index() == 0
-        _refuse_one_process(step)
-        self._check_batches()
+        self._several = step.strategy.placement.num_processes > 1
+        if jax.process_count() > 1 and not self._several:
+            raise CheckpointError(
+                "A Checkpointer saves what all processes of a job train together, but"
+                " the towers here are one process's own. Train without"
+                " tj.cluster.initialize(), or save with tj.loop.save_safetensors."
+            )
+        is_known = ledger.has_cursor or ledger.is_reproducible
+        if options.batches == "cursor" and not is_known:
+            raise CheckpointError(
+                "Checkpointer(batches='cursor') saves the position of the batches, but"
+                " these have no get_state and set_state; distribute_dataset of a"
+                " function never has. Say batches='count' if they come in the same"
+                " order each time, or 'anew'; or pass tj.batches(...) itself, an"
+                " iterator with get_state and set_state, or a list."
+            )
         encode_cursor(ledger.cursor)
         needed = sum(x.nbytes for x in arrays_by_name(state).values())
-
-        def prepare() -> None:
-            stack.enter_context(folder.lock(options.path))
-            folder.prepare_directory(options.path, needed)
-
-        call_on_first_process(prepare)
+        call_on_first_process(
+            lambda: stack.enter_context(folder.lock(options.path, needed))
+        )
         require_same(
             "Who has locked the folder of the checkpoints",
             folder.owner(options.path),
@@ -80,20 +88,8 @@ class Saving:
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: CheckpointRecord | None = None
-        self.ahead = 0  # steps of the checkpoint beyond the state that was passed
         self._before = step_number(state)
         self._is_best = False
-
-    def _check_batches(self) -> None:
-        ledger, way = self._ledger, self._options.batches
-        if way == "cursor" and not (ledger.has_cursor or ledger.is_reproducible):
-            raise CheckpointError(
-                "Checkpointer(batches='cursor') saves the position of the batches, but"
-                " these have no get_state and set_state; distribute_dataset of a"
-                " function never has. Say batches='count' if they come in the same"
-                " order each time, or 'anew'; or pass tj.batches(...) itself, an"
-                " iterator with get_state and set_state, or a list."
-            )
 
     def resume(
         self, state: TrainState, options: RunOptions
@@ -110,11 +106,17 @@ class Saving:
             self._saved = newest, record.evaluation
         if newest <= start:
             return state, options
-        left = _steps_left(options.steps, start, record)
+        left = None if options.steps is None else start + options.steps - newest
+        if left is not None and left < 0:
+            raise CheckpointError(
+                f"steps={options.steps} from step {start} end at {newest + left}, but"
+                f" the newest checkpoint is of step {newest}. Name another folder for"
+                " another training, or do more steps."
+            )
         state = self._options.restore(self._step, state, number=newest)
         self._seek(record)
         self._step.expect_batch_rows(record.batch_rows)
-        self.resumed, self._before, self.ahead = record, newest, newest - start
+        self.resumed, self._before = record, newest
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
     def _seek(self, record: CheckpointRecord) -> None:
@@ -133,8 +135,7 @@ class Saving:
     @property
     def exit_code(self) -> int | None:
         """With which SIGTERM ends a lone process; several end at the same step."""
-        several = self._step.strategy.placement.num_processes > 1
-        return None if several else self._options.exit_code
+        return None if self._several else self._options.exit_code
 
     def is_due(self, number: int) -> bool:
         """Whether a multiple of ``every`` is reached or the last evaluation is best."""
@@ -195,50 +196,52 @@ class Saving:
             fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
             versions=library_versions(),
         )
-        path = folder.unfinished_folder(self._options.path, number)
-        with contextlib.ExitStack() as held:
-            held.enter_context(_ONE_AT_ONCE)
-            with self._wrap_errors(number):
+        with contextlib.ExitStack() as held, self._explaining(number):
+            if number != saved:  # else the arrays are saved, and the record changes
+                held.enter_context(_ONE_AT_ONCE)
+                path = folder.partial_folder(self._options.path, number)
                 if self._is_first:
-                    folder.make_folder(self._options.path, number)
+                    shutil.rmtree(path, ignore_errors=True)
+                    path.mkdir()
                 self._files.save(path / ARRAYS, arrays_by_name(state))
-            self._writing = self._thread.submit(self._finish, record, held.pop_all())
+            finish = self._finish, record, number != saved, held.pop_all()
+            self._writing = self._thread.submit(*finish)
         self._saved = number, evaluation
 
-    def _finish(self, record: CheckpointRecord, held: contextlib.ExitStack) -> None:
+    def _finish(
+        self, record: CheckpointRecord, is_new: bool, held: contextlib.ExitStack
+    ) -> None:
         """In the thread: wait for the arrays, then commit the checkpoint."""
         directory, number = self._options.path, record.step
-        with self._wrap_errors(number):
+        with self._explaining(number):
             with held:
                 self._files.wait_until_finished()
             if not self._is_first:
                 return
-            path = folder.unfinished_folder(directory, number)
-            record.write(path)
-            write_manifest(path)
-            folder.commit(directory, number)
-        self._remove_old()
-
-    def _remove_old(self) -> None:
+            fields = dataclasses.asdict(record)
+            if is_new:
+                folder.write_manifest(folder.partial_folder(directory, number), fields)
+                folder.commit(directory, number)
+            else:
+                folder.replace_record(folder.folder_of(directory, number), fields)
         steps, best = self._options.steps, self._options.best_step
         for number in steps[: -self._options.keep]:
             if number != best:
-                folder.remove(self._options.path, number)
+                folder.remove(directory, number)
 
     @contextlib.contextmanager
-    def _wrap_errors(self, number: int) -> Any:
+    def _explaining(self, number: int) -> Any:
         try:
             yield
         except Exception as error:
             self._saved = -1, {}
-            path = folder.unfinished_folder(self._options.path, number)
             if self._is_first:
-                folder.discard(path)
-            why = str(error)  # TensorStore's has its whole configuration
-            why = why if len(why) <= 400 else why[:400] + " ..."
+                path = folder.partial_folder(self._options.path, number)
+                shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
-                f" {str(self._options.path)!r}; those before it are whole. {why}"
+                f" {str(self._options.path)!r}; those before it are whole."
+                f" {error!s:.400}"  # TensorStore's has its whole configuration
             ) from error
 
     def wait(self) -> None:
@@ -253,34 +256,10 @@ class Saving:
         Also report a step to the launcher, which waits for one before it regrows.
         """
         heartbeat.notify_launcher(heartbeat.STEP)
-        if self._step.strategy.placement.num_processes > 1 and is_preempted(number):
+        if self._several and is_preempted(number):
             raise Terminated(self._options.exit_code)
 
     def describe(self, number: int) -> str:
         """The checkpoint in words."""
         where = str(self._options.path)
         return f"step {number} in {where!r}. The same run again goes on from there."
-
-
-def _refuse_one_process(step: CompiledStep) -> None:
-    processes = jax.process_count()
-    if step.strategy.placement.num_processes < processes:
-        raise CheckpointError(
-            f"A Checkpointer saves what all {processes} processes of a job train"
-            " together, but the towers here are one process's own. Train without"
-            " tj.cluster.initialize(), or save with tj.loop.save_safetensors."
-        )
-
-
-def _steps_left(steps: int | None, start: int, record: CheckpointRecord) -> int | None:
-    """How many steps a resumed run has left."""
-    if steps is None:
-        return None
-    left = start + steps - record.step
-    if left < 0:
-        raise CheckpointError(
-            f"steps={steps} from step {start} end at {start + steps}, but the newest"
-            f" checkpoint is of step {record.step}. Name another folder for another"
-            " training, or do more steps."
-        )
-    return left

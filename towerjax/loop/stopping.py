@@ -135,37 +135,33 @@ class Watch:
         self.best: BestEvaluation | None = None
         self.stopped: str | None = None
         self._early_stopping, self._best = early_stopping, best
-        self._lowest: tuple[float, int | None] = (math.inf, None)
-        # Evaluations without an improvement; the step before the last counted one.
-        self._unimproved, self._counted = 0, -1
+        # Of early stopping: the lowest cost and the step before it, how many
+        # evaluations came since, and the step before the last of them.
+        self._counts: dict[str, Any] = {
+            "lowest": math.inf,
+            "lowest_after": None,
+            "without": 0,
+            "counted_after": -1,
+        }
 
     @property
     def counts(self) -> dict[str, Any]:
         """The counts of early stopping, for JSON; empty without early stopping."""
-        option, (lowest, number) = self._early_stopping, self._lowest
+        option, lowest = self._early_stopping, self._counts["lowest"]
         if option is None:
             return {}
         lowest = lowest if math.isfinite(lowest) else None
-        return {
-            "metric": option.metric,
-            "mode": option.mode,
-            "lowest": lowest,
-            "lowest_after": number,
-            "without": self._unimproved,
-            "counted_after": self._counted,
-        }
+        of = {"metric": option.metric, "mode": option.mode}
+        return {**of, **self._counts, "lowest": lowest}
 
     def restore_counts(self, counts: Mapping[str, Any]) -> None:
         """Restore the counts of a saved run, if they are of the same metric."""
-        option = self._early_stopping
-        expected = option and (option.metric, option.mode)
-        if not expected or expected != (counts.get("metric"), counts.get("mode")):
-            return
-        if counts["lowest"] is not None:
-            self._lowest = counts["lowest"], counts["lowest_after"]
-        self._unimproved = counts["without"]
-        self._counted = counts["counted_after"]
-        self._stop_if_enough()
+        mine = self.counts
+        if mine and all(mine[name] == counts.get(name) for name in ("metric", "mode")):
+            self._counts = {name: counts[name] for name in self._counts}
+            if counts["lowest"] is None:
+                self._counts["lowest"] = math.inf
+            self._stop_if_enough()
 
     def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
         """Count an evaluation, and keep its state if it is the best."""
@@ -180,26 +176,27 @@ class Watch:
     def _count(
         self, option: EarlyStopping, number: int, values: Mapping[str, Any]
     ) -> None:
-        if number == self._counted:  # a finished run was resumed and evaluates again
-            return
-        self._counted = number
+        counts = self._counts
+        if number == counts["counted_after"]:
+            return  # a finished run was resumed and evaluates again
+        counts["counted_after"] = number
         # Less cost is better; a comparison with NaN is false.
         cost = sign_of(option.mode) * _metric_value(option, values)
-        if cost < self._lowest[0] - option.min_delta:
-            self._lowest, self._unimproved = (cost, number), 0
+        if cost < counts["lowest"] - option.min_delta:
+            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
             return
-        self._unimproved += 1
+        counts["without"] += 1
         self._stop_if_enough()
 
     def _stop_if_enough(self) -> None:
-        option, (lowest, lowest_number) = self._early_stopping, self._lowest
-        if option is None or self._unimproved < option.patience:
+        option, without = self._early_stopping, self._counts["without"]
+        if option is None or without < option.patience:
             return
-        text = f"{option.metric} did not improve in {self._unimproved}"
-        text += " evaluation" if self._unimproved == 1 else " evaluations in a row"
-        if lowest_number is not None:
-            shown = format_value(sign_of(option.mode) * lowest)
-            text += f": best {shown} after step {lowest_number}"
+        text = f"{option.metric} did not improve in {without} evaluation"
+        text += "s in a row" * (without > 1)
+        if (after := self._counts["lowest_after"]) is not None:
+            shown = format_value(sign_of(option.mode) * self._counts["lowest"])
+            text += f": best {shown} after step {after}"
         self.stopped = text
 
     def _keep(
@@ -222,18 +219,20 @@ class Watch:
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
         """The last evaluation in a few words, and the best."""
-        option = self._best or self._early_stopping
+        option, counts = self._best or self._early_stopping, self._counts
         name = "loss" if "loss" in values else min(values, default="")
         name = option.metric if option else name
         if name not in values:
             return ""
         text = f"evaluated {name} {format_value(values[name])} after {number}"
-        best = (self.best.value, self.best.step) if self.best else None
-        if self._best is None and self._early_stopping and self._lowest[1] is not None:
-            sign = sign_of(self._early_stopping.mode)
-            best = (sign * self._lowest[0], self._lowest[1])
-        if best is not None:
-            text += f", best {format_value(best[0])} after {best[1]}"
+        best, after = None, None
+        if self.best is not None:
+            best, after = self.best.value, self.best.step
+        elif self._early_stopping and self._best is None:
+            best = sign_of(self._early_stopping.mode) * counts["lowest"]
+            after = counts["lowest_after"]
+        if after is not None:
+            text += f", best {format_value(best)} after {after}"
         return text
 
 
@@ -246,10 +245,9 @@ def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> fl
         )
     value = values[option.metric]
     if not is_one_real(value):
-        is_array = isinstance(value, np.ndarray) and value.ndim > 0
-        kind = f"n array{list(value.shape)}" if is_array else f" {type(value).__name__}"
+        kind = f"{type(value).__name__}{getattr(value, 'shape', '')}"
         raise ValueError(
-            f"{what}: its value is a{kind}, not one real number. Name a scalar metric,"
+            f"{what}: its value is a {kind}, not one real number. Name a scalar metric,"
             " such as its mean."
         )
     return float(value)

@@ -6,8 +6,6 @@ import os
 import pathlib
 from typing import Any, Literal, get_args
 
-import jax
-
 from towerjax.loop.checkpoint.folder import (
     CheckpointError,
     check_manifest,
@@ -24,9 +22,6 @@ from towerjax.loop.stopping import Direction, sign_of
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState
-from towerjax.step.state_checks import check_is_state
-from towerjax.types import named_leaves
-from towerjax.types.leaves import listed
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -158,17 +153,10 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none; a file is missing, truncated or changed; or
             it is of another model. Names files and leaves.
-          ValueError: ``state`` is no ``TrainState``, or not on devices.
+          ValueError: ``state`` is no ``TrainState`` of this step.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
-        check_is_state(state)
-        leaves = named_leaves("state", state)
-        away = [name for name, x in leaves if not isinstance(x, jax.Array)]
-        if away:
-            raise ValueError(
-                f"{listed(away)} lies on no device, so it does not say where the saved"
-                " one shall lie. Pass step.place(state)."
-            )
+        state = step.start(state)
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number

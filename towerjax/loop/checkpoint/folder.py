@@ -9,18 +9,19 @@ import os
 import pathlib
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from towerjax.types.leaves import listed
 
+FORMAT = 1
 MANIFEST = "manifest.json"
 _REPAIR = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
     " before."
 )
+_WHOLE = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(ValueError):
@@ -32,13 +33,50 @@ class CheckpointError(ValueError):
     """
 
 
-def write_manifest(folder: pathlib.Path) -> None:
-    """Write each file's length and SHA-256; sync the whole folder to the disk."""
+def write_manifest(folder: pathlib.Path, record: Any = None) -> None:
+    """Write each file's length and SHA-256, and a record; sync all to the disk."""
     files = {name: _checksum(folder / name, sync=True) for name in _files_of(folder)}
-    text = json.dumps({"files": files, "sha256": _hash_of_table(files)}, indent=1)
-    write_synced(folder / MANIFEST, text)
-    for path in [p for p in folder.rglob("*") if p.is_dir()] + [folder]:
-        sync_folder(path)
+    for path in [p for p in folder.rglob("*") if p.is_dir()]:
+        _sync_folder(path)
+    _write_table(folder, {"format": FORMAT, "files": files, "record": record})
+
+
+def replace_record(folder: pathlib.Path, record: Any) -> None:
+    """Replace the record of a manifest, atomically."""
+    _write_table(folder, {**read_manifest(folder), "record": record})
+
+
+def _write_table(folder: pathlib.Path, table: dict[str, Any]) -> None:
+    being_made = folder / (MANIFEST + ".partial")
+    with being_made.open("w", encoding="utf-8") as file:
+        table = {**table, "sha256": _hash_of_table(table)}
+        file.write(json.dumps(table, indent=1, allow_nan=False))
+        file.flush()
+        os.fsync(file.fileno())
+    being_made.replace(folder / MANIFEST)
+    _sync_folder(folder)
+
+
+def read_manifest(
+    folder: pathlib.Path, what: str = "checkpoint", advice: str = _REPAIR
+) -> dict[str, Any]:
+    """The manifest of a folder; raise unless it is what was written."""
+    try:
+        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        digest, version = table.pop("sha256"), table["format"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        digest = version = None
+    if version not in (None, FORMAT):
+        raise CheckpointError(
+            f"The {what} {str(folder)!r} has format {version}, and this towerjax reads"
+            f" format {FORMAT}. Use the towerjax that wrote it."
+        )
+    if version is None or digest != _hash_of_table(table):
+        raise CheckpointError(
+            f"The {what} {str(folder)!r} is not what was written: {MANIFEST} is"
+            f" missing, cut or changed. {advice}"
+        )
+    return table
 
 
 def check_manifest(
@@ -49,24 +87,7 @@ def check_manifest(
     This finds damage, not forgery: who can write the files can write the manifest. No
     file outside of the folder is read, whatever the manifest names.
     """
-    if problems := _differences(folder):
-        raise CheckpointError(
-            f"The {what} {str(folder)!r} is not what was written:"
-            f" {listed(problems)}. {advice}"
-        )
-
-
-def _differences(folder: pathlib.Path) -> list[str]:
-    """How a folder differs from its manifest, in sentences."""
-    try:
-        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, of_table = table["files"], table["sha256"]
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (ValueError, KeyError, TypeError):
-        return [f"{MANIFEST} is cut or changed"]
-    if _hash_of_table(files) != of_table:
-        return [f"{MANIFEST} has been changed"]
+    files = read_manifest(folder, what, advice)["files"]
     problems, there = [], set(_files_of(folder))
     for name, (size, digest) in files.items():
         if name not in there:
@@ -75,20 +96,15 @@ def _differences(folder: pathlib.Path) -> list[str]:
             problems.append(f"{name} has {now} bytes instead of {size}")
         elif _checksum(folder / name)[1] != digest:
             problems.append(f"{name} has been changed")
-    return problems + [
-        f"{name} does not belong there" for name in sorted(there - {*files})
-    ]
+    problems += [f"{name} does not belong there" for name in there - files.keys()]
+    if problems:
+        raise CheckpointError(
+            f"The {what} {str(folder)!r} is not what was written:"
+            f" {listed(sorted(problems))}. {advice}"
+        )
 
 
-def write_synced(path: pathlib.Path, text: str) -> None:
-    """Write a file and sync it to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: pathlib.Path) -> None:
+def _sync_folder(path: pathlib.Path) -> None:
     """Sync the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -110,17 +126,18 @@ def _checksum(path: pathlib.Path, *, sync: bool = False) -> list[Any]:
         return [os.fstat(file.fileno()).st_size, digest]
 
 
-def _hash_of_table(files: Any) -> str:
-    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-_WHOLE = re.compile(r"step-(\d+)")
-_UNFINISHED = re.compile(r"step-\d+\.(saving|deleting|replaced)")
+def _hash_of_table(table: Any) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
 def folder_of(directory: pathlib.Path, number: int) -> pathlib.Path:
     """The folder of a checkpoint."""
     return directory / f"step-{number}"
+
+
+def partial_folder(directory: pathlib.Path, number: int) -> pathlib.Path:
+    """The folder of a checkpoint that is being written or deleted."""
+    return directory / f"step-{number}.partial"
 
 
 def saved_steps(directory: pathlib.Path) -> tuple[int, ...]:
@@ -131,97 +148,53 @@ def saved_steps(directory: pathlib.Path) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
-def make_folder(directory: pathlib.Path, number: int) -> pathlib.Path:
-    """Make an empty folder to write a checkpoint into; `commit` renames it."""
-    path = unfinished_folder(directory, number)
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir()
-    return path
-
-
-def unfinished_folder(directory: pathlib.Path, number: int) -> pathlib.Path:
-    """The folder of a checkpoint before `commit`."""
-    return directory / f"step-{number}.saving"
-
-
 def commit(directory: pathlib.Path, number: int) -> None:
-    """Rename a written checkpoint to its final name; replace an older one."""
-    path, before = folder_of(directory, number), directory / f"step-{number}.replaced"
-    if path.exists():
-        path.rename(before)  # `prepare_directory` undoes this after a kill here
-    unfinished_folder(directory, number).rename(path)
-    sync_folder(directory)
-    shutil.rmtree(before, ignore_errors=True)
-
-
-def discard(path: pathlib.Path, *, patience_s: float = 2.0) -> None:
-    """Delete a folder that other threads may still write into."""
-    deadline_s = time.monotonic() + patience_s
-    while path.exists() and time.monotonic() < deadline_s:
-        shutil.rmtree(path, ignore_errors=True)
-        time.sleep(0.01)
+    """Rename a written checkpoint to its final name."""
+    partial_folder(directory, number).rename(folder_of(directory, number))
+    _sync_folder(directory)
 
 
 def remove(directory: pathlib.Path, number: int) -> None:
     """Delete a checkpoint; it is renamed first, so that none is ever partial."""
-    leaving = directory / f"step-{number}.deleting"
-    shutil.rmtree(leaving, ignore_errors=True)
-    folder_of(directory, number).rename(leaving)
-    shutil.rmtree(leaving)
-
-
-def prepare_directory(directory: pathlib.Path, needed: int) -> None:
-    """Check that checkpoints can be written; clean up after a killed process."""
-    with _explaining(directory):
-        for path in directory.glob("step-*.replaced"):
-            if not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))
-        for path in directory.iterdir():
-            if _UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path)
-        probe = directory / ".probe"
-        write_synced(probe, "\0" * 4096)
-        probe.unlink()
-        free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise CheckpointError(
-            f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
-            f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room, or name"
-            " another folder."
-        )
+    folder_of(directory, number).rename(partial_folder(directory, number))
+    shutil.rmtree(partial_folder(directory, number))
 
 
 @contextlib.contextmanager
-def _explaining(directory: pathlib.Path) -> Iterator[None]:
-    """Raise an error of the system as one that names the directory."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints cannot be written to {str(directory)!r}: {error.strerror}"
-            f" ({errno.errorcode.get(error.errno or 0, error.errno)}). Name a folder"
-            " that this process may write to."
-        ) from error
+def lock(directory: pathlib.Path, needed: int = 0) -> Iterator[None]:
+    """Make the directory; lock it against others until the block or process ends.
 
-
-@contextlib.contextmanager
-def lock(directory: pathlib.Path) -> Iterator[None]:
-    """Make the directory; lock it against others until the block or process ends."""
+    What a killed process left is deleted. ``needed`` bytes must be free.
+    """
     with contextlib.ExitStack() as stack:
-        with _explaining(directory):
+        try:
             directory.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((directory / ".lock").open("ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"Another run writes its checkpoints to {str(directory)!r}. Wait"
-                    " for its end, or name another folder."
-                ) from None
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(uuid.uuid4().hex.encode())
             file.flush()
             os.fsync(file.fileno())
+            for path in directory.glob("step-*.partial"):
+                shutil.rmtree(path)
+            free = shutil.disk_usage(directory).free
+        except BlockingIOError:
+            raise CheckpointError(
+                f"Another run writes its checkpoints to {str(directory)!r}. Wait for"
+                " its end, or name another folder."
+            ) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"Checkpoints cannot be written to {str(directory)!r}: {error.strerror}"
+                f" ({errno.errorcode.get(error.errno or 0, error.errno)}). Name a"
+                " folder that this process may write to."
+            ) from error
+        if free < needed:
+            raise CheckpointError(
+                f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
+                f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room, or"
+                " name another folder."
+            )
         yield
 
 

@@ -11,15 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from towerjax.loop.checkpoint.folder import CheckpointError, write_synced
+from towerjax.loop.checkpoint.folder import CheckpointError, read_manifest
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.placement import restore_on
 from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, is_variable
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
-from towerjax.types.leaves import is_key, key_data, like_key, listed
+from towerjax.types.leaves import (
+    is_key,
+    key_data,
+    like_key,
+    listed,
+    parts_of,
+    put_parts,
+)
 from towerjax.types.options import is_one_real
 from towerjax.types.version import __version__
 
@@ -55,14 +61,15 @@ def leaves_of(state: PyTree) -> list[Leaf]:
 
 def arrays_by_name(state: PyTree) -> dict[str, jax.Array]:
     """The leaves by name, PRNG keys as their data; leaves of size 0 are left out."""
+
+    def numbers(x: jax.Array) -> jax.Array:
+        x = key_data(x)
+        # Of several copies Orbax would compile and save slices.
+        has_copies = x.is_fully_replicated and x.is_fully_addressable
+        return x.addressable_data(0) if has_copies else x
+
     leaves = zip(leaves_of(state), jax.tree.leaves(state), strict=True)
-    return {leaf.name: _one_copy(key_data(x)) for leaf, x in leaves if x.size}
-
-
-def _one_copy(x: jax.Array) -> jax.Array:
-    """One copy of a replicated array; of more, Orbax would compile and save slices."""
-    has_copies = x.is_fully_replicated and x.is_fully_addressable
-    return x.addressable_data(0) if has_copies else x
+    return {leaf.name: numbers(x) for leaf, x in leaves if x.size}
 
 
 def array_checkpointer() -> Any:
@@ -105,55 +112,43 @@ def restore_leaves(
     towers (SUM) or copied to each.
     """
     old = {leaf.name: leaf for leaf in saved}
-    names = [leaf.name for leaf in leaves_of(state)]
     leaves, treedef = jax.tree.flatten(state)
-    pairs = list(zip(names, leaves, strict=True))
-    resized = {name for name, x in pairs if old[name].shape != tuple(x.shape)}
-    _refuse_unreduced(old, resized)
+    named = zip(leaves_of(state), leaves, strict=True)
+    pairs = [(old[leaf.name], x) for leaf, x in named]
+    resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
+    if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
+        raise CheckpointError(
+            f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
+            f" {bad[0].shape[0]} towers that were saved have no one value to split"
+            " over another number of towers. Use as many towers, or give it SUM, MEAN"
+            " or ONLY_FIRST_TOWER."
+        )
     shapes = {}
-    for name, x in pairs:
+    for leaf, x in pairs:
         numbers = key_data(x)
         shape, sharding = numbers.shape, numbers.sharding
-        if name in resized:
-            shape = (old[name].shape[0], *shape[1:])
+        if leaf.shape != x.shape:
+            shape = (leaf.shape[0], *shape[1:])
             sharding = placement.sharding(Layout.MIRRORED)
-        if math.prod(shape):
+        if x.size:
             dtype = numbers.dtype
-            shapes[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            shapes[leaf.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     found = read(shapes)
-    leaves = [like_key(found[name], x) if name in found else x for name, x in pairs]
-    new = treedef.unflatten(leaves)
+    new = treedef.unflatten(
+        like_key(found[leaf.name], x) if leaf.name in found else x for leaf, x in pairs
+    )
     return _redistribute(new, state, placement) if resized else new
-
-
-def _refuse_unreduced(old: Mapping[str, Leaf], resized: set[str]) -> None:
-    none = Reduction.NONE.name
-    bad = [name for name in sorted(resized) if old[name].reduction == none]
-    if bad:
-        raise CheckpointError(
-            f"{', '.join(bad)}: Reduction.NONE, so the {old[bad[0]].shape[0]} towers"
-            " that were saved have no one value to split over another number of"
-            " towers. Use as many towers, or give it SUM, MEAN or ONLY_FIRST_TOWER."
-        )
 
 
 def _redistribute(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
     """The state with its tower-local variables split over the towers of ``like``."""
-
-    def one(node: Any, old: Any) -> Any:
-        sizes = [np.shape(x)[:1] for x in jax.tree.leaves(node)]
-        if not isinstance(node, TowerLocal) or sizes == [
-            np.shape(x)[:1] for x in jax.tree.leaves(old)
-        ]:
-            return node
-        node = restore_on(placement, old, read_local(node))
-        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), node, old)
-
-    return jax.tree.map(one, new, like, is_leaf=is_variable)
+    there = parts_of(TowerLocal, like)
+    values = [read_local(x) for x in parts_of(TowerLocal, new)]
+    split = restore_on(placement, there, values)
+    split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
+    return put_parts(TowerLocal, new, split)
 
 
-FORMAT = 1
-RECORD = "record.json"
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -175,7 +170,6 @@ class CheckpointRecord:
       stopping: The counts of early stopping.
       fingerprint: Of the examples that were seen; None where they are not counted.
       versions: Library -> version.
-      format: The version of the record's format.
 
     Example:
       >>> CheckpointRecord(3, "OneDevice()", 1, ("cpu:0",), ()).step
@@ -194,39 +188,16 @@ class CheckpointRecord:
     stopping: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    format: int = FORMAT
-
-    def write(self, folder: pathlib.Path) -> None:
-        """Write the record into the folder of a checkpoint."""
-        fields = dataclasses.asdict(self)
-        write_synced(folder / RECORD, json.dumps(fields, indent=1, allow_nan=False))
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> "CheckpointRecord":
-        """Read the record of a checkpoint; raise `CheckpointError` if that fails."""
-        try:
-            fields = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-            if fields["format"] != FORMAT:
-                raise CheckpointError(
-                    f"The checkpoint {str(folder)!r} has format {fields['format']},"
-                    f" and this towerjax ({__version__}) reads format {FORMAT}. Use"
-                    f" towerjax {fields['versions'].get('towerjax')}, which wrote it."
-                )
-            fields["leaves"] = tuple(
-                Leaf(**{**leaf, "shape": tuple(leaf["shape"])})
-                for leaf in fields["leaves"]
-            )
-            for name in ("devices", "batch_rows"):
-                fields[name] = tuple(fields[name])
-            return cls(**fields)
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is not what was written: {RECORD} is"
-                f" missing, cut or changed ({error}). Restore it; or delete the whole"
-                " folder to go on from the checkpoint before."
-            ) from error
+        """The record of a checkpoint; raise `CheckpointError` if it was changed."""
+        fields = read_manifest(folder)["record"]
+        leaves = [{**x, "shape": tuple(x["shape"])} for x in fields["leaves"]]
+        fields["leaves"] = tuple(Leaf(**x) for x in leaves)
+        for name in ("devices", "batch_rows"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
 
 def library_versions(*others: str) -> dict[str, str]:
@@ -245,28 +216,28 @@ def finite_scalars(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def encode_cursor(cursor: Any) -> Any:
-    """Encode a cursor for JSON."""
-    if isinstance(cursor, bytes):
-        return {"base64": base64.b64encode(cursor).decode()}
+    """The cursor as JSON can hold it; raise unless `decode_cursor` inverts it."""
+
+    def as_text(x: Any) -> dict[str, str]:
+        return {"base64": base64.b64encode(x).decode()}
+
     try:
-        same = json.loads(json.dumps(cursor, allow_nan=False)) == cursor
+        encoded = json.loads(json.dumps(cursor, default=as_text, allow_nan=False))
+        if decode_cursor(encoded) == cursor:
+            return encoded
     except (TypeError, ValueError):
-        same = False
-    if not same and isinstance(cursor, dict) and all(type(k) is str for k in cursor):
-        return {"fields": {name: encode_cursor(x) for name, x in cursor.items()}}
-    if not same:
-        raise CheckpointError(
-            f"get_state of the batches returned a {type(cursor).__name__}, which JSON"
-            " cannot hold exactly; nothing is pickled. Let it return bytes, or finite"
-            " numbers, text, lists and dicts of them."
-        )
-    return {"json": cursor}
+        pass  # raised below, with more words
+    raise CheckpointError(
+        f"get_state of the batches returned {cursor!r:.200}, which JSON cannot hold"
+        " exactly; nothing is pickled. Let it return bytes, or finite numbers, text,"
+        " lists and dicts of them."
+    )
 
 
 def decode_cursor(encoded: Any) -> Any:
     """Invert `encode_cursor`."""
-    if "base64" in encoded:
-        return base64.b64decode(encoded["base64"])
-    if "fields" in encoded:
-        return {name: decode_cursor(x) for name, x in encoded["fields"].items()}
-    return encoded["json"]
+
+    def from_text(x: dict[str, Any]) -> Any:
+        return base64.b64decode(x["base64"]) if x.keys() == {"base64"} else x
+
+    return json.loads(json.dumps(encoded), object_hook=from_text)
