@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from towerjax.collectives.base import KeepsState
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
-from towerjax.estimator.spec import Mode, ModelSpec
+from towerjax.estimator.spec import Mode, ModelSpec, check_spec
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.step.compiled_step import StepOptions
 from towerjax.towers.cross_tower.constant import key_of
@@ -51,7 +51,6 @@ class ModelOptions:
             )
 
 
-_BY_NAME = ("features", "labels", "mode")
 _OPTIONAL = ("params", "config", "tower")
 
 
@@ -60,40 +59,30 @@ class ModelFn:
     """A model function, and which of params, config and tower its signature has."""
 
     fn: Callable[..., Any]
-    accepts: frozenset[str]  # of params, config and tower
-    # Those with a default, or a value of functools.partial, used where None is given.
-    has_default: frozenset[str] = frozenset()
+    # Name -> whether it has a default, also by functools.partial, used for None.
+    accepts: Mapping[str, bool]
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
         """Wrap ``fn``; raise unless its signature is that of a model function."""
         form = "model_fn(variables, features, labels, mode)"
         check_function("model_fn", fn, form, takes=False)
-        parameters = dict(inspect.signature(fn).parameters)
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            return cls(fn, frozenset(_OPTIONAL))
-        first, *named = list(parameters) or [""]
-        missing = [name for name in _BY_NAME if name not in (first, *named)]
-        if first in _BY_NAME:  # as TensorFlow's model functions are written
-            missing = ["variables first", *missing]
-        unknown = [
-            name
-            for name in named
-            if name not in _BY_NAME + _OPTIONAL
-            and parameters[name].default is inspect.Parameter.empty
-        ]
-        if missing or unknown:
-            wrong = [f"does not take {', '.join(missing)}"] if missing else []
-            wrong += [f"needs {', '.join(unknown)}"] if unknown else []
+        signature = inspect.signature(fn)
+        parameters = signature.parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        names = _OPTIONAL if takes_any else [x for x in _OPTIONAL if x in parameters]
+        given = dict.fromkeys(("features", "labels", "mode", *names))
+        try:
+            signature.bind(None, **given)
+        except TypeError as error:
             raise ValueError(
-                f"model_fn{inspect.signature(fn)} {' and '.join(wrong)}. A model"
-                " function is def model_fn(variables, features, labels, mode,"
-                " params=None, config=None, tower=None), the last three as you like."
-            )
-        accepts = frozenset(_OPTIONAL) & set(named)
+                f"model_fn{signature} cannot be called as a model function: {error}."
+                " Write def model_fn(variables, features, labels, mode, params=None,"
+                " config=None, tower=None), the last three as you like."
+            ) from error
+        defaults = {name: p.default for name, p in parameters.items()}
         empty = inspect.Parameter.empty
-        has_default = {x for x in accepts if parameters[x].default is not empty}
-        return cls(fn, accepts, frozenset(has_default) - {"tower"})
+        return cls(fn, {x: defaults.get(x, empty) is not empty for x in names})
 
     def refuse_unaccepted(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the signature does not have."""
@@ -122,8 +111,8 @@ class ModelFn:
         values = {**copy_arguments(given), "tower": tower}
         accepted = {
             name: values[name]
-            for name in self.accepts
-            if values[name] is not None or name not in self.has_default
+            for name, has_default in self.accepts.items()
+            if values[name] is not None or not has_default
         }
         data = {"features": batch["features"], "labels": batch.get("labels")}
         try:
@@ -133,18 +122,7 @@ class ModelFn:
             if "labels" not in batch:
                 error.add_note(f"No labels were given: labels is None in {mode!r}.")
             raise
-        if not isinstance(spec, ModelSpec):
-            raise ValueError(
-                f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
-                " tj.estimator.ModelSpec(mode, ...) in each mode. Modes are"
-                " tj.estimator.Mode.TRAIN, EVAL and PREDICT, and equal to no string."
-            )
-        if spec.mode is not mode:
-            raise ValueError(
-                f"model_fn was called in {mode!r} and returned a ModelSpec of"
-                f" {spec.mode!r}. Return tj.estimator.ModelSpec(mode, ...)."
-            )
-        return spec
+        return check_spec(spec, mode)
 
 
 def not_none(**arguments: Any) -> dict[str, Any]:
@@ -165,9 +143,7 @@ def copy_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return copy.deepcopy(dict(given))
     except TypeError as error:
-        raise ValueError(
-            f"A copy is made of {', '.join(given)}: {error}. {_PLAIN_VALUES}"
-        ) from error
+        raise ValueError(f"No copy of {[*given]}: {error}. {_PLAIN_VALUES}") from error
 
 
 _PLAIN_VALUES = (

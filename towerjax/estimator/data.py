@@ -28,16 +28,12 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
         args = (arrays, *element.args[1:])
         signature = batch_signature(arrays, args[2])
         return dataclasses.replace(element, args=args, signature=signature)
-    if isinstance(element, list) and len(element) == 2:
+    is_dict = isinstance(element, Mapping) and set(element) == {"features", "labels"}
+    if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
-            "A batch is a list of two, which could be (features, labels) or two"
-            " features. Make it a tuple for the first, or a dict for the second."
-        )
-    if isinstance(element, Mapping) and set(element) == {"features", "labels"}:
-        raise ValueError(
-            "A batch is a dict of 'features' and 'labels', but a dict is features. Pass"
-            " the tuple (features, labels): tj.batches((features, labels), batch_size);"
-            " or (batch, None) where these are names of features."
+            f"A batch is a {type(element).__name__} of two, which could be features and"
+            " labels or features alone. Pass the tuple (features, labels), as of"
+            " tj.batches((features, labels), batch_size); or (batch, None)."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or hasattr(element, "_fields"):  # a named tuple is features
@@ -64,17 +60,7 @@ class Epochs:
         """Check the data without taking a batch from it."""
         check_whole("epochs", self.epochs, or_none=True)
         check_whole("steps", self.most, or_none=True)
-        if _is_one_batch(self.data):
-            raise ValueError(
-                f"{self.name} is one batch or whole arrays"
-                f" ({type(self.data).__name__}), but it is gone through batch by batch."
-                " Pass [batch], or lambda: tj.batches((features, labels), batch_size)."
-            )
-        if not isinstance(self.data, Iterable) and not callable(self.data):
-            raise ValueError(
-                f"{self.name}={self.data!r} must be an iterable of (features, labels),"
-                " or a function that returns one."
-            )
+        _check_batches(self.name, self.data, or_function=True)
         if self.epochs != 1:
             epochs = "" if self.epochs is None else f"={self.epochs}"
             why = f"epochs{epochs} goes through it again"
@@ -99,18 +85,6 @@ class Epochs:
         """The batches; closing the iterator closes what it opened."""
         return _EpochsIterator(self)
 
-    def open_epoch(self) -> Iterable[Any]:
-        """The data of one epoch."""
-        if isinstance(self.data, Iterable):
-            return self.data
-        opened = self.data()
-        if _is_one_batch(opened) or not isinstance(opened, Iterable):
-            raise ValueError(
-                f"The function {self.name} returned a {type(opened).__name__}, which is"
-                " no iterable of batches. Return a list, or tj.batches(...)."
-            )
-        return opened
-
 
 class _EpochsIterator(Iterator[PyTree]):
     """One iteration over all epochs; it can continue after data that raised."""
@@ -119,44 +93,46 @@ class _EpochsIterator(Iterator[PyTree]):
         self._source, self._epoch, self._left = source, 0, source.most
         self._elements: Iterator[Any] | None = None  # of this epoch
         self._is_empty = self._failed = False
-        # Its batches are dicts, or placed, already.
-        self._is_ready = isinstance(source.data, Unused)
 
     def __next__(self) -> PyTree:
         """The next batch; begins the next epoch where one has ended."""
+        source = self._source
         while self._left != 0:
             if self._elements is None:
-                self._elements, self._is_empty = iter(self._source.open_epoch()), True
-            try:
-                element = next(self._elements, _EXHAUSTED)
-            except BaseException:
-                self._failed = True
-                raise
+                self._elements, self._is_empty = self._open(), True
+            failed, self._failed = self._failed, True
+            element = next(self._elements, _EXHAUSTED)
+            self._failed = False
             if element is _EXHAUSTED:
-                self._end_epoch()
+                self._end_epoch(failed)
                 continue
-            self._is_empty = self._failed = False
+            self._is_empty = False
             left, self._left = self._left, 0  # a malformed batch ends the iteration
-            if not self._is_ready:
-                element = as_batch(element, with_labels=self._source.with_labels)
+            if not isinstance(source.data, Unused):  # whose batches are dicts already
+                element = as_batch(element, with_labels=source.with_labels)
             self._left = None if left is None else left - 1
             return element
         self.close()
         raise StopIteration
 
-    def _end_epoch(self) -> None:
-        source = self._source
+    def _open(self) -> Iterator[Any]:
+        """The data of one epoch."""
+        data: Any = self._source.data
+        if not isinstance(data, Iterable):
+            data = data()
+            _check_batches(f"{self._source.name}()", data)
+        return iter(data)
+
+    def _end_epoch(self, failed: bool) -> None:
         self._close_elements()
         self._epoch += 1
         # A generator that raised looks exhausted, but its epoch was not complete.
-        if self._failed or (self._is_empty and self._epoch == 1):
-            self._left = 0
-        elif self._is_empty:
+        if self._is_empty and not failed and self._epoch > 1:
             raise ValueError(
-                f"{source.name} gave no batches in epoch {self._epoch}: it was gone"
-                " through before. A function must make them anew each time."
+                f"{self._source.name} gave no batches in epoch {self._epoch}: it was"
+                " gone through before. A function must make them anew each time."
             )
-        elif self._epoch == source.epochs:
+        if failed or self._is_empty or self._epoch == self._source.epochs:
             self._left = 0
 
     def close(self) -> None:
@@ -170,8 +146,15 @@ class _EpochsIterator(Iterator[PyTree]):
             close(elements)
 
 
-def _is_one_batch(data: Any) -> bool:
+def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
+    """Raise unless the data is an iterable of batches, as far as its type tells."""
     arrays = Mapping | np.ndarray | jax.Array | PlacedBatch | str | bytes
-    if isinstance(data, tuple) and len(data) == 2:  # perhaps (features, labels)
-        return isinstance(data[0], arrays)
-    return isinstance(data, arrays)
+    is_pair = isinstance(data, tuple) and len(data) == 2  # perhaps (features, labels)
+    is_one = isinstance(data[0] if is_pair else data, arrays)
+    if is_one or not (isinstance(data, Iterable) or (or_function and callable(data))):
+        what = f"one batch or whole arrays ({type(data).__name__})"
+        raise ValueError(
+            f"{name} is {what if is_one else repr(data)}, but it is gone through batch"
+            " by batch. Pass [batch], tj.batches((features, labels), batch_size), or a"
+            " function that returns such."
+        )

@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.collectives.reduce import reduce_stacked
-from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
-from towerjax.data.shard import batch_signature, split_rows, with_shared
+from towerjax.data.shard import batch_signature
 from towerjax.estimator.arguments import ModelFn, ModelOptions
 from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
 from towerjax.estimator.optimizer import set_towers
@@ -30,6 +28,7 @@ from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine, Outcome, join_metrics
+from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout, split_state
@@ -37,13 +36,13 @@ from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.train import next_extra
 from towerjax.step.update import check_types
-from towerjax.towers.executors import shapes_of
+from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.tower_axis import axes_in_tower
-from towerjax.towers.variables import TowerLocal, plain
-from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.leaves import map_parts, parts_of
+from towerjax.towers.variables import plain
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import parts_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
@@ -57,20 +56,6 @@ MAKE_STATE = (
     " model called by itself takes any tree."
 )
 
-_first = partial(jax.tree.map, lambda x: x[0])
-"""The first slice of stacked values, a tree."""
-
-
-def _reduce_local(local: PyTree) -> PyTree:
-    """Tower-local variables as EVAL and PREDICT see them: reduced, or None if NONE."""
-
-    def one(x: TowerLocal) -> TowerLocal:
-        is_read = x.reduction is not Reduction.NONE
-        value = reduce_stacked(x.reduction, x.value) if is_read else None
-        return dataclasses.replace(x, value=value)
-
-    return map_parts(TowerLocal, one, local)
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +64,6 @@ class SpecInfo:
 
     hooks: tuple[Callable[..., Any], ...]
     is_weighted: bool  # the loss is Weighted or Means, not a scalar
-    has_several: bool  # losses that are minimized
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,131 +89,102 @@ class ModelEngine:
         self, run: Run, donated: Any, kept: Any, *args: PyTree
     ) -> tuple[Any]:
         """The passes without the update, to find the leaves that are not finite."""
-        batch = args[:3]
-        for _ in args[3:]:  # of several steps a call: the index of one
-            batch = jax.eval_shape(_first, batch)
-        engine, _, _ = self._engine(donated, kept, batch)
-        return engine.find_flags(run, donated, kept, *args)
+        batch, at = args[:3], args[3:]
+        for i in at:  # of several steps a call, the index of one
+            batch = jax.tree.map(lambda x, i=i: x[i], batch)
+        engine, _ = self._engine(donated, kept, batch)
+        return engine.find_flags(run, donated, kept, *batch)
 
     def run(
         self, on_devices: Run, donated: Any, kept: Any, *batch: PyTree
     ) -> tuple[Any, ...]:
         """The merged spec's parts, after the next state if wanted; no NaN guard."""
-        engine, split, info = self._engine(donated, kept, batch)
+        engine, split = self._engine(donated, kept, batch)
         state = TrainState(**donated, **kept)
         merged, *_ = engine.run_passes(on_devices, engine.passes, state, batch)
-        after, parts = self._update(split, info, state, merged)
-        names = ("loss", "eval_metrics", "predictions", "export_outputs")
-        out = (*(parts.get(name) for name in names), info)
+        after, parts = self._update(split, state, merged)
+        out = ({name: parts.get(name) for name in _SPEC_LAYOUT}, split.info)
         return (*split_state(after), *out) if "train_op" in self.wanted else out
 
     def _engine(
         self, donated: Any, kept: Any, batch: tuple[PyTree, ...]
-    ) -> tuple[Engine, SplitProgram, SpecInfo]:
-        """The engine for a batch of these shapes, cached."""
-        state: TrainState = shapes_of(TrainState(**donated, **kept))
-        rows, _, shared = shapes_of(batch)
-        key = "engine", batch_signature((state, rows, shared))
+    ) -> tuple[Engine, SplitProgram]:
+        """The engine for a batch of these shapes; tracing a tower tells its passes."""
+        args = shapes_of((TrainState(**donated, **kept), *batch, ()))
+        key = batch_signature(args)
         if key not in self._cache:
-            of_one = _first if self.mode is Mode.TRAIN else _reduce_local
-            local = jax.eval_shape(of_one, state.local)
-            state = dataclasses.replace(state, local=local)
-            rows = jax.eval_shape(self._rows_of_one, rows)
-            size, rows = num_rows(rows), with_shared(rows, shared)
+            parts, reads_local = self.options.micro_batches, self.mode is not Mode.TRAIN
+            how: Any = {"micro_batches": parts, "reads_local": reads_local}
+            first = Pass(lambda *args: self._split(*args)[0], self.strategy, **how)
             axes = self.strategy.placement.abstract_axes
-            number = jax.ShapeDtypeStruct((), jnp.int32)
-            context = dict.fromkeys(("tower_id", "num_valid", "first_row"), number)
-            several = self.options.micro_batches > 1
-            context |= {"micro_batch": number if several else None}
-            split, info = self._split(axes, size, state, rows, context)
-            if several:
-                split.refuse_changed_local(len(jax.tree.leaves(state)))
-            self.hooks[:] = info.hooks
-            self._cache[key] = (self._build_engine(split, info), split, info)
+            layouts = tuple(first.in_layouts.values())
+            _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
+            split: SplitProgram = out.merged
+            self.hooks[:] = split.info.hooks
+            self._cache[key] = self._build_engine(split, reads_local), split
         return self._cache[key]
 
-    def _build_engine(self, split: SplitProgram, info: SpecInfo) -> Engine:
-        def update(
-            state: TrainState, merged: list[Any]
-        ) -> tuple[TrainState, dict[str, Any]]:
-            after, parts = self._update(split, info, state, merged)
+    def _build_engine(self, split: SplitProgram, reads_local: bool) -> Engine:
+        def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
+            after, parts = self._update(split, state, merged)
             return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
 
         def minimized(merged: list[Any]) -> list[Weighted]:
-            losses = [x["minimized"] for x in merged]
-            return parts_of(Weighted, losses) if info.has_several else []
+            losses = parts_of(Weighted, [x["minimized"] for x in merged])
+            return losses if len(losses) > 1 else []
 
         engine = engine_of(
-            tuple(partial(self._tower, n) for n in range(split.num_passes)),
+            (self._tower,) * split.num_passes,
             update,
             self.strategy,
             self.options,
-            reads_local=self.mode is not Mode.TRAIN,
+            reads_local=reads_local,
             of_state=True,
             advice=WRAP,
         )
         return dataclasses.replace(engine, keeps_all=True, other_losses=minimized)
 
-    def _rows_of_one(self, batch: PyTree) -> PyTree:
-        """The rows of one micro-batch of one tower."""
-        rows = _first(split_rows(batch, self.strategy.num_towers))
-        if self.options.micro_batches > 1:
-            rows = _first(split_micro_batches(rows, self.options.micro_batches))
-        return rows
-
     def _tower(
-        self, number: int, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
+        self, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
     ) -> PyTree:
-        """One tower's results in a pass: a `Pass`'s tower function."""
-        axes, context = context_args(tower)
-        split, _ = self._split(axes, tower.rows, state, rows, context)
-        return split.run(number, (state, rows, context), [*merged[0]] if merged else [])
+        """One tower's results in the pass after those that ``merged`` has."""
+        split, args = self._split(state, rows, tower)
+        return split.run(args, [*merged[0]] if merged else [])
 
     def _split(
-        self,
-        axes: TowerAxes,
-        size: int,
-        state: TrainState,
-        rows: PyTree,
-        context: dict[str, Any],
-    ) -> tuple[SplitProgram, SpecInfo]:
-        """One tower's program, split into passes; traced once for these shapes."""
-        args = shapes_of((state, rows, context))
-        key = axes, size, batch_signature(args)
+        self, state: TrainState, rows: PyTree, tower: Tower
+    ) -> tuple[SplitProgram, PyTree]:
+        """One tower's program and its arguments; traced once for these shapes."""
+        axes, context = context_args(tower)
+        args = dataclasses.replace(state, local=None), (state.local, rows, context)
+        shapes = shapes_of(args)
+        key = axes, tower.rows, batch_signature(shapes)
         if key not in self._cache:
-            infos: list[SpecInfo] = []
-            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, size, infos)
+            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, tower.rows)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
-            closed, tree = make(*args)
-            mirrored = jax.tree.map(lambda _: False, args[0])
-            local = jax.tree.map(lambda _: True, args[0].local)
-            flags = dataclasses.replace(mirrored, local=local)
-            flags = jax.tree.leaves((flags, jax.tree.map(lambda _: True, args[1:])))
-            self._cache[key] = (SplitProgram(closed, tree, flags), infos[0])
-        return self._cache[key]
+            counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
+            self._cache[key] = split = SplitProgram(*make(*shapes), *counts)
+            if self.options.micro_batches > 1:
+                split.refuse_changed_local()
+        return self._cache[key], args
 
     def _one_tower(
-        self,
-        axes: TowerAxes,
-        size: int,
-        infos: list[SpecInfo],
-        state: TrainState,
-        rows: PyTree,
-        context: dict[str, Any],
-    ) -> dict[str, Any]:
+        self, axes: TowerAxes, size: int, mirrored: TrainState, own: PyTree
+    ) -> tuple[dict[str, Any], SpecInfo]:
         """Call the model function; its results in the types that a `Pass` merges."""
+        local, rows, context = own
+        state = dataclasses.replace(mirrored, local=local)
         context = {**context, "rows": size}
         if self.is_state:
-            context |= {"state": state, "local": plain(state.local)}
+            context |= {"state": state, "local": plain(local)}
         tower = tower_of(self.strategy, axes, **context)
         trace = get_opaque_trace_state()
         how, parts = self.model_options, self.options.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         variables = set_towers(as_variables(state, is_state=self.is_state), towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
-        several = len(towers.reduced) > 1
-        infos[:] = [SpecInfo(spec.hooks, has_denominator(spec.loss), several)]
-        return self._typed_parts(spec, variables, towers, size)
+        info = SpecInfo(spec.hooks, has_denominator(spec.loss))
+        return self._typed_parts(spec, variables, towers, size), info
 
     def _typed_parts(
         self, spec: ModelSpec, variables: PyTree, towers: TowersOfStep, rows: int
@@ -256,7 +211,7 @@ class ModelEngine:
         return parts
 
     def _update(
-        self, split: SplitProgram, info: SpecInfo, state: TrainState, merged: list[Any]
+        self, split: SplitProgram, state: TrainState, merged: list[Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and the other parts of the merged spec."""
         parts, after = split.results(state, merged), state
@@ -266,7 +221,7 @@ class ModelEngine:
             is_split = self.strategy.num_towers * self.options.micro_batches > 1
             reduction = self.model_options.loss_reduction
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
-            parts["loss"] = loss if info.is_weighted else loss.value
+            parts["loss"] = loss if split.info.is_weighted else loss.value
         if "train_op" in parts:
             counters = {"step": state.step, "rng": state.rng}
             after = as_state(parts.pop("train_op"), counters)
@@ -275,14 +230,20 @@ class ModelEngine:
         return after, parts
 
 
+_SPEC_LAYOUT = {
+    "loss": Layout.MIRRORED,
+    "eval_metrics": Layout.MIRRORED,
+    "predictions": Layout.PER_TOWER,
+    "export_outputs": Layout.PER_TOWER,
+}
+
+
 def call_runner(engine: ModelEngine) -> Runner:
     """The runner, which compiles and caches, of a replicated model's calls."""
     trains = "train_op" in engine.wanted
     donated = donated_layout(engine.strategy)
     in_layouts = {"state": donated, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
-    one, rows = Layout.MIRRORED, Layout.PER_TOWER
-    # Loss, metrics, predictions, exports, SpecInfo.
-    out_layouts = (one, one, rows, rows, one)
+    out_layouts = (_SPEC_LAYOUT, Layout.MIRRORED)
     if trains:
         out_layouts = (donated, KEPT_LAYOUT, *out_layouts)
     donate = engine.options.donate and trains
@@ -307,7 +268,7 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
 def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
     """The metrics of a step, with its loss and the terms of that."""
     terms = loss.by_name() if isinstance(loss, Means) else {}
-    return join_metrics({"loss": loss, **(metrics or {})}, terms)
+    return join_metrics({"loss": loss, **terms}, metrics or {})
 
 
 class ModelTrainStep(Step):

@@ -1,6 +1,7 @@
 """``replicate_model_fn``: run a model function on all devices."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,6 @@ class ReplicatedModel:
         self._runners: dict[Any, Runner] = {}
         self._placers: dict[Mode, Placer] = {}
         self._steps: dict[Any, ModelTrainStep] = {}
-        self._counters: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         name = getattr(self.model_fn.fn, "__name__", self.model_fn.fn)
@@ -163,16 +163,15 @@ class ReplicatedModel:
         placement, policy = self.strategy.placement, self.options.variable_placement
         given = {"params": params, "config": config}
         runner, state = self._runner(variables, mode, tuple(wanted), given)
-        *after, loss, metrics, predictions, exports, traced = runner(state, batch)
-        outputs = on_every_process((predictions, exports), placement)
-        predictions, exports = concat_outputs(outputs, batch)
-        is_state, train_op = isinstance(variables, TrainState), None
+        *after, parts, info = runner(state, batch)
+        names = ("predictions", "export_outputs")
+        outputs = on_every_process([parts[name] for name in names], placement)
+        parts |= zip(names, concat_outputs(outputs, batch), strict=True)
         if after:
+            is_state = isinstance(variables, TrainState)
             after = as_variables(TrainState(**after[0], **after[1]), is_state=is_state)
-            train_op = store(after, placement, policy)
-        return ModelSpec.tree_unflatten(
-            (mode, traced.hooks), (predictions, loss, train_op, metrics, exports)
-        )
+            parts["train_op"] = store(after, placement, policy)
+        return ModelSpec(mode, hooks=info.hooks, **parts)
 
     def train_step(
         self,
@@ -197,7 +196,6 @@ class ReplicatedModel:
           ValueError: An option is wrong, or the model function does not take it.
         """
         given = {"params": params, "config": config}
-        self.model_fn.refuse_unaccepted(given)
         options = dataclasses.replace(
             self.options.step,
             micro_batches=micro_batches,
@@ -258,10 +256,13 @@ class ReplicatedModel:
         wanted: tuple[str, ...],
         given: Mapping[str, Any],
         options: StepOptions,
+        *,
+        is_state: bool = True,
     ) -> ModelEngine:
+        self.model_fn.refuse_unaccepted(given)
         given = copy_arguments(given)  # the caller's may change before a later trace
         how = (self.model_fn, self.strategy, self.options)
-        return ModelEngine(*how, mode, wanted, given, options)
+        return ModelEngine(*how, mode, wanted, given, options, is_state)
 
     def _runner(
         self,
@@ -271,20 +272,20 @@ class ReplicatedModel:
         given: Mapping[str, Any],
     ) -> tuple[Runner, tuple[Any, Any]]:
         """The runner of such a call, and the state on all devices as its argument."""
-        placement, policy = self.strategy.placement, self.options.variable_placement
-        variables = spread(variables, self.strategy, policy)
-        if not self._counters:
-            counters = {"step": np.int32(0), "rng": jax.random.key(0)}
-            self._counters = place(counters, placement, Layout.MIRRORED)
+        variables = spread(variables, self.strategy, self.options.variable_placement)
         state = split_state(as_state(variables, self._counters))
         key = mode, wanted, batch_signature(variables), static_keys(given)
         if key not in self._runners:
-            self.model_fn.refuse_unaccepted(given)
-            engine = self._engine(mode, wanted, given, self.options.step)
             is_state = isinstance(variables, TrainState)
-            engine = dataclasses.replace(engine, is_state=is_state)
-            self._runners[key] = call_runner(engine)
+            how = (mode, wanted, given, self.options.step)
+            self._runners[key] = call_runner(self._engine(*how, is_state=is_state))
         return self._runners[key], state
+
+    @functools.cached_property
+    def _counters(self) -> dict[str, Any]:
+        """The step number and the key of variables that are no `TrainState`."""
+        counters = {"step": np.int32(0), "rng": jax.random.key(0)}
+        return place(counters, self.strategy.placement, Layout.MIRRORED)
 
 
 def replicate_model_fn(

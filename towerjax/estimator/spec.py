@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import concat_rows, refuse_other_than_rows
+from towerjax.loop.options import check_hooks
 from towerjax.step.returned import without_padding
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
 from towerjax.types.leaves import listed, map_parts, refuse_unheld
-from towerjax.types.options import check_choice
+
+_STATIC = {"static": True}
 
 
 class Mode(enum.Enum):
@@ -61,7 +63,12 @@ class RegressionOutput:
     value: PyTree
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_static
+class ClassNames(tuple[str, ...]):
+    """Names of classes: a pytree without leaves."""
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClassificationOutput:
     """A classification's output to be exported: scores, classes or both.
@@ -70,9 +77,6 @@ class ClassificationOutput:
       scores: ``[b, n]``, one for each class, or None.
       classes: Integers ``[b, ...]``, or the names of the ``n`` classes, a tuple of
         strings, the same for every row; or None.
-
-    Raises:
-      ValueError: Both are None.
 
     Example:
       >>> import numpy as np
@@ -84,42 +88,16 @@ class ClassificationOutput:
     classes: PyTree = None
 
     def __post_init__(self) -> None:
-        if self.scores is None and self.classes is None:
-            raise ValueError("ClassificationOutput needs scores, classes or both.")
-        if _are_names(self.classes):
-            object.__setattr__(self, "classes", tuple(self.classes))
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[Any, Any], Any]:
-        """Arrays are children; names are not."""
-        names = self.classes if _are_names(self.classes) else None
-        classes = None if names else self.classes
-        key = jax.tree_util.GetAttrKey
-        return ((key("scores"), self.scores), (key("classes"), classes)), names
-
-    @classmethod
-    def tree_unflatten(cls, names: Any, children: Any) -> "ClassificationOutput":
-        """The inverse, unchecked, because JAX puts placeholders in place of leaves."""
-        return _make_unchecked(
-            cls, scores=children[0], classes=children[1] if names is None else names
-        )
+        names = self.classes
+        if isinstance(names, tuple | list) and names:
+            if all(isinstance(name, str) for name in names):
+                object.__setattr__(self, "classes", ClassNames(names))
 
 
 ExportOutput = PredictOutput | RegressionOutput | ClassificationOutput
 
 
-def _are_names(classes: Any) -> bool:
-    is_some = isinstance(classes, tuple | list) and bool(classes)
-    return is_some and all(isinstance(name, str) for name in classes)
-
-
-def _make_unchecked(cls: Any, **values: Any) -> Any:
-    made = object.__new__(cls)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """What a model function returns: the values of one mode, a pytree.
@@ -138,9 +116,6 @@ class ModelSpec:
       hooks: Functions ``(step number, metrics)`` that
         ``tj.estimator.train_and_evaluate`` calls after each step, with host values.
 
-    Raises:
-      ValueError: A part that the mode needs is missing, or a part has a wrong type.
-
     Example:
       >>> import numpy as np
       >>> spec = ModelSpec(Mode.PREDICT, predictions={"x": np.ones(2)})
@@ -151,56 +126,17 @@ class ModelSpec:
       ``tf.estimator.EstimatorSpec`` of TensorFlow 1.
     """
 
-    mode: Mode
+    mode: Mode = dataclasses.field(metadata=_STATIC)
     predictions: Mapping[str, PyTree] | None = None
     loss: Any = None
     train_op: PyTree = None
     eval_metrics: Mapping[str, Any] | None = None
     export_outputs: Mapping[str, ExportOutput] | None = None
-    hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check that each part is there where the mode needs it, and of its type."""
-        check_choice("mode", self.mode, tuple(Mode))
-        _check_needed(self)
-        _check_mapping("predictions", self.predictions, "{'probabilities': ...}")
-        _check_mapping("eval_metrics", self.eval_metrics, "{'accuracy': ...}")
-        if "loss" in (self.eval_metrics or {}):
-            raise ValueError(
-                "eval_metrics['loss'] is the name of the loss, which is evaluated"
-                " anyway; give yours another name."
-            )
-        outputs = self.export_outputs
-        _check_mapping(
-            "export_outputs", outputs, "{'serving': tj.estimator.PredictOutput(...)}"
-        )
-        for name, output in (outputs or {}).items():
-            if not isinstance(output, ExportOutput):
-                raise ValueError(
-                    f"export_outputs[{name!r}] is a {type(output).__name__}; write"
-                    " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
-                    " tj.estimator.ClassificationOutput."
-                )
-        hooks = self.hooks
-        if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
-            raise ValueError(
-                f"hooks={hooks!r} must be a tuple of functions (step number, metrics)."
-            )
-        object.__setattr__(self, "hooks", tuple(hooks))
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Arrays are children; mode and hooks are not."""
-        children = tuple(getattr(self, name) for name in _CHILDREN)
-        return children, (self.mode, self.hooks)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> "ModelSpec":
-        """The inverse, unchecked, because JAX puts placeholders in place of leaves."""
-        values = dict(zip(_CHILDREN, children, strict=True))
-        return _make_unchecked(cls, mode=aux[0], hooks=aux[1], **values)
+    hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = dataclasses.field(
+        default=(), metadata=_STATIC
+    )
 
 
-_CHILDREN = ("predictions", "loss", "train_op", "eval_metrics", "export_outputs")
 _NEEDED = {
     Mode.TRAIN: ("loss", "train_op"),
     Mode.EVAL: ("loss",),
@@ -208,27 +144,40 @@ _NEEDED = {
 }
 
 
-def _check_needed(spec: ModelSpec) -> None:
-    missing = [name for name in _NEEDED[spec.mode] if getattr(spec, name) is None]
-    if missing:
+def check_spec(spec: Any, mode: Mode) -> ModelSpec:
+    """What a model function returned; raise unless it is a whole spec of the mode."""
+    if not isinstance(spec, ModelSpec):
         raise ValueError(
-            f"A ModelSpec of {spec.mode!r} needs {' and '.join(missing)}. In TRAIN give"
+            f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
+            " tj.estimator.ModelSpec(mode, ...) in each mode. Modes are"
+            " tj.estimator.Mode.TRAIN, EVAL and PREDICT, and equal to no string."
+        )
+    if spec.mode is not mode:
+        raise ValueError(
+            f"model_fn was called in {mode!r} and returned a ModelSpec of"
+            f" {spec.mode!r}. Return tj.estimator.ModelSpec(mode, ...)."
+        )
+    if missing := [name for name in _NEEDED[mode] if getattr(spec, name) is None]:
+        raise ValueError(
+            f"A ModelSpec of {mode!r} needs {' and '.join(missing)}. In TRAIN give"
             " loss and train_op (the next variables), in EVAL loss, in PREDICT"
             " predictions."
         )
-
-
-def _check_mapping(name: str, value: Any, example: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{name} is a {type(value).__name__}, which has no names; return a dict,"
-            f" such as {name}={example}."
-        )
-    bad = [key for key in value if not isinstance(key, str)]
-    if bad:
-        raise ValueError(f"{name} has the names {bad}; names are strings.")
+    for name in ("predictions", "eval_metrics", "export_outputs"):
+        parts = getattr(spec, name)
+        if not isinstance(parts, Mapping | None):
+            raise ValueError(
+                f"{name} is a {type(parts).__name__}, which has no names; return a"
+                f" dict, {name}={{'name': ...}}."
+            )
+    for name, output in (spec.export_outputs or {}).items():
+        if not isinstance(output, ExportOutput):
+            raise ValueError(
+                f"export_outputs[{name!r}] is a {type(output).__name__}; write"
+                " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
+                " tj.estimator.ClassificationOutput."
+            )
+    return dataclasses.replace(spec, hooks=check_hooks(spec.hooks))
 
 
 @jax.tree_util.register_dataclass
@@ -277,6 +226,4 @@ def concat_outputs(outputs: PyTree, batch: PlacedBatch) -> PyTree:
 
 
 def _keep_classes_per_tower(x: ClassificationOutput) -> ClassificationOutput:
-    if isinstance(x.classes, tuple):
-        return x
     return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))

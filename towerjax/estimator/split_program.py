@@ -49,26 +49,21 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
     return jax.tree.unflatten(treedef, outcomes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Result:
-    """A leaf of a tower's result; a leaf such as ``Sum`` may hold several arrays."""
-
-    treedef: Any  # of its arrays
-    arrays: list[Any]  # the variables of the jaxpr that hold them
-    number: int | None  # of the pass that returns it; None: the update computes it
-    is_local: bool  # a tower-local variable
-
-
+@jax.tree_util.register_static
 class SplitProgram:
     """One tower's program, split into passes and an update that runs once after them.
 
-    ``is_own``: which inputs differ between towers; a state's leaves come first.
+    Its inputs are ``num_mirrored`` leaves that all towers share, ``num_local`` leaves
+    of tower-local variables, and others of one tower.
     """
 
-    def __init__(self, closed: Any, tree: PyTree, is_own: Sequence[bool]) -> None:
-        self._closed, eqns = closed, closed.jaxpr.eqns
-        pairs = zip(closed.jaxpr.invars, is_own, strict=True)
-        self._own_vars = {var for var, own in pairs if own}
+    def __init__(
+        self, closed: Any, out: tuple[PyTree, Any], num_mirrored: int, num_local: int
+    ) -> None:
+        tree, self.info = out  # what is no array
+        self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
+        self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
+        self._own_vars = {*given[num_mirrored:]}
         self._known: dict[Any, int] = {}  # jaxpr variable -> the first pass to know it
         for eqn in eqns:
             number = self._pass_of(eqn.invars)
@@ -77,19 +72,20 @@ class SplitProgram:
             elif _names_an_axis(eqn) or self._is_own(eqn.invars):
                 self._own_vars.update(eqn.outvars)
             self._known.update(dict.fromkeys(eqn.outvars, number))
-        meets = [eqn for eqn in eqns if eqn.primitive is _meet]
+        meets = [
+            (eqn, self._pass_of(eqn.invars)) for eqn in eqns if eqn.primitive is _meet
+        ]
         self._eqns = [eqn for eqn in eqns if eqn.primitive is not _meet]
+        tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
         leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
-        outvars = iter(closed.jaxpr.outvars)
-        self._results = [self._make_result(x, outvars) for x in leaves]
-        numbers = [self._pass_of(eqn.invars) for eqn in meets]
+        # Trees of variables, and the pass that returns each; None: the update does.
+        self._results = [(x, self._pass_of_result(x)) for x in leaves]
         shown = [eqn.invars for eqn in self._eqns if eqn.effects]
         of_towers = [self._pass_of(x) for x in shown if self._is_own(x)]
-        results = (x.number or 0 for x in self._results)
-        last = max([0, *numbers, *of_towers, *results])
+        results = (number or 0 for _, number in self._results)
+        last = max([0, *(number for _, number in meets), *of_towers, *results])
         self._meets = [
-            [eqn for eqn, at in zip(meets, numbers, strict=True) if at == number]
-            for number in range(last + 1)
+            [eqn for eqn, at in meets if at == number] for number in range(last + 1)
         ]
 
     @property
@@ -97,9 +93,9 @@ class SplitProgram:
         """The number of passes, at least one."""
         return len(self._meets)
 
-    def run(self, number: int, args: PyTree, merged: list[Any]) -> dict[str, Any]:
+    def run(self, args: PyTree, merged: list[Any]) -> dict[str, Any]:
         """One tower's results in a pass; ``merged`` holds those of earlier passes."""
-        walk = self._walk(jax.tree.leaves(args), merged)
+        number, walk = len(merged), self._walk(jax.tree.leaves(args), merged)
         wanted = self._vars_of_pass(number)
         self._evaluate(walk, wanted, lambda eqn: self._pass_of(eqn.invars) == number)
         operands = [
@@ -107,8 +103,8 @@ class SplitProgram:
             for eqn in self._meets[number]
         ]
         results = [
-            _read_result(x, walk) if x.number == number else Hole("later")
-            for x in self._results
+            jax.tree.map(walk.read, x) if at == number else Hole("later")
+            for x, at in self._results
         ]
         return {
             **jax.tree.unflatten(self._treedef, results),
@@ -118,11 +114,10 @@ class SplitProgram:
 
     def results(self, state: TrainState, merged: list[Any]) -> dict[str, Any]:
         """The function's results, merged over towers."""
-        leaves = jax.tree.leaves(state)
+        leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
         walk = self._walk([*leaves, *[None] * others], merged)
-        bare = [x for x in self._results if x.number is None]
-        wanted = [var for x in bare for var in x.arrays]
+        wanted = jax.tree.leaves([x for x, number in self._results if number is None])
 
         def is_last(eqn: Any) -> bool:
             number = self._pass_of(eqn.invars)
@@ -137,38 +132,38 @@ class SplitProgram:
             for x in merged
         ]
         results = [
-            _read_result(x, walk) if x.number is None else pools[x.number][i]
-            for i, x in enumerate(self._results)
+            jax.tree.map(walk.read, x) if at is None else pools[at][i]
+            for i, (x, at) in enumerate(self._results)
         ]
         return jax.tree.unflatten(self._treedef, results)
 
-    def refuse_changed_local(self, num_state: int) -> None:
+    def refuse_changed_local(self) -> None:
         """Raise where a pass reads tower-local variables that another pass changes.
 
         A micro-batch sees the change of the one before only in the pass that makes it.
-        ``num_state``: how many inputs are the state's leaves.
         """
-        local = self._own_vars.intersection(self._closed.jaxpr.invars[:num_state])
-        moved = {x.number for x in self._results if x.is_local and {*x.arrays} - local}
+        local = self._local_vars
+        moved = {
+            number
+            for x, number in self._results
+            if isinstance(x, TowerLocal) and {*jax.tree.leaves(x)} - local
+        }
         for number in range(self.num_passes):
             wanted = self._vars_of_pass(number)
             eqns = needed_eqns(self._eqns, wanted, lambda eqn: False)
-            read = {var for var in wanted if not isinstance(var, Literal)}
-            read |= {x for e in eqns for x in e.invars if not isinstance(x, Literal)}
+            read = [*wanted, *(x for eqn in eqns for x in eqn.invars)]
+            read = {x for x in read if not isinstance(x, Literal)}
             if moved - {number} and read & local:
                 raise ValueError(_CHANGED_LOCAL)
 
     def _vars_of_pass(self, number: int) -> list[Any]:
         """The jaxpr variables that a pass returns, and the operands of its `meet`s."""
-        wanted = [var for x in self._results if x.number == number for var in x.arrays]
+        wanted = jax.tree.leaves([x for x, at in self._results if at == number])
         return wanted + [var for eqn in self._meets[number] for var in eqn.invars]
 
-    def _make_result(self, leaf: Any, outvars: Any) -> _Result:
-        shapes, treedef = jax.tree.flatten(leaf)
-        arrays = [next(outvars) for _ in shapes]
-        is_from_tower = is_typed(leaf) or self._is_own(arrays)
-        number = self._pass_of(arrays) if is_from_tower else None
-        return _Result(treedef, arrays, number, isinstance(leaf, TowerLocal))
+    def _pass_of_result(self, leaf: Any) -> int | None:
+        arrays = jax.tree.leaves(leaf)
+        return self._pass_of(arrays) if is_typed(leaf) or self._is_own(arrays) else None
 
     def _pass_of(self, arrays: Iterable[Any]) -> int:
         known = [self._known.get(x, 0) for x in arrays if not isinstance(x, Literal)]
@@ -206,10 +201,6 @@ _CHANGED_LOCAL = (
 def _names_an_axis(eqn: Any) -> bool:
     nested = [getattr(effect, "name", None) for effect in eqn.effects]
     return bool(named_axes(eqn)) or any(nested)
-
-
-def _read_result(result: _Result, walk: Interpreter) -> Any:
-    return jax.tree.unflatten(result.treedef, map(walk.read, result.arrays))
 
 
 def _as_sums(grads: PyTree) -> PyTree:

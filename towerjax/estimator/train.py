@@ -97,9 +97,16 @@ def train_and_evaluate(
     """
     check_methods("model", model, "train_step", MAKE_MODEL)
     hooks = check_hooks(hooks)
-    eval_epochs = _eval_epochs(eval_data, options)
-    train_epochs = _train_epochs(train_data, steps, epochs)
+    passes = 1 if epochs is None else epochs
+    if epochs is None and steps is not None and not hasattr(train_data, "__next__"):
+        passes = None
+    train_epochs = Epochs("train_data", train_data, passes, most=steps)
     given = not_none(params=params, config=config)
+    if eval_data is not None:
+        why = "every evaluation needs all of it"
+        again = as_reusable("eval_data", eval_data, why)
+        options["eval_batches"] = Epochs("eval_data", again)
+        options["evaluate"] = model.eval_step(**given)
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
     step = model.train_step(**given, **of_step)
 
@@ -112,28 +119,9 @@ def train_and_evaluate(
         variables,
         train_epochs,
         steps=steps if epochs is None else None,
-        evaluate=None if eval_epochs is None else model.eval_step(**given),
-        eval_batches=eval_epochs,
         hooks=(model_hooks, *hooks),
         **options,
     )
-
-
-def _train_epochs(data: Data, steps: int | None, epochs: int | None) -> Epochs:
-    passes = 1 if epochs is None else epochs
-    if epochs is None and steps is not None and not hasattr(data, "__next__"):
-        passes = None
-    return Epochs("train_data", data, passes, most=steps)
-
-
-def _eval_epochs(data: Data | None, options: dict[str, Any]) -> Epochs | None:
-    if data is not None:
-        why = "every evaluation needs all of it"
-        return Epochs("eval_data", as_reusable("eval_data", data, why))
-    for name in ("eval_every", "eval_params", "early_stopping", "best"):
-        if (value := options.get(name)) is not None:
-            raise ValueError(f"{name}={value} needs eval_data, but that is None.")
-    return None
 
 
 def evaluate(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from towerjax.mesh.devices import Device, host_device
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.step.state import TrainState, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower_local import is_local, layouts_of, stack_local
@@ -116,10 +116,9 @@ def _move_to(x: jax.Array, device: Device) -> jax.Array:
 
 
 def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> PyTree:
-    """Copy the variables to all devices, for a step."""
-    placement = strategy.placement
-    local = parts_of(TowerLocal, variables)
-    check_copies(local, placement.num_towers)
+    """Copy the variables to all devices, for a step; those that lie there stay."""
+    placement, layouts = strategy.placement, variable_layouts(variables, strategy)
+    check_copies(variables, placement.num_towers)
     leaves, treedef = jax.tree.flatten(variables)
     # JAX 0.10 aborts the process where several CPU devices get a donated array.
     if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
@@ -127,48 +126,48 @@ def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> 
             "The variables were donated to an earlier call. Go on with the train_op"
             " which that call returned, or say donate=False to keep both."
         )
-    tree = variable_layouts(variables, strategy)
-    layouts = jax.tree.leaves(jax.tree.broadcast(tree, variables))
-    if policy is not VariablePlacement.MIRRORED:
-        pairs = zip(leaves, layouts, strict=True)
-        # By id: an array that is in the tree twice is copied once.
-        stored = {id(x): x for x, layout in pairs if layout is Layout.MIRRORED}
-        copies = {key: _copy_to_all(x, placement) for key, x in stored.items()}
-        leaves = [copies.get(id(x), x) for x in leaves]
-    expected = jax.tree.leaves(placement.shardings(tree, variables))
-    pairs = zip(leaves, expected, strict=True)
-    away = [i for i, (x, sharding) in enumerate(pairs) if not _is_at(x, sharding)]
+    expected = jax.tree.leaves(placement.shardings(layouts, variables))
+    each = jax.tree.leaves(jax.tree.broadcast(layouts, variables))
+    away, copies = [], {}
+    for i, (x, sharding) in enumerate(zip(leaves, expected, strict=True)):
+        if has_sharding(x, sharding) and x.committed:
+            continue
+        if not _is_stored(x, each[i], policy):
+            away.append(i)
+            continue
+        if id(x) not in copies:  # an array that is in the tree twice is copied once
+            copies[id(x)] = _copy_to_all(x, placement)
+        leaves[i] = copies[id(x)]
     if away:
         refuse_unheld("variables", variables)
-        moved = [leaves[i] for i in away]
-        moved = place(moved, placement, [layouts[i] for i in away])
+        moved = place([leaves[i] for i in away], placement, [each[i] for i in away])
         for i, leaf in zip(away, moved, strict=True):
             leaves[i] = leaf
     return treedef.unflatten(leaves)
 
 
-def _copy_to_all(leaf: Any, placement: Placement) -> Any:
-    """Mirror what `store` has put on one device, each process from its own copy."""
-    if not isinstance(leaf, jax.Array) or not leaf.committed or is_key(leaf):
-        return leaf
-    if placement.num_devices == 1 or len(leaf.sharding.device_set) > 1:
-        return leaf
+def _is_stored(x: Any, layout: Layout, policy: VariablePlacement) -> bool:
+    """Whether `store` has put the array on one device."""
+    if policy is VariablePlacement.MIRRORED or layout is not Layout.MIRRORED:
+        return False
+    is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
+    return is_kept and len(x.sharding.device_set) == 1
+
+
+def _copy_to_all(x: jax.Array, placement: Placement) -> jax.Array:
+    """Mirror an array of one device, each process from its own copy."""
     here = jax.process_index()
-    copies = [
-        jax.device_put(leaf, device)
-        for device in placement.jax_devices
-        if device.process_index == here
-    ]
-    return jax.make_array_from_single_device_arrays(
-        leaf.shape, placement.sharding(Layout.MIRRORED), copies
-    )
+    devices = [d for d in placement.jax_devices if d.process_index == here]
+    copies = [jax.device_put(x, device) for device in devices]
+    mirrored = placement.sharding(Layout.MIRRORED)
+    return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
 
 
-def check_copies(local: list[TowerLocal], num_towers: int) -> None:
+def check_copies(variables: PyTree, num_towers: int) -> None:
     """Raise unless each tower-local variable has one copy a tower."""
     wrong = [
         f"variables{name} has shape {np.shape(leaf)}"
-        for node in local
+        for node in parts_of(TowerLocal, variables)
         for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
         if np.shape(leaf)[:1] != (num_towers,)
     ]
@@ -180,11 +179,3 @@ def check_copies(local: list[TowerLocal], num_towers: int) -> None:
             " tj.towers.restored_values(model.strategy, variables,"
             " tj.towers.saved_values(variables))."
         )
-
-
-def _is_at(leaf: Any, sharding: Any) -> bool:
-    if not isinstance(leaf, jax.Array):
-        return False
-    if leaf.sharding == sharding:
-        return True
-    return leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

@@ -147,7 +147,7 @@ class RunOptions:
             if self.evaluate is None and value is not None:
                 raise ValueError(
                     f"{name}={value} without anything to evaluate: pass evaluate and"
-                    " eval_batches."
+                    " eval_batches, or to a model eval_data."
                 )
         if self.early_stopping is not None and self.eval_every is None:
             raise ValueError(
