@@ -824,33 +824,3 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
     np.testing.assert_allclose(
         together.params["w"], expected.params["w"], rtol=1e-6, atol=1e-6
     )
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("model.json", b"{", "model.json' is damaged"),
-        ("model.json", b"[]", "model.json' is damaged"),
-        ("model.json", b'{"format": 1}', "model.json' is damaged"),
-        ("model.json", b'{"format": 2}', "is of format 2"),
-        ("program_0.bin", b"", "program_0.bin has 0 bytes instead of"),
-        ("program_0.bin", b"no program", "program_0.bin has 10 bytes"),
-        ("program_0.bin", None, "program_0.bin is missing"),
-    ],
-)
-def test_a_damaged_export_is_refused_by_name(tmp_path, name, content, says):
-    pytest.importorskip("flatbuffers")
-
-    def doubled(variables, features, labels, mode):
-        return tj.estimator.ModelSpec(mode, predictions={"y": 2 * features})
-
-    model = tj.estimator.replicate_model_fn(doubled, devices=tj.OneDevice())
-    x, folder = np.ones(3, np.float32), tmp_path / "model"
-    tj.estimator.export_model(model, np.float32(0), x, folder, platforms=["cpu"])
-    assert tj.estimator.load_exported(folder)(x)["y"].tolist() == [2, 2, 2]
-    (folder / name).unlink()
-    if content is not None:
-        (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=says):
-        tj.estimator.load_exported(folder)

@@ -6,8 +6,6 @@ import json
 import operator
 import os
 import pathlib
-import shutil
-import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,10 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
-from towerjax.data.shard import refuse_other_than_rows, refuse_wrapping
+from towerjax.data.shard import (
+    fit_shapes,
+    refuse_other_than_rows,
+    refuse_wrapping,
+)
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.estimator.spec import (
-    ExportOutput,
+    ClassNames,
     Mode,
     ModelSpec,
     PredictOutput,
@@ -33,17 +35,10 @@ from towerjax.step.state import TrainState
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_axis import lower_tower_axis
-from towerjax.towers.tower_local import is_local, read_local
+from towerjax.towers.tower_local import read_local
 from towerjax.towers.variables import TowerLocal, plain
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import (
-    held_dtype,
-    key_data,
-    like_key,
-    listed,
-    map_parts,
-    native,
-)
+from towerjax.types import PyTree
+from towerjax.types.leaves import key_data, like_key, map_parts, native
 from towerjax.types.options import check_methods, require
 from towerjax.types.version import __version__
 
@@ -77,7 +72,7 @@ class Exported:
 
         Raises:
           ValueError: There is no such signature, or features differ in their tree,
-            shapes or dtypes.
+            shapes or dtypes, or have no rows.
         """
         if signature is None and len(self._programs) == 1:
             signature = next(iter(self._programs))
@@ -87,33 +82,7 @@ class Exported:
             )
         refuse_wrapping({"features": features})
         features = jax.tree.map(lambda x: jnp.asarray(native(x)), features)
-        program = self._programs[signature]
-        _check_features(features, program)
-        return program.call(features)
-
-
-def _check_features(features: PyTree, program: Any) -> None:
-    """Raise unless features have the program's tree, shapes and dtypes, rows aside."""
-    ((expected,), _) = jax.tree.unflatten(program.in_tree, program.in_avals)
-    given, expected = _describe_leaves(features), _describe_leaves(expected)
-    if given != expected:
-        raise ValueError(
-            f"The model was exported for {_join(expected)}, but got {_join(given)}."
-        )
-    empty = [name for name, x in named_leaves("features", features) if not x.shape[0]]
-    if empty:
-        raise ValueError(f"{', '.join(empty)} has no rows.")
-
-
-def _describe_leaves(features: PyTree) -> dict[str, str]:
-    return {
-        name: f"{x.dtype}[{', '.join(['b', *map(str, x.shape[1:])][: x.ndim])}]"
-        for name, x in named_leaves("features", features)
-    }
-
-
-def _join(leaves: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {x}" for name, x in leaves.items()) or "nothing"
+        return self._programs[signature].call(features)
 
 
 def export_model(
@@ -159,7 +128,13 @@ def export_model(
       >>> load_exported(folder)(jnp.arange(3.0))["y"].tolist()
       [0.0, 2.0, 4.0]
     """
-    _check_export(model, features, platforms)
+    check_methods("model", model, "model_fn", MAKE_MODEL)
+    known = (*_PLATFORMS, "rocm")
+    if isinstance(platforms, str) or not set(platforms) <= set(known):
+        raise ValueError(
+            f"platforms={platforms!r} must be a list of some of {list(known)}; a GPU of"
+            " NVIDIA is 'cuda'."
+        )
     target = pathlib.Path(directory)
     several = model.strategy.placement.num_processes > 1
     on_first = call_on_first_process if several else operator.call
@@ -196,27 +171,6 @@ def _refuse_existing(target: pathlib.Path) -> None:
         raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
 
 
-def _check_export(model: Any, features: PyTree, platforms: Any) -> None:
-    check_methods("model", model, "model_fn", MAKE_MODEL)
-    refuse_other_than_rows(features, "features")
-    bad = [
-        f"{name} is a {type(x).__name__}"
-        for name, x in named_leaves("features", features)
-        if not jnp.shape(x) or not hasattr(x, "dtype")
-    ]
-    if bad:
-        raise ValueError(
-            f"features are arrays or shapes [B, ...], but {listed(bad)}. Wrap lists"
-            " in np.asarray."
-        )
-    known = (*_PLATFORMS, "rocm")
-    if isinstance(platforms, str) or not set(platforms) <= set(known):
-        raise ValueError(
-            f"platforms={platforms!r} must be a list of some of {list(known)}; a GPU of"
-            " NVIDIA is 'cuda'."
-        )
-
-
 def load_exported(directory: str | os.PathLike[str]) -> Exported:
     """A model that `export_model` wrote.
 
@@ -231,51 +185,24 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
         file is missing, unknown or changed; or the package flatbuffers is missing.
 
     Example:
-      >>> load_exported("nowhere")
+      >>> load_exported("nowhere")  # doctest: +IGNORE_EXCEPTION_DETAIL
       Traceback (most recent call last):
-      ValueError: directory='nowhere' holds no exported model: there is no model.json.
+      CheckpointError: The exported model 'nowhere' is not what was written: ...
     """
-    source = pathlib.Path(directory)
-    index = source / "model.json"
-    if not index.is_file():
-        raise ValueError(
-            f"directory={str(source)!r} holds no exported model: there is no"
-            " model.json."
-        )
     _require_flatbuffers()
-    try:
-        held = dict(json.loads(index.read_text()))
-    except (ValueError, TypeError):
-        held = {}
-    known = held.get("format")
-    if known not in (None, _FORMAT):
-        raise ValueError(
-            f"{str(index)!r} is of format {known!r}; this is towerjax {__version__},"
-            f" which reads format {_FORMAT}."
-        )
-    signatures = held.get("signatures")
-    if not isinstance(signatures, dict):
-        raise ValueError(f"{str(index)!r} is damaged. Export the model anew.")
+    source = pathlib.Path(directory)
     check_manifest(source, "exported model", "Export the model anew.")
-    programs = {
-        name: _read_program(source, x.get("file")) for name, x in signatures.items()
-    }
-    return Exported(signatures, programs)
-
-
-def _read_program(source: pathlib.Path, name: Any) -> Any:
-    file = source / str(name)
-    if file.resolve().parent != source.resolve():
+    held = json.loads((source / "model.json").read_text())
+    if held["format"] != _FORMAT:
         raise ValueError(
-            f"{str(source / 'model.json')!r} names {name!r}, which is not a file of its"
-            " folder. Export the model anew."
+            f"{str(source)!r} is of format {held['format']!r}; this is towerjax"
+            f" {__version__}, which reads format {_FORMAT}."
         )
-    try:
-        return jax.export.deserialize(bytearray(file.read_bytes()))
-    except (OSError, ValueError, struct.error) as error:
-        raise ValueError(
-            f"{str(file)!r} is missing or damaged: {error}. Export the model anew."
-        ) from error
+    programs = {}
+    for number, name in enumerate(held["signatures"]):
+        program = (source / f"program_{number}.bin").read_bytes()
+        programs[name] = jax.export.deserialize(bytearray(program))
+    return Exported(held["signatures"], programs)
 
 
 def _require_flatbuffers() -> None:
@@ -287,8 +214,7 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
 
     JAX arrays, because NumPy arrays take no traced index, as in ``table[ids]``.
     """
-    nodes = jax.tree.leaves(variables, is_leaf=is_local)
-    check_copies([x for x in nodes if is_local(x)], num_towers)
+    check_copies(variables, num_towers)
 
     def one(x: TowerLocal) -> TowerLocal:
         return dataclasses.replace(x, value=read_local(x))
@@ -302,11 +228,11 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
 def _symbolic_shapes(features: PyTree) -> PyTree:
     """Shapes with a symbolic number of rows."""
     (rows,) = jax.export.symbolic_shape("b")
-
-    def of(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *jnp.shape(x)[1:]), held_dtype(x.dtype))
-
-    return jax.tree.map(of, features)
+    refuse_other_than_rows(features, "features")
+    shapes = fit_shapes({"features": features}, 1, "error")["features"]
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), shapes
+    )
 
 
 def _call_model(
@@ -333,7 +259,7 @@ def _served(spec: ModelSpec) -> dict[str, tuple[dict[str, Any], PyTree]]:
     return {name: _describe_output(output) for name, output in outputs.items()}
 
 
-def _describe_output(output: ExportOutput) -> tuple[dict[str, Any], PyTree]:
+def _describe_output(output: Any) -> tuple[dict[str, Any], PyTree]:
     if isinstance(output, PredictOutput):
         outputs = output.outputs
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
@@ -342,7 +268,7 @@ def _describe_output(output: ExportOutput) -> tuple[dict[str, Any], PyTree]:
         return {"kind": "regression"}, {"value": output.value}
     about: dict[str, Any] = {"kind": "classification"}
     parts = {"scores": output.scores, "classes": output.classes}
-    if isinstance(output.classes, tuple):
+    if isinstance(output.classes, ClassNames):
         about["classes"] = list(parts.pop("classes"))
     return about, {name: part for name, part in parts.items() if part is not None}
 
@@ -351,23 +277,18 @@ def _write(
     target: pathlib.Path, programs: dict[str, bytes], signatures: dict[str, Any]
 ) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    folder = pathlib.Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
-    )
-    try:
-        for number, (name, program) in enumerate(programs.items()):
-            signatures[name]["file"] = f"program_{number}.bin"
-            (folder / signatures[name]["file"]).write_bytes(program)
-        index = {
-            "format": _FORMAT,
-            "towerjax": __version__,
-            "jax": jax.__version__,
-            "signatures": signatures,
-        }
+    index = {
+        "format": _FORMAT,
+        "towerjax": __version__,
+        "jax": jax.__version__,
+        "signatures": signatures,
+    }
+    around = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    with around as parent:
+        folder = pathlib.Path(parent) / "model"
+        folder.mkdir()
+        for number, program in enumerate(programs.values()):
+            (folder / f"program_{number}.bin").write_bytes(program)
         (folder / "model.json").write_text(json.dumps(index, indent=2) + "\n")
         write_manifest(folder)
-        folder.chmod(0o755)
         folder.rename(target)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
