@@ -164,12 +164,12 @@ def main() -> None:
     dense = build_model(strategy, optimizer, sparse=())
     state = model.init(tj.TrainState.create(init_params(), optimizer))
     words, label = (x[:BATCH_SIZE] for x in train_split.values())
-    compare_bytes(
-        {
-            "dense": dense.program(state, words, label).call.as_text(),
-            "rows": model.program(state, words, label).call.as_text(),
-        }
-    )
+    batch = {"features": words, "labels": label}
+    programs = {
+        name: one.train_step().program(state, batch).call.as_text()
+        for name, one in {"dense": dense, "rows": model}.items()
+    }
+    compare_bytes(programs)
     for epoch in range(args.epochs):
         losses, start = [], time.perf_counter()
         for batch in tj.batches(train_split, BATCH_SIZE, epochs=1, seed=epoch):

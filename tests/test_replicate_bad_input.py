@@ -175,11 +175,9 @@ def test_unknown_parameters_with_a_default_are_the_functions_own():
 @pytest.mark.parametrize(
     ("optimizer", "text"),
     [
-        (OPTIMIZER, "TowerOptimizer got a TowerOptimizer.*twice"),
-        (lambda: OPTIMIZER, "TowerOptimizer got a TowerOptimizer.*twice"),
         (3, r"TowerOptimizer got 3; give it an optax transformation"),
         (lambda: None, r"TowerOptimizer got None; give it an optax transformation"),
-        (optax.MultiSteps(optax.sgd(1), 2), "TowerOptimizer got an optax.MultiSteps"),
+        (optax.MultiSteps(optax.sgd(1), 2), r"MultiSteps\(\.\.\.\)\.gradient_transf"),
     ],
 )
 def test_what_is_no_optimizer_is_not_wrapped(optimizer, text):
@@ -324,14 +322,11 @@ LOCAL = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN, "n")}
 @pytest.mark.parametrize("mode", tj.estimator.Mode)
 def test_tower_local_variables_need_one_copy_a_tower(mode, compiled):
     model = replicated()
-    text = r"variables.*has shape \(3,\)\. Make the variables with model\.init"
+    text = r"towers than 2: state.local\['n'\].* has \(3,\) copies.*which model\.init"
     refused(compiled, text, model, start(local=LOCAL), X, Y, mode)
-    four = replicated(towers=4).init(start(local=LOCAL))
-    text = r"each of the 2 towers, leaves \[T, \.\.\.\], but .* shape \(4, 3\)"
-    refused(compiled, text, model, four, X, Y, mode)
-    two = model.init(start(local=LOCAL))
-    text = r"each of the 4 towers.* shape \(2, 3\).*tj.towers.restored_values\(model"
     other = replicated(towers=4)
+    text = r"towers than 4: .* has \(2,\) copies.*tj\.towers\.restored_values\(strategy"
+    two = model.init(start(local=LOCAL))
     refused(compiled, text, other, two, X, Y, mode)
     saved = tj.towers.saved_values(two)
     moved = tj.towers.restored_values(other.strategy, two, saved)
@@ -354,7 +349,10 @@ def of_loss(loss):
 
 TEXTS = np.array(["a", "b"])
 RETURNS = {
-    "nothing": (lambda mode, v, x: None, "returned a NoneType in Mode"),
+    "nothing": (
+        lambda mode, v, x: None,
+        r"called in Mode\.\w+ and returned a NoneType",
+    ),
     "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
     "another mode": (
         lambda mode, v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
@@ -465,17 +463,17 @@ LOSSES = {
         EXACT,
         lambda x, t: x.sum(),
         r"returned a bare scalar.*loss_reduction=LossReduction\.SUM_BY_NONZERO_WEIGHTS"
-        r" is exact.*compute_weighted_loss.*compat='tf1'",
+        r" needs.*compute_weighted_loss.*compat='tf1'",
     ),
     "bare, of the batch's size": (
         tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE,
         lambda x, t: x.sum(),
-        r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE is exact",
+        r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE needs",
     ),
     "weighted": (
         SUM,
         lambda x, t: tj.Weighted.mean(x, t.weight),
-        r"loss_reduction=LossReduction\.SUM is of scalar losses, but .*tj\.Weighted",
+        r"returned a tj\.Weighted, .*loss_reduction=LossReduction\.SUM is of scalar",
     ),
     "weighted mean": (
         MEAN,

@@ -438,11 +438,13 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
                "collective-permute", "collective-broadcast")  # fmt: skip
 
 
-def collectives(model, mode, **more):
-    one = batch(16)
-    variables = model.init(start())
-    text = model.program(variables, one["features"], one["labels"], mode, **more)
-    text = text.call.as_text()
+def collectives(model, mode):
+    from towerjax.estimator.replicate import _SPEC_PARTS
+
+    step = model._step(mode, _SPEC_PARTS[mode], None, None)
+    runner, state = step.runner(model.init(start()))
+    program = runner.program(state, step.place_batch(batch(16)))
+    text = program.call.as_text()
     names = "|".join(COLLECTIVES)
     return re.findall(rf" ({names})(?:-start)?\(", text), text
 
@@ -471,13 +473,13 @@ def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
 ):
     strategy = tj.Mirrored(towers=8 * towers_each, cross_tower_ops=ops)
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-    # The gradients with the loss, and the metric: one sum of them all.
+    # The gradients with the loss they are of, the loss, the metric: one sum of all.
     found, text = collectives(model, tj.estimator.Mode.TRAIN)
     if expected == ["all-reduce"]:
         assert found == expected
         [shapes] = re.findall(r"= (.*) all-reduce\(", text)
         numbers = sum(int(n or 1) for n in re.findall(r"f32\[(\d*)\]", shapes))
-        assert numbers == WIDTH + 1 + 2 + 2
+        assert numbers == WIDTH + 1 + 2 + 2 + 2
     else:
         assert sorted(found) == expected
     # The loss and the metric; and the tower-local variable's aggregate is not read.

@@ -691,7 +691,7 @@ MODELS = (
     _m(
         "M06",
         "what towers meet about comes to nothing",
-        "estimator.split_program:SplitProgram._walk",
+        "estimator.split_program:SplitProgram._evaluate",
         "outcomes = jax.tree.leaves((loss, grads))",
         "outcomes = [0 * x for x in jax.tree.leaves((loss, grads))]",
         f"{_IN_TURN}[4-1-Mode.TRAIN]",
@@ -1169,8 +1169,8 @@ VALUES = (
         "V18",
         "a model function's means are divided by each tower's own weights",
         "estimator.optimizer:_differentiate_means",
-        "if towers is None or towers.takes_scalars:",
-        "if True:",
+        "if towers is not None and not towers.takes_scalars:",
+        "if False:",
         "test_means.py::test_a_model_function_minimizes_a_sum_of_means[4-2-scan-1]",
     ),
     _m(

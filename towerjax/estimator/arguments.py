@@ -108,7 +108,7 @@ class ModelFn:
                 " {'features': ..., 'labels': ...}, or pass pairs (features, labels) to"
                 " tj.estimator.train_and_evaluate, evaluate or predict."
             )
-        values = {**copy_arguments(given), "tower": tower}
+        values = {**copy.deepcopy(dict(given)), "tower": tower}
         accepted = {
             name: values[name]
             for name, has_default in self.accepts.items()
@@ -136,14 +136,6 @@ def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(key_of(name, value) for name, value in given.items())
     except (TypeError, RecursionError) as error:
         raise ValueError(f"{error}. {_PLAIN_VALUES}") from error
-
-
-def copy_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of the arguments, so that no call sees another call's changes."""
-    try:
-        return copy.deepcopy(dict(given))
-    except TypeError as error:
-        raise ValueError(f"No copy of {[*given]}: {error}. {_PLAIN_VALUES}") from error
 
 
 _PLAIN_VALUES = (

@@ -27,11 +27,12 @@ from towerjax.estimator.spec import (
     PredictOutput,
     RegressionOutput,
 )
-from towerjax.estimator.variables import check_copies
+from towerjax.estimator.variables import as_state
 from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
 from towerjax.mesh.placement import TowerAxes, readable
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.state import TrainState
+from towerjax.step.state_checks import check_num_towers
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_axis import lower_tower_axis
@@ -214,7 +215,7 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
 
     JAX arrays, because NumPy arrays take no traced index, as in ``table[ids]``.
     """
-    check_copies(variables, num_towers)
+    check_num_towers(as_state(variables, {"step": None, "rng": None}), num_towers)
 
     def one(x: TowerLocal) -> TowerLocal:
         return dataclasses.replace(x, value=read_local(x))

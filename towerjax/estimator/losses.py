@@ -47,11 +47,10 @@ _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.M
 def check_loss_reduction(reduction: Any) -> None:
     """Raise unless it is a `LossReduction` other than NONE."""
     if not isinstance(reduction, LossReduction):
-        hint = " A strategy is devices=..." if hasattr(reduction, "placement") else ""
         raise ValueError(
             f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction; write"
             " tj.estimator.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
-            f" SUM_OVER_BATCH_SIZE.{hint}"
+            " SUM_OVER_BATCH_SIZE. A strategy is devices=..."
         )
     if reduction is LossReduction.NONE:
         raise ValueError(
@@ -124,8 +123,6 @@ class TowersOfStep:
     compat: str | None  # "tf1" divides by the number of towers, whatever the weights
     trace: Any  # the model function's own, not that of a jit or scan inside it
     micro_batches: int = 1
-    # Pairs (tower's loss, reduced loss) of the losses that optimizers have reduced.
-    reduced: list[tuple[Any, Weighted]] = dataclasses.field(default_factory=list)
 
     @property
     def is_alone(self) -> bool:
@@ -146,15 +143,9 @@ class TowersOfStep:
         elif self.compat == "tf1":
             loss = loss.value if is_weighted else loss
             scalar = scalar or Reduction.MEAN
-        elif is_weighted and scalar is not None:
-            raise ValueError(
-                f"loss_reduction={self.reduction!r} is of scalar losses, but model_fn"
-                f" returned a tj.{type(loss).__name__}, which says what it is divided"
-                " by. Return a scalar, or use"
-                " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
-            )
-        elif not is_weighted and scalar is None:
-            raise ValueError(_BARE.format(reduction=self.reduction))
+        elif is_weighted == (scalar is not None):
+            what = _WEIGHTED if is_weighted else _BARE
+            raise ValueError(what.format(type(loss).__name__, self.reduction))
         return as_tower_output(loss, scalar, self.tower).loss
 
     def meet(self, loss: Any, grads: PyTree) -> tuple[Weighted, PyTree]:
@@ -173,10 +164,7 @@ class TowersOfStep:
             counts = jnp.asarray(addend.weight) > 0
             grads = map_values(lambda g: jnp.where(counts, g, 0), grads)
         total, grads = self._sum_towers(addend, grads)
-        total = one_loss(reduction, total, is_split=is_split or is_part)
-        if loss is not None and get_opaque_trace_state() == self.trace:
-            self.reduced.append((loss, total))
-        return total, grads
+        return one_loss(reduction, total, is_split=is_split or is_part), grads
 
     def sum_weights(self, weights: list[Any]) -> tuple[list[Any], int]:
         """The sum of the weights over all towers, and the number of parts added."""
@@ -198,11 +186,6 @@ class TowersOfStep:
         with jax.named_scope(SUMMED_BY_STEP):
             return self.tower.reduce(Reduction.SUM, (loss, grads))
 
-    def total_of(self, loss: Any) -> Weighted | None:
-        """The reduced loss, if an optimizer has reduced this tower's loss already."""
-        found = (total for seen, total in self.reduced if _is_same_loss(seen, loss))
-        return next(found, None)
-
 
 def has_denominator(loss: Any) -> bool:
     """Whether the loss has a denominator, or several: `Weighted` or `Means`."""
@@ -216,22 +199,19 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
     return total
 
 
-def _is_same_loss(seen: Any, loss: Any) -> bool:
-    if isinstance(seen, Weighted) and isinstance(loss, Weighted):
-        return seen.sum is loss.sum and seen.weight is loss.weight
-    return seen is loss
-
-
 _INSIDE = (
     "TowerOptimizer.update stands inside a jit, scan, cond or other transformation,"
     " where towers that run one after another (local='scan'), and micro-batches, cannot"
     " meet. Call it outside of it, or use local='vmap' and one micro-batch."
 )
+_WEIGHTED = (
+    "model_fn returned a tj.{}, which says what it is divided by, but loss_reduction="
+    "{!r} is of scalar losses. Return a scalar, or use"
+    " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
+)
 _BARE = (
-    "model_fn returned a bare scalar as its loss, which does not say how towers of"
-    " unequal weight share it, and loss_reduction={reduction!r} is exact. Return"
-    " tj.Weighted.mean(losses, tower.weight) or tj.estimator.compute_weighted_loss("
-    "losses, weights, valid=tower.weight); or say loss_reduction="
-    "tj.estimator.LossReduction.SUM (the total of the towers' losses) or MEAN (the mean"
-    " of the towers' losses); compat='tf1' divides by the number of towers."
+    "model_fn returned a bare scalar ({}), which says not what it is divided by, as"
+    " loss_reduction={!r} needs. Return tj.Weighted.mean(losses, tower.weight) or"
+    " tj.estimator.compute_weighted_loss(losses, weights, valid=tower.weight), or say"
+    " tj.estimator.LossReduction.SUM or MEAN, or compat='tf1'."
 )

@@ -1,20 +1,21 @@
 """Run a model function by the step engine, as passes and an update."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
+from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
 from towerjax.estimator.arguments import ModelFn, ModelOptions
 from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
 from towerjax.estimator.optimizer import set_towers
-from towerjax.estimator.spec import Mode, ModelSpec, typed_rows
+from towerjax.estimator.spec import Mode, ModelSpec, concat_outputs, typed_rows
 from towerjax.estimator.split_program import SplitProgram
 from towerjax.estimator.variables import (
     VariablePlacement,
@@ -23,7 +24,7 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
-from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.placement import TowerAxes, on_every_process, place
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
@@ -77,7 +78,6 @@ class ModelEngine:
     wanted: tuple[str, ...]  # the parts of the spec to compute
     given: Mapping[str, Any]  # params and config
     options: StepOptions
-    is_state: bool = True  # whether the variables are a TrainState
     hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -160,7 +160,10 @@ class ModelEngine:
         shapes = shapes_of(args)
         key = axes, tower.rows, batch_signature(shapes)
         if key not in self._cache:
-            env, fn = axes_in_tower(axes), partial(self._one_tower, axes, tower.rows)
+            env, fn = (
+                axes_in_tower(axes),
+                functools.partial(self._one_tower, axes, tower.rows),
+            )
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
             self._cache[key] = split = SplitProgram(*make(*shapes), *counts)
@@ -174,14 +177,14 @@ class ModelEngine:
         """Call the model function; its results in the types that a `Pass` merges."""
         local, rows, context = own
         state = dataclasses.replace(mirrored, local=local)
-        context = {**context, "rows": size}
-        if self.is_state:
+        variables, context = as_variables(state), {**context, "rows": size}
+        if isinstance(variables, TrainState):
             context |= {"state": state, "local": plain(local)}
         tower = tower_of(self.strategy, axes, **context)
         trace = get_opaque_trace_state()
         how, parts = self.model_options, self.options.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
-        variables = set_towers(as_variables(state, is_state=self.is_state), towers)
+        variables = set_towers(variables, towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
         info = SpecInfo(spec.hooks, has_denominator(spec.loss))
         return self._typed_parts(spec, variables, towers, size), info
@@ -191,11 +194,7 @@ class ModelEngine:
     ) -> dict[str, Any]:
         parts: dict[str, Any] = {}
         if "loss" in self.wanted:
-            total = towers.total_of(spec.loss)
-            if total is None:
-                parts["loss"] = towers.addend(spec.loss)
-            else:
-                parts["total"] = (total.sum, total.weight)
+            parts["loss"] = towers.addend(spec.loss)
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
             parts["eval_metrics"] = {
                 name: check_metric(f"eval_metrics[{name!r}]", metric)
@@ -215,8 +214,6 @@ class ModelEngine:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state, and the other parts of the merged spec."""
         parts, after = split.results(state, merged), state
-        if "total" in parts:
-            parts["loss"] = Weighted(*parts.pop("total"))
         if "loss" in parts:
             is_split = self.strategy.num_towers * self.options.micro_batches > 1
             reduction = self.model_options.loss_reduction
@@ -265,10 +262,10 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
     return set_towers(rest, None)
 
 
-def _with_loss(loss: Any, metrics: dict[str, Any] | None) -> dict[str, Any]:
+def _with_loss(loss: Any, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     """The metrics of a step, with its loss and the terms of that."""
     terms = loss.by_name() if isinstance(loss, Means) else {}
-    return join_metrics({"loss": loss, **terms}, metrics or {})
+    return join_metrics({"loss": loss, **terms}, dict(metrics or {}))
 
 
 class ModelTrainStep(Step):
@@ -285,20 +282,10 @@ class ModelTrainStep(Step):
         self._hooks = engine.hooks
         self._policy = engine.model_options.variable_placement
 
-    def start(self, state: TrainState) -> TrainState:
-        """The state to start a loop from, kept where the model's policy says."""
-        check_is_state(state, MAKE_STATE)
-        return store(self._spread(state), self.strategy.placement, self._policy)
-
     @property
     def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
         """The hooks that the model function returned, once a step is traced."""
         return tuple(self._hooks)
-
-    def program(self, state: TrainState, batch: PyTree) -> Any:
-        """The compiled program for such a batch, compiled at the first call."""
-        is_absent = self.strategy.placement.absent is not None
-        return super().program(state if is_absent else self._spread(state), batch)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -306,31 +293,60 @@ class ModelTrainStep(Step):
         """Dispatch the step, without checking whether its loss was finite."""
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
-        after, metrics, guarded = super().dispatch(self._spread(state), batch)
+        state = spread(state, self.strategy, self._policy)
+        after, metrics, guarded = super().dispatch(state, batch)
         return store(after, self.strategy.placement, self._policy), metrics, guarded
 
-    def _spread(self, state: TrainState) -> TrainState:
-        return spread(state, self.strategy, self._policy)
+    def _ready(self, state: Any, runner: Runner) -> TrainState:
+        check_is_state(state, MAKE_STATE)
+        return super()._ready(spread(state, self.strategy, self._policy), runner)
 
 
-@dataclasses.dataclass(frozen=True)
 class ModelStep:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
 
-    model: Any  # the ReplicatedModel
-    mode: Mode
-    wanted: tuple[str, ...]  # the parts of the spec that it returns
-    given: dict[str, Any]  # params and config
+    def __init__(self, engine: ModelEngine, placer: Placer) -> None:
+        self._engine, self._placer = engine, placer
+        self._runners: dict[Any, Runner] = {}  # one for each type of the variables
+
+    @functools.cached_property
+    def _counters(self) -> dict[str, Any]:
+        """The step number and the key of variables that are no `TrainState`."""
+        counters = {"step": np.int32(0), "rng": jax.random.key(0)}
+        return place(counters, self._placer.placement, Layout.MIRRORED)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
         """The batch checked, padded or cut, and placed with its towers."""
-        return self.model.place_batch(batch, self.mode)
+        return self._placer.place(batch)
+
+    def runner(self, variables: PyTree) -> tuple[Runner, tuple[Any, Any]]:
+        """The runner for such variables, and those on all devices as its argument."""
+        engine = self._engine
+        policy = engine.model_options.variable_placement
+        state = as_state(variables, self._counters)
+        state = spread(state, engine.strategy, policy)
+        key = batch_signature(state)
+        if key not in self._runners:
+            self._runners[key] = call_runner(engine)
+        return self._runners[key], split_state(state)
+
+    def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
+        """The wanted parts of the spec of all towers."""
+        runner, state = self.runner(variables)
+        *after, parts, info = runner(state, batch)
+        placement, names = self._placer.placement, ("predictions", "export_outputs")
+        outputs = on_every_process([parts[name] for name in names], placement)
+        parts |= zip(names, concat_outputs(outputs, batch), strict=True)
+        if after:
+            after = as_variables(TrainState(**after[0], **after[1]))
+            policy = self._engine.model_options.variable_placement
+            parts["train_op"] = store(after, placement, policy)
+        return ModelSpec(self._engine.mode, hooks=info.hooks, **parts)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""
-        batch = self.place_batch(batch)
-        spec = self.model.run(variables, batch, self.mode, self.wanted, **self.given)
-        if self.mode is Mode.PREDICT:
+        spec = self.spec(variables, self.place_batch(batch))
+        if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
         if not has_denominator(loss):  # averaged over batches, as TensorFlow did

@@ -49,20 +49,11 @@ def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
     """The optax transformation to wrap, or the one that a given function returns."""
     is_made = isinstance(optimizer, optax.GradientTransformation)
     made = optimizer if is_made or not callable(optimizer) else optimizer()
-    if isinstance(made, TowerOptimizer):
-        raise ValueError(
-            "TowerOptimizer got a TowerOptimizer, which would reduce gradients"
-            " twice. Wrap the optimizer once."
-        )
-    if isinstance(made, optax.MultiSteps):
-        raise ValueError(
-            "TowerOptimizer got an optax.MultiSteps; give it"
-            " optax.MultiSteps(...).gradient_transformation()."
-        )
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
             f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
-            " optax.adam(1e-3), or a function that returns one."
+            " optax.adam(1e-3) or optax.MultiSteps(...).gradient_transformation(), or a"
+            " function that returns one."
         )
     return made
 
@@ -311,10 +302,8 @@ def _differentiate_means(
     loss_fn: Callable[..., Any], state: TrainState, has_aux: bool, sparse: Selection
 ) -> tuple[Any, PyTree, Any]:
     """``(result, gradient, loss)`` of a loss function that returns several means."""
-    towers = state.opt_state.towers
-    if towers is None or towers.takes_scalars:  # divided by this tower's weights
-        known = None
-    else:
+    towers, known = state.opt_state.towers, None  # divided by this tower's weights
+    if towers is not None and not towers.takes_scalars:
         first = loss_fn(state.params)
         terms = (first[0] if has_aux else first).terms
         known = towers.sum_weights([term.weight for term in terms])
@@ -331,20 +320,18 @@ def _differentiate_means(
 
 def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:
     """Raise unless ``init`` of these params makes such a state."""
-    if not isinstance(state, TowerOptimizerState):
-        raise ValueError(
-            f"TowerOptimizer.update got a state of type {type(state).__name__}; make it"
-            " with its own init(params)."
-        )
-    if not has_tracers(params):
-        return  # checked once, while a step is traced, and not at each eager call
-    own = jax.tree.structure(jax.eval_shape(init, params).inner)
-    if own != jax.tree.structure(state.inner):  # some optax update raises no error
-        raise ValueError(
-            f"TowerOptimizer.update got the state of another optimizer, or of other"
-            f" params: {jax.tree.structure(state.inner)}, not {own}. Make it with its"
-            " own init(params)."
-        )
+    found: Any = type(state).__name__
+    if isinstance(state, TowerOptimizerState):
+        if not has_tracers(params):
+            return  # checked once, while a step is traced, and not at each eager call
+        own = jax.tree.structure(jax.eval_shape(init, params).inner)
+        found = jax.tree.structure(state.inner)
+        if found == own:  # else some optax update raises no error
+            return
+    raise ValueError(
+        "TowerOptimizer.update got the state of another optimizer, or of other params:"
+        f" {found}. Make it with its own init(params)."
+    )
 
 
 def _scale_gradients(grads: PyTree, scale: jax.Array) -> PyTree:

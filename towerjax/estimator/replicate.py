@@ -1,20 +1,16 @@
 """``replicate_model_fn``: run a model function on all devices."""
 
+import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import Remainder, batch_signature
+from towerjax.data.placer import Placer
+from towerjax.data.shard import Remainder
 from towerjax.estimator.arguments import (
     Compat,
     ModelFn,
     ModelOptions,
-    copy_arguments,
     static_keys,
 )
 from towerjax.estimator.data import as_batch
@@ -23,25 +19,21 @@ from towerjax.estimator.model_engine import (
     ModelEngine,
     ModelStep,
     ModelTrainStep,
-    call_runner,
 )
-from towerjax.estimator.spec import Mode, ModelSpec, concat_outputs
+from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
     as_variables,
-    init_variables,
-    spread,
     store,
 )
-from towerjax.mesh.placement import on_every_process, place
-from towerjax.step.checking import Check
+from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import Guard, OnNonfinite
-from towerjax.step.program import Program, Runner
-from towerjax.step.state import TrainState, split_state
+from towerjax.step.state import state_layout
 from towerjax.towers.strategies import Mirrored, Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.towers.tower_local import stack_local
+from towerjax.types import PyTree
+from towerjax.types.leaves import refuse_unheld
 from towerjax.types.options import check_choice
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
@@ -62,9 +54,12 @@ class ReplicatedModel:
         self, model_fn: ModelFn, strategy: Strategy, options: ModelOptions
     ) -> None:
         self.model_fn, self.strategy, self.options = model_fn, strategy, options
-        self._runners: dict[Any, Runner] = {}
-        self._placers: dict[Mode, Placer] = {}
-        self._steps: dict[Any, ModelTrainStep] = {}
+        # Each mode pads to batch sizes of its own.
+        remainder = options.step.remainder
+        self._placers = {
+            mode: Placer(strategy.placement, remainder=remainder) for mode in Mode
+        }
+        self._steps: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         name = getattr(self.model_fn.fn, "__name__", self.model_fn.fn)
@@ -85,9 +80,13 @@ class ReplicatedModel:
         Raises:
           ValueError: A device is not on this machine.
         """
-        placed = init_variables(variables, self.strategy)
-        policy = self.options.variable_placement
-        return store(placed, self.strategy.placement, policy)
+        refuse_unheld("variables", variables)
+        placement, counters = self.strategy.placement, {"step": None, "rng": None}
+        state: Any = as_state(variables, counters)
+        local = stack_local(state.local, placement.num_towers)
+        state = dataclasses.replace(state, local=local)
+        placed = as_variables(place(state, placement, state_layout(self.strategy)))
+        return store(placed, placement, self.options.variable_placement)
 
     def __call__(
         self,
@@ -121,73 +120,19 @@ class ReplicatedModel:
             variables updated by an optimizer that is not wrapped.
         """
         check_choice("mode", mode, tuple(Mode))
-        batch = self.place_batch(as_batch((features, labels)), mode)
-        return self.run(variables, batch, mode, _SPEC_PARTS[mode], params, config)
-
-    def place_batch(self, batch: PyTree, mode: Mode) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
-
-        Args:
-          batch: ``{"features": ..., "labels": ...}``, leaves ``[B, ...]``.
-          mode: The mode; each mode pads to its own batch sizes.
-
-        Returns:
-          A ``PlacedBatch``.
-
-        Raises:
-          ValueError: The batch is malformed, or does not divide.
-        """
-        placement = self.strategy.placement
-        if isinstance(batch, PlacedBatch):
-            batch.check(placement)
-            return batch
-        if mode not in self._placers:
-            remainder = self.options.step.remainder
-            self._placers[mode] = Placer(placement, remainder=remainder)
-        return self._placers[mode].place(batch)
-
-    def run(
-        self,
-        variables: PyTree,
-        batch: PlacedBatch,
-        mode: Mode,
-        wanted: Sequence[str],
-        params: Any = None,
-        config: Any = None,
-    ) -> ModelSpec:
-        """Call the model function on a placed batch, for the wanted parts of the spec.
-
-        Returns:
-          A `ModelSpec`; the other parts are not computed and None.
-        """
-        placement, policy = self.strategy.placement, self.options.variable_placement
-        given = {"params": params, "config": config}
-        runner, state = self._runner(variables, mode, tuple(wanted), given)
-        *after, parts, info = runner(state, batch)
-        names = ("predictions", "export_outputs")
-        outputs = on_every_process([parts[name] for name in names], placement)
-        parts |= zip(names, concat_outputs(outputs, batch), strict=True)
-        if after:
-            is_state = isinstance(variables, TrainState)
-            after = as_variables(TrainState(**after[0], **after[1]), is_state=is_state)
-            parts["train_op"] = store(after, placement, policy)
-        return ModelSpec(mode, hooks=info.hooks, **parts)
+        step = self._step(mode, _SPEC_PARTS[mode], params, config)
+        return step.spec(variables, step.place_batch(as_batch((features, labels))))
 
     def train_step(
-        self,
-        *,
-        params: Any = None,
-        config: Any = None,
-        micro_batches: int = 1,
-        on_nonfinite: OnNonfinite = "raise",
-        guard: Guard = "loss",
-        donate: bool = True,
-        check: Check | None = None,
+        self, *, params: Any = None, config: Any = None, **options: Any
     ) -> ModelTrainStep:
         """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
 
-        ``params`` and ``config`` are as for a call, and all else as for
-        ``tj.build_train_step``; with micro-batches optimizers meet once a step.
+        Args:
+          params: As for a call.
+          config: As for a call.
+          **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
+            ``check``, as for ``tj.build_train_step``; optimizers meet once a step.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
@@ -195,21 +140,9 @@ class ReplicatedModel:
         Raises:
           ValueError: An option is wrong, or the model function does not take it.
         """
-        given = {"params": params, "config": config}
-        options = dataclasses.replace(
-            self.options.step,
-            micro_batches=micro_batches,
-            on_nonfinite=on_nonfinite,
-            guard=guard,
-            donate=donate,
-            check=check,
-        )
-        key = static_keys(given), options
-        if key not in self._steps:
-            wanted = "loss", "train_op", "eval_metrics"
-            engine = self._engine(Mode.TRAIN, wanted, given, options)
-            self._steps[key] = ModelTrainStep(engine)
-        return self._steps[key]
+        of_step = dataclasses.replace(self.options.step, **{"donate": True, **options})
+        wanted = "loss", "train_op", "eval_metrics"
+        return self._step(Mode.TRAIN, wanted, params, config, of_step)
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
@@ -218,8 +151,7 @@ class ReplicatedModel:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
           ``{"features": ..., "labels": ...}``.
         """
-        given = {"params": params, "config": config}
-        return ModelStep(self, Mode.EVAL, ("loss", "eval_metrics"), given)
+        return self._step(Mode.EVAL, ("loss", "eval_metrics"), params, config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The prediction step; arguments are as for a call.
@@ -227,65 +159,29 @@ class ReplicatedModel:
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
         """
-        given = {"params": params, "config": config}
-        return ModelStep(self, Mode.PREDICT, ("predictions",), given)
+        return self._step(Mode.PREDICT, ("predictions",), params, config)
 
-    def program(
-        self,
-        variables: PyTree,
-        features: PyTree,
-        labels: PyTree = None,
-        mode: Mode = Mode.TRAIN,
-        params: Any = None,
-        config: Any = None,
-    ) -> Program:
-        """The compiled program of a call with these arguments; compiles it if need be.
-
-        Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's text.
-        """
-        check_choice("mode", mode, tuple(Mode))
-        batch = self.place_batch(as_batch((features, labels)), mode)
-        given = {"params": params, "config": config}
-        runner, state = self._runner(variables, mode, _SPEC_PARTS[mode], given)
-        return runner.program(state, batch)
-
-    def _engine(
+    def _step(
         self,
         mode: Mode,
         wanted: tuple[str, ...],
-        given: Mapping[str, Any],
-        options: StepOptions,
-        *,
-        is_state: bool = True,
-    ) -> ModelEngine:
-        self.model_fn.refuse_unaccepted(given)
-        given = copy_arguments(given)  # the caller's may change before a later trace
-        how = (self.model_fn, self.strategy, self.options)
-        return ModelEngine(*how, mode, wanted, given, options, is_state)
-
-    def _runner(
-        self,
-        variables: PyTree,
-        mode: Mode,
-        wanted: tuple[str, ...],
-        given: Mapping[str, Any],
-    ) -> tuple[Runner, tuple[Any, Any]]:
-        """The runner of such a call, and the state on all devices as its argument."""
-        variables = spread(variables, self.strategy, self.options.variable_placement)
-        state = split_state(as_state(variables, self._counters))
-        key = mode, wanted, batch_signature(variables), static_keys(given)
-        if key not in self._runners:
-            is_state = isinstance(variables, TrainState)
-            how = (mode, wanted, given, self.options.step)
-            self._runners[key] = call_runner(self._engine(*how, is_state=is_state))
-        return self._runners[key], state
-
-    @functools.cached_property
-    def _counters(self) -> dict[str, Any]:
-        """The step number and the key of variables that are no `TrainState`."""
-        counters = {"step": np.int32(0), "rng": jax.random.key(0)}
-        return place(counters, self.strategy.placement, Layout.MIRRORED)
+        params: Any,
+        config: Any,
+        of_step: StepOptions | None = None,
+    ) -> Any:
+        """A `ModelStep`, or with options of a step a `ModelTrainStep`; cached."""
+        given = {"params": params, "config": config}
+        key = mode, wanted, of_step, static_keys(given)
+        if key not in self._steps:
+            self.model_fn.refuse_unaccepted(given)
+            given = copy.deepcopy(given)  # the caller's may change before a later trace
+            how = (self.model_fn, self.strategy, self.options, mode, wanted, given)
+            engine = ModelEngine(*how, of_step or self.options.step)
+            if of_step is None:
+                self._steps[key] = ModelStep(engine, self._placers[mode])
+            else:
+                self._steps[key] = ModelTrainStep(engine)
+        return self._steps[key]
 
 
 def replicate_model_fn(

@@ -146,16 +146,13 @@ _NEEDED = {
 
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
     """What a model function returned; raise unless it is a whole spec of the mode."""
-    if not isinstance(spec, ModelSpec):
+    if not isinstance(spec, ModelSpec) or spec.mode is not mode:
+        kind = type(spec).__name__
+        of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
-            f"model_fn returned a {type(spec).__name__} in {mode!r}; return"
-            " tj.estimator.ModelSpec(mode, ...) in each mode. Modes are"
+            f"model_fn was called in {mode!r} and returned a {kind}{of_mode}. Return"
+            " tj.estimator.ModelSpec(mode, ...) in each mode: modes are"
             " tj.estimator.Mode.TRAIN, EVAL and PREDICT, and equal to no string."
-        )
-    if spec.mode is not mode:
-        raise ValueError(
-            f"model_fn was called in {mode!r} and returned a ModelSpec of"
-            f" {spec.mode!r}. Return tj.estimator.ModelSpec(mode, ...)."
         )
     if missing := [name for name in _NEEDED[mode] if getattr(spec, name) is None]:
         raise ValueError(

@@ -65,42 +65,40 @@ class SplitProgram:
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         self._own_vars = {*given[num_mirrored:]}
         self._known: dict[Any, int] = {}  # jaxpr variable -> the first pass to know it
+        self._eqns: list[Any] = []
+        self._meets: list[tuple[Any, int]] = []  # each with its pass
         for eqn in eqns:
             number = self._pass_of(eqn.invars)
             if eqn.primitive is _meet:
+                self._meets.append((eqn, number))
                 number += 1
-            elif _names_an_axis(eqn) or self._is_own(eqn.invars):
-                self._own_vars.update(eqn.outvars)
+            else:
+                self._eqns.append(eqn)
+                if _names_an_axis(eqn) or self._is_own(eqn.invars):
+                    self._own_vars.update(eqn.outvars)
             self._known.update(dict.fromkeys(eqn.outvars, number))
-        meets = [
-            (eqn, self._pass_of(eqn.invars)) for eqn in eqns if eqn.primitive is _meet
-        ]
-        self._eqns = [eqn for eqn in eqns if eqn.primitive is not _meet]
         tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
         leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
-        # Trees of variables, and the pass that returns each; None: the update does.
-        self._results = [(x, self._pass_of_result(x)) for x in leaves]
+        from_towers = [is_typed(x) or self._is_own(jax.tree.leaves(x)) for x in leaves]
+        at = [self._pass_of(jax.tree.leaves(x)) for x in leaves]
         shown = [eqn.invars for eqn in self._eqns if eqn.effects]
-        of_towers = [self._pass_of(x) for x in shown if self._is_own(x)]
-        results = (number or 0 for _, number in self._results)
-        last = max([0, *(number for _, number in meets), *of_towers, *results])
-        self._meets = [
-            [eqn for eqn, at in meets if at == number] for number in range(last + 1)
+        last = [number for _, number in self._meets]
+        last += [self._pass_of(x) for x in shown if self._is_own(x)]
+        last += [number for number, own in zip(at, from_towers, strict=True) if own]
+        self.num_passes = max(last, default=0) + 1
+        # Trees of variables, each with its pass; the update is the last one.
+        self._results = [
+            (x, number if own else self.num_passes)
+            for x, number, own in zip(leaves, at, from_towers, strict=True)
         ]
-
-    @property
-    def num_passes(self) -> int:
-        """The number of passes, at least one."""
-        return len(self._meets)
 
     def run(self, args: PyTree, merged: list[Any]) -> dict[str, Any]:
         """One tower's results in a pass; ``merged`` holds those of earlier passes."""
-        number, walk = len(merged), self._walk(jax.tree.leaves(args), merged)
-        wanted = self._vars_of_pass(number)
-        self._evaluate(walk, wanted, lambda eqn: self._pass_of(eqn.invars) == number)
+        number = len(merged)
+        walk = self._evaluate(number, jax.tree.leaves(args), merged)
         operands = [
             jax.tree.unflatten(eqn.params["treedef"], map(walk.read, eqn.invars))
-            for eqn in self._meets[number]
+            for eqn in self._meets_of(number)
         ]
         results = [
             jax.tree.map(walk.read, x) if at == number else Hole("later")
@@ -116,14 +114,7 @@ class SplitProgram:
         """The function's results, merged over towers."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
-        walk = self._walk([*leaves, *[None] * others], merged)
-        wanted = jax.tree.leaves([x for x, number in self._results if number is None])
-
-        def is_last(eqn: Any) -> bool:
-            number = self._pass_of(eqn.invars)
-            return number == self.num_passes and not self._is_own(eqn.invars)
-
-        self._evaluate(walk, wanted, is_last)
+        walk = self._evaluate(self.num_passes, [*leaves, *[None] * others], merged)
         pools = [
             jax.tree.leaves(
                 {key: x[key] for key in x if key not in _MEET_KEYS},
@@ -132,38 +123,31 @@ class SplitProgram:
             for x in merged
         ]
         results = [
-            jax.tree.map(walk.read, x) if at is None else pools[at][i]
+            pools[at][i] if at < self.num_passes else jax.tree.map(walk.read, x)
             for i, (x, at) in enumerate(self._results)
         ]
         return jax.tree.unflatten(self._treedef, results)
 
     def refuse_changed_local(self) -> None:
-        """Raise where a pass reads tower-local variables that another pass changes.
+        """Raise where towers change variables of their own in one of several passes.
 
         A micro-batch sees the change of the one before only in the pass that makes it.
         """
-        local = self._local_vars
-        moved = {
-            number
-            for x, number in self._results
-            if isinstance(x, TowerLocal) and {*jax.tree.leaves(x)} - local
-        }
-        for number in range(self.num_passes):
-            wanted = self._vars_of_pass(number)
-            eqns = needed_eqns(self._eqns, wanted, lambda eqn: False)
-            read = [*wanted, *(x for eqn in eqns for x in eqn.invars)]
-            read = {x for x in read if not isinstance(x, Literal)}
-            if moved - {number} and read & local:
-                raise ValueError(_CHANGED_LOCAL)
+        local = [x for x, _ in self._results if isinstance(x, TowerLocal)]
+        if self.num_passes > 1 and {*jax.tree.leaves(local)} - self._local_vars:
+            raise ValueError(
+                "model_fn changes tower-local variables, and needs an optimizer's"
+                " update in the middle of its computation, where several micro-batches"
+                " would not see the same change. Say micro_batches=1."
+            )
 
     def _vars_of_pass(self, number: int) -> list[Any]:
         """The jaxpr variables that a pass returns, and the operands of its `meet`s."""
         wanted = jax.tree.leaves([x for x, at in self._results if at == number])
-        return wanted + [var for eqn in self._meets[number] for var in eqn.invars]
+        return wanted + [var for eqn in self._meets_of(number) for var in eqn.invars]
 
-    def _pass_of_result(self, leaf: Any) -> int | None:
-        arrays = jax.tree.leaves(leaf)
-        return self._pass_of(arrays) if is_typed(leaf) or self._is_own(arrays) else None
+    def _meets_of(self, number: int) -> list[Any]:
+        return [eqn for eqn, at in self._meets if at == number]
 
     def _pass_of(self, arrays: Iterable[Any]) -> int:
         known = [self._known.get(x, 0) for x in arrays if not isinstance(x, Literal)]
@@ -172,30 +156,27 @@ class SplitProgram:
     def _is_own(self, arrays: Iterable[Any]) -> bool:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
-    def _walk(self, inputs: Sequence[Any], merged: list[Any]) -> Interpreter:
-        """An interpreter that has the inputs and the results of earlier `meet`s."""
+    def _evaluate(
+        self, number: int, inputs: Sequence[Any], merged: list[Any]
+    ) -> Interpreter:
+        """An interpreter that has what a pass, or the update, returns and shows."""
         walk = Interpreter(self._closed, inputs)
-        for meets, tree in zip(self._meets, merged, strict=False):
+        for at, tree in enumerate(merged):
+            meets = self._meets_of(at)
             sums = (_all_of(meets, tree[name]) for name in _MEET_KEYS)
             for eqn, loss, grads in zip(meets, *sums, strict=True):
                 outcomes = jax.tree.leaves((loss, grads))
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
-        return walk
 
-    def _evaluate(self, walk: Interpreter, wanted: list[Any], is_here: Any) -> None:
-        """Evaluate what is wanted, and equations with effects for which ``is_here``."""
-        for eqn in needed_eqns(
-            self._eqns, wanted, lambda eqn: bool(eqn.effects) and is_here(eqn)
-        ):
+        def shows(eqn: Any) -> bool:
+            return bool(eqn.effects) and self._pass_of(eqn.invars) == number
+
+        for eqn in needed_eqns(self._eqns, self._vars_of_pass(number), shows):
             walk.evaluate(eqn)
+        return walk
 
 
 _MEET_KEYS = ("minimized", "grads")
-_CHANGED_LOCAL = (
-    "model_fn changes tower-local variables, and reads them both before and after an"
-    " optimizer's update, where several micro-batches would not see the same change."
-    " Read them before the first update alone, or say micro_batches=1."
-)
 
 
 def _names_an_axis(eqn: Any) -> bool:

@@ -6,39 +6,39 @@ import itertools
 from typing import Any
 
 import jax
-import numpy as np
 
 from towerjax.mesh.devices import Device, host_device
 from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.step.state import TrainState, state_layout
+from towerjax.step.state_checks import check_not_donated, check_num_towers
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower_local import is_local, layouts_of, stack_local
+from towerjax.towers.tower_local import is_local
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import (
-    is_key,
-    listed,
-    map_parts,
-    parts_of,
-    put_parts,
-    refuse_unheld,
-)
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import is_key, parts_of, put_parts, refuse_unheld
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Plain:
+    """Stands for the optimizer's state where variables are no `TrainState`."""
 
 
 def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
     """The variables as a state; other trees get step and key from ``counters``."""
     if isinstance(variables, TrainState):
         return variables
-    bare = map_parts(
-        TowerLocal, lambda x: dataclasses.replace(x, value=None), variables
-    )
     local = parts_of(TowerLocal, variables)
-    return TrainState(params=bare, opt_state=(), local=local, **counters)
+    places = [dataclasses.replace(x, value=None) for x in local]
+    bare = put_parts(TowerLocal, variables, places)
+    return TrainState(params=bare, opt_state=_Plain(), local=local, **counters)
 
 
-def as_variables(state: TrainState, *, is_state: bool) -> PyTree:
-    """The inverse of `as_state`; ``is_state``: the variables were a `TrainState`."""
-    return state if is_state else put_parts(TowerLocal, state.params, state.local)
+def as_variables(state: TrainState) -> PyTree:
+    """The inverse of `as_state`."""
+    if not isinstance(state.opt_state, _Plain):
+        return state
+    return put_parts(TowerLocal, state.params, state.local)
 
 
 class VariablePlacement(enum.Enum):
@@ -72,29 +72,6 @@ def variable_devices(placement: Placement, policy: VariablePlacement) -> list[De
     return gpus if len(gpus) == 1 else [host_device()]
 
 
-def variable_layouts(variables: PyTree, strategy: Strategy) -> PyTree:
-    """The layout of each part of the variables during a step."""
-    if isinstance(variables, TrainState):
-        return state_layout(strategy)
-    if strategy.state != "mirrored":
-        raise ValueError(
-            f"state={strategy.state!r} says which parts of a tj.TrainState are sharded,"
-            f" but the variables are a {type(variables).__name__}. Write"
-            " tj.TrainState.create(params, optimizer), or state='mirrored'."
-        )
-    return layouts_of(variables)
-
-
-def init_variables(variables: PyTree, strategy: Strategy) -> PyTree:
-    """A copy of the variables on all towers."""
-    refuse_unheld("variables", variables)
-    placement = strategy.placement
-    stacked = map_parts(
-        TowerLocal, lambda x: stack_local(x, placement.num_towers), variables
-    )
-    return place(stacked, placement, variable_layouts(stacked, strategy))
-
-
 def store(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
     """Move the variables to where the policy keeps them between steps."""
     if policy is VariablePlacement.MIRRORED:
@@ -115,33 +92,36 @@ def _move_to(x: jax.Array, device: Device) -> jax.Array:
     return jax.device_put(next(iter(copies.values())), device)
 
 
-def spread(variables: PyTree, strategy: Strategy, policy: VariablePlacement) -> PyTree:
+def spread(
+    state: TrainState, strategy: Strategy, policy: VariablePlacement
+) -> TrainState:
     """Copy the variables to all devices, for a step; those that lie there stay."""
-    placement, layouts = strategy.placement, variable_layouts(variables, strategy)
-    check_copies(variables, placement.num_towers)
-    leaves, treedef = jax.tree.flatten(variables)
-    # JAX 0.10 aborts the process where several CPU devices get a donated array.
-    if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+    if isinstance(state.opt_state, _Plain) and strategy.state != "mirrored":
         raise ValueError(
-            "The variables were donated to an earlier call. Go on with the train_op"
-            " which that call returned, or say donate=False to keep both."
+            f"state={strategy.state!r} says which parts of a tj.TrainState are sharded,"
+            " and the variables are none. Write tj.TrainState.create(params,"
+            " optimizer), or state='mirrored'."
         )
-    expected = jax.tree.leaves(placement.shardings(layouts, variables))
-    each = jax.tree.leaves(jax.tree.broadcast(layouts, variables))
+    placement, layout = strategy.placement, state_layout(strategy)
+    check_num_towers(state, placement.num_towers)
+    check_not_donated(state)
+    leaves, treedef = jax.tree.flatten(state)
+    expected = jax.tree.leaves(placement.shardings(layout, state))
+    layouts = jax.tree.leaves(jax.tree.broadcast(layout, state))
     away, copies = [], {}
     for i, (x, sharding) in enumerate(zip(leaves, expected, strict=True)):
         if has_sharding(x, sharding) and x.committed:
             continue
-        if not _is_stored(x, each[i], policy):
+        if not _is_stored(x, layouts[i], policy):
             away.append(i)
             continue
         if id(x) not in copies:  # an array that is in the tree twice is copied once
             copies[id(x)] = _copy_to_all(x, placement)
         leaves[i] = copies[id(x)]
     if away:
-        refuse_unheld("variables", variables)
-        moved = place([leaves[i] for i in away], placement, [each[i] for i in away])
-        for i, leaf in zip(away, moved, strict=True):
+        refuse_unheld("variables", state)
+        arrays, at = zip(*[(leaves[i], layouts[i]) for i in away], strict=True)
+        for i, leaf in zip(away, place(arrays, placement, at), strict=True):
             leaves[i] = leaf
     return treedef.unflatten(leaves)
 
@@ -161,21 +141,3 @@ def _copy_to_all(x: jax.Array, placement: Placement) -> jax.Array:
     copies = [jax.device_put(x, device) for device in devices]
     mirrored = placement.sharding(Layout.MIRRORED)
     return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
-
-
-def check_copies(variables: PyTree, num_towers: int) -> None:
-    """Raise unless each tower-local variable has one copy a tower."""
-    wrong = [
-        f"variables{name} has shape {np.shape(leaf)}"
-        for node in parts_of(TowerLocal, variables)
-        for name, leaf in named_leaves(f".{node.name}" if node.name else "", node.value)
-        if np.shape(leaf)[:1] != (num_towers,)
-    ]
-    if wrong:
-        raise ValueError(
-            f"A tower-local variable has one copy for each of the {num_towers} towers,"
-            f" leaves [T, ...], but {listed(wrong)}. Make the variables with"
-            " model.init(variables), and move those of another number of towers with"
-            " tj.towers.restored_values(model.strategy, variables,"
-            " tj.towers.saved_values(variables))."
-        )
