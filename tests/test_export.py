@@ -1,7 +1,6 @@
 """A model written as programs and read again: the same outputs, and what is refused."""
 
 import dataclasses
-import json
 import re
 import shutil
 
@@ -162,16 +161,6 @@ def test_bad_arguments_are_refused_and_nothing_is_written(tmp_path, changed, tex
     assert not list(tmp_path.iterdir())
 
 
-def test_another_format_is_named(folder, tmp_path):
-    target = tmp_path / "served"
-    shutil.copytree(folder, target)
-    index = json.loads((target / "model.json").read_text())
-    (target / "model.json").write_text(json.dumps(index | {"format": 2}))
-    write_manifest(target)
-    with pytest.raises(ValueError, match="is of format 2; this is .* reads format 1"):
-        tj.estimator.load_exported(target)
-
-
 def embeds(variables, features, labels, mode):
     rows = variables["table"][features["ids"]] * variables["scale"][None]
     return tj.estimator.ModelSpec(mode, predictions={"y": rows})
@@ -197,7 +186,7 @@ def test_a_table_is_looked_up_by_features(embedded):
 def test_one_changed_bit_of_any_file_is_refused_by_name(embedded, tmp_path):
     """Every file, at its ends and in between: of a number it would be another one."""
     names = {path.name for path in embedded.iterdir()}
-    assert names == {"model.json", "program_0.bin", "manifest.json"}
+    assert names == {"program_0.bin", "manifest.json"}
     for name in sorted(names):
         whole = (embedded / name).read_bytes()
         for place in (0, len(whole) // 3, len(whole) // 2, len(whole) - 2):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import operator
 import os
 import pathlib
@@ -28,7 +27,11 @@ from towerjax.estimator.spec import (
     RegressionOutput,
 )
 from towerjax.estimator.variables import as_state
-from towerjax.loop.checkpoint.folder import check_manifest, write_manifest
+from towerjax.loop.checkpoint.folder import (
+    check_manifest,
+    read_manifest,
+    write_manifest,
+)
 from towerjax.mesh.placement import TowerAxes, readable
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.state import TrainState
@@ -41,9 +44,8 @@ from towerjax.towers.variables import TowerLocal, plain
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data, like_key, map_parts, native
 from towerjax.types.options import check_methods, require
-from towerjax.types.version import __version__
 
-_FORMAT = 1
+_ABOUT = ("exported model", "Export the model anew.")
 _PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -192,18 +194,13 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     """
     _require_flatbuffers()
     source = pathlib.Path(directory)
-    check_manifest(source, "exported model", "Export the model anew.")
-    held = json.loads((source / "model.json").read_text())
-    if held["format"] != _FORMAT:
-        raise ValueError(
-            f"{str(source)!r} is of format {held['format']!r}; this is towerjax"
-            f" {__version__}, which reads format {_FORMAT}."
-        )
+    check_manifest(source, *_ABOUT)
+    signatures = read_manifest(source, *_ABOUT)["record"]["signatures"]
     programs = {}
-    for number, name in enumerate(held["signatures"]):
+    for number, name in enumerate(signatures):
         program = (source / f"program_{number}.bin").read_bytes()
         programs[name] = jax.export.deserialize(bytearray(program))
-    return Exported(held["signatures"], programs)
+    return Exported(signatures, programs)
 
 
 def _require_flatbuffers() -> None:
@@ -278,18 +275,11 @@ def _write(
     target: pathlib.Path, programs: dict[str, bytes], signatures: dict[str, Any]
 ) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    index = {
-        "format": _FORMAT,
-        "towerjax": __version__,
-        "jax": jax.__version__,
-        "signatures": signatures,
-    }
     around = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
     with around as parent:
         folder = pathlib.Path(parent) / "model"
         folder.mkdir()
         for number, program in enumerate(programs.values()):
             (folder / f"program_{number}.bin").write_bytes(program)
-        (folder / "model.json").write_text(json.dumps(index, indent=2) + "\n")
-        write_manifest(folder)
+        write_manifest(folder, {"jax": jax.__version__, "signatures": signatures})
         folder.rename(target)

@@ -16,7 +16,7 @@ from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
 from towerjax.types.leaves import listed, map_parts, refuse_unheld
 
-_STATIC = {"static": True}
+_FIXED = {"static": True}
 
 
 class Mode(enum.Enum):
@@ -126,14 +126,14 @@ class ModelSpec:
       ``tf.estimator.EstimatorSpec`` of TensorFlow 1.
     """
 
-    mode: Mode = dataclasses.field(metadata=_STATIC)
+    mode: Mode = dataclasses.field(metadata=_FIXED)
     predictions: Mapping[str, PyTree] | None = None
     loss: Any = None
     train_op: PyTree = None
     eval_metrics: Mapping[str, Any] | None = None
     export_outputs: Mapping[str, ExportOutput] | None = None
     hooks: tuple[Callable[[int, dict[str, Any]], None], ...] = dataclasses.field(
-        default=(), metadata=_STATIC
+        default=(), metadata=_FIXED
     )
 
 
