@@ -161,8 +161,16 @@ def transformer(dtype: Any) -> Model:
         return {"tokens": tokens.astype(np.int32)}
 
     def init(seed: int) -> PyTree:
-        tokens = jnp.zeros((1, _TOKENS), jnp.int32)
-        return jax.jit(module.init)(jax.random.key(seed), tokens)["params"]
+        # By NumPy, so that nothing is compiled for them: vectors are 1, biases too.
+        tokens = jax.ShapeDtypeStruct((1, _TOKENS), jnp.int32)
+        shapes = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+        rng = np.random.default_rng(seed)
+
+        def numbers(x: jax.ShapeDtypeStruct) -> np.ndarray:
+            is_matrix = len(x.shape) > 1
+            return normal(rng, x.shape, x.shape[0]) if is_matrix else np.ones(x.shape)
+
+        return cast(jax.tree.map(numbers, shapes), np.float32)
 
     return Model(init, losses, make_batch)
 
