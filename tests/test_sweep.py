@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 import types
 
@@ -14,7 +15,7 @@ import pytest
 import towerjax as tj
 from towerjax.tools.sweep.record_file import RecordFile
 from towerjax.tools.sweep.result import Member, Sweep
-from towerjax.tools.sweep.train import configs_of, traced_names
+from towerjax.tools.sweep.train import _Program, configs_of, traced_names
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
@@ -192,14 +193,12 @@ def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
 
     found = quiet(small, GRID, evaluate=goes_on, **options)
     assert asked == [{"rate": 0.2, "seed": 0}, {"rate": 0.2, "seed": 1}]
-    whole = quiet(small, GRID, evaluate=goes_on, order="in_turn")
-    for one, other in zip(found.members, whole.members, strict=True):
-        assert one.config == other.config
+    assert seen + asked == found.configs
+    again = quiet(small, GRID, evaluate=goes_on, **options)
+    assert len(asked) == 2 and len(path.read_text().splitlines()) == 4
+    for one, other in zip(found.members, again.members, strict=True):
         np.testing.assert_array_equal(one.metrics["loss"], other.metrics["loss"])
         np.testing.assert_array_equal(one.evaluation["w"], other.evaluation["w"])
-    del asked[:]
-    quiet(small, GRID, evaluate=goes_on, **options)
-    assert asked == [] and len(path.read_text().splitlines()) == 4
 
 
 def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
@@ -217,22 +216,6 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
     assert path.read_text() == "notes\n"
 
 
-def test_a_configuration_that_is_not_finite_is_a_member_once(tmp_path):
-    path, trained = tmp_path / "sweep.jsonl", []
-
-    def evaluate(state, **config):
-        trained.append(config)
-        return {}
-
-    options = {"order": "in_turn", "results": path, "evaluate": evaluate}
-    for _ in range(2):
-        found = quiet(small, {"rate": [0.1, np.inf, np.nan]}, **options)
-        np.testing.assert_array_equal(
-            [member.config["rate"] for member in found.members], [0.1, np.inf, np.nan]
-        )
-        assert len(path.read_text().splitlines()) == len(trained) == 3
-
-
 def test_configurations_are_one_where_the_file_has_one():
     values = [False, 0, 0.0, np.nan, float("nan"), 0]
     assert [repr(c["use"]) for c in configs_of({"use": values})] == [
@@ -243,29 +226,30 @@ def test_configurations_are_one_where_the_file_has_one():
     ]
 
 
-@pytest.mark.slow
-def test_an_evaluation_of_something_else_is_refused(tmp_path):
-    path, grid = tmp_path / "sweep.jsonl", {"rate": [0.1]}
-    with pytest.raises(ValueError, match=r"evaluate returned None for .*0.1.*\{name:"):
-        quiet(small, grid, evaluate=lambda state, **_: None, results=path)
-    with pytest.raises(ValueError, match=r"returned \{'v': \{'a': 1\}\} for .*0.1"):
-        quiet(small, grid, evaluate=lambda state, **_: {"v": {"a": 1}}, results=path)
+@pytest.mark.parametrize("returned", [None, {"v": {"a": 1}}])
+def test_an_evaluation_of_something_else_is_refused(returned):
+    program = _Program(small, {}, {}, FEW, None, 1, lambda state, **_: returned)
+    text = re.escape(f"evaluate returned {returned} for {{'rate': 0.1}}; it returns {{")
+    with pytest.raises(ValueError, match=text):
+        program._evaluate(None, {"rate": 0.1})
 
 
 @pytest.mark.slow
 def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
-    path = tmp_path / "sweep.jsonl"
-    grid = {"rate": [0.1, 1e38]}
-    found = quiet(small, grid, FEW * 3, order="together", results=path)
-    good, bad = found.members
+    """Nor a configuration that is not finite, which is a member once."""
+    path, rates = tmp_path / "sweep.jsonl", [0.1, 1e38, np.inf, np.nan]
+    options = {"order": "together", "results": path}
+    found = quiet(small, {"rate": rates}, FEW * 3, **options)
+    good, bad, *_ = found.members
     assert np.isfinite(good.metrics["loss"]).all()
     assert not np.isfinite(bad.metrics["loss"][-1])
-    assert quiet(small, {"rate": [0.1]}, FEW).members[0].order == "alone"
     assert found.best("loss") is good and found.best("loss", mode="max") is good
     for line in path.read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # NaN is no JSON
-    again = quiet(small, grid, FEW * 3, results=path).members[1]
-    np.testing.assert_array_equal(again.metrics["loss"], bad.metrics["loss"])
+    again = quiet(small, {"rate": rates}, FEW * 3, **options)
+    np.testing.assert_array_equal([c["rate"] for c in again.configs], rates)
+    np.testing.assert_array_equal(again.members[1].metrics["loss"], bad.metrics["loss"])
+    assert len(path.read_text().splitlines()) == 4
 
 
 @pytest.mark.slow
@@ -282,14 +266,14 @@ def test_what_is_no_number_is_a_program_of_its_own(compiled):
         sizes.append((loss, batch))
         return tj.batches(DATA, batch, drop_remainder=True)
 
-    grid = {"loss": ["once", "twice"], "rate": [0.1, 0.2], "batch": [4]}
+    grid = {"loss": ["once", "twice"], "rate": [0.1], "batch": [4]}
     compiled.steps()
     found = quiet(by_name, grid, batches, static=["batch"], order="in_turn", steps=2)
     assert compiled.steps() == 2 and set(sizes) == {("once", 4), ("twice", 4)}
+    assert {member.order for member in found.members} == {"alone"}
     first = [float(member.metrics["loss"][0]) for member in found.members]
-    np.testing.assert_allclose(
-        first, (DATA["y"][:4] ** 2).mean() * np.array([1, 1, 2, 2]), rtol=1e-5
-    )
+    expected = (DATA["y"][:4] ** 2).mean() * np.array([1, 2])
+    np.testing.assert_allclose(first, expected, rtol=1e-5)
 
 
 def test_a_number_has_one_dtype_whichever_values_are_left_to_train():
