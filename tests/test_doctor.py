@@ -91,14 +91,12 @@ def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
     assert "has 0 of tower 5's part, which is 6" in out and "8 wrong." in out
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_any_number_of_devices(devices):
     names = tuple(f"cpu:{i}" for i in range(devices))
-    for op in ops_for(devices):
-        result = check_op(op, names, 44)
-        assert not result.wrong
-        assert (result.gigabytes_per_second is None) == (devices == 1)
+    result = check_op(ops_for(devices)[-1], names, 44)
+    assert not result.wrong and len(ops_for(devices)) == 5
+    assert (result.gigabytes_per_second is None) == (devices == 1)
 
 
 def test_the_sums_are_exact_and_every_one_is_looked_at():
@@ -114,7 +112,6 @@ def test_the_sums_are_exact_and_every_one_is_looked_at():
             assert len(wrong_sums("cpu:0", got, sums, 5)) == 1
 
 
-@pytest.mark.slow
 def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
     real = jax.device_put
 
@@ -124,6 +121,7 @@ def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
         return real(x, device, **options)
 
     monkeypatch.setattr(command.jax, "device_put", put)
+    monkeypatch.setattr(command, "ops_for", lambda count: ())
     code, out, _ = doctor()
     assert code == 1 and "1 wrong." in out
     assert "cpu:6 gives back other numbers than it was given." in out
@@ -204,14 +202,10 @@ def test_without_devices_it_still_answers(doctor, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("platforms", "fix"),
-    [("cuda", "Unset JAX_PLATFORMS, which is 'cuda'"), ("nothing", "which is 'noth")],
-)
-def test_a_platform_that_does_not_start_is_told(platforms, fix):
+def test_a_platform_that_does_not_start_is_told():
     done = subprocess.run(
         [sys.executable, "-m", "towerjax", "doctor", "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": platforms},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cuda"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -219,7 +213,22 @@ def test_a_platform_that_does_not_start_is_told(platforms, fix):
     found = json.loads(done.stdout)
     assert done.returncode == 1 and not found["devices"]
     [advice] = [x for x in found["advice"] if x["is_wrong"]]
-    assert advice["what"].startswith("JAX has no devices: ") and fix in advice["fix"]
+    assert advice["what"].startswith("JAX has no devices: ")
+    assert "Unset JAX_PLATFORMS, which is 'cuda'" in advice["fix"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("none"), AssertionError()])
+def test_a_backend_without_devices_has_a_problem(monkeypatch, error):
+    def devices():
+        raise error
+
+    monkeypatch.setattr(command.jax, "devices", devices)
+    found = this_machine()
+    assert found["devices"] == []
+    assert found["problem"] in (
+        "none",
+        "it could start no platform that it was told to.",
+    )
 
 
 def test_wrong_arguments_are_refused(doctor):

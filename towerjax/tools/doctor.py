@@ -42,7 +42,7 @@ def this_machine() -> Machine:
     except (RuntimeError, AssertionError) as error:
         # A RuntimeError if a platform does not start; an AssertionError without text if
         # JAX does not know the platform ("cuda" without its plugin).
-        problem = str(error) or "it could start no platform that it was told to."
+        problem = str(error) or "it could start no platform of those told."
     shm = pathlib.Path("/dev/shm")
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES))
     return {
