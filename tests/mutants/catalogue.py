@@ -1294,9 +1294,9 @@ TESTING = (
     _m(
         "T09",
         "the command's exit status does not tell of a finding",
-        "tools.cli:audit",
-        "return FAULT",
-        "return OK",
+        "tools.shell:run_parsed",
+        "return run(**given)",
+        "return run(**given) and OK",
         "test_audit.py::test_the_command_says_what_is_wrong",
     ),
 )
