@@ -78,7 +78,7 @@ class PlacedBatch:
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
         """This batch with other arrays; faster than ``dataclasses.replace``."""
         batch = object.__new__(PlacedBatch)
-        batch.__dict__.update(self.__dict__, args=(arrays, *self.args[1:]))
+        vars(batch).update(vars(self), args=(arrays, *self.args[1:]))
         return batch
 
     @property

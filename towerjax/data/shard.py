@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_sparse
+from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree, Shared, named_leaves
 from towerjax.types.leaves import (
     changes,
@@ -292,15 +292,15 @@ def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
     """A batch's leaves, its tree, and a key of all that a `Placer` reads but values.
 
-    The key is None where a leaf is no NumPy array or live ``jax.Array``.
+    The key is None where a leaf is no NumPy array or live array on devices.
     """
     leaves, treedef = jax.tree.flatten(batch)
     key: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:
         if type(x) is np.ndarray:
-            key.append((x.shape, x.dtype))
-        elif isinstance(x, jax.Array) and not (isinstance(x, Tracer) or x.is_deleted()):
-            key.append((x.shape, x.dtype, x.sharding))
+            key += x.shape, x.dtype
+        elif type(x) is DeviceArray and not x.is_deleted():
+            key += x.shape, x.dtype, x.sharding
         else:
             return leaves, treedef, None
     return leaves, treedef, tuple(key)

@@ -1,5 +1,6 @@
 """Translate device names to JAX devices, and bound the calls in flight on them."""
 
+import collections
 import functools
 import itertools
 import re
@@ -143,28 +144,27 @@ class InFlight:
     and leaves room for programs of other libraries.
     """
 
-    def __init__(self, *, bounded: bool) -> None:
-        self._bounded = bounded
-        self._running: list[Any] = []  # arrays, whose is_ready is not in the stub
+    def __init__(self) -> None:
+        self._running: collections.deque[Any] = collections.deque()  # arrays
 
     def add(self, *results: PyTree) -> None:
         """Keep the first array of a call's results; wait for the one 16 calls ago."""
-        if not self._bounded:
-            return
         leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
         # A key cannot be asked whether it is ready.
         first = next((x for x in leaves if not is_key(x)), None)
+        running = self._running
         if first is not None:
-            self._running.append(first)
-        if len(self._running) > 16:
-            while self._running[0].is_deleted():  # the caller has donated it
-                self._running.pop(0)
-            self._running[0].block_until_ready()
+            running.append(first)
+        if len(running) > 16:
+            while running[0].is_deleted():  # the caller has donated it
+                running.popleft()
+            running[0].block_until_ready()
         # What has run is let go: predictions may be large.
-        self._running = [x for x in self._running if x.is_deleted() or not x.is_ready()]
+        while running and not running[0].is_deleted() and running[0].is_ready():
+            running.popleft()
 
 
 @functools.cache
 def in_flight_on(devices: tuple[str, ...]) -> InFlight:
     """The one `InFlight` of all steps on these devices: the limit is per device."""
-    return InFlight(bounded=devices[0].startswith("cpu:") and len(devices) > 1)
+    return InFlight()

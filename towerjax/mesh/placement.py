@@ -95,7 +95,7 @@ class Placement:
         """``D``."""
         return len(self.devices)
 
-    @property
+    @functools.cached_property
     def platform(self) -> str:
         """The platform of the first device."""
         return self.devices[0].split(":")[0]
@@ -342,7 +342,8 @@ def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
     program of several devices takes longer than `put`.
     """
     if not isinstance(x, jax.Array) and sharding.num_devices == 1:
-        return _copy_aligned
+        small = functools.partial(np.array, dtype=held_dtype(x.dtype))
+        return small if x.nbytes < _LARGE else _copy_aligned
     if has_sharding(x, sharding):  # so have those like it: it need not be asked again
         return lambda x: x
     return functools.partial(_place_rows_of, sharding=sharding)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import api_util, distributed
+from jax._src.array import ArrayImpl
 from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
 from jax._src.interpreters.pxla import batched_device_put
@@ -14,6 +15,10 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
+
+# The class of arrays on devices, which keys and tracers are not. To ask for it takes a
+# fifth of the time of ``isinstance(x, jax.Array)``.
+DeviceArray = ArrayImpl
 
 # Raised by a compiled program under ``jax_debug_nans`` and ``jax_debug_infs``.
 FoundNonFinite = api_util.InternalFloatingPointError

@@ -204,6 +204,8 @@ def _as_count(number: Any) -> int:
 
 def _fetch(x: jax.Array, placement: Placement) -> np.ndarray:
     """The array on the host, by an explicit transfer, which transfer guards allow."""
+    if placement.num_devices > 1:  # reading one copy takes half the time
+        x = x.addressable_data(0)
     # CPUs transfer nothing, and device_get takes ten times as long as asarray.
     return np.asarray(x) if placement.platform == "cpu" else jax.device_get(x)
 
@@ -219,7 +221,6 @@ class Verdicts:
         # Several processes would read a verdict at different calls, and the first to
         # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
-        self._is_spread = placement.num_devices > 1
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def add(self, number: jax.Array, guarded: Any) -> None:
@@ -234,13 +235,11 @@ class Verdicts:
         """
         pending = self._pending
         while self._is_alone and pending:
-            brief: Any = verdict_of(pending[0][1])  # is_ready is not in the stub
-            value, any_fault = brief
+            guarded = pending[0][1]
+            value: Any = verdict_of(guarded)[0]  # is_ready is not in the stub
             if not value.is_ready():
                 break
-            if self._is_spread:  # reading one copy takes half the time
-                value = value.addressable_data(0)
-            if any_fault is None and not is_refused(_fetch(value, self._placement)):
+            if value is guarded and not is_refused(_fetch(value, self._placement)):
                 pending.popleft()
             else:
                 self._read_oldest()

@@ -19,6 +19,7 @@ from towerjax.step.state import (
     KEPT_LAYOUT,
     TrainState,
     donated_layout,
+    join_state,
     split_state,
     state_layout,
 )
@@ -288,9 +289,7 @@ class CompiledStep:
         metrics = {**out.metrics["one"], **own}
         guarded = metrics["loss"] if out.finite is None else out.finite
         guarded = guarded if out.found is None else Checked(guarded, out.found)
-        # dataclasses.replace takes twice as long.
-        after = TrainState(**out.donated, **{"rng": state.rng, **out.now})
-        return after, metrics, guarded
+        return join_state(out.donated, {"rng": state.rng, **out.now}), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -335,5 +334,4 @@ class CompiledStep:
 
 def _state_shapes(program: Program) -> TrainState:
     """The shapes of the state that a program was compiled for."""
-    donated, kept = program.call.args_info[0][:2]
-    return TrainState(**donated, **kept)
+    return join_state(*program.call.args_info[0][:2])

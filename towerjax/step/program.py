@@ -110,9 +110,7 @@ class Runner:
         self.recipe, self.placement = recipe, placement
         self.programs: dict[Any, Program] = {}
         self._signatures = SeenSignatures(max_programs)
-        self._in_flight = in_flight_on(placement.devices)
-        several_cpus = placement.platform == "cpu" and placement.num_devices > 1
-        self._aborts_if_donated = recipe.donate and several_cpus
+        self._on_cpus = placement.platform == "cpu" and placement.num_devices > 1
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
@@ -147,14 +145,13 @@ class Runner:
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results of the program for this batch."""
         program = self.program(first, batch)
-        donated = first[0], batch.args[2]
-        if self._aborts_if_donated:
-            _refuse_donated_twice(*donated)
+        if self.recipe.donate and self._on_cpus:
+            _refuse_donated_twice(first[0], batch.args[2])
         try:
             out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
-            if self.recipe.donate and not self._aborts_if_donated:
-                _refuse_donated_twice(*donated)
+            if self.recipe.donate and not self._on_cpus:
+                _refuse_donated_twice(first[0], batch.args[2])
             raise
         except FoundNonFinite as error:
             raise FloatingPointError(
@@ -165,7 +162,8 @@ class Runner:
                 " it the step itself refuses a loss that is not finite, and"
                 " step.locate(state, batch) names towers and leaves."
             ) from None
-        self._in_flight.add(*out[1:], out[0])  # the next call may donate out[0]
+        if self._on_cpus:  # the next call may donate out[0]
+            in_flight_on(self.placement.devices).add(*out[1:], out[0])
         return out
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from towerjax.mesh.placement import Placement, has_sharding, place
+from towerjax.mesh.private_jax import DeviceArray
 from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
@@ -61,16 +61,14 @@ def is_usable(state: Any) -> bool:
     Looks at one leaf, to be quick: JAX 0.10 aborts the process, and does not raise,
     when several CPU devices are given a donated array.
     """
-    if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
+    if type(state) is not TrainState:
         return False
     leaf = state.params
-    while isinstance(leaf, dict | list | tuple) and leaf:
-        leaf = next(iter(leaf.values())) if isinstance(leaf, dict) else leaf[0]
-    if not isinstance(leaf, jax.Array):
+    while type(leaf) in (dict, list, tuple) and leaf:
+        leaf = next(iter(leaf.values())) if type(leaf) is dict else leaf[0]
+    if type(leaf) is not DeviceArray:
         leaf = jax.tree.leaves(state.params)[0]
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
-        return False
-    return not leaf.is_deleted()
+    return type(leaf) is DeviceArray and not leaf.is_deleted()
 
 
 def check_is_state(state: Any, make: str = "step.init(params).") -> None:
