@@ -5,7 +5,7 @@ import pytest
 import towerjax as tj
 
 # Towers, devices, local, micro-batches. All other layouts are tried by test_one_tower.
-LAYOUTS = [(4, 2, "scan", 3), pytest.param(4, 2, "vmap", 1, marks=pytest.mark.slow)]
+LAYOUTS = [(4, 2, "scan", 3)]
 layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
 
 

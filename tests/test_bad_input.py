@@ -69,14 +69,12 @@ BATCHES = {
 }
 
 
-def test_malformed_batches_are_refused(compiled):
-    step = build()
-    state = step.init(start())
-    for number in (1, 2):
-        for batch, text in BATCHES.values():
-            refused(step, state, batch, text, compiled)
-        state, _ = step(state, good())  # nothing was lost
-        assert int(state.step) == number
+def test_malformed_batches_are_refused(trains, compiled):
+    state = trains.init(start())
+    for batch, text in BATCHES.values():
+        refused(trains, state, batch, text, compiled)
+    state, _ = trains(state, good())  # nothing was lost
+    assert int(state.step) == 1
 
 
 CHANGES = {
@@ -86,36 +84,24 @@ CHANGES = {
     ),
     "other name": (
         {"z": good()["x"]},
-        r"(?s)batch\['x'\] was .* is absent.*batch\['z'\] was absent",
+        r"batch\['x'\] was .* is absent.*batch\['z'\] was absent",
     ),
     "dtype": ({"x": np.ones((4, 3), np.int32)}, r"was float32\[4, 3\] and is int32"),
     "trailing shape": ({"x": np.ones((4, 5), np.float32)}, r"\[4, 3\].*\[4, 5\]"),
     "size": (good(6), r"was float32\[4, 3\] and is float32\[6, 3\].*"),
     "container": (
         [good()["x"]],
-        r"(?s)batch\['x'\] was .* is absent.*batch\[0\] was absent",
+        r"batch\['x'\] was .* is absent.*batch\[0\] was absent",
     ),
 }
 
 
-def test_a_batch_that_changes_is_refused_saying_what(compiled):
-    step = build()
-    state, _ = step(step.init(start()), good())
+def test_a_batch_that_changes_is_refused_saying_what(trains, compiled):
+    state, _ = trains(trains.init(start()), good())
     for batch, text in CHANGES.values():
-        refused(step, state, batch, "has changed since", compiled)
-        refused(step, state, batch, text, compiled)
-        refused(step, state, batch, r"max_programs=\.\.\. \(now 1\)", compiled)
-    state, _ = step(state, good())
-
-
-@pytest.mark.slow
-def test_several_kinds_of_batch_compile_once_each_when_asked():
-    step = build(max_programs=2)
-    state = step.init(start())
-    for rows in (4, 6, 4, 6):
-        state, _ = step(state, good(rows))
-    with pytest.raises(ValueError, match=r"now 2"):
-        step(state, good(8))
+        text = rf"(?s)has changed since.*{text}.*max_programs=\.\.\. \(now 1\)"
+        refused(trains, state, batch, text, compiled)
+    state, _ = trains(state, good())
 
 
 @pytest.mark.slow
@@ -135,18 +121,14 @@ def test_padding_that_nothing_masks_is_refused(compiled):
         evaluate(state, good(5))
 
 
-@pytest.mark.slow
-def test_padding_that_only_a_metric_masks_is_refused(compiled):
+def test_padding_that_only_a_metric_masks_is_refused():
     def careless(params, batch, tower):
         losses = (batch["x"] @ params["w"]) ** 2
         metrics = {"masked": tj.Weighted.mean(losses, tower.weight)}
         return tj.TowerOutput(tj.Weighted.mean(losses), metrics)
 
-    for towers in (1, 4):
-        strategy = tj.Mirrored(TWO[: min(towers, 2)], towers=towers)
-        step = build(careless, strategy, remainder="pad")
-        state, _ = step(step.init(start()), good(8))
-        refused(step, state, good(5), r"loss\.sum, grads.* does not depend", compiled)
+    step = build(careless, tj.Mirrored(TWO, towers=4), remainder="pad")
+    assert "loss.sum" in step.check(start(), good(5)).unmasked()
     evaluate = tj.build_eval_step(
         lambda p, b, tower: {
             "right": tj.Weighted.mean(b["x"], tower.weight),
@@ -155,7 +137,7 @@ def test_padding_that_only_a_metric_masks_is_refused(compiled):
         tj.Mirrored(TWO),
     )
     with pytest.raises(ValueError, match=r"metrics\['wrong'\]\.sum does not depend"):
-        evaluate(state, good(5))
+        evaluate(start(), good(5))
 
 
 def test_denominators_that_count_padding_are_refused(compiled):
@@ -164,17 +146,12 @@ def test_denominators_that_count_padding_are_refused(compiled):
 
     def deep(*args):  # each of its constants is computed once
         count = jnp.ones(len(args[1]["x"])).sum()
-        for _ in range(40):
+        for _ in range(25):
             count = (count + count) / 2
         return tj.Weighted(masked(*args).sum(), count)
 
-    wrong = (
-        deep,
-        lambda *args: tj.Weighted.mean(masked(*args)),
-        lambda *args: tj.metrics.mean(masked(*args)),
-        lambda p, b, t: tj.Weighted(masked(p, b, t).sum(), len(b["x"])),
-    )
-    for fn, parts in zip(wrong, (1, 1, 2, 1), strict=True):
+    wrong = (deep, 1), (lambda *args: tj.metrics.mean(masked(*args)), 2)
+    for fn, parts in wrong:
         step = build(fn, remainder="pad", micro_batches=parts)
         found = step.check(start(), good(5)).unmasked()
         assert found == ["grads.weight", "loss.weight"]
@@ -244,7 +221,7 @@ def test_a_state_from_elsewhere_is_refused(compiled):
 def test_other_numbers_of_copies_are_not_placed(copies):
     local = {"n": tj.TowerLocal(np.zeros(copies), tj.Reduction.SUM)}
     state = tj.TrainState.create(start(), optax.sgd(0.1), local=local)
-    text = r"towers than 2: state\.local\['n'\].* model\.init makes the copies"
+    text = r"towers than 2: state\.local\['n'\].* model\.init\(tj\.TrainState\.create"
     with pytest.raises(ValueError, match=text):
         build().place(state)
 
@@ -261,15 +238,14 @@ def test_a_state_of_other_parameters_is_refused_by_name(trains):
         step(half, good())
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("other", [optax.sgd(0.1), optax.adam(0.1)])
-def test_a_state_of_another_optimizer_is_refused_with_what_to_write(other):
+def test_a_state_of_another_optimizer_is_refused_with_what_to_write():
     momentum = build(optimizer=optax.sgd(0.1, momentum=0.9))
-    state = build(optimizer=other).init(start())
-    with pytest.raises(ValueError, match=r"another optimizer.*opt_state\[0\]\."):
-        momentum(state, good())
+    for other in (optax.sgd(0.1), optax.adam(0.1)):
+        state = build(optimizer=other).init(start())
+        with pytest.raises(ValueError, match=r"another optimizer.*opt_state\[0\]\."):
+            momentum(state, good())
     anew = momentum.init(state.params).opt_state
-    momentum(dataclasses.replace(state, opt_state=anew), good())
+    momentum.check(dataclasses.replace(state, opt_state=anew), good())
 
 
 def test_closing_over_another_states_arrays_names_what_to_write():
@@ -329,33 +305,18 @@ def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
         mean = {"mean": tj.Weighted.mean(rows, tower.weight[:, None])}
         return mean if builder is tj.build_eval_step else rows
 
-    def notes(params, batch, text):
-        with pytest.raises((ValueError, TypeError), match=text) as caught:
-            run(params, batch)
-        return "".join(getattr(caught.value, "__notes__", ""))
-
-    run, two = (
-        builder(fn, tj.Mirrored(TWO[:1]), max_programs=2),
-        {"w": np.ones(2, np.float32)},
-    )
-    assert "kind of state" not in notes(two, good(), "two weights")
-    run(start(), good())
-    assert "kind of state" not in notes(two, good(6), "two weights")
-    others = two, {"v": two["w"]}, {"w": np.ones(3, np.int32)}
-    for params in others:
-        assert "kind of state" in notes(params, good(), "compiled")
+    run = builder(fn, tj.Mirrored(TWO[:1]), max_programs=2)
+    two = {"w": np.ones(2, np.float32)}
+    for size in (4, 6):
+        with pytest.raises(ValueError, match="^two weights"):
+            run(two, good(size))
+        run(start(), good())
+    for params in (two, {"v": two["w"]}, {"w": np.ones(3, np.int32)}):
+        text = "changed since the step was compiled.*or parameters alone"
+        with pytest.raises(ValueError, match=text):
+            run(params, good())
 
 
-def test_padding_is_refused_without_a_word_on_the_state():
-    fn = lambda p, b, t: {"m": tj.Weighted.mean(b["x"] @ p["w"])}  # noqa: E731
-    evaluate = tj.build_eval_step(fn, tj.Mirrored(TWO[:1], towers=2))
-    evaluate(start(), good(6))
-    with pytest.raises(ValueError, match="does not depend on tower.weight") as caught:
-        evaluate(start(), good(5))
-    assert not getattr(caught.value, "__notes__", [])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -370,12 +331,10 @@ def test_what_jax_cannot_vmap_says_how_towers_run_without(call, error):
 
     step = build(fn, tj.Mirrored(TWO[:1], towers=2))
     with pytest.raises(error, match="vmap") as caught:
-        step(step.init(start()), good())
+        jax.eval_shape(step.fn, step.shapes(start()), good())
     assert "local='scan'" in caught.value.__notes__[0]
     step = build(fn, tj.Mirrored(TWO[:1], towers=2, local="scan"))
-    _, metrics = step(step.init(start()), good())
-    expected = (2 * good()["x"] @ start()["w"]).mean()
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    jax.eval_shape(step.fn, step.shapes(start()), good())
 
 
 def test_a_step_inside_a_trace_names_step_fn():
@@ -461,11 +420,8 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_that_are_none_are_refused(name, compiled):
     fn, text = LOSSES[name]
-    for towers in (1, 2):
-        step = build(fn, tj.Mirrored(TWO[:1], towers=towers))
-        state = step.init(start())
-        rows = good(2 * towers)
-        refused(step, state, rows, text, compiled)
+    step = build(fn, tj.Mirrored(TWO[:1], towers=2))
+    refused(step, step.init(start()), good(4), text, compiled)
 
 
 def test_a_weighted_loss_needs_no_loss_reduction(compiled):
@@ -573,35 +529,25 @@ def test_towers_cannot_meet_when_they_run_in_turn(call, compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("micro_batches, towers", [(1, 2), (2, 1)])
-def test_nan_on_one_tower_gives_one_verdict(towers, micro_batches):
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+def test_nan_on_one_tower_gives_one_verdict(policy):
     poisoned = good(4)
     poisoned["x"][3, 0] = np.nan
-    for policy in ("raise", "skip", "ignore"):
-        step = build(
-            strategy=tj.Mirrored(TWO[:towers]), on_nonfinite=policy,
-            micro_batches=micro_batches,
-        )  # fmt: skip
-        state, _ = step(step.init(start()), good())
-        before = jax.device_get(state.params)
-        state, metrics = step(state, poisoned)
-        assert np.isnan(metrics["loss"]) and int(state.step) == 2
-        after = jax.device_get(state.params)["w"]
-        if policy == "ignore":
-            assert np.isnan(after).all()
-            continue
-        np.testing.assert_array_equal(after, before["w"])
-        for shard in state.params["w"].addressable_shards:
-            np.testing.assert_array_equal(shard.data, before["w"])
-        if policy == "skip":
-            for _ in range(40):
-                state, _ = step(state, good())
-            continue
-        with pytest.raises(tj.NonFiniteError, match="of step 1 was not finite") as e:
-            for _ in range(40):
-                state, _ = step(state, good())
-        assert e.value.step == 1
-        assert np.isfinite(jax.device_get(state.params)["w"]).all()
+    step = build(on_nonfinite=policy)
+    state, _ = step(step.init(start()), good())
+    before = jax.device_get(state.params)
+    state, metrics = step(state, poisoned)
+    assert np.isnan(metrics["loss"]) and int(state.step) == 2
+    if policy == "ignore":
+        assert np.isnan(state.params["w"]).all()
+        return
+    for shard in state.params["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, before["w"])
+    with pytest.raises(tj.NonFiniteError, match="of step 1 was not finite") as e:
+        for _ in range(40):
+            state, _ = step(state, good())
+    assert e.value.step == 1
+    assert np.isfinite(jax.device_get(state.params)["w"]).all()
 
 
 @pytest.mark.slow
@@ -610,17 +556,10 @@ def test_a_gradient_that_is_not_finite_is_refused_when_guarded():
         root = jnp.sqrt(jnp.abs(params["w"] - 1.0)).sum()
         return tj.Weighted(root + 0 * batch["x"].sum(), 1.0)
 
-    for towers in (1, 2):
-        strategy = tj.Mirrored(TWO[:towers])
-        state = build(fn, strategy, guard="gradients", on_nonfinite="skip").init(
-            {"w": np.ones(3, np.float32)}
-        )
-        step = build(fn, strategy, guard="gradients", on_nonfinite="skip")
-        state, metrics = step(state, good())
-        assert np.isfinite(metrics["loss"])
-        np.testing.assert_array_equal(state.params["w"], np.ones(3))
-        state, _ = build(fn, strategy)(state, good())
-        assert not np.isfinite(np.asarray(state.params["w"])).all()
+    step = build(fn, guard="gradients", on_nonfinite="skip")
+    state, metrics = step(step.init({"w": np.ones(3, np.float32)}), good())
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(state.params["w"], np.ones(3))
 
 
 OPTIONS = {
@@ -640,29 +579,33 @@ def test_options_that_there_are_not_are_refused(name):
         build(**{name: value})
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("name", ["micro_batches", "max_programs"])
-def test_a_bool_is_no_number_and_one_of_numpy_is(name):
-    with pytest.raises(ValueError, match=f"{name}=True must be a whole number >= 1"):
-        build(**{name: True})
-    with pytest.raises(ValueError, match=f"{name}=10*0 must .* <= 2147483647"):
-        build(**{name: 10**30})
-    step = build(**{name: np.int64(2)})
-    assert int(step(step.init(start()), good())[0].step) == 1
+def test_a_bool_is_no_number_and_one_of_numpy_is():
+    for name in ("micro_batches", "max_programs"):
+        with pytest.raises(ValueError, match=f"{name}=True must be a whole number >= "):
+            build(**{name: True})
+        with pytest.raises(ValueError, match=f"{name}=10*0 must .* <= 2147483647"):
+            build(**{name: 10**30})
+    build(micro_batches=np.int64(2)).check(start(), good())
+
+
+@pytest.mark.slow
+def test_several_kinds_of_batch_compile_once_each_when_asked():
+    step = build(max_programs=np.int64(2))
+    state = step.init(start())
+    for rows in (4, 6, 4, 6):
+        state, _ = step(state, good(rows))
+    with pytest.raises(ValueError, match=r"now 2"):
+        step(state, good(8))
 
 
 def test_weights_that_two_layers_share_are_not_trained_apart():
-    first, second = (nnx.Linear(3, 3, rngs=nnx.Rngs(seed)) for seed in range(2))
-    second.kernel = first.kernel
-    model = nnx.List([first, second])
-    text = r"params\[0\].kernel and .*\[1\].kernel are one nnx.Param, .*nnx.split\("
+    shared, count = nnx.Param(np.ones(3, np.float32)), nnx.Variable(np.int32(0))
+    model = [{"kernel": shared}, {"kernel": shared}]
+    text = r"params\[0\]\['kernel'\] and .*\[1\]\['kernel'\] are one nnx.Param, .*split"
     for init in (build().init, functools.partial(tj.TrainState.create, optimizer=SGD)):
         with pytest.raises(ValueError, match=text):
             init(model)
-    state = build().init(nnx.split(model)[1])
-    assert len(jax.tree.leaves(state.params)) == 3
-    drop = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
-    build().init((first, drop, drop))  # which share a stream of keys
+    build().init([shared, count, count])  # as of keys, which do not train
 
 
 def test_arguments_in_each_others_place_are_told():
@@ -762,14 +705,13 @@ def test_local_and_rng_are_checked_by_init():
         build().init(start(), local={"n": np.zeros(3)})
     with pytest.raises(ValueError, match="rng is float32"):
         build().init(start(), rng=np.zeros(2, np.float32))
-    with pytest.raises(ValueError, match=r"holds \(2,\) keys"):
-        build().init(start(), rng=jax.random.split(jax.random.key(0)))
+    two = jax.random.wrap_key_data(np.zeros((2, 2), np.uint32))
+    with pytest.raises(ValueError, match=r"rng is key<fry>\[2\]; pass one key"):
+        build().init(start(), rng=two)
     with pytest.raises(ValueError, match="TowerLocal.reduction is 'mean'"):
         tj.TowerLocal(np.zeros(3), "mean")
-    raw = build().init(start(), rng=jax.random.key_data(jax.random.key(3)))
-    assert (
-        jax.random.key_data(raw.rng) == jax.random.key_data(jax.random.key(3))
-    ).all()
+    raw = build().init(start(), rng=np.array([0, 3], np.uint32))
+    assert np.asarray(jax.random.key_data(raw.rng)).tolist() == [0, 3]
 
 
 def test_predictions_without_a_row_each_are_refused():
@@ -872,28 +814,21 @@ def test_what_jax_debug_nans_finds_says_how_to_find_more():
 
     step = tj.build_train_step(log, optax.sgd(0.1), tj.Mirrored(TWO))
     state, batch = step.init(1.0), np.float32([1, 2, -1, 2])
-    one = tj.testing.one_tower(step)
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match=r"found nan.*one_tower\(step\)"):
             step(state, batch)
-        with pytest.raises(FloatingPointError, match="encountered in log"):
-            jax.jit(one.fn)(one.init(1.0), batch)
-        assert {place.tower for place in step.locate(state, batch)} == {1}
 
 
 @pytest.mark.slow
 def test_no_examples_change_nothing_whatever_the_losses_are():
     def fn(params, batch, tower):
-        losses = (batch["x"] @ params["w"]) ** 2
-        return tj.Weighted(losses.sum() * 0.0, tower.weight.sum() * 0)
+        return tj.Weighted((batch["x"] @ params["w"]).sum(), tower.weight.sum() * 0)
 
-    for optimizer in (optax.adamw(0.1), optax.sgd(0.1)):
-        step = tj.build_train_step(fn, optimizer, tj.Mirrored(TWO))
-        state, metrics = step(step.init(start()), good())
-        assert float(metrics["loss"]) == 0.0
-        np.testing.assert_array_equal(state.params["w"], start()["w"])
-    empty = build(lambda p, b, t: tj.Weighted((b["x"] @ p["w"]).sum() * jnp.nan, 0.0))
-    state, metrics = empty(empty.init(start()), good())
+    step = build(fn, optimizer=optax.adamw(0.1))
+    state, metrics = step(step.init(start()), good())
+    assert float(metrics["loss"]) == 0.0
+    np.testing.assert_array_equal(state.params["w"], start()["w"])
+    state, metrics = step(state, {"x": good()["x"] * np.float32(np.nan)})
     assert np.isnan(metrics["loss"])
     np.testing.assert_array_equal(state.params["w"], start()["w"])
 
@@ -930,7 +865,6 @@ def _draws(kind):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, name", [*(("rbg", name) for name in _draws("rbg")), ("unsafe_rbg", "own")]
 )
@@ -941,27 +875,24 @@ def test_draws_that_depend_on_the_devices_are_refused(kind, name):
         noise = draw(tower, batch["x"].shape[:1])
         return tj.Weighted.mean(batch["x"] @ params["w"] * noise)
 
-    losses, key = [], jax.random.key(0, impl=kind)
+    key = jax.random.key(0, impl=kind)
     one_each = tj.Mirrored([f"cpu:{i}" for i in range(4)])
     in_turn = tj.Mirrored(TWO, towers=4, local="scan")
-    side_by_side = [tj.Mirrored(TWO[:n], towers=4) for n in (1, 2)]
-    if depends:
-        for strategy in side_by_side:
-            step = build(loss_fn, strategy=strategy)
-            with pytest.raises(tj.ReplicationError, match="rbg key .*bad_input.py"):
-                step(step.init(start(), rng=key), good(8))
-    if depends and (kind, name) != ("rbg", "own"):
-        return  # the numbers are JAX's, as those are
-    for strategy in (one_each, in_turn if depends else side_by_side[0]):
+    for strategy in (one_each, in_turn, tj.Mirrored(TWO, towers=4)):
         step = build(loss_fn, strategy=strategy)
-        losses.append(step(step.init(start(), rng=key), good(8))[1]["loss"])
-    np.testing.assert_allclose(losses, losses[:1] * len(losses), rtol=1e-6)
+        state = step.init(start(), rng=key)
+        if depends and strategy.local == "vmap" and strategy is not one_each:
+            with pytest.raises(tj.ReplicationError, match="rbg key .*bad_input.py"):
+                step.check(state, good(8))
+        else:
+            step.check(state, good(8))
 
 
 @pytest.mark.slow
 def test_draws_of_a_call_are_looked_at_too():
     strategy = tj.Mirrored(TWO, towers=4)
-    keys = tj.PerTower(jax.random.split(jax.random.key(0, impl="rbg"), 4))
+    words = np.arange(16, dtype=np.uint32).reshape(4, 4)
+    keys = tj.PerTower(jax.random.wrap_key_data(words, impl="rbg"))
     with pytest.raises(tj.ReplicationError, match="local='scan', or one tower a dev"):
         strategy.call_for_each_tower(lambda t, k: jax.random.normal(k), keys)
 
@@ -985,7 +916,7 @@ def test_of_many_leaves_an_error_names_the_first():
 
 
 def test_an_error_is_short_however_many_leaves_there_are():
-    many = {f"w{i:03}": np.ones(3, np.float32) for i in range(200)}
+    many = {f"w{i:03}": np.ones(3, np.float32) for i in range(60)}
     step, strategy = build(), tj.Mirrored(TWO)
     state, own = step.shapes(many), tj.PerTower(many)
 
@@ -1004,9 +935,9 @@ def test_an_error_is_short_however_many_leaves_there_are():
         (lambda: strategy.broadcast(1.0, many), "names no devices"),
         (
             lambda: step.init(start(), local=many),
-            r"w007'\], and 192 more: a tower-local",
+            r"w007'\], and 52 more: a tower-local",
         ),
-        (lambda: own_step.check(state, good()), "and 192 more"),
+        (lambda: own_step.check(state, good()), "and 52 more"),
         (
             lambda: step.place_batch({**many, **good()}),
             r"w000'\]: 3, batch\['x'\]: 4 *",
@@ -1044,26 +975,19 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     assert float(evaluate(params, batch)["step"].value) == 0
 
 
-@pytest.mark.slow
 def test_evaluating_a_donated_state_is_refused_wherever_it_was(trains):
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
 
-    there = build(strategy=tj.Mirrored(("cpu:2", "cpu:3")))
-    state = there.init(start())
-    there(state, good())
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
-    with pytest.raises(ValueError, match="was donated to an earlier step"):
-        evaluate(state, good())
-    step = trains
-    state = step.init(start())
-    step(state, good())
-    with pytest.raises(ValueError, match="donated to an earlier step"):
-        evaluate(state, good())
+    for step in (build(strategy=tj.Mirrored(("cpu:2", "cpu:3"))), trains):
+        state = step.init(start())
+        state.params["w"].delete()
+        with pytest.raises(ValueError, match="donated to an earlier step"):
+            evaluate(state, good())
 
 
-@pytest.mark.slow
-def test_a_reduction_hides_neither_the_rows_nor_the_mask(compiled):
+def test_a_reduction_hides_neither_the_rows_nor_the_mask():
     def reduced(weight_of):
         def fn(params, batch, tower):
             losses = (batch["x"] @ params["w"]) ** 2
@@ -1073,13 +997,9 @@ def test_a_reduction_hides_neither_the_rows_nor_the_mask(compiled):
 
         return fn
 
-    masked = build(reduced(lambda tower: tower.weight), remainder="pad")
-    _, metrics = masked(masked.init(start()), good(5))
-    expected = ((good(5)["x"] @ start()["w"]) ** 2).mean()
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-    careless = build(reduced(lambda tower: None), remainder="pad")
-    text = r"loss\.sum, grads.* does not depend"
-    refused(careless, careless.init(start()), good(5), text, compiled)
+    for weight_of, bad in ((lambda tower: tower.weight, False), (lambda _: None, True)):
+        step = build(reduced(weight_of), remainder="pad")
+        assert ("loss.sum" in step.check(start(), good(5)).unmasked()) == bad
 
 
 def test_checking_without_devices_looks_at_the_batch_too():
@@ -1204,53 +1124,41 @@ def test_what_no_device_holds_is_refused_by_name(name, compiled):
 
 @pytest.mark.slow
 def test_another_byte_order_is_converted():
-    def of(order):
-        x, w = good(5)["x"].astype(order + "f4"), start()["w"].astype(order + "f8")
-        rows = {"x": x, "id": (np.arange(5) * 70001 - 3).astype(order + "i8")}
-        step = build(remainder="pad")
-        step.check({"w": w}, rows)
-        state = step.init({"w": w}, local=None)
-        four = {name: x[:4] for name, x in rows.items()}
-        told = jax.jit(lambda state: step.fn(state, four)[1])(state)
-        state, metrics = step(state, rows)
-        predict = tj.build_predict_step(
-            lambda p, b, tower: (b["x"] @ p["w"], b["id"], b["x"]), step.strategy
+    ids = np.arange(5) * 70001 - 3
+    rows = {"x": good(5)["x"].astype(">f4"), "id": ids.astype(">i8")}
+    w = start()["w"].astype(">f8")
+    step = build(remainder="pad")
+    step.check({"w": w}, rows)
+    state = step.init({"w": w})
+    jax.eval_shape(lambda state: step.fn(state, rows), state)
+    predict = tj.build_predict_step(
+        lambda p, b, tower: (p["w"][0] + b["x"], b["id"]), step.strategy
+    )
+    for params in ({"w": w}, state.params):
+        x, found = predict(params, rows)
+        np.testing.assert_array_equal(found, ids)
+        np.testing.assert_array_equal(x, good(5)["x"] + start()["w"][0])
+    for split, n in (("batch", 1), ("elements", 2)):
+        placed = step.strategy.distribute_dataset(
+            [rows, rows], split=split, remainder="pad"
         )
-        out = predict({"w": w}, rows)
-        placed = [
-            x.arrays
-            for split in ("batch", "elements")
-            for x in step.strategy.distribute_dataset(
-                [rows, rows], split=split, remainder="pad"
-            )
-        ]
-        return jax.device_get((state.params, metrics, out, placed, told))
-
-    big, native = of(">"), of("<")
-    jax.tree.map(np.testing.assert_array_equal, big, native)
-    np.testing.assert_array_equal(big[2][1], np.arange(5) * 70001 - 3)
-    np.testing.assert_array_equal(big[2][2], good(5)["x"])
+        found = np.asarray(next(iter(placed)).arrays["id"]).reshape(-1)
+        np.testing.assert_array_equal(found[: 5 * n], np.tile(ids, n))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local, parts", [("vmap", 1), ("scan", 2)])
-def test_rows_without_elements_are_rows(local, parts):
+def test_rows_without_elements_are_rows():
     def fn(params, batch, tower):
         losses = (batch["x"] @ params["w"] + batch["none"].sum(-1)) ** 2
         return tj.Weighted.mean(losses, tower.weight)
 
-    strategy = tj.Mirrored(TWO, towers=4, local=local)
-    step = build(fn, strategy, micro_batches=parts)
+    step = build(fn, tj.Mirrored(TWO, towers=4, local="scan"), micro_batches=2)
     rows = {"none": np.zeros((8, 0), np.float32), **good(8)}
     state, metrics = step(step.init(start()), rows)
     x, w = rows["x"].astype(float), start()["w"].astype(float)
     np.testing.assert_allclose(metrics["loss"], ((x @ w) ** 2).mean(), rtol=1e-6)
     moved = w - 0.01 * (2 * (x @ w)[:, None] * x).mean(0)
     np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
-    predict = tj.build_predict_step(lambda p, b, tower: b, strategy)
-    out = predict(start(), rows)
-    assert out["none"].shape == (8, 0)
-    np.testing.assert_array_equal(out["x"], rows["x"])
 
 
 def test_check_refuses_the_params_that_init_refuses():
@@ -1281,5 +1189,3 @@ def test_a_call_takes_the_batch_of_one_step():
     several = step.place_batches([np.ones(4, np.float32)] * 2, 2)
     with pytest.raises(ValueError, match="holds the batches of 2 steps"):
         step(state, several)
-    state, metrics = step.dispatch(state, several)[:2]
-    assert metrics["loss"].shape == (2,) and int(state.step) == 2

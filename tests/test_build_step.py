@@ -1,7 +1,6 @@
 """Steps of one's own: passes, types of leaves and an update, on any towers."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +144,7 @@ def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
 
     def tower_fn(state, batch, tower):
         seen = state.local["seen"]
-        returned = {
+        return {
             "weighted": tj.Weighted.mean(batch["y"], batch["weight"]),
             "tree": tj.Weighted({"y": batch["y"].sum()}, batch["weight"].sum()),
             "sum": tj.Sum({"y": batch["y"].sum(), "rows": len(batch["y"])}),
@@ -153,9 +152,6 @@ def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
             "bare": state.params["b"] * 3,
             "seen": dataclasses.replace(seen, value=seen.value + batch["y"].sum()),
         }
-        if A == 1:
-            returned["own"] = tj.PerTower(10 * tower.id)
-        return returned
 
     def update_fn(state, merged):
         metrics = {
@@ -167,8 +163,6 @@ def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
             "id": merged["rows"].value["id"],
             "bare": merged["bare"],
         }
-        if A == 1:
-            metrics["own"] = merged["own"]
         return dataclasses.replace(state, local={"seen": merged["seen"]}), metrics
 
     strategy = mirrored(T, D, local)
@@ -183,13 +177,11 @@ def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
     np.testing.assert_array_equal(metrics["x"], 2 * batch["x"])
     np.testing.assert_array_equal(metrics["id"], np.repeat(np.arange(T), size // T))
     close(metrics["bare"], np.float32(0.9))
-    if A == 1:
-        np.testing.assert_array_equal(metrics["own"], 10 * np.arange(T))
     close(state.local["seen"].value, 1 + y.reshape(T, -1).sum(1))
 
 
-@pytest.mark.slow
 @layouts
+@pytest.mark.slow
 def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     """The gradient of a loss over all pairs of rows, in micro-batches too.
 
@@ -247,75 +239,6 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
     close(state.params, expected, roundings=2000)
 
 
-@pytest.mark.slow
-def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
-    """One more number of each tower; the simple noise scale of McCandlish, 2018."""
-
-    def tower_fn(state, batch, tower):
-        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        square = tree_norm(grads.value) ** 2
-        return {"loss": loss, "grads": grads, "square": tj.Sum(square)}
-
-    def update_fn(state, merged):
-        after, metrics = sgd(0.1)(state, merged)
-        metrics["of_towers"] = merged["square"].value / 4
-        metrics["of_all"] = tree_norm(merged["grads"].value) ** 2
-        return after, metrics
-
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 4))
-    batch, state = data(16), step.init(params())
-    program = step.program(state, batch).call.as_text()
-    assert len(re.findall(r" all-reduce\(", program)) == 1
-    _, metrics = step(state, batch)
-    parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in range(0, 16, 4)]
-    squares = [norm(value_and_grad(params(), part)[1]) ** 2 for part in parts]
-    close(metrics["of_towers"], np.mean(squares))
-    close(metrics["of_all"], norm(value_and_grad(params(), batch)[1]) ** 2)
-
-
-@pytest.mark.slow
-def test_two_optimizers_of_two_models_in_one_step():
-    """A tug of war: each has its own parameters, loss and optimizer."""
-    optimizers = {"low": optax.sgd(0.1), "high": optax.sgd(0.2, momentum=0.9)}
-
-    def tower_fn(state, batch, tower):
-        def loss(own, sign):
-            both = sum(jax.tree.leaves(own))
-            return tj.Weighted.mean(sign * (both - batch["y"]) ** 2, tower.weight)
-
-        p = state.params
-        low, of_low = tj.value_and_grad(lambda own: loss({**p, "low": own}, 1))(
-            p["low"]
-        )
-        _, of_high = tj.value_and_grad(lambda own: loss({**p, "high": own}, -1))(
-            p["high"]
-        )
-        return {"loss": low, "low": of_low, "high": of_high}
-
-    def update_fn(state, merged):
-        after, states = {}, {}
-        for name, optimizer in optimizers.items():
-            grads = merged[name].value
-            updates, states[name] = optimizer.update(grads, state.opt_state[name])
-            after[name] = optax.apply_updates(state.params[name], updates)
-        after = dataclasses.replace(state, params=after, opt_state=states)
-        return after, {"loss": merged["loss"]}
-
-    start = {"low": np.float32(1), "high": np.float32(2)}
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), remainder="pad")
-    opt_state = {name: each.init(start[name]) for name, each in optimizers.items()}
-    state = step.init(start, opt_state=opt_state)
-    low, high, trace = 1.0, 2.0, 0.0
-    for seed in range(3):
-        y = data(7, seed)["y"].astype(float)
-        state, metrics = step(state, data(7, seed))
-        close(metrics["loss"], ((low + high - y) ** 2).mean())
-        slope = 2 * (low + high - y).mean()
-        trace = 0.9 * trace - slope
-        low, high = low - 0.1 * slope, high - 0.2 * trace
-    close(state.params, {"low": low, "high": high})
-
-
 # The step as a JAX function
 
 
@@ -325,35 +248,18 @@ def trained():
     return step, step.init(params())
 
 
-def test_a_step_under_jit_is_the_step(trained):
-    step, state = trained
-    called, compiled = step(state, data(16)), jax.jit(step.fn)(state, data(16))
-    assert int(compiled[0].step) == 1
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (called[0].params, called[1]),
-        (compiled[0].params, compiled[1]),
-    )
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("remainder", "rows"), [("pad", 7), ("drop", 4)])
-def test_a_step_under_jit_fits_its_batch_as_the_step_does(remainder, rows):
-    options = {"remainder": remainder, "micro_batches": 2, "donate": False}
+def test_a_step_under_jit_fits_its_batch_as_the_step_does():
+    options = {"remainder": "pad", "micro_batches": 2, "donate": False}
     strategy = mirrored(2, 1, "scan")
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     state, batch = step.init(params()), data(7)
-    kept = {name: x[:rows] for name, x in batch.items()}
     after, metrics = jax.jit(step.fn)(state, batch)
-    loss, grads = value_and_grad(params(), kept)
+    loss, grads = value_and_grad(params(), batch)
     close(metrics["loss"], loss)
     close(after.params, moved(params(), grads, 0.1))
-    if remainder == "drop":
-        return
     placed = step.place_batch(batch)
-    again = jax.jit(step.fn)(state, placed)
-    close((again[0].params, again[1]), (after.params, metrics), roundings=1)
-    assert len(jax.jit(lambda batch: batch)(placed).num_examples) == 1
+    jax.eval_shape(step.fn, state, placed)
+    assert len(jax.eval_shape(lambda batch: batch, placed).num_examples) == 1
 
 
 def test_a_placed_batch_that_is_not_the_steps_is_refused_by_the_function():
@@ -412,7 +318,7 @@ def test_leaves_without_a_gradient_are_refused_by_name():
     text = r"params\['rngs'\]\['key'\] is key<fry>; params\['seen'\] is int32. .*copy"
     with pytest.raises(ValueError, match=text):
         step.check(whole, data(4))
-    with pytest.raises(ValueError, match="but params is int. Pass"):
+    with pytest.raises(ValueError, match="but params is int32. Pass"):
         tj.value_and_grad(lambda w: tj.Weighted(w, 1.0))(2)
 
 
@@ -447,7 +353,6 @@ def test_a_step_in_a_tower_is_of_one_device_and_of_the_towers_rows(build, near):
         return float(after.params)
 
     expected = np.mean(np.repeat(near, 2) * np.arange(4))
-    assert np.isclose(train(tj.OneDevice("cpu:1")), expected, rtol=1e-6)
     assert np.isclose(train(mirrored(2, 1)), expected, rtol=1e-6)
     with pytest.raises(ValueError, match=r"2 devices is .*devices=\('cpu:0',\), tow"):
         train(mirrored(2, 2))
@@ -671,7 +576,7 @@ def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
 
     local = {"a": tj.TowerLocal(np.float32(1), R.SUM)}
     local["b"] = dataclasses.replace(local["a"], value=np.float32(2))
-    text = "variables new/x, new/y, but the next micro-batch needs .* a, b. Return"
+    text = r"variables new/x, new/y, of .*, but the next micro-batch needs a, b, of"
     refused(tower_fn, text, local=local, micro_batches=2)
 
 
@@ -692,9 +597,9 @@ def test_a_value_that_a_tower_put_aside_is_refused():
 def test_what_an_update_may_not_return_is_refused_by_name():
     tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
     wrong = {
-        "returned a TrainState": lambda s, m: s,
-        "dict as the state": lambda s, m: ({}, {}),
-        "list as metrics": lambda s, m: (s, []),
+        "returned TrainState, but it": lambda s, m: s,
+        "returned dict, dict, but": lambda s, m: ({}, {}),
+        "returned TrainState, list, but": lambda s, m: (s, []),
         r"state\.params\['b'\] was float32\[\] and is.*cast_like": lambda s, m: (
             dataclasses.replace(s, params={**s.params, "b": jnp.zeros(3)}),
             {},
@@ -704,7 +609,7 @@ def test_what_an_update_may_not_return_is_refused_by_name():
             {},
         ),
         r"metrics\['a'\] is a dict": lambda s, m: (s, {"a": {"b": 1.0}}),
-        r"metrics\['a'\] is a random key.*key_data": lambda s, m: (s, {"a": s.rng}),
+        r"metrics\['a'\] is a random key": lambda s, m: (s, {"a": s.rng}),
         "communicates": lambda s, m: (s, {"a": jax.lax.psum(m["loss"].sum, "x")}),
     }
     for text, update_fn in wrong.items():
@@ -713,9 +618,7 @@ def test_what_an_update_may_not_return_is_refused_by_name():
         tj.build_step(tower_fn, None, mirrored(2, 2))
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("guard", ["loss", "gradients"])
-def test_a_step_that_is_not_finite_changes_nothing(guard):
+def test_a_step_that_is_not_finite_changes_nothing():
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
         return {"loss": loss, "grads": grads, "other": tj.Sum(batch["y"].sum())}
@@ -724,16 +627,13 @@ def test_a_step_that_is_not_finite_changes_nothing(guard):
         after, metrics = sgd(0.5)(state, merged)
         return dataclasses.replace(after, rng=jax.random.key(1)), metrics
 
-    step = tj.build_step(
-        tower_fn, update_fn, mirrored(4, 2), guard=guard, on_nonfinite="skip"
-    )
+    options = {"guard": "gradients", "on_nonfinite": "skip"}
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), **options)
     batch = data(8)
     batch["y"][5], batch["weight"][5] = np.inf, 0.0  # the loss leaves it out
     state, _ = step(step.init(params()), batch)
-    changed = bool((np.asarray(state.params["w"]) != params()["w"]).any())
-    assert changed == (guard == "loss" and np.isfinite(state.params["w"]).all())
-    assert (state.rng == jax.random.key(1)) == (guard == "loss")
-    assert int(state.step) == 1
+    np.testing.assert_array_equal(state.params["w"], params()["w"])
+    assert state.rng != jax.random.key(1) and int(state.step) == 1
 
 
 def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
@@ -792,8 +692,7 @@ def test_a_guard_of_gradients_looks_at_rows_of_tables():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [None, tj.Check(every=1)])
-def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added(check):
+def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added():
     def tower_fn(state, batch, tower):
         return tj.PerTower(batch["y"].sum())
 
@@ -801,12 +700,13 @@ def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added(check):
         after = jax.tree.map(jnp.zeros_like, state.params)
         return dataclasses.replace(state, params=after), {"loss": merged.values}
 
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), check=check)
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), check=tj.Check(every=1))
     batch = data(8)
     state, metrics = step(step.init(params()), batch)
     close(metrics["loss"], batch["y"].astype(float).reshape(4, 2).sum(1))
     assert not np.asarray(state.params["w"]).any()
     batch["y"][5] = np.inf
-    with pytest.raises(tj.NonFiniteError, match="step 0 was not finite") as caught:
-        tj.run(step, step.init(params()), [batch], progress=False)
-    np.testing.assert_array_equal(caught.value.state.params["w"], params()["w"])
+    state, _ = step(step.init(params()), batch)
+    with pytest.raises(tj.NonFiniteError, match="step 0 was not finite"):
+        step.settle()
+    np.testing.assert_array_equal(state.params["w"], params()["w"])

@@ -297,9 +297,9 @@ def test_a_state_that_counts_and_a_step_that_does_not_are_refused():
     silent, other = build(example_ids=None)
     batch = next(tj.batches(make_data(), 16))
     for _ in range(2):  # the second time there is a program
-        with pytest.raises(ValueError, match=r"but state.seen is None. Begin a count"):
+        with pytest.raises(ValueError, match=r"example_ids=.*state, seen=fresh.seen"):
             counting(other, batch)
-        with pytest.raises(ValueError, match="state.seen counts examples, but the"):
+        with pytest.raises(ValueError, match=r"example_ids=.*seen=None"):
             silent(state, batch)
         empty = dataclasses.replace(other, seen=ExampleCount.none())
         state, _ = counting(counting.place(empty), batch)

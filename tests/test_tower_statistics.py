@@ -237,7 +237,7 @@ def with_taken_name(params, batch, tower):
 @pytest.mark.parametrize(
     ("loss", "T", "statistics", "text"),
     [
-        (loss_fn, 1, STATISTICS, "one tower of one micro-batch is one part"),
+        (loss_fn, 1, STATISTICS, "use several towers, or micro_batches=2"),
         (loss_fn, 2, True, "statistics=True must be None or tj.TowerStatistics"),
         (of_two_means, 2, STATISTICS, "no one weight"),
         (with_taken_name, 2, STATISTICS, "'towers/norm'] is a name of tj.TowerStat"),
@@ -248,18 +248,6 @@ def test_what_has_no_statistics_is_refused(loss, T, statistics, text):
         tj.build_train_step(
             loss, optax.sgd(0.1), mirrored(T), statistics=statistics
         ).check(W, data(4))
-
-
-def test_per_tower_of_what_is_not_one_a_tower_is_refused():
-    def tower_fn(state, batch, tower):
-        return {"loss": loss_fn(state.params, batch, tower)}
-
-    def update_fn(state, merged):
-        return state, {**merged, "x": tj.PerTower(jnp.zeros(3))}
-
-    step = tj.build_step(tower_fn, update_fn, mirrored(2))
-    with pytest.raises(ValueError, match="dim 0 runs over the 2 towers"):
-        step.check(W, data(4))
 
 
 @pytest.mark.parametrize("options", [{"smoothing": 2}, {}])

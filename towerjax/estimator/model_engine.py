@@ -86,12 +86,9 @@ class ModelEngine:
         return self._engine(donated, kept, batch)[0].step(run, donated, kept, *batch)
 
     def find_flags(
-        self, run: Run, donated: Any, kept: Any, *args: PyTree
+        self, run: Run, donated: Any, kept: Any, *batch: PyTree
     ) -> tuple[Any]:
         """The passes without the update, to find the leaves that are not finite."""
-        batch, at = args[:3], args[3:]
-        for i in at:  # of several steps a call, the index of one
-            batch = jax.tree.map(lambda x, i=i: x[i], batch)
         engine, _ = self._engine(donated, kept, batch)
         return engine.find_flags(run, donated, kept, *batch)
 

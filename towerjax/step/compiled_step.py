@@ -87,10 +87,8 @@ class CompiledStep:
         options: StepOptions,
         *,
         layout: dict[str, Layout] | None = None,
-        counts_examples: bool = False,
     ) -> None:
         self.strategy, self.options = strategy, options
-        self.counts_examples = counts_examples
         layout, one = layout or donated_layout(strategy), Layout.MIRRORED
         ins = {"state": layout, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
         out = Outcome(layout, one, {"one": one, "own": Layout.PER_TOWER}, one, one)
@@ -113,9 +111,7 @@ class CompiledStep:
         return Runner(recipe, self.strategy.placement, max_programs=max_programs)
 
     def _check(self, state: Any) -> None:
-        layout = state_layout(self.strategy)
-        placement = self.strategy.placement
-        check_made_for(state, placement, layout, counts=self.counts_examples)
+        check_made_for(state, self.strategy.placement, state_layout(self.strategy))
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from: the same, its numbers on the devices.

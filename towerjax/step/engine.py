@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -86,16 +86,15 @@ class Engine:
 
         def attempt(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**donated, **kept)
-            with _explain_update_errors():
+            with _explain_errors():
                 updated = self.update_fn(before, merged)
             after, metrics = _check_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
             metrics = join_metrics(metrics, op_metrics or {})
             others = self.other_losses(merged) if self.other_losses else ()
-            values, has_examples, all_finite = _evaluate_metrics(metrics, others)
-            accepted = all_finite & (has_examples | (not self.needs_examples))
-            if finite is not None:
-                accepted, all_finite = accepted & finite, all_finite & finite
+            values, has_examples, is_fine = _evaluate_metrics(metrics, others)
+            is_fine = is_fine if finite is None else is_fine & finite
+            accepted = is_fine & (has_examples | (not self.needs_examples))
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
             by_loss &= not others
             donated, now = split_state(after)
@@ -105,8 +104,11 @@ class Engine:
                 for name, x in now.items()
                 if x is not kept[name]
             }
-            values = self._split_by_layout(metrics, values)
-            return accepted, donated, (now, values, None if by_loss else all_finite)
+            apart: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
+            for name, x in values.items():
+                is_own = isinstance(metrics[name], PerTower)
+                apart["own" if is_own else "one"][name] = x
+            return accepted, donated, (now, apart, None if by_loss else is_fine)
 
         if self.on_nonfinite == "ignore":
             _, donated, rest = attempt(donated)
@@ -114,31 +116,8 @@ class Engine:
             donated, rest = accept_or_keep(attempt, donated)
         return Outcome(donated, *rest)
 
-    def _split_by_layout(
-        self, metrics: dict[str, Any], values: dict[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        """The metrics apart: those of one value, and those of one value a tower."""
-        num_towers = self.passes[0].strategy.num_towers
-        parts: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
-        for name, x in values.items():
-            is_own = isinstance(metrics[name], PerTower)
-            if is_own and x.shape[:1] != (num_towers,):
-                raise ValueError(
-                    f"metrics[{name!r}] is tj.PerTower of shape {x.shape}, but dim 0"
-                    f" runs over the {num_towers} towers. Return the array alone where"
-                    " it is one value."
-                )
-            parts["own" if is_own else "one"][name] = x
-        return parts
-
-    def find_flags(self, run: Run, donated: Any, kept: Any, *args: Any) -> tuple[Any]:
-        """Run the towers once more, without an update, to flag what is not finite.
-
-        ``args`` are a batch's three and, of several stacked batches, the one's index.
-        """
-        batch, at = args[:3], args[3:]
-        for i in at:
-            batch = jax.tree.map(lambda x, i=i: x[i], batch)
+    def find_flags(self, run: Run, donated: Any, kept: Any, *batch: Any) -> tuple[Any]:
+        """Run the towers once more, without an update, to flag what is not finite."""
         state = TrainState(**donated, **kept)
         *_, outs = self.run_passes(run, self._flagging_passes, state, batch)
         return ([out.found.flags for out in outs],)
@@ -166,8 +145,8 @@ class Engine:
             merged = ([*before, tree] if self.keeps_all else tree,)
             outs.append(out)
         finite = [out.finite for out in outs if out.finite is not None]
-        all_finite = functools.reduce(jnp.logical_and, finite) if finite else None
-        return merged[0], all_finite, outs
+        is_fine = functools.reduce(jnp.logical_and, finite) if finite else None
+        return merged[0], is_fine, outs
 
 
 def _run_pass(run: Run, one: Pass, *args: Any) -> PassResult:
@@ -205,23 +184,14 @@ def _check_update(
     before: TrainState, updated: Any
 ) -> tuple[TrainState, dict[str, Any]]:
     """The next state and the metrics that ``update_fn`` returned, checked."""
-    if not (isinstance(updated, tuple) and len(updated) == 2):
+    pair = updated if isinstance(updated, tuple) else (updated,)
+    if len(pair) != 2 or not all(map(isinstance, pair, (TrainState, Mapping))):
         raise ValueError(
-            f"update_fn returned a {type(updated).__name__}; it returns (state,"
-            " metrics), such as (dataclasses.replace(state, params=...), {'loss':"
-            " merged['loss']})."
+            f"update_fn returned {', '.join(type(x).__name__ for x in pair)}, but it"
+            " returns (state, metrics), such as (dataclasses.replace(state,"
+            " params=...), {'loss': merged['loss']})."
         )
-    after, metrics = updated
-    if not isinstance(after, TrainState):
-        raise ValueError(
-            f"update_fn returned a {type(after).__name__} as the state. Return"
-            " dataclasses.replace(state, params=..., opt_state=...)."
-        )
-    if not hasattr(metrics, "items"):
-        raise ValueError(
-            f"update_fn returned a {type(metrics).__name__} as metrics. Return a"
-            " mapping of names to arrays and metric states, {} for none."
-        )
+    after, metrics = pair
     for field in dataclasses.fields(TrainState):
         was, now = getattr(before, field.name), getattr(after, field.name)
         if now is not was:
@@ -255,13 +225,15 @@ def _evaluate_metrics(
     if terms:
         guarded = [*terms, *others]
         has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0
-    looked_at = [values["loss"]] if "loss" in values else jax.tree.leaves(values)
-    looked_at += [x.sum for x in others]
-    finite = [
-        jnp.isfinite(x).all() for x in looked_at if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    all_finite = functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
-    return values, has_examples, all_finite
+    looked_at = values["loss"] if "loss" in values else values
+    return values, has_examples, all_finite((looked_at, [x.sum for x in others]))
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether no leaf holds NaN or infinity."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    found = [jnp.isfinite(x).all() for x in floats]
+    return functools.reduce(jnp.logical_and, found, jnp.bool_(True))
 
 
 def _value_of_metric(name: str, x: Any) -> Any:
@@ -269,19 +241,17 @@ def _value_of_metric(name: str, x: Any) -> Any:
     if isinstance(x, PerTower):
         value = vmap_members(compute)(x.values) if has_value(x.values) else x.values
     if is_key(value) or not (hasattr(value, "dtype") or isinstance(value, int | float)):
-        made = ".compute() returned" if has_value(x) else " is"
         kind = "random key" if is_key(value) else type(value).__name__
         raise ValueError(
-            f"metrics[{name!r}]{made} a {kind}. A metric of a step is one array of"
-            " numbers or one state of one array, tj.Sum or tj.PerTower: make one of"
-            " each part, or leave it to an evaluation; of tj.Rows pass the .value,"
-            " [B, ...], padded rows included; of a key jax.random.key_data(key)."
+            f"metrics[{name!r}] is a {kind}. A metric of a step is one array of numbers"
+            " or one state of one array, tj.Sum or tj.PerTower: make one of each part;"
+            " of tj.Rows pass the .value, [B, ...], padded rows included."
         )
     return jnp.asarray(value)
 
 
 @contextlib.contextmanager
-def _explain_update_errors() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Explain errors of ``update_fn``: a collective, or a merged value as an array."""
     try:
         yield
@@ -289,9 +259,8 @@ def _explain_update_errors() -> Iterator[None]:
         if "unbound axis name" not in str(error):
             raise
         raise ReplicationError(
-            f"The update communicates: {error}. It sees what the towers add up to,"
-            " once, after they have met: leave the collective out, or return what is to"
-            " be reduced from the towers, as tj.Weighted or tj.Sum."
+            f"The update communicates: {error}. It runs once, of what the towers add up"
+            " to: leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
         if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):

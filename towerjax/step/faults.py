@@ -61,10 +61,10 @@ def towers_text(towers: Sequence[int]) -> str:
     runs: list[list[int]] = []
     for tower in towers:
         if runs and tower == runs[-1][-1] + 1:
-            runs[-1].append(tower)
+            runs[-1][1:] = [tower]
         else:
             runs.append([tower])
-    texts = [str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs]
+    texts = ["-".join(map(str, run)) for run in runs]
     return ("tower " if len(towers) == 1 else "towers ") + ", ".join(texts)
 
 
@@ -191,28 +191,26 @@ class NonFiniteError(Portable, FloatingPointError):
         alone: bool = False,
     ) -> None:
         where = f" Found: {places_text(places)}." if places else ""
+        advice = (
+            " Lower the learning rate, clip gradients, or look at the batch;"
+            " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
+            " the same."
+        )
         if alone:
             text = (
                 f"Before towers met at step {step}, a tower's own loss or gradient was"
-                f" not finite.{where} Such a step changed nothing of that tower's and"
-                " counts nothing. Lower the learning rate, clip gradients, or look at"
-                " the batch; on_nonfinite='skip' goes on without a word, 'ignore'"
-                " updates all the same."
+                f" not finite.{where} That step changed nothing of the tower's.{advice}"
             )
         elif refused:
             text = (
                 f"The loss or a gradient of step {step} was not finite.{where} That"
-                " step changed neither parameters nor optimizer state. Lower the"
-                " learning rate, clip gradients, or look at the batch;"
-                " on_nonfinite='skip' goes on without such batches, 'ignore' updates"
-                " all the same."
+                f" step changed neither parameters nor optimizer state.{advice}"
             )
         else:
             text = (
-                f"The check of step {step} found what is not finite.{where} The step's"
-                " guard did not see it, so that step has updated all the same: go on"
-                " from an earlier state, such as a checkpoint. guard='gradients'"
-                " refuses such a step."
+                f"The check of step {step} found what is not finite.{where} That step"
+                " has updated all the same: go on from an earlier state, such as a"
+                " checkpoint. guard='gradients' refuses such a step."
             )
         super().__init__(text)
         self.step, self.places = step, tuple(places)

@@ -102,22 +102,15 @@ def value_and_grad(
 def _refuse_without_gradient(params: PyTree) -> None:
     """Raise by name for leaves that have no gradient, such as counters and keys."""
     dtypes = [
-        (name, getattr(leaf, "dtype", type(leaf)))
-        for name, leaf in named_leaves("params", params)
+        (name, jnp.result_type(leaf)) for name, leaf in named_leaves("params", params)
     ]
-    bad = [
-        f"{name} is {getattr(dtype, '__name__', dtype)}"
-        for name, dtype in dtypes
-        if not jnp.issubdtype(dtype, jnp.inexact)
-    ]
+    bad = [f"{n} is {x}" for n, x in dtypes if not jnp.issubdtype(x, jnp.inexact)]
     if bad:
         raise ValueError(
             "tj.value_and_grad differentiates floating and complex leaves, but"
-            f" {listed(bad)}. Pass those alone, and the others beside them, to be put"
-            " together in the loss function: of Flax graph, params, rest ="
-            " nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest,"
-            " copy=True); of Equinox params, static = eqx.partition(model,"
-            " eqx.is_inexact_array), and eqx.combine(params, static)."
+            f" {listed(bad)}. Pass those alone, and put the others together with them"
+            " in the loss function: nnx.split(model, nnx.Param, ...) and"
+            " nnx.merge(graph, params, rest, copy=True), or eqx.partition and combine."
         )
 
 
@@ -157,11 +150,10 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
     if any(carries_gradient(weight, leaf) for weight, leaf in pairs):
         raise ValueError(
             "The weights of the loss depend on the parameters, and a mean's gradient"
-            " is taken with weights that stay. Write tj.Weighted.mean(losses, weight),"
-            " with weight = jax.lax.stop_gradient(weight); or, where weights learn too,"
-            " give the mean in a second pass of tj.build_step: with mean, that of the"
-            " first, tj.Weighted(loss.sum - mean * loss.weight,"
-            " jax.lax.stop_gradient(loss.weight))."
+            " is taken with weights that stay. Write tj.Weighted.mean(losses,"
+            " jax.lax.stop_gradient(weight)); where weights learn too, differentiate"
+            " in a second pass of tj.build_step tj.Weighted(loss.sum - mean *"
+            " loss.weight, jax.lax.stop_gradient(loss.weight)), of the first's mean."
         )
 
 
@@ -211,13 +203,12 @@ def _refuse_written(written: dict[str, Any]) -> None:
         written = {name: written[name] for name in floats}
     if written:
         raise ValueError(
-            f"The loss function wrote into {listed(list(written))}, and what it writes"
-            " is lost: a step changes what towers return. Split the module, for"
-            " flax.nnx nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): the"
-            " parameters alone are params; statistics are local=tj.TowerLocal(...) of"
-            " step.init and are returned, tj.TowerOutput(loss, local=...); dropout is"
-            " seeded in the loss, nnx.reseed(model, dropout=tower.rng). What only the"
-            " loss reads is written into a copy, jax.tree.map(lambda x: x, params)."
+            f"The loss function wrote into {listed(written)}, and what it writes is"
+            " lost: a step changes what towers return. Split the module, such as"
+            " nnx.split(model, nnx.Param, nnx.BatchStat, nnx.RngState): params are"
+            " the parameters alone; statistics are local=tj.TowerLocal(...) of"
+            " step.init, and returned, tj.TowerOutput(loss, local=...); dropout is"
+            " seeded in the loss, nnx.reseed(model, dropout=tower.rng)."
         )
 
 

@@ -18,12 +18,16 @@ from towerjax.step.proving import Recipe, Run
 from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, make_state, state_layout
-from towerjax.step.state_checks import check_not_donated, check_num_towers
+from towerjax.step.state_checks import (
+    check_like,
+    check_not_donated,
+    check_num_towers,
+)
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
-from towerjax.types.leaves import changes, refuse_traced, refuse_unheld
+from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
 
@@ -78,16 +82,16 @@ class InferenceStep:
 
     def place(self, state: Any) -> TrainState:
         """What evaluation reads of a state or of bare parameters, on the devices."""
-        model = self._model_of(state)
-        refuse_traced(model)
-        check_num_towers(model, self.strategy.num_towers)
-        if self._lies_here(model):
-            return model
-        check_not_donated(model)
-        return place(model, self.strategy.placement, state_layout(self.strategy))
+        return self._place(self._model_of(state))
 
-    def _lies_here(self, model: TrainState) -> bool:
-        return are_placed(model, self.strategy.placement, state_layout(self.strategy))
+    def _place(self, model: TrainState) -> TrainState:
+        """The model itself if it lies there already."""
+        refuse_traced(model)
+        check_not_donated(model)
+        check_num_towers(model, self.strategy.num_towers)
+        placement, layout = self.strategy.placement, state_layout(self.strategy)
+        here = are_placed(model, placement, layout)
+        return model if here else place(model, placement, layout)
 
     def _model_of(self, state: Any) -> TrainState:
         """What evaluation reads of a state; bare parameters are made a state."""
@@ -104,11 +108,9 @@ class InferenceStep:
             if not isinstance(state, TrainState):
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
-            model = _model_part(state)
             placed = self._placer.fit_traced(batch)
-            tree, own = self._runner.trace((model,), placed)
-            (result,) = fill_holes(tree, {"own": without_padding(own, placed)}).values()
-            return result
+            tree, own = self._runner.trace((_model_part(state),), placed)
+            return _result(tree, own, placed)
 
         return fn
 
@@ -134,38 +136,27 @@ class InferenceStep:
         """What the compiler made of the step for such a batch."""
         return report_on(self, state, batch, timed_calls, split=lambda model: (model,))
 
-    def _is_for_others(self, model: TrainState, batch: PlacedBatch) -> bool:
-        """Whether the program for such a batch was compiled for another state."""
-        program = self._runner.programs.get(batch.signature)
-        if program is None:
-            return False
-        return bool(changes("state", program.call.args_info[0][0], model))
-
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""
         batch = self.place_batch(batch)
         model = self._model_of(state)
         try:
             tree, own = self._runner((model,), batch)
-        except RuntimeError:  # perhaps a donated array
-            if isinstance(state, TrainState):
-                check_not_donated(state)
-            raise
-        except (TypeError, ValueError, IndexError) as error:
-            # JAX refuses a state of other devices before it runs: place it.
-            placed = self.place(model)
-            if not self._lies_here(model):
-                return self(placed, batch)
-            if self._is_for_others(model, batch):
-                error.add_note(
-                    "This step compiles for one kind of state: give it a TrainState"
-                    " each time or parameters alone each time, of the same tree and"
-                    " shapes."
-                )
-            raise
-        own = on_every_process(own, self.strategy.placement)
-        (result,) = fill_holes(tree, {"own": without_padding(own, batch)}).values()
-        return result
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            # JAX refuses a donated state, and one of other devices or leaves.
+            placed = self._place(model)
+            if (program := self._runner.programs.get(batch.signature)) is not None:
+                check_like(placed, program.call.args_info[0][0])
+            if placed is model:
+                raise
+            return self(placed, batch)
+        return _result(tree, on_every_process(own, self.strategy.placement), batch)
+
+
+def _result(tree: dict[str, PyTree], own: PyTree, batch: PlacedBatch) -> PyTree:
+    """What towers returned under one name, without padding."""
+    (result,) = fill_holes(tree, {"own": without_padding(own, batch)}).values()
+    return result
 
 
 def build_eval_step(

@@ -45,7 +45,7 @@ class MembersStep(CompiledStep):
             return dataclasses.replace(state, extra=(numbers, state.extra))
 
         self._begin = jax.jit(vmap_members(begin) if self._together else begin)
-        shapes = jax.eval_shape(self._begin, numbers)
+        jax.eval_shape(self._begin, numbers)
         strategy, options = built[-1].strategy, built[-1].options
         self._layout = donated_layout(strategy)
         if self._together:
@@ -55,15 +55,11 @@ class MembersStep(CompiledStep):
                 f"check={options.check} looks at one training, and this program trains"
                 " several. Build the step without."
             )
-        given = options.on_nonfinite
-        on_nonfinite = "skip" if given == "raise" else given
-        super().__init__(
-            self._fn,
-            strategy,
-            dataclasses.replace(options, on_nonfinite=on_nonfinite, donate=True),
-            layout=self._layout,
-            counts_examples=shapes.seen is not None,
-        )
+        changes: Any = {"donate": True}
+        if options.on_nonfinite == "raise":
+            changes["on_nonfinite"] = "skip"
+        options = dataclasses.replace(options, **changes)
+        super().__init__(self._fn, strategy, options, layout=self._layout)
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""

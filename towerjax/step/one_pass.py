@@ -206,11 +206,9 @@ class Pass:
         def tower_fn(
             tower_id: jax.Array, own: PyTree, state: TrainState, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
-            read, shared, merged = common
             *own, mine = own
             state = dataclasses.replace(state, own=mine)
-            own = (*own, read)
-            tree, pools = self._run_tower(axes, tower_id, state, own, shared, merged)
+            tree, pools = self._run_tower(axes, tower_id, state, *own, *common)
             due, flagged = None, None
             if self.check is not None:
                 # Any check due? Summed with the rest, which saves a collective.
@@ -229,10 +227,9 @@ class Pass:
         # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first, own=None)
-        common = (state, read, shared, merged)
-        stacked, number = ops.needs_every_tower, state.step
+        how: Any = {"stack_sums": ops.needs_every_tower, "number": state.step}
         return over_local_towers(
-            tower_fn, axes, own, *common, stack_sums=stacked, number=number
+            tower_fn, axes, own, state, read, shared, merged, **how
         )
 
     def _run_tower(
@@ -240,46 +237,41 @@ class Pass:
         axes: TowerAxes,
         tower_id: jax.Array,
         state: TrainState,
-        own: PyTree,
+        rows: PyTree,
+        num_valid: jax.Array,
+        local: PyTree,
+        read: PyTree,
         shared: list[PyTree],
         merged: PyTree,
     ) -> tuple[PyTree, dict[str, list[Any]]]:
         """What one tower returns, merged over micro-batches and split by leaf types."""
-        rows, num_valid, local, read = own
-        part = num_rows(rows) // self.micro_batches
+        part, several = num_rows(rows) // self.micro_batches, self.micro_batches > 1
+
+        def holding(values: PyTree) -> TrainState:
+            local = with_local_values(state.local, values)
+            return dataclasses.replace(state, local=local)
 
         def of_part(
             index: Any, rows: PyTree, local: PyTree
         ) -> tuple[PyTree, dict[str, list[Any]]]:
-            several = self.micro_batches > 1
             seen = local if read is None else read
-            tower = tower_of(
-                self.strategy,
-                axes,
-                tower_id,
-                state,
-                local=seen,
-                num_valid=num_valid,
-                rows=part,
-                first_row=index * part if several else 0,
-                micro_batch=index if several else None,
-            )
-            local_seen = with_local_values(state.local, seen)
-            here = dataclasses.replace(state, local=local_seen)
+            where: Any = {"rows": part, "num_valid": num_valid, "local": seen}
+            if several:
+                where |= {"first_row": index * part, "micro_batch": index}
+            tower = tower_of(self.strategy, axes, tower_id, state, **where)
             rows = with_shared(rows, shared) if shared else rows
-            return split(self._call_tower_fn(here, rows, tower, merged), part, merged)
+            out = self._call_tower_fn(holding(seen), rows, tower, merged)
+            return split(out, part, merged)
 
-        if self.micro_batches == 1:
-            tree, pools = of_part(0, rows, local)
-        else:
+        if several:
             parts = split_micro_batches(rows, self.micro_batches)
-            variables = with_local_values(state.local, local)
-            several = self.micro_batches, parts, variables
-            tree, pools = _scan_micro_batches(of_part, *several)
+            args = self.micro_batches, parts, holding(local).local
+            tree, pools = _scan_micro_batches(of_part, *args)
+        else:
+            tree, pools = of_part(0, rows, local)
         if self.alone is None:
             return tree, pools
-        here = dataclasses.replace(state, local=with_local_values(state.local, local))
-        return split(self.alone(here, fill_holes(tree, pools)), part)
+        return split(self.alone(holding(local), fill_holes(tree, pools)), part)
 
     def _call_tower_fn(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
@@ -294,7 +286,13 @@ class Pass:
             trace = get_opaque_trace_state()
 
             def note(weights: list[Any]) -> None:
-                _refuse_inside(trace)
+                if get_opaque_trace_state() != trace:
+                    raise ValueError(
+                        "tj.value_and_grad of a sum of several means stands inside a"
+                        " jit, scan, cond, vmap or jvp, so the step cannot read its"
+                        " weights. Call it outside, or differentiate each mean there"
+                        " alone, and add the .value of the gradients in the update."
+                    )
                 noted.append(Sum(weights))
 
             tower = dataclasses.replace(tower, note_weights=note)
@@ -305,17 +303,6 @@ class Pass:
         # The next micro-batch starts from these, and its weights may depend on them.
         kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
         return noted, jax.tree.map(kept, out, is_leaf=is_typed)
-
-
-def _refuse_inside(trace: Any) -> None:
-    """Raise if ``tj.value_and_grad`` runs inside another JAX transformation."""
-    if get_opaque_trace_state() != trace:
-        raise ValueError(
-            "tj.value_and_grad of a sum of several means stands inside a jit, scan,"
-            " cond, vmap or jvp, so the step cannot read its weights. Call it outside"
-            " of them; or differentiate each mean there alone, and add the .value of"
-            " the gradients in the update."
-        )
 
 
 def _scan_micro_batches(
@@ -377,8 +364,8 @@ def _check_adds_up(own: list[PerTower]) -> None:
         raise ValueError(
             "A tower of several micro-batches returned tj.PerTower of an array: each"
             " micro-batch has one. Say how they become one, such as"
-            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or, for a"
-            " maximum, a metric state (Peak in docs/metrics.md)."
+            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or a"
+            " metric state of your own."
         )
 
 

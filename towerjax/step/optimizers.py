@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from towerjax.types import PyTree, named_leaves, readable_leaves
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import changes, few, listed
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
@@ -23,25 +23,25 @@ def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
     """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
-    readable = readable_leaves("", params)
+    shapes = jax.tree.map(_shape_of, params)
+    readable = readable_leaves("", shapes)
     if trainable is None:
         # A float of 8 bits must be named as fixed, so it is not left out here.
-        flags = jax.tree.map(lambda x: jnp.issubdtype(_dtype_at(x), np.inexact), params)
+        flags = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, np.inexact), shapes)
     elif callable(trainable):
-        chosen = [bool(trainable(name, _param_shape(x))) for name, x in readable]
+        chosen = [bool(trainable(name, x)) for name, x in readable]
         flags = jax.tree.unflatten(jax.tree.structure(params), chosen)
     else:
         flags = _broadcast_flags(trainable, params)
-    named, chosen = named_leaves("params", params), jax.tree.leaves(flags)
+    named, chosen = named_leaves("params", shapes), jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
-        names = ", ".join([repr(name) for name, _ in readable[:8]])
         raise ValueError(
             "trainable=... chooses none of the params, so that nothing would train."
-            f" Their names are {names}{' ...' * (len(readable) > 8)}."
+            f" Their names are {', '.join(few([repr(x) for x, _ in readable]))}."
         )
     if any(chosen):
         named = [pair for pair, yes in zip(named, chosen, strict=True) if yes]
-    bad = [f"{name} is {_dtype_at(x)}" for name, x in named if not _has_gradient(x)]
+    bad = [f"{name} is {x.dtype}" for name, x in named if not _has_gradient(x.dtype)]
     if bad:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating"
@@ -85,16 +85,12 @@ def _broadcast_flags(trainable: PyTree, params: PyTree) -> PyTree:
         ) from error
 
 
-def _dtype_at(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
 
 
-def _param_shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), _dtype_at(x))
-
-
-def _has_gradient(x: Any) -> bool:
-    return jnp.issubdtype(_dtype_at(x), jnp.inexact) and _dtype_at(x).itemsize > 1
+def _has_gradient(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
 _LINE_SEARCH = (
@@ -105,18 +101,12 @@ _NEEDS = {
     "ScaleByZoomLinesearchState": _LINE_SEARCH,
     "ScaleByBacktrackingLinesearchState": _LINE_SEARCH,
     "HutchinsonState": (
-        "hutchinson_estimator_diag_hessian, which sophia uses, differentiates the loss"
-        " function (obj_fn). Give sophia a hessian_diagonal_fn that does not, or write"
-        " another optimizer"
+        "sophia differentiates the loss function (obj_fn). Give it a"
+        " hessian_diagonal_fn that does not, or write another optimizer"
     ),
-    "SAMState": (
-        "sam with opaque_mode=True calls the gradient function (grad_fn). Write"
-        " sam(..., opaque_mode=False), for which sync_period calls of the step are one"
-        " of SAM"
-    ),
+    "SAMState": "Write sam(..., opaque_mode=False), which needs no grad_fn",
     "LookaheadState": (
-        "lookahead takes pairs of parameters and the gradients of the fast ones alone."
-        " Write params=optax.LookaheadParams.init_synced(params), read params.fast in"
+        "Write params=optax.LookaheadParams.init_synced(params), read params.fast in"
         " the loss function, and hand on its part: optax.GradientTransformation("
         "lookahead.init, lambda grads, state, params: lookahead.update(grads.fast,"
         " state, params))"
@@ -140,37 +130,29 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         if _OF_EXAMPLES in kinds:
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
-                " of each example, but the optimizer gets one, of the loss of the whole"
-                " batch: nothing would be private. Clip the examples' gradients in a"
-                " step of your own, and give this one the optimizer without it."
+                " of each example, but the optimizer gets one, of the whole batch:"
+                " nothing would be private. Clip in a step of your own, and give this"
+                " one the optimizer without it."
             )
         try:
-            return _call_update(inner, updates, state, params, extra_args)
+            try:
+                return inner.update(updates, state, params, **extra_args)
+            except TypeError as error:
+                # Only a call shows what an update wrapped in others takes.
+                if "unexpected keyword argument 'value'" not in str(error):
+                    raise
+            extra_args.pop("value")
+            return inner.update(updates, state, params, **extra_args)
         except (AttributeError, TypeError, ValueError) as error:
-            needs = [_NEEDS[kind] for kind in _NEEDS if kind in kinds]
-            if not needs and "required keyword-only argument" in str(error):
-                needs = ["Give it the rest in a transformation that wraps it"]
-            if not needs:
+            if kinds.isdisjoint(_NEEDS):
                 raise
+            needs = next(_NEEDS[kind] for kind in _NEEDS if kind in kinds)
             raise ValueError(
                 "The optimizer needs more than gradients, parameters and value=loss:"
-                f" {error} {needs[0]}."
+                f" {error} {needs}."
             ) from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def _call_update(
-    inner: Any, updates: PyTree, state: Any, params: PyTree, extra_args: dict[str, Any]
-) -> tuple[PyTree, Any]:
-    try:
-        return inner.update(updates, state, params, **extra_args)
-    except TypeError as error:
-        # Only a call shows what an update wrapped in others takes.
-        if "unexpected keyword argument 'value'" not in str(error):
-            raise
-    without = {name: x for name, x in extra_args.items() if name != "value"}
-    return inner.update(updates, state, params, **without)
 
 
 def may_need_more(opt_state: Any) -> bool:
@@ -180,16 +162,13 @@ def may_need_more(opt_state: Any) -> bool:
 
 def check_updates(updates: PyTree, params: PyTree) -> None:
     """Raise unless the updates have the shapes of the parameters."""
-    pairs = zip(named_leaves("params", params), jax.tree.leaves(updates), strict=False)
-    bad = [
-        f"{name} is {list(p.shape)} and its update {list(u.shape)}"
-        for (name, p), u in pairs
-        if p.shape != u.shape
-    ]
-    if bad:
+    shapes = jax.tree.map(
+        lambda u, p: jax.ShapeDtypeStruct(jnp.shape(u), p.dtype), updates, params
+    )
+    if found := changes("params", params, shapes):
         raise ValueError(
-            f"The optimizer's updates have not the parameters' shapes: {listed(bad)}"
-            ". Return an update of the shape of each parameter."
+            f"The optimizer's updates have not the parameters' shapes: {listed(found)}."
+            " Return an update of the shape of each parameter."
         )
 
 

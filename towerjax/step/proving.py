@@ -97,11 +97,8 @@ class Proving:
     def proof(self) -> Proof:
         """The proof of all passes so far."""
         proofs = [proof for proof, *_ in self._traced.values()]
-
-        def unmasked() -> list[str]:
-            return [name for proof in proofs for name in proof.unmasked()]
-
-        return Proof(Analysis.concat([proof.analysis for proof in proofs]), unmasked)
+        analysis = Analysis.concat([proof.analysis for proof in proofs])
+        return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
 
 
 def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
@@ -130,17 +127,11 @@ def _prove_body(
 
     def of_more_towers() -> Any:
         more = dataclasses.replace(axes, num_devices=2 * axes.num_towers, num_local=1)
-        layouts = tuple(one.in_layouts.values())
-        fn, size = one.on_device(more), axes.num_towers
-        return trace_one_tower(fn, more, layouts, args, args_of=size)[0]
+        fn, layouts = one.on_device(more), tuple(one.in_layouts.values())
+        return trace_one_tower(fn, more, layouts, args, args_of=axes.num_towers)[0]
 
-    found = analyse(
-        body,
-        [None] * closed_over + inputs,
-        names,
-        constants=closed_over,
-        of_more_towers=of_more_towers,
-    )
+    how: Any = {"constants": closed_over, "of_more_towers": of_more_towers}
+    found = analyse(body, [None] * closed_over + inputs, names, **how)
     if one.alone is None:
         refuse_factors(found)
         refuse_changed(found)
@@ -161,13 +152,11 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
     found = [name for name, rows, count in outputs if rows and not count]
-    parts = [(*name.rpartition("."), rows, count) for name, rows, count in outputs]
-    masked = {state for state, _, _, rows, count in parts if rows and count}
-    constant = [
-        f"{state}.{field}"  # a gradient that is constant is 0
-        for state, _, field, rows, count in parts
-        if state in masked and not (rows or count or field.startswith("sum"))
-    ]
+    masked = {x.rpartition(".")[0] for x, rows, count in outputs if rows and count}
+    constant = [x for x, rows, count in outputs if not (rows or count)]
+    parts = [(x, *x.rpartition(".")) for x in constant]
+    # A gradient that is constant is 0.
+    constant = [x for x, of, _, f in parts if of in masked and not f.startswith("sum")]
     found += _grow_with_rows(constant, one, args, axes)
     calls = [
         (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)

@@ -95,28 +95,31 @@ def refuse_mixed_up(tree: PyTree, pools: dict[str, list[Any]], local: PyTree) ->
     """Raise unless tower-local variables come back by their names, of their types.
 
     The next micro-batch gets them in the order of the tree. A single variable may have
-    any name. Those of the pass before, in no hole, are the same for all micro-batches.
+    any name.
     """
-    changed = jax.tree.map(lambda x: None if is_typed(x) else x, tree, is_leaf=is_typed)
 
-    def variables(tree: PyTree) -> tuple[list[list[str]], list[str]]:
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed)
-        own = [(path, x) for path, x in leaves if isinstance(x, TowerLocal)]
-        types = [
-            f"{v.dtype}{list(v.shape)}" for _, x in own for v in jax.tree.leaves(x)
-        ]
-        return [[key_name(entry) for entry in path] for path, _ in own], types
+    def variables(pairs: Any) -> tuple[list[tuple[str, ...]], list[str]]:
+        own = [(path, x) for path, x in pairs if isinstance(x, TowerLocal)]
+        values = jax.tree.leaves([x for _, x in own])
+        types = [f"{x.dtype}{list(x.shape)}" for x in values]
+        return [tuple(map(key_name, path)) for path, _ in own], types
 
-    (came, new), (held, old) = variables(fill_holes(changed, pools)), variables(local)
+    came, new = variables(zip(_paths_of(tree, "own"), pools["own"], strict=True))
+    held, old = variables(jax.tree_util.tree_leaves_with_path(local, is_leaf=is_typed))
     ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
     if came and (new != old or (len(held) > 1 and ends != held)):
-        names = [", ".join("/".join(x) for x in part) for part in (came, held)]
+        names = [", ".join(map("/".join, part)) for part in (came, held)]
         raise ValueError(
-            "A tower of several micro-batches returned the tower-local variables"
-            f" {names[0] or new}, but the next micro-batch needs those of state.local,"
-            f" {names[1] or old}. Return all of state.local, changed, by these names,"
-            f" such as {{'local': {{...}}}}. Types: {new}, and in state.local {old}."
+            f"A tower of several micro-batches returned the variables {names[0]}, of"
+            f" {new}, but the next micro-batch needs {names[1]}, of {old}. Return all"
+            " of state.local, changed, by these names."
         )
+
+
+def _paths_of(tree: PyTree, kind: str) -> list[tuple[Any, ...]]:
+    """The paths of the holes of a kind."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
+    return [path for path, x in leaves if is_hole(x) and x.kind == kind]
 
 
 def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]:
@@ -138,8 +141,6 @@ def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]
 
 def are_gradients(tree: PyTree, added: list[Any]) -> list[PyTree]:
     """For each added leaf, whether it belongs to a gradient."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
-    paths = [path for path, x in leaves if is_hole(x) and x.kind == "added"]
 
     def flags(path: tuple[Any, ...], x: Any) -> PyTree:
         is_gradient = bool(path) and _BY_KEY.get(key_name(path[0])) == _GRADIENT
@@ -147,7 +148,7 @@ def are_gradients(tree: PyTree, added: list[Any]) -> list[PyTree]:
         # A denominator stays exact.
         return Weighted(out.sum, False) if isinstance(x, Weighted) else out
 
-    return [flags(path, x) for path, x in zip(paths, added, strict=True)]
+    return list(map(flags, _paths_of(tree, "added"), added))
 
 
 def is_hole(x: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 
 from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import UnknownWeights, Weighted
-from towerjax.step.engine import Engine, Outcome
+from towerjax.step.engine import Engine, Outcome, all_finite
 from towerjax.step.faults import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.optimizers import (
@@ -101,11 +102,10 @@ class Rounds:
 
     def begin(self, part: PyTree) -> Outer:
         """The outer optimizer's state before the first step, for trained parameters."""
-        outer = tuple(
-            self.sync.outer.init(trained_part(part, flags))
-            for flags in self._fragments(part)
-        )
-        return Outer(outer, Weighted(jnp.zeros(()), jnp.zeros(())))
+        every = jax.tree.map(lambda _: True, part)
+        fragments = self._fragments(part, every)
+        outer = [self.sync.outer.init(trained_part(part, flags)) for flags in fragments]
+        return Outer(tuple(outer), Weighted(jnp.zeros(()), jnp.zeros(())))
 
     def own(self, part: PyTree) -> TowerLocal:
         """One tower's own before the first step, for trained parameters."""
@@ -121,11 +121,13 @@ class Rounds:
         out = run(self.engine.passes[0], state, *batch, ())
         after = fill_holes(out.merged, {"own": out.own})
         state = dataclasses.replace(state, **after, step=state.step + 1)
-        bads = []
+        flags = self._fragments(
+            state.params, trainable_flags(state.params, self.trainable)
+        )
+        bad: Any = 0
         for p in range(self.sync.fragments):
-            state, bad = self._meet(run, state, batch, p)
-            bads.append(bad)
-        bad = sum(bads[1:], bads[0])
+            state, found = self._meet(run, state, batch, p, flags[p])
+            bad += found
         loss = state.opt_state.loss
         # Before the first meeting there is no loss of all towers.
         last_loss = jnp.where(loss.weight > 0, loss.value, jnp.nan)
@@ -136,26 +138,26 @@ class Rounds:
         found = FoundAtMeeting(~fine, bad) if raises else None
         return Outcome(donated, now, metrics, fine, found)
 
-    def find_flags(self, run: Run, *args: Any) -> tuple[Any]:
+    @property
+    def find_flags(self) -> Callable[..., tuple[Any]]:
         """As `Engine.find_flags`, with each tower's own parameters."""
-        return self.engine.find_flags(run, *args)
+        return self.engine.find_flags
 
     def _tower(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
         """What one tower returns, given its own parameters."""
         try:
             out = self.one.passes[0].tower_fn(self._of_one(state), rows, tower)
         except UnknownWeights as error:
-            raise ValueError(
-                "A loss that is a sum of several means needs all towers' weights at"
-                " every step, and sync= lets towers go alone. Return one tj.Weighted,"
-                " to which tj.shared(...) may be added."
-            ) from error
-        bad = "metrics" if out["metrics"] else "extra"
+            error.add_note(
+                "sync= lets towers go alone: return one tj.Weighted, to which"
+                " tj.shared(...) may be added."
+            )
+            raise
         if out["metrics"] or "extra" in out:
             raise ValueError(
-                f"The loss function returned TowerOutput({bad}=...), but with sync="
-                " towers train alone, and merge no such value at each step. Return"
-                " the loss and local=, and measure the rest with tj.evaluate."
+                "The loss function returned TowerOutput(metrics=...) or extra=, but"
+                " with sync= towers train alone and merge no such value. Return the"
+                " loss and local=, and measure the rest with tj.evaluate."
             )
         return out
 
@@ -171,8 +173,7 @@ class Rounds:
         own, loss, grads = state.own.value, returned["loss"], returned["grads"]
         finite = None
         if self.one.guard == "gradients":
-            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(grads.sum)]
-            finite = functools.reduce(jnp.logical_and, finite)
+            finite = all_finite(grads.sum)
         donated, kept = split_state(self._of_one(state))
 
         def updated(donated: dict[str, Any]) -> tuple[Any, ...]:
@@ -194,7 +195,9 @@ class Rounds:
     def _send(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
         """What one tower sends of a fragment: its weighted move since it was sent."""
         del rows
-        own, (outer, flags) = state.own.value, self._fragment(state.params, p)
+        trained = trainable_flags(state.params, self.trainable)
+        flags = self._fragments(state.params, trained)[p]
+        own, outer = state.own.value, trained_part(state.params, flags)
         weight = own.weight[p]
 
         def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
@@ -207,11 +210,16 @@ class Rounds:
         return {"move": Weighted(move, weight), "loss": own.loss, "bad": Sum(bad)}
 
     def _meet(
-        self, run: Run, state: TrainState, batch: tuple[PyTree, ...], p: int
+        self,
+        run: Run,
+        state: TrainState,
+        batch: tuple[PyTree, ...],
+        p: int,
+        flags: PyTree,
     ) -> tuple[TrainState, jax.Array]:
         """The state after a fragment's meeting, if due; ``bad`` of each tower."""
         own, before = state.own.value, state.opt_state
-        mine, flags = self._fragment(state.params, p)
+        mine = trained_part(state.params, flags)
         offset = (p + 1) * self.sync.every // self.sync.fragments
         is_due = (state.step - offset) % self.sync.every == 0
         # XLA copies the operands of a branch: leave out what it does not need.
@@ -237,7 +245,7 @@ class Rounds:
         own = self._adopt(own, mine, flags, state.step - offset)
         state = dataclasses.replace(
             state,
-            params=self._with_fragment(mine, state.params, flags),
+            params=with_trained(mine, state.params, flags),
             opt_state=Outer(outer, loss),
             own=TowerLocal(own, Reduction.NONE),
         )
@@ -249,50 +257,36 @@ class Rounds:
         is_due = (since >= 0) & (since % self.sync.every == 0)
 
         def taken(x: jax.Array, outer: jax.Array) -> jax.Array:
-            new = outer[None]
-            if keep:
-                new = (keep * x + (1 - keep) * new).astype(x.dtype)
-            return jnp.where(is_due, new, x)
+            new = keep * x + (1 - keep) * outer[None] if keep else outer[None]
+            return jnp.where(is_due, new.astype(x.dtype), x)
 
         params = jax.tree.map(taken, trained_part(own.params, flags), mine)
         params = with_trained(params, own.params, flags)
         return dataclasses.replace(own, params=params)
 
-    def _fragment(self, params: PyTree, p: int) -> tuple[PyTree, PyTree]:
-        """The leaves of a fragment; for each trained leaf, is it one of them?"""
-        part = trained_part(params, trainable_flags(params, self.trainable))
-        flags = self._fragments(part)[p]
-        return trained_part(part, flags), flags
-
-    def _with_fragment(self, mine: PyTree, params: PyTree, flags: PyTree) -> PyTree:
-        trained = trainable_flags(params, self.trainable)
-        part = with_trained(mine, trained_part(params, trained), flags)
-        return with_trained(part, params, trained)
-
-    def _fragments(self, part: PyTree) -> list[PyTree]:
-        """A tree of bool for each fragment; sizes are as equal as leaves allow."""
-        leaves, treedef = jax.tree.flatten(part)
-        if self.sync.fragments > len(leaves):
+    def _fragments(self, params: PyTree, trained: PyTree) -> list[PyTree]:
+        """For each fragment the flags of its leaves; sizes are as equal as may be."""
+        leaves, treedef = jax.tree.flatten(params)
+        of_trained = jax.tree.leaves(trained)
+        sizes, chosen = [0] * self.sync.fragments, [-1] * len(leaves)
+        if sum(of_trained) < len(sizes):
             raise ValueError(
                 f"sync={self.sync!r} has more fragments than there are parameters that"
-                f" are trained, {len(leaves)}. Use as many fragments, or fewer."
+                f" are trained, {sum(of_trained)}. Use as many fragments, or fewer."
             )
-        sizes = [0] * self.sync.fragments
-        chosen = [0] * len(leaves)
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
-            chosen[i] = sizes.index(min(sizes))
-            sizes[chosen[i]] += max(leaves[i].size, 1)
-        return [
-            treedef.unflatten([x == p for x in chosen])
-            for p in range(self.sync.fragments)
-        ]
+            if of_trained[i]:
+                chosen[i] = sizes.index(min(sizes))
+                sizes[chosen[i]] += max(leaves[i].size, 1)
+        return [treedef.unflatten([x == p for x in chosen]) for p in range(len(sizes))]
 
 
 def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
     """A tower's own with the counters of a fragment at 0, if it was sent."""
-    anew = (own.weight.at[:, p].set(0), Weighted(0.0, 0.0), 0)
-    counters = (own.weight, own.loss, own.bad)
-    weight, loss, bad = jax.tree.map(
-        lambda new, x: jnp.where(is_due, jnp.asarray(new, x.dtype), x), anew, counters
-    )
+
+    def reset(x: jax.Array) -> jax.Array:
+        return jnp.where(is_due, jnp.zeros_like(x), x)
+
+    weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
+    loss, bad = jax.tree.map(reset, (own.loss, own.bad))
     return dataclasses.replace(own, weight=weight, loss=loss, bad=bad)

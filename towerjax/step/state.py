@@ -61,10 +61,8 @@ class TrainState:
     own: PyTree = None
 
     def __repr__(self) -> str:
-        """The fields; shape and dtype alone of arrays that were donated to a step."""
-        shown: Any = self
-        if any(map(_is_donated, jax.tree.leaves(self))):
-            shown = jax.tree.map(lambda x: _Donated(x) if _is_donated(x) else x, self)
+        """The fields; of arrays that were donated to a step the shapes alone."""
+        shown = jax.tree.map(lambda x: jax.typeof(x) if _is_donated(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
@@ -118,16 +116,6 @@ def _is_donated(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
-class _Donated:
-    """The text that stands for a donated array."""
-
-    def __init__(self, array: jax.Array) -> None:
-        self._text = f"<{array.dtype}{list(array.shape)}, given to a step>"
-
-    def __repr__(self) -> str:
-        return self._text
-
-
 DONATED_LAYOUT = {
     "params": Layout.MIRRORED,
     "opt_state": Layout.MIRRORED,
@@ -153,12 +141,12 @@ _SHARDED = {
 
 
 def donated_layout(strategy: Strategy) -> dict[str, Layout]:
-    """`DONATED_LAYOUT`, with the fields that the strategy shards between steps."""
+    """`DONATED_LAYOUT`, with the fields that the strategy shards."""
     return DONATED_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
 
 
 def state_layout(strategy: Strategy) -> TrainState:
-    """`STATE_LAYOUT`, with the fields that the strategy shards between steps."""
+    """`STATE_LAYOUT`, with the fields that the strategy shards."""
     layouts: Any = {**donated_layout(strategy), **KEPT_LAYOUT}
     return TrainState(**layouts)
 
@@ -198,8 +186,7 @@ def _require_same_on_processes(placement: Placement, state: TrainState) -> None:
     """Raise unless all processes have the same towers, and leaves of the same types."""
     kinds = ", ".join(
         f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
-        for root in ("params", "opt_state", "local", "rng", "extra")
-        for name, x in named_leaves(root, getattr(state, root))
+        for name, x in named_leaves("state", state)
     )
     advice = "Run the same program on every process."
     require_same("The strategy's towers", f"{placement}", advice)
@@ -214,7 +201,7 @@ def make_state(
     *,
     rng: jax.Array | None = None,
     extra: PyTree = None,
-    counts: bool = False,
+    seen: ExampleCount | None = None,
     shapes: bool = False,
 ) -> TrainState:
     """The state before the first step, on no device; with ``shapes`` its shapes."""
@@ -228,7 +215,7 @@ def make_state(
         opt_state=opt_state,
         local=stack_local(local, num_towers, shapes=shapes),
         rng=jax.eval_shape(key) if shapes else key(),
-        seen=ExampleCount.none() if counts else None,
+        seen=seen,
         extra=jax.tree.map(native, extra),
     )
     as_arrays = functools.partial(jax.tree.map, jnp.asarray)
@@ -273,14 +260,12 @@ def _one_key(rng: Any) -> jax.Array:
     if rng is None:
         return jax.random.key(0)
     refuse_unheld("rng", rng)
-    rng = jnp.asarray(native(rng))
-    if not is_key(rng):
-        if rng.dtype != jnp.uint32 or rng.ndim != 1:
-            raise ValueError(
-                f"rng is {rng.dtype}{list(rng.shape)}; pass one key, such as"
-                " jax.random.key(0)."
-            )
-        rng = jax.random.wrap_key_data(rng)
-    if rng.shape:
-        raise ValueError(f"rng holds {rng.shape} keys; pass one, jax.random.key(0).")
-    return rng
+    key = given = jnp.asarray(native(rng))
+    if given.dtype == jnp.uint32 and given.ndim == 1:
+        key = jax.random.wrap_key_data(given)
+    if not is_key(key) or key.shape:
+        raise ValueError(
+            f"rng is {given.dtype}{list(given.shape)}; pass one key, such as"
+            " jax.random.key(0)."
+        )
+    return key

@@ -9,7 +9,7 @@ import numpy as np
 from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.step.state import TrainState, split_state
-from towerjax.types import Layout, PyTree, Reduction, named_leaves
+from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
 from towerjax.types.tables import layout_of
 
@@ -85,7 +85,8 @@ def check_like(state: TrainState, expected: TrainState) -> None:
     if found := changes("state", expected, state):
         raise ValueError(
             "The state has changed since the step was compiled for such batches:"
-            f" {listed(found)}. Build another step for it, or cast it back."
+            f" {listed(found)}. Build another step for it, or cast it back; give an"
+            " evaluation a TrainState each time, or parameters alone."
         )
 
 
@@ -106,17 +107,14 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
         begin = "fresh = step.init(state.params); " if any(wrong.values()) else ""
         anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
-            "The state was made for another optimizer, other parameters, another sync="
-            f" or another cross-tower op than this step's: {listed(found)}. Begin these"
-            f" anew: {begin}state = dataclasses.replace(state, {anew})."
+            "The state was made for another optimizer, other parameters, another sync=,"
+            f" example_ids= or cross-tower op than this step's: {listed(found)}. Begin"
+            f" these anew: {begin}state = dataclasses.replace(state, {anew})."
         )
 
 
-def check_made_for(
-    state: TrainState, placement: Placement, layout: TrainState, *, counts: bool
-) -> None:
+def check_made_for(state: TrainState, placement: Placement, layout: TrainState) -> None:
     """Raise unless all arrays but scalars were made for these towers and devices."""
-    _check_example_count(state, counts)
     check_num_towers(state, placement.num_towers)
     shardings = jax.tree.leaves(placement.shardings(layout, state))
     pairs = zip(named_leaves("state", state), shardings, strict=True)
@@ -142,33 +140,12 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
         if np.shape(x)[:1] != (num_towers,)
     ]
     if wrong_towers:
-        # Towers that train alone have parameters of their own, which are not saved.
-        alone = getattr(state.own, "reduction", None) is Reduction.NONE
-        move = (
-            " Move tower-local variables with tj.towers.restored_values(strategy,"
-            " state, tj.towers.saved_values(state)), or start anew,"
-        )
-        anew = (
-            "step.init(state.params, local=...). For a model, tj.TrainState.create"
-            " makes one tower's values, of which model.init makes the copies."
-        )
         raise ValueError(
             f"The state was made for another number of towers than {num_towers}:"
-            f" {listed(wrong_towers)}."
-            + (f" Start anew, {anew}" if alone else f"{move} {anew}")
-        )
-
-
-def _check_example_count(state: TrainState, counts: bool) -> None:
-    if counts != (state.seen is not None):
-        raise ValueError(
-            "The step counts examples, but state.seen is None. Begin a count with"
-            " step.place(dataclasses.replace(state,"
-            " seen=tj.metrics.ExampleCount.none()))."
-            if counts
-            else "state.seen counts examples, but the step was built without"
-            " example_ids and would leave its own out. Pass example_ids=..., or end the"
-            " count with dataclasses.replace(state, seen=None)."
+            f" {listed(wrong_towers)}. Start anew, step.init(state.params, local=...),"
+            " of a model model.init(tj.TrainState.create(...)); or move tower-local"
+            " variables, tj.towers.restored_values(strategy, state,"
+            " tj.towers.saved_values(state))."
         )
 
 

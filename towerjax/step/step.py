@@ -1,6 +1,7 @@
 """`build_step`: a step of tower functions and of an update function."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.base import KeepsState
-from towerjax.data.shard import Remainder
+from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
+from towerjax.data.shard import Remainder, batch_signature
 from towerjax.mesh.placement import place
+from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
@@ -18,7 +21,7 @@ from towerjax.step.faults import Place
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
-from towerjax.step.proving import Proof, Recipe, prove
+from towerjax.step.proving import Proof, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
@@ -50,11 +53,9 @@ class Step(CompiledStep):
         *,
         counts_examples: bool = False,
     ) -> None:
-        super().__init__(
-            engine.step, strategy, options, counts_examples=counts_examples
-        )
+        super().__init__(engine.step, strategy, options)
         self.engine = engine
-        self._locators: dict[int | None, Runner] = {}
+        self._seen = ExampleCount.none() if counts_examples else None
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
@@ -113,10 +114,8 @@ class Step(CompiledStep):
           ValueError: A leaf is of a dtype that devices do not hold, ``local`` says no
             reduction, or a device is not on this machine.
         """
-        counts = self.counts_examples
-        state = init_state(
-            self.strategy, params, opt_state, local, rng=rng, extra=extra, counts=counts
-        )
+        others = {"rng": rng, "extra": extra, "seen": self._seen}
+        state = init_state(self.strategy, params, opt_state, local, **others)
         if self._made(state.params)["own"] is None:
             return state
         sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
@@ -141,7 +140,8 @@ class Step(CompiledStep):
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""
-        return {"own": jax.eval_shape(self._stacked_own, params)}
+        own = jax.eval_shape(self._stacked_own, params)
+        return {"own": own, "seen": jax.eval_shape(lambda: self._seen)}
 
     def _before_first_call(self, state: TrainState) -> TrainState:
         made = self._made(state.params)
@@ -208,10 +208,8 @@ class Step(CompiledStep):
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
         """
-        towers, counts = self.strategy.num_towers, self.counts_examples
-        state = make_state(
-            towers, params, opt_state, local, extra=extra, counts=counts, shapes=True
-        )
+        towers = self.strategy.num_towers
+        state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
         made = self._made(state.params)
         if jax.tree.leaves(opt_state):
             made["opt_state"] = state.opt_state
@@ -265,23 +263,32 @@ class Step(CompiledStep):
           (1, 'params/w', 'gradient', 'infinity')
         """
         placement = self.strategy.placement
-        state = self.start(state)
-        placed = self.place_batch(batch)
+        state, placed = self.start(state), self.place_batch(batch)
         number = step_number(state) if number is None else number
-        args = (np.asarray(number).astype(np.int32), np.int32(index))
-        at, index_at = place(args, placement, Layout.MIRRORED)
-        steps = placed.num_steps
-        if steps is not None:
-            args = (*placed.args[:3], index_at)
-            placed = dataclasses.replace(placed, args=args)
-        if steps not in self._locators:
-            ins, out = self._runner_for(placed).recipe.in_layouts, Layout.MIRRORED
-            recipe = Recipe(self.engine.find_flags, ins, (out,), donate=False)
-            self._locators[steps] = self._run(recipe)
-        donated, kept = split_state(dataclasses.replace(state, step=at))
-        (found,) = self._locators[steps]((donated, kept), placed)
+        at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
+        if placed.num_steps is not None:
+            placed = _one_of_several(placed, index)
+        donated_kept = split_state(dataclasses.replace(state, step=at))
+        (found,) = self._locator(donated_kept, placed)
         places = [place for x in jax.device_get(found) for place in x.places(number)]
         return tuple(dict.fromkeys(places))  # each pass has the parameters
+
+    @functools.cached_property
+    def _locator(self) -> Runner:
+        find, out = self.engine.find_flags, (Layout.MIRRORED,)
+        changes: Any = {"fn": find, "out_layouts": out, "donate": False}
+        return self._run(dataclasses.replace(self._runner.recipe, **changes))
+
+
+def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:
+    """One of several batches that were placed together."""
+    shardings = tuple(map(placed.placement.sharding, BATCH_LAYOUT.values()))
+    take = jax.jit(
+        lambda args: jax.tree.map(lambda x: x[index], args), out_shardings=shardings
+    )
+    args = take(placed.args[:3])
+    signature = batch_signature(args[0], args[2])
+    return dataclasses.replace(placed, args=args, signature=signature)
 
 
 def engine_of(
@@ -382,13 +389,7 @@ def build_step(
         check_function("tower_fn", one, form)
     check_function("update_fn", update_fn, "update_fn(state, merged)")
     options = StepOptions(
-        micro_batches=micro_batches,
-        remainder=remainder,
-        on_nonfinite=on_nonfinite,
-        guard=guard,
-        donate=donate,
-        max_programs=max_programs,
-        check=check,
+        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, check
     )
     fns = tuple(map(refusing_tangents, tower_fns))
     engine = engine_of(fns, update_fn, strategy, options, rows_used_later=True)

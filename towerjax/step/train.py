@@ -31,7 +31,6 @@ from towerjax.step.optimizers import (
     trained_part,
     with_trained,
 )
-from towerjax.step.returned import is_typed
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState, check_params
 from towerjax.step.step import Step, engine_of
@@ -43,6 +42,7 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.tower_local import with_local_values
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.types.leaves import map_parts
 from towerjax.types.options import check_choice, check_function
 
 
@@ -100,9 +100,9 @@ class Training:
         changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
         if "extra" in merged:
             culprit = (
-                "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree"
-                " that step.init(params, extra=...) was given. What else towers return"
-                " is put into a state by the update_fn of tj.build_step"
+                "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree of"
+                " step.init(params, extra=...); for what else there is, an update_fn of"
+                " tj.build_step"
             )
             changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
         if "seen" in merged:
@@ -129,11 +129,7 @@ def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
         wraps = is_whole and x.dtype.itemsize > old.dtype.itemsize < 4
         return x if is_of[0] > is_of[1] or wraps else x.astype(old.dtype)
 
-    values = jax.tree.map(
-        lambda x: x.value if isinstance(x, Weighted | Sum) else x,
-        merged,
-        is_leaf=is_typed,
-    )
+    values = map_parts(Weighted | Sum, lambda x: x.value, merged)
     if jax.tree.structure(values) == jax.tree.structure(before):
         values = jax.tree.map(cast, values, before)
     return check_types(before, values, "state.extra", culprit)
@@ -309,15 +305,10 @@ def build_train_step(
     if example_ids is not None:
         check_function("example_ids", example_ids, "example_ids(batch)")
     options = StepOptions(
-        micro_batches=micro_batches,
-        remainder=remainder,
-        on_nonfinite=on_nonfinite,
-        guard=guard,
-        donate=donate,
-        max_programs=max_programs,
-        check=check,
+        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, check
     )
-    _check_statistics(statistics, strategy.num_towers * options.micro_batches)
+    if statistics is not None:
+        _check_statistics(statistics, strategy.num_towers * options.micro_batches)
     training = Training(
         loss_fn, optimizer, loss_reduction, example_ids, trainable, statistics
     )
@@ -326,16 +317,11 @@ def build_train_step(
 
 
 def _check_statistics(statistics: Any, parts: int) -> None:
-    if statistics is None:
-        return
-    if not isinstance(statistics, TowerStatistics):
+    if not isinstance(statistics, TowerStatistics) or parts == 1:
         raise ValueError(
-            f"statistics={statistics!r} must be None or tj.TowerStatistics()."
-        )
-    if parts == 1:
-        raise ValueError(
-            "tj.TowerStatistics compares parts of a batch, and one tower of one"
-            " micro-batch is one part. Use several towers, or micro_batches=2 or more."
+            f"statistics={statistics!r} must be None or tj.TowerStatistics(), which"
+            f" compares several parts of a batch, and here {parts} would be compared:"
+            " use several towers, or micro_batches=2 or more."
         )
 
 

@@ -118,7 +118,6 @@ def accept_or_keep(
     """
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    _check_num_leaves(carry, shapes[1])
     walk = Interpreter(closed, before)
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
     first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
@@ -153,16 +152,6 @@ def accept_or_keep(
         jax.tree.unflatten(jax.tree.structure(carry), leaves),
         jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
     )
-
-
-def _check_num_leaves(before: PyTree, after: PyTree) -> None:
-    """Raise unless a step returns as many leaves of its state as it is given."""
-    if len(jax.tree.leaves(before)) != len(jax.tree.leaves(after)):
-        raise ValueError(
-            "A step that may be refused keeps the leaves of its state, but"
-            f" {listed(changes('state', before, after))}. Begin the state with"
-            " step.init(params)."
-        )
 
 
 def needed_eqns(
