@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -355,9 +356,9 @@ def test_what_is_not_the_same_is_not_compared():
 
 
 def test_a_trial_that_cannot_be_says_why():
-    with pytest.raises(ValueError, match="needs 9 devices; there are 8 of 'cpu'"):
+    with pytest.raises(ValueError, match="cpu:8"):
         run_trial(Trial("mlp", 9, towers=9, devices=9), QUICK)
-    with pytest.raises(ValueError, match="10 examples .* Use a multiple of 8"):
+    with pytest.raises(ValueError, match="10 examples, which"):
         run_trial(Trial("mlp", 10, towers=4, micro_batches=2), QUICK)
 
 
@@ -411,12 +412,14 @@ def by_missing(trial, timing):
         ("test_bench:by_mine", "cnn", "not available", "Error: mlp is written"),
         ("test_bench:by_missing", "mlp", "not available", "no_such_package"),
         ("test_bench:by_nobody", "mlp", "failed", "ValueError: test_bench:by_nobody"),
-        ("jit", "mlp", "failed", "ValueError: The trial needs 9 devices"),
+        ("jit", "mlp", "failed", "ValueError: .*cpu:8"),
     ],
 )
 def test_what_became_of_a_trial_is_a_record(by, model, status, text):
     record = run_recorded(Trial(model, 9, by=by, towers=9, devices=9), QUICK)
-    assert record["status"] == status and (text is None or text in record["error"])
+    assert record["status"] == status and (
+        text is None or re.search(text, record["error"])
+    )
     assert status != "ok" or record["step_s"] == {"median": 54}
 
 

@@ -264,13 +264,8 @@ def figures(
 
 def strategy_of(trial: Trial) -> Strategy:
     """The strategy that a trial names, on the first devices of this process."""
-    found = jax.devices()
-    if trial.devices > len(found):
-        raise ValueError(
-            f"The trial needs {trial.devices} devices; there are {len(found)} of"
-            f" {found[0].platform!r}."
-        )
-    names = tuple(f"{found[0].platform}:{i}" for i in range(trial.devices))
+    platform = jax.default_backend()
+    names = tuple(f"{platform}:{i}" for i in range(trial.devices))
     if trial.strategy == "one_device":
         return OneDevice(names[0])
     return Mirrored(
@@ -284,13 +279,6 @@ def strategy_of(trial: Trial) -> Strategy:
 
 def work_of(trial: Trial, seed: int) -> Work:
     """The `Work` of a trial's step."""
-    shares = trial.towers * trial.micro_batches
-    if trial.batch % shares:
-        raise ValueError(
-            f"A batch of {trial.batch} examples cannot be shared by {trial.towers}"
-            f" towers with {trial.micro_batches} micro-batches each. Use a multiple of"
-            f" {shares}."
-        )
     model = find_model(trial.model, trial.dtype)
     params = jax.tree.map(np.asarray, model.init(seed))  # contenders donate theirs
     batch = model.make_batch(seed + 1, trial.batch)
