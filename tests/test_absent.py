@@ -410,7 +410,7 @@ def test_the_command_report(shell, tmp_path):
     assert "params[&#x27;w&lt;&#x27;]" in page and page.startswith("<!doctype html>")
     for made, message in {
         "sgd": "returns (step, state, batch)",
-        "loss_fn": "is called without arguments",
+        "loss_fn": "cannot be called as loss_fn()",
     }.items():
         code, out, error = shell("report", f"program_of_plan:{made}")
         assert (code, out) == (2, "") and message in error
@@ -422,7 +422,12 @@ def test_commands_refuse_devices_that_they_do_not_know(shell):
         ("report", name, "--on", "h200"): "says not how many; write --on h200:8",
         ("report", name, "--on", "h300:8"): "is no device that is known here",
         ("report", name, "--on", "h200:x"): "says not how many; write --on h200:8",
-        ("report", "program_of_plan:sgd", "--on", "h200:8"): "called with a strategy",
+        (
+            "report",
+            "program_of_plan:sgd",
+            "--on",
+            "h200:8",
+        ): "cannot be called as sgd(strategy)",
         ("plan", name, "--towers", "x"): "must be whole numbers",
         ("plan", name, "--towers", "0"): "towers[0]=0 must be a whole number",
         ("plan", name, "--states", "halved"): "states='halved' must be one of",

@@ -124,7 +124,7 @@ def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
     monkeypatch.setattr(command, "ops_for", lambda count: ())
     code, out, _ = doctor()
     assert code == 1 and "1 wrong." in out
-    assert "cpu:6 gives back other numbers than it was given." in out
+    assert "cpu:6: gives back other numbers than it was given." in out
 
 
 def devices(platform, count, kind="H200"):
@@ -135,7 +135,7 @@ def devices(platform, count, kind="H200"):
 GOOD = {
     **this_machine(),
     "devices": devices("gpu", 8),
-    "cpus": 64,
+    "cores": 64,
     "shared_memory_bytes": 8 << 30,
     "nvidia": True,
     "environment": {},
@@ -159,7 +159,7 @@ TWO_KINDS = {"devices": devices("gpu", 1) + devices("gpu", 1, "A100")}
         ),
         (NO_GPU, False, "one CPU", "CPU_DEVICES=8"),
         (
-            {"devices": devices("cpu", 8), "nvidia": False, "cpus": 2},
+            {"devices": devices("cpu", 8), "nvidia": False, "cores": 2},
             False,
             "8 CPU devices share 2 processors",
             "as many devices as",

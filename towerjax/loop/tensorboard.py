@@ -64,25 +64,18 @@ class TensorBoard:
           The open file.
 
         Raises:
-          ValueError: No ``tensorboardX``; ``logdir`` is a file or holds other runs.
+          ValueError: No ``tensorboardX``; ``logdir`` holds other runs.
         """
         logdir = pathlib.Path(self.logdir)
-        if logdir.exists() and not logdir.is_dir():
-            raise ValueError(
-                f"TensorBoard(logdir={str(logdir)!r}) is a file; name a folder."
-            )
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
-        writer, proto = (
-            require(f"tensorboardX.{name}", *needs)
-            for name in ("event_file_writer", "proto.event_pb2")
-        )
+        writer = require("tensorboardX.event_file_writer", *needs)
+        proto = require("tensorboardX.proto.event_pb2", *needs)
         logdir.mkdir(parents=True, exist_ok=True)
         if start == 0 and not self.replace and any(logdir.glob("*tfevents*")):
             raise ValueError(
                 f"TensorBoard: {str(logdir)!r} holds event files of an earlier run, but"
-                " this one starts at step 0, and both would be one curve. Use another"
-                " folder, go on with that run's state, or say"
-                " TensorBoard(logdir, replace=True)."
+                " this one starts at step 0. Use another folder, go on with that run's"
+                " state, or say TensorBoard(logdir, replace=True)."
             )
         # tensorboardX puts the second into the name, which two runs may share.
         suffix = f".{os.getpid()}.{time.time_ns()}"
@@ -122,9 +115,8 @@ class OpenTensorBoard:
         most = self._options.max_elements
         if array.size > most:
             raise ValueError(
-                f"TensorBoard: the metric {tag!r} has {array.size} elements, which are"
-                f" as many curves; max_elements={most}. Return a summary of it, raise"
-                " max_elements, or write it with tj.JsonLines(path)."
+                f"TensorBoard: the metric {tag!r} has {array.size} elements, each a"
+                f" curve; max_elements={most}. Raise it, or use tj.JsonLines(path)."
             )
         with np.errstate(over="ignore"):  # values beyond float32 become infinite
             numbers = array.astype(np.float64).astype(np.float32)

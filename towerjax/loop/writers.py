@@ -31,11 +31,9 @@ class OpenWriter(Protocol):
 
     def write(self, record: Record) -> None:
         """Write one record."""
-        ...
 
     def close(self) -> None:
         """Write what is buffered, and close files. Called once."""
-        ...
 
 
 class Writer(Protocol):
@@ -43,7 +41,6 @@ class Writer(Protocol):
 
     def open(self, start: int) -> OpenWriter:
         """Open for a run whose state has done ``start`` steps."""
-        ...
 
 
 class Writers:
@@ -186,11 +183,9 @@ class JsonLines:
           The open file.
 
         Raises:
-          ValueError: ``path`` is a folder, or holds something else or an earlier run.
+          ValueError: ``path`` holds something else or an earlier run.
         """
         path = pathlib.Path(self.path)
-        if path.is_dir():
-            raise ValueError(f"JsonLines(path={str(path)!r}) is a folder; name a file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         # A pipe or a device has no earlier lines.
         repeated = self._cut(path, start) if path.is_file() else None

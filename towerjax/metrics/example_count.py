@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.types import PyTree
-from towerjax.types.errors import Portable
+from towerjax.types import Portable, PyTree
 from towerjax.types.options import check_whole
 
 ExampleIds: TypeAlias = Callable[[PyTree], Any]

@@ -14,8 +14,7 @@ from jax.core import Tracer
 
 from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
 from towerjax.proof.scale import SHARED
-from towerjax.types import ArrayLike, PyTree
-from towerjax.types.errors import Portable
+from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
 

@@ -12,8 +12,7 @@ from jax import lax
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
-from towerjax.types import PyTree, readable_leaves
-from towerjax.types.errors import Portable
+from towerjax.types import Portable, PyTree, readable_leaves
 from towerjax.types.leaves import key_data, listed
 
 

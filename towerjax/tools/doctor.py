@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import platform
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from towerjax.mesh import cluster
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement, place
 from towerjax.step.report.step_report import time_calls
-from towerjax.tools.bench.sweep import num_cores, versions
+from towerjax.tools.bench.sweep import describe_machine, versions
 from towerjax.tools.shell import FAULT, OK, show
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
@@ -46,11 +45,10 @@ def this_machine() -> Machine:
     shm = pathlib.Path("/dev/shm")
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES))
     return {
+        **describe_machine(),
         "versions": versions(),
-        "system": f"{platform.system()} {platform.machine()}",
         "devices": devices,
         "problem": problem,  # JAX's error if it has no devices
-        "cpus": num_cores(),  # that this process may use
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "shared_memory_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
         "nvidia": pathlib.Path("/dev/nvidiactl").exists(),  # even one JAX does not find
@@ -106,7 +104,7 @@ def _on_devices(machine: Machine) -> Iterator[Advice]:
         fix = f"Unset JAX_PLATFORMS, which is {platforms!r}, or {install}."
         yield Advice(True, f"JAX has no devices: {machine['problem']}", fix)
         return
-    on_cpu, cpus = devices[0]["name"].startswith("cpu"), machine["cpus"]
+    on_cpu, cpus = devices[0]["name"].startswith("cpu"), machine["cores"]
     if on_cpu and machine["nvidia"]:
         what = "The machine has an NVIDIA GPU, but JAX computes on the CPU."
         fix = "Unset JAX_PLATFORMS, if that is not meant." if platforms else install
@@ -273,19 +271,20 @@ _TEST_FEWER = (
 
 def _failures(alone: Sequence[Probe], together: Sequence[Probe]) -> list[Advice]:
     """An `Advice` for each test that failed and each device that is slow."""
-    faults = [(f"{x.name} {what}.", _LEAVE_OUT) for x in alone for what in x.wrong]
-    faults += [
-        (f"{x.name}: {what}.", _TEST_FEWER) for x in together for what in x.wrong
+    found = [
+        Advice(True, f"{probe.name}: {what}.", fix)
+        for probes, fix in ((alone, _LEAVE_OUT), (together, _TEST_FEWER))
+        for probe in probes
+        for what in probe.wrong
     ]
-    found = [Advice(True, *fault) for fault in faults]
     rates = {x.name: x.gigabytes_per_second for x in alone if x.gigabytes_per_second}
     usual = statistics.median(rates.values()) if rates else 0.0
     fix = "Look at the slot and the link of that device: it sets the pace of all."
-    return found + [
-        Advice(False, f"{name} receives {rate:.1f} GB/s, the others {usual:.1f}.", fix)
-        for name, rate in rates.items()
-        if rate < usual / 2
-    ]
+    for name, rate in rates.items():
+        if rate < usual / 2:
+            what = f"{name} receives {rate:.1f} GB/s, the others {usual:.1f}."
+            found.append(Advice(False, what, fix))
+    return found
 
 
 def _report_text(
@@ -294,24 +293,27 @@ def _report_text(
     together: Sequence[Probe],
     advice: Sequence[Advice],
 ) -> str:
-    devices = {device["name"]: device for device in machine["devices"]}
-    cells = []
-    for probe in alone:
-        device = devices[probe.name]
-        size = device["memory_bytes"]
-        memory = in_bytes(size) if size else "-"
-        cells.append((probe.name, device["kind"], memory, *_probe_cells(probe)))
-    of_ops = tuple((x.name, *_probe_cells(x)) for x in together)
+    found = {device["name"]: device for device in machine["devices"]}
+    of_devices = [
+        (
+            probe.name,
+            found[probe.name]["kind"],
+            in_bytes(found[probe.name]["memory_bytes"] or 0),
+            *_probe_cells(probe),
+        )
+        for probe in alone
+    ]
+    of_ops = [(probe.name, *_probe_cells(probe)) for probe in together]
     head = ("device", "kind", "memory", "test", "ms", "GB/s")
     tables = (
-        Table("Devices, each alone", head, tuple(cells)),
-        Table("All devices together", ("cross-tower op", *head[3:]), of_ops),
+        Table("Devices, each alone", head, tuple(of_devices)),
+        Table("All devices together", ("cross-tower op", *head[3:]), tuple(of_ops)),
     )
     num_wrong = sum(one.is_wrong for one in advice)
     memory = f"{in_bytes(machine['memory_bytes'])} of memory"
     lines = [
         ", ".join(f"{name} {text}" for name, text in machine["versions"].items()),
-        f"{machine['system']}, {machine['cpus']} processors, {memory}",
+        f"{machine['system']}, {machine['cores']} processors, {memory}",
         *(f"{name}={value}" for name, value in machine["environment"].items()),
         "",
         as_text([table for table in tables if table.rows]),

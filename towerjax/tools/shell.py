@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from towerjax.loop.writers import as_json
+from towerjax.types.options import check_takes
 
 OK = 0
 FAULT = 1  # the command ran, and found a fault or a failed run
@@ -111,14 +112,8 @@ def resolve_value(name: str) -> Any:
 
 def call_named(name: str, *strategy: Any) -> Any:
     """The result of the named function, called with a strategy or nothing."""
-    function = resolve(name)
-    given = "with a strategy" if strategy else "without arguments"
-    try:
-        inspect.signature(function).bind(*strategy)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} is called {given} here: {error}. Name a function for that."
-        ) from error
+    form = f"{name.rpartition(':')[2]}({'strategy' if strategy else ''})"
+    check_takes(form, function := resolve(name), *strategy)
     return function(*strategy)
 
 
@@ -147,9 +142,6 @@ def resolve(name: str) -> Any:
 def importing_from_here() -> Iterator[None]:
     """Import modules of the current folder within the block, as ``python -m`` does."""
     here = os.getcwd()
-    if here in sys.path or "" in sys.path:
-        yield
-        return
     sys.path.insert(0, here)
     try:
         yield

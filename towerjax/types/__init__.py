@@ -188,6 +188,17 @@ PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 """``(params, batch, tower) -> outputs`` with leaves ``[b, ...]``, row for row."""
 
 
+class Portable(Exception):
+    """An error that is copied and pickled by its text, attributes and notes.
+
+    Python itself would call the constructor with the text.
+    """
+
+    def __reduce__(self) -> Any:
+        """The text and the attributes; the constructor is not called again."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
+
 def short_repr(self: Any) -> str:
     """The constructor call of an equal object, without arguments left at defaults."""
     shown = [

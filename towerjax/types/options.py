@@ -41,10 +41,10 @@ def check_whole(
     """Raise unless a number is whole and within its limits, or an allowed None."""
     if or_none and number is None:
         return
-    if not is_whole(number) or number < lowest:
-        raise ValueError(f"{name}={number!r:.200} must be a whole number >= {lowest}.")
-    if number > highest:
-        raise ValueError(f"{name}={number!r:.200} must be a whole number <= {highest}.")
+    if not is_whole(number) or not lowest <= number <= highest:
+        is_large = is_whole(number) and number > highest
+        limit = f"<= {highest}" if is_large else f">= {lowest}"
+        raise ValueError(f"{name}={number!r:.200} must be a whole number {limit}.")
 
 
 def cast_ints(options: Any) -> None:
@@ -57,9 +57,7 @@ def cast_ints(options: Any) -> None:
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """A list of one or more whole numbers, checked, as a tuple."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
-        raise ValueError(
-            f"{name}={numbers!r:.200} must be whole numbers >= 1, at least one."
-        )
+        raise ValueError(f"{name}={numbers!r:.200} must be whole numbers, in a list.")
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
     return tuple(int(number) for number in numbers)
@@ -68,9 +66,8 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise unless a value is one of several."""
     if value not in allowed:
-        raise ValueError(
-            f"{name}={value!r:.200} must be one of {', '.join(map(repr, allowed))}."
-        )
+        texts = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name}={value!r:.200} must be one of {texts}.")
 
 
 def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
@@ -141,13 +138,9 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
 
 def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     """Raise unless a value is an object with these methods."""
-    lacks = [x for x in methods.split() if not hasattr(value, x)]
-    if isinstance(value, type):
+    lacks = ", ".join(x for x in methods.split() if not hasattr(value, x))
+    if lacks or isinstance(value, type):
+        why = f"it has no {lacks}" if lacks else "it is a class, not an object of it"
         raise ValueError(
-            f"{name}={value!r:.200} is a class, not an object of it. Pass {example}."
-        )
-    if lacks:
-        raise ValueError(
-            f"{name}={value!r:.200} cannot be used here: it has no {', '.join(lacks)}."
-            f" Pass {example}."
+            f"{name}={value!r:.200} cannot be used here: {why}. Pass {example}."
         )

@@ -138,7 +138,7 @@ class Shown:
 
     def tables(self) -> tuple[Table, ...]:
         """The tables that are shown."""
-        raise NotImplementedError(f"{type(self).__name__} has no tables().")
+        raise NotImplementedError
 
     def __str__(self) -> str:
         return as_text(self.tables())

@@ -164,22 +164,17 @@ class Grid:
             for devices in self.devices or (towers,):
                 for batch in batches if towers % devices == 0 else ():
                     trial = Trial(batch=batch, devices=devices, **options)
-                    peers = [_peer_trial(trial, x) for x in self.peers]
-                    found |= dict.fromkeys([trial, *peers])
+                    found[trial] = None
+                    for peer in self.peers:  # one tower a device, one step a call
+                        own = Trial(trial.model, batch, peer, dtype=trial.dtype)
+                        size = {"towers": devices, "devices": devices}
+                        found[dataclasses.replace(own, **size)] = None
         models, by = [*self.models], ["towerjax", *self.peers]
 
         def place(trial: Trial) -> tuple[int, int, int]:
             return trial.devices, models.index(trial.model), by.index(trial.by)
 
         return tuple(sorted(found, key=place))
-
-
-def _peer_trial(trial: Trial, peer: str) -> Trial:
-    """The trial of a peer: one tower on each device, one step a call."""
-    devices, dtype = trial.devices, trial.dtype
-    return Trial(
-        trial.model, trial.batch, peer, towers=devices, devices=devices, dtype=dtype
-    )
 
 
 def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:

@@ -30,7 +30,7 @@ from towerjax.tools.sweep.record_file import (
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
 from towerjax.types.leaves import held_dtype
-from towerjax.types.options import check_choice, check_function, is_whole
+from towerjax.types.options import check_choice, check_function
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -177,19 +177,9 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
         check_choice("static", name, list(configs[0]))
     found = {}
     for name in configs[0]:
-        values = [config[name] for config in configs]
-        if name not in static and all(
-            isinstance(x, float) or is_whole(x) for x in values
-        ):
-            has_float = any(isinstance(x, float) for x in values)
-            found[name] = held_dtype(float if has_float else int)
-            try:
-                np.array(values, found[name])
-            except OverflowError as error:
-                raise ValueError(
-                    f"grid: {name} has numbers that {found[name]} does not hold:"
-                    f" {error}. Write smaller ones, or static=[{name!r}]."
-                ) from error
+        kinds = {type(config[name]) for config in configs}
+        if name not in static and kinds <= {int, float}:
+            found[name] = held_dtype(float if float in kinds else int)
     return found
 
 
