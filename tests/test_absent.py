@@ -19,16 +19,10 @@ import optax
 import pytest
 
 import towerjax as tj
-from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
-from benchmarks.catalogue import MODELS
+from benchmarks.absent import GPT, PROGRAMS, TITLES, by_hand, by_towerjax, is_no_worse
 from benchmarks.same_bits import cases
-from benchmarks.same_kernels import compare, compiled, kernels_of
+from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
-from towerjax.step.engine import repeated_recipe
-from towerjax.step.program import prepare
-from towerjax.step.report.communication import collectives_of
-from towerjax.step.report.hlo import parse
-from towerjax.step.state import split_state
 from towerjax.tools.cli import main
 from towerjax.tools.plans import most_that
 from towerjax.towers.executors import compile_on_devices
@@ -79,12 +73,12 @@ def test_absent_devices_are_plain_values():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("h300", 8), "'h300' is no device that is known here: 'a100', 'h100'"),
+        (("h300", 8), "target='h300', .* is no device that is known here: 'a100'"),
         (("h200",), "number=None must be a whole number >= 1"),
         (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
         (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
         (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
-        (("v5e:2x4", 8), "'v5e:2x4' says how many TPUs there are"),
+        (("v5e:2x4", 8), "a TPU topology such as 'v5e:2x4' without a number"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):
@@ -176,38 +170,32 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
-
-
-def bytes_of(tree):
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def assert_nothing_is_forgotten(made):
     """What a report names is what XLA plans for."""
     alive = sum(value.bytes for value in made.at_peak)
     assert alive == pytest.approx(made.memory.peak, rel=0.003)
 
 
-def hand_written(name):
-    """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
-    text = PAGE.read_text()
-    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
-        row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
-        found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
-        return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
-    hand = by_hand(PROGRAMS[name], H200S)
-    assert_nothing_is_forgotten(hand)
-    return hand.memory.arguments, hand.memory.peak, len(hand.collectives)
+SMALL_GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(words=4096, layers=2))
+# Arguments, peak and all-reduces of by_hand(SMALL_GPT2, H200S), which compiles long.
+BY_HAND = {"0.10.2": (217_378_820, 1_479_421_820, 3)}
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
+@pytest.mark.parametrize("name", ["cnn", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
-    program = PROGRAMS[name]
+    """ResNet-50 and all layers of GPT-2: `python -m benchmarks.absent`."""
+    program = SMALL_GPT2 if name == "gpt2" else PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
-    arguments, peak, all_reduces = hand_written(name)
+    if name == "cnn" or jax.__version__ not in BY_HAND:
+        hand = by_hand(program, H200S)
+        assert is_no_worse(ours, hand)
+        assert_nothing_is_forgotten(hand)
+        figures = hand.memory.arguments, hand.memory.peak, len(hand.collectives)
+    else:
+        figures = BY_HAND[jax.__version__]
+    arguments, peak, all_reduces = figures
     assert 1 <= len(ours.collectives) <= all_reduces
     assert {found.opcode for found in ours.collectives} == {"all-reduce"}
     params = program.params()
@@ -216,41 +204,57 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.not_donated == ()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
-    assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
+    assert ours.memory.arguments == pytest.approx(arguments, abs=100)
     assert ours.memory.peak <= 1.02 * peak
     assert_nothing_is_forgotten(ours)
-    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
+    if name == "gpt2":  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_pinned_tree_sends_the_bytes_that_it_promises():
-    strategy = tj.Mirrored(
-        devices=H200S, towers=16, local="scan", cross_tower_ops=tj.PinnedTree()
-    )
-    step, params, batch = make_step(strategy)
-    found = step.report(params, batch)
-    share = -(-(LAYERS * WIDTH * WIDTH + 2) // 8)
-    to_all, gather = found.collectives
-    assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
-    assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
-    assert found.bytes_sent == 2 * 4 * share * 7
-    assert (found.towers, found.devices) == (16, 8)
+def bytes_of(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def test_the_page_shows_no_more_sent_and_held_than_by_hand():
+    page = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
+    for name, title in TITLES.items():
+        text = page.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = re.findall(r"\| (\d+) \| (\S+ ?\S*) \|(.*)\|", text)
+        figures = [[float(x.split()[0]) for x in row[2].split("|")] for row in rows]
+        assert [row[:2] for row in rows] == [
+            (count, who)
+            for count in "1 8 64 512".split()
+            for who in ("towerjax", "by hand")
+        ]
+        for ours, hand in zip(figures[::2], figures[1::2], strict=True):
+            (state, peak, number, sent, *_), (state_, peak_, number_, sent_, *_) = (
+                ours,
+                hand,
+            )
+            assert (state, sent) == (state_, sent_) and number <= number_, name
+            assert peak <= 1.02 * peak_ + 0.001, name  # rounded
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.filterwarnings("ignore:No GPU is here to try kernels on")
 def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
-    """What PinnedTree's bits need there; and a control that does not have them."""
-    case, other = cases()["attention"], cases()["linear"]
-    found = compare(case, target="h200", towers=8, devices=(4, 8))
-    assert not any(found.values())
-    # A device's towers side by side are one matrix product of another shape.
-    strategies = [tj.Mirrored(tj.Absent("h200", n), towers=8) for n in (4, 8)]
-    several, alone = (kernels_of(compiled(other, strategy)) for strategy in strategies)
-    assert several.total() > 5 and several != alone
+    """What PinnedTree's bits need there, for a model that XLA finds no tiles for.
+
+    JAX 0.10's compiler fails on it unless it may try kernels; 0.12's does not.
+    """
+    case, ops = cases()["attention"], tj.PinnedTree()
+    strategies = [
+        tj.Mirrored(tj.Absent("h200", n), towers=4, local="scan", cross_tower_ops=ops)
+        for n in (2, 4)
+    ]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        several, alone = (kernels_of(compiled(case, one)) for one in strategies)
+    assert several.total() > 5 and several == alone
+    of_old = jax.__version_info__ < (0, 12)
+    texts = [str(one.message) for one in told]
+    assert len(texts) == 2 * of_old
+    assert all("compiled for cuBLAS" in text for text in texts)
 
 
 def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word():
@@ -267,47 +271,6 @@ def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word()
     assert compile_on_devices(Lowered(), absent_ones) == "compiled"
     with pytest.warns(UserWarning, match="Error reading"):
         compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_attention_in_a_loop_compiles_where_xla_finds_no_tiles():
-    """JAX 0.10's compiler fails unless it may try kernels; 0.12's does not."""
-    model = MODELS["attention"]
-
-    def loss_fn(params, batch, tower):
-        return tj.Weighted.mean(model.losses(params, batch, tower), tower.weight)
-
-    strategy = tj.Mirrored(devices=ONE, towers=2, local="scan")
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        report = step.report(
-            *jax.eval_shape(lambda: (model.params(), model.batch(16, 0)))
-        )
-    assert report.memory.fits
-    of_old = jax.__version_info__ < (0, 12)
-    texts = [str(one.message) for one in told]
-    assert len(texts) == of_old and all("compiled for cuBLAS" in text for text in texts)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_several_steps_are_one_loop_with_one_reduction_in_it():
-    step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
-    donated, kept = split_state(step.shapes(params))
-    x = shapes(5, *batch["x"].shape)
-    args = (donated, kept, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
-    args = (*args, shapes(dtype=jnp.int32))
-    recipe = repeated_recipe(step._runner.recipe)
-    program = prepare(recipe, step.strategy.placement, args)[1]()
-    module = parse(program.call.as_text())
-    (found,) = collectives_of(module)
-    assert found.opcode == "all-reduce" and not found.trips_known  # in the loop
-    # And the loss, with both weights.
-    assert found.bytes == 4 * (LAYERS * WIDTH * WIDTH + 3)
-    entry = module.computations[module.entry].values()
-    assert [op.opcode for op in entry].count("while") == 1
 
 
 @pytest.mark.slow
@@ -352,7 +315,7 @@ def test_the_largest_batch_fits():
         tj.tools.plan(make, on=own, towers=[2], largest_batch=True)
 
 
-@pytest.mark.parametrize("limit", [*range(12), 100, 1001])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 11, 100, 1001])
 @pytest.mark.parametrize("start", [1, 3, 50])
 def test_the_most_that_fits_is_found(limit, start):
     asked = []
@@ -443,20 +406,18 @@ def test_commands_for_absent_devices(shell):
     code, out, _ = shell("report", name, "--on", "a100:2")
     assert code == 0 and "2 towers on 2 devices (NVIDIA A100)" in out
     assert "which fits in 79.3 GiB" in out
-    options = ("--on", "h100", "--towers", "2", "--states", "mirrored,sharded")
+    options = ("--on", "h100", "--towers", "2", "--states", "sharded")
     code, out, _ = shell("plan", name, *options, "--bandwidth", "1e9", "--json")
-    rows = json.loads(out)["rows"]
-    assert code == 0 and [row["state"] for row in rows] == ["mirrored", "sharded"]
-    assert all(row["bound_s"] > 0 for row in rows)
+    (row,) = json.loads(out)["rows"]
+    assert code == 0 and row["state"] == "sharded" and row["bound_s"] > 0
 
 
 @pytest.mark.slow
 @needs_compiler
 def test_one_device_several_hosts_and_their_groups():
-    for strategy in (tj.Mirrored(devices=ONE), tj.OneDevice(ONE)):
-        step, params, batch = make_step(strategy)
-        found = step.report(params, batch)
-        assert found.collectives == () and "NVIDIA H200" in str(found)
+    step, params, batch = make_step(tj.OneDevice(ONE))
+    found = step.report(params, batch)
+    assert found.collectives == () and "NVIDIA H200" in str(found)
     ops = tj.collectives.Hierarchical()
     strategy = tj.Mirrored(devices=tj.Absent("b200", 16), cross_tower_ops=ops)
     step, params, batch = make_step(strategy)

@@ -754,7 +754,7 @@ def test_without_links_platform_and_processes_decide(monkeypatch):
 @pytest.mark.parametrize(
     "devices, links, text",
     [
-        ([], None, "devices is empty"),
+        ([], None, "must be a tuple of names"),
         (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
         (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
         (["gpu:0", "gpu:1"], [[1]], "one list of ints for each of the 2 devices"),

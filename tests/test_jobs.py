@@ -21,7 +21,12 @@ import towerjax as tj
 from towerjax.mesh import processes
 from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import Cluster, free_port
-from towerjax.mesh.cluster.start import _join, _Options, _other_processes, initialize
+from towerjax.mesh.cluster.start import (
+    _join_cluster,
+    _Options,
+    _other_processes,
+    initialize,
+)
 
 # Nothing may take longer than its own limit; those of a test are never reached.
 WAIT_S = 60
@@ -326,9 +331,9 @@ def test_jax_must_count_as_many_processes(monkeypatch):
         with pytest.raises(
             RuntimeError, match="TF_CONFIG: this is process 1 of .*0 of 1"
         ):
-            _join(mine, _Options(1, 1, 1, None, False))
+            _join_cluster(mine, _Options(1, 1, 1, None, False))
     alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
-    assert _join(alone, _Options(1, 1, 1, None, False)) == alone
+    assert _join_cluster(alone, _Options(1, 1, 1, None, False)) == alone
 
 
 def test_many_others_are_named_in_short():

@@ -117,16 +117,16 @@ BAD = [
         "devices names cpu:0 more than once in ('cpu:0', 'cpu:1', 'cpu:0'). For several"
         " towers on a device write towers=..., not the device twice.",
     ),
-    (dict(devices=()), "devices is empty; name at least one, or leave it out to use"),
-    (dict(devices=[]), "devices is empty; name at least one"),
+    (dict(devices=()), "devices=() must be a tuple of names or of jax.Device"),
+    (dict(devices=[]), "leave it out to use all."),
     (
         dict(devices="gpu:0"),
         "devices='gpu:0' must be a tuple of names or of jax.Device objects, such as"
-        " devices=('gpu:0',).",
+        " devices=('gpu:0',);",
     ),
-    (dict(devices={"cpu:0"}), "such as devices=('gpu:0', 'gpu:1')."),  # unordered
-    (dict(devices=2), "devices=('gpu:0', 'gpu:1'). A number of towers is towers=8."),
-    (dict(devices="gpu"), "such as devices=('gpu:0', 'gpu:1')."),
+    (dict(devices={"cpu:0"}), "such as devices=('gpu:0',);"),  # unordered
+    (dict(devices=2), "A number of towers is towers=8."),
+    (dict(devices="gpu"), "such as devices=('gpu:0',);"),
     (
         dict(devices=("gpu",)),
         "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"
@@ -211,7 +211,7 @@ def build(strategy):
 MISSING = [
     (tj.Mirrored(devices=[f"cpu:{i}" for i in range(9)]), "'cpu:8' is not on this"),
     (tj.Mirrored(devices=("cpu:0", "cpu:11")), "'jax_num_cpu_devices', 12) before"),
-    (tj.Mirrored(devices=("tpu:0",)), "'tpu:0' is not on this machine, which has none"),
+    (tj.Mirrored(devices=("tpu:0",)), "'tpu:0' is not on this machine, which has 0 of"),
     (tj.OneDevice("tpu:7"), "Name devices that it has, or ask for towers=..."),
 ]
 

@@ -85,18 +85,14 @@ class Absent:
 
     def __post_init__(self) -> None:
         """Check what can be known without a compiler."""
-        if self.is_topology(self.target):
-            if (self.number, self.hosts) != (None, None):
-                raise ValueError(
-                    f"{self.target!r} says how many TPUs there are, and on which hosts;"
-                    " leave out number and hosts."
-                )
+        if self.platform == "tpu" and (self.number, self.hosts) == (None, None):
             return
         if self.target not in _GPUS and "gpu_device_info" not in self.target:
             raise ValueError(
-                f"target={self.target!r} is no device that is known here:"
-                f" {', '.join(map(repr, _GPUS))}, a TPU topology such as 'v5e:2x4', or"
-                " XLA's text of a GPU, which has gpu_device_info { ... }."
+                f"{self!r} is no device that is known here:"
+                f" {', '.join(map(repr, _GPUS))} and their number, a TPU topology such"
+                " as 'v5e:2x4' without a number, or XLA's text of a GPU, which has"
+                " gpu_device_info { ... }."
             )
         check_whole("number", self.number, 1, _MOST)
         check_whole("hosts", self.hosts, or_none=True)

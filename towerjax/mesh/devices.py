@@ -32,14 +32,12 @@ def canonical_device_name(device: Any) -> str:
     if isinstance(device, jax.Device):
         peers = jax.devices(device.platform)
         return f"{_canonical_platform(device.platform)}:{peers.index(device)}"
-    found = _NAME.fullmatch(str(device).lower())
-    if found is None:
-        raise ValueError(
-            f"devices: {device!r} is not a device name. Write 'platform:index', such"
-            " as 'gpu:0' or 'cpu:3', or pass a jax.Device."
-        )
-    platform, index = found.groups()
-    return f"{_canonical_platform(platform)}:{int(index)}"
+    if found := _NAME.fullmatch(str(device).lower()):
+        return f"{_canonical_platform(found[1])}:{int(found[2])}"
+    raise ValueError(
+        f"devices: {device!r} is not a device name. Write 'platform:index', such as"
+        " 'gpu:0' or 'cpu:3', or pass a jax.Device."
+    )
 
 
 def _canonical_platform(platform: str) -> str:
@@ -48,20 +46,14 @@ def _canonical_platform(platform: str) -> str:
 
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
     """The canonical names of several devices of one platform, in their order."""
-    if not isinstance(devices, tuple | list):
-        single = isinstance(devices, str) and ":" in devices
-        example = f"({devices!r},)" if single else "('gpu:0', 'gpu:1')"
+    if not isinstance(devices, tuple | list) or not devices:
         raise ValueError(
             f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
-            f" objects, such as devices={example}. A number of towers is towers=8."
-        )
-    if not devices:
-        raise ValueError(
-            "devices is empty; name at least one, or leave it out to use all."
+            " objects, such as devices=('gpu:0',); leave it out to use all. A number of"
+            " towers is towers=8."
         )
     names = tuple(canonical_device_name(device) for device in devices)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
             f"devices names {', '.join(twice)} more than once in {tuple(devices)}. For"
             " several towers on a device write towers=..., not the device twice."
@@ -115,24 +107,20 @@ def find_device(name: str) -> Device:
     found = platform_devices(platform)
     if int(index) < len(found):
         return found[int(index)]
-    if found:
-        have = f"{len(found)} of platform {platform!r}: {platform}:0"
-        have += f" to {platform}:{len(found) - 1}" if len(found) > 1 else ""
-    else:
-        have = f"none of platform {platform!r}; the default one is"
-        have += f" {jax.default_backend()!r} with {len(jax.devices())}"
     hint = ""
-    if platform == "cpu" and not found:
+    if platform == "cpu":
         hint = f" Here {_WITHOUT_CPU}"
-    elif platform == "cpu":
-        hint = (
-            " For more CPU devices call"
-            f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before JAX"
-            " is first used."
-        )
+        if found:
+            hint = (
+                " For more CPU devices call"
+                f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before"
+                " JAX is first used."
+            )
     raise ValueError(
-        f"devices: {name!r} is not on this machine, which has {have}. Name devices"
-        f" that it has, or ask for towers=... and let them share a device.{hint}"
+        f"devices: {name!r} is not on this machine, which has {len(found)} of platform"
+        f" {platform!r}; the default one is {jax.default_backend()!r} with"
+        f" {len(jax.devices())}. Name devices that it has, or ask for towers=... and"
+        f" let them share a device.{hint}"
     )
 
 

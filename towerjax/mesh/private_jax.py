@@ -69,6 +69,11 @@ def coordinator_client() -> Any:
     return distributed.global_state.client
 
 
+def read_arguments(compiled: Any) -> list[int]:
+    """The numbers of the leaves among its arguments that a program reads."""
+    return sorted(compiled._executable._kept_var_idx)
+
+
 def inline_and_merge(lowered: Any) -> None:
     """Inline all calls of a lowered program and merge equal operations, in place.
 

@@ -71,7 +71,7 @@ AGAIN = 75
 class End:
     """How the processes of a job ended."""
 
-    code: int  # 0, or the code of the first that failed; 128 + n for signal n
+    code: int = 0  # or the code of the first that failed; 128 + n for signal n
     lost: int = 0  # how many were killed by others than the launcher, or hung
     ended_by: int | None = None  # the signal that told the launcher to end
     # Whether the launcher ended them, because more processes fit again.
@@ -163,7 +163,7 @@ def run_group(
         try:
             for index, environ in enumerate(environs):
                 workers.append(_start_worker(index, command, environ, group))
-            return _Job(group, workers, timeouts, arrived).run()
+            return _Job(group, list(workers), timeouts, arrived).run()
         finally:
             _send(group, signal.SIGKILL)
             for worker in workers:
@@ -204,67 +204,65 @@ def _send(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+@dataclasses.dataclass
 class _Job:
     """Watches the workers until the last one has ended."""
 
-    def __init__(
-        self, group: int, workers: list[_Worker], timeouts: Timeouts, arrived: list[int]
-    ) -> None:
-        self._group = group
-        self._running = list(workers)
-        self._timeouts = timeouts
-        self._arrived = arrived
-        # By SIGPIPE processes end whose output nobody reads: they are not lost.
-        self._sent: set[int] = {signal.SIGPIPE}
-        self._end = End(0)
-        self._kill_at: float | None = None
+    group: int
+    running: list[_Worker]
+    timeouts: Timeouts
+    arrived: list[int]
+    end: End = dataclasses.field(default_factory=End)
+    kill_at: float = math.inf
+    # Processes whose output nobody reads end by SIGPIPE: they are not lost.
+    sent: set[int] = dataclasses.field(default_factory=lambda: {signal.SIGPIPE})
 
     def run(self) -> End:
         """Watch the processes until all have ended; return how they ended."""
-        while self._running:
+        while self.running:
             time.sleep(_POLL_S)
             self._forward_signals()
             self._look_for_hangs()
             self._end_to_regrow()
-            over = [x for x in self._running if x.popen.poll() is not None]
+            over = [x for x in self.running if x.popen.poll() is not None]
             # One that was killed made others fail in the same moment: it comes first.
             for worker in sorted(over, key=lambda worker: worker.signal is None):
                 self._handle_end(worker)
-            if self._running and time.monotonic() >= (self._kill_at or math.inf):
+            if self.running and time.monotonic() >= self.kill_at:
                 self._kill()
-        return self._end
+        return self.end
 
     def _send(self, number: int) -> None:
-        self._sent.add(number)
-        _send(self._group, number)
+        self.sent.add(number)
+        _send(self.group, number)
 
     def _forward_signals(self) -> None:
-        while self._arrived:
-            number = self._arrived.pop(0)
+        while self.arrived:
+            number = self.arrived.pop(0)
             self._send(number)
             if number in FORWARDED:
                 continue
-            if self._end.ended_by:
-                self._kill_at = time.monotonic()
+            if self.end.ended_by:
+                self.kill_at = time.monotonic()
                 continue
-            self._end.ended_by = number
-            self._kill_at = time.monotonic() + self._timeouts.grace_s
+            self.end.ended_by = number
+            self.kill_at = time.monotonic() + self.timeouts.grace_s
             say(
-                f"{_signal_name(number)} passed on to {len(self._running)}"
-                f" running; SIGKILL follows after {self._timeouts.grace_s:g} s, or at a"
+                f"{_signal_name(number)} passed on to {len(self.running)}"
+                f" running; SIGKILL follows after {self.timeouts.grace_s:g} s, or at a"
                 " second signal"
             )
 
     def _look_for_hangs(self) -> None:
-        if self._kill_at is not None:
+        if self.kill_at < math.inf:
             return  # a process that ends, or waits for a lost one, does no steps
-        now, running = time.monotonic(), self._running
+        now, running = time.monotonic(), self.running
         for worker in running:
             silent_s = now - worker.heartbeat.last_sign
-            if silent_s > self._timeouts.hang_s:
+            if silent_s > self.timeouts.hang_s:
                 self._kill_hung(worker, f"gave no sign of life for {silent_s:.1f} s")
         still_s = now - max((x.heartbeat.last_step for x in running), default=now)
-        if still_s > self._timeouts.step_s and self._all_do_steps():
+        if still_s > self.timeouts.step_s and self._all_do_steps():
             fewest = min(x.heartbeat.steps for x in running)
             for worker in [x for x in running if x.heartbeat.steps == fewest]:
                 self._kill_hung(worker, f"began no step for {still_s:.1f} s")
@@ -274,38 +272,38 @@ class _Job:
         worker.popen.kill()
 
     def _all_do_steps(self) -> bool:
-        return all(worker.heartbeat.steps for worker in self._running)
+        return all(worker.heartbeat.steps for worker in self.running)
 
     def _end_to_regrow(self) -> None:
-        is_due = time.monotonic() >= self._timeouts.regrow_at and self._all_do_steps()
-        if not is_due or self._end.regrows or self._kill_at is not None:
+        is_due = time.monotonic() >= self.timeouts.regrow_at and self._all_do_steps()
+        if not is_due or self.end.regrows or self.kill_at < math.inf:
             return
-        self._end.regrows = True
+        self.end.regrows = True
         say(
             "more processes fit again; those that run are asked to save and end:"
-            f" {len(self._running)}"
+            f" {len(self.running)}"
         )
         self._send(signal.SIGTERM)
 
     def _handle_end(self, worker: _Worker) -> None:
-        self._running.remove(worker)
+        self.running.remove(worker)
         _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
-        if worker.signal is not None and worker.signal not in self._sent:
-            self._end.lost += 1
-        if code == 0 or self._end.code:
+        if worker.signal is not None and worker.signal not in self.sent:
+            self.end.lost += 1
+        if code == 0 or self.end.code:
             return
-        self._end.code = code if code > 0 else 128 - code
-        as_asked = self._end.regrows and code in (AGAIN, -signal.SIGTERM)
-        if not self._end.ended_by and not as_asked:
+        self.end.code = code if code > 0 else 128 - code
+        as_asked = self.end.regrows and code in (AGAIN, -signal.SIGTERM)
+        if not self.end.ended_by and not as_asked:
             self._fail(worker)
-        if self._kill_at is None:
-            timeouts = self._timeouts
+        if self.kill_at == math.inf:
+            timeouts = self.timeouts
             seconds = timeouts.grace_s if as_asked else timeouts.failed_s
-            self._kill_at = time.monotonic() + seconds
+            self.kill_at = time.monotonic() + seconds
 
     def _fail(self, worker: _Worker) -> None:
-        code, rest = worker.popen.returncode, len(self._running)
+        code, rest = worker.popen.returncode, len(self.running)
         why = f"exited with code {code}"
         if code < 0:
             why = f"was killed by signal {-code} ({_signal_name(-code)})"
@@ -317,8 +315,8 @@ class _Job:
         self._send(signal.SIGTERM)
 
     def _kill(self) -> None:
-        self._kill_at = None
-        names = ", ".join(str(worker.index) for worker in self._running)
+        self.kill_at = math.inf
+        names = ", ".join(str(worker.index) for worker in self.running)
         say(f"still running: {names}; ended with SIGKILL")
-        self._end.code = self._end.code or 128 + signal.SIGKILL
+        self.end.code = self.end.code or 128 + signal.SIGKILL
         self._send(signal.SIGKILL)

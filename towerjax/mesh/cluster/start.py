@@ -135,7 +135,7 @@ def initialize(
         return running
     heartbeat.start()
     _set_collective_timeout(collective_timeout_s)
-    cluster = _process.cluster = _join(named, options)
+    cluster = _process.cluster = _join_cluster(named, options)
     if cluster.num_processes == 1:
         _restore_excepthook()
     else:
@@ -190,7 +190,7 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {said}".strip()
 
 
-def _join(named: Cluster | None, options: _Options) -> Cluster:
+def _join_cluster(named: Cluster | None, options: _Options) -> Cluster:
     """Join the named cluster or else the one that JAX detects; of one if none."""
     who, others, where = "this process", "the others of the cluster", {}
     if named is not None:

@@ -64,60 +64,40 @@ def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
 def _collectives_in(
     module: Module, computation: str, trips: int, known: bool, when: Any = None
 ) -> Iterator[CompiledCollective]:
-    for op in module.computations[computation].values():
-        called = op.called()
-        if op.opcode.removesuffix("-start") in _COLLECTIVES:
-            at = when or _schedule_of(module, computation, op)
-            yield _collective(module, computation, op, at, (trips, known))
-        elif op.opcode == "while":
-            more, is_known = op.trips or 1, known and op.trips is not None
-            for name in (called["condition"], called["body"]):
-                yield from _collectives_in(module, name, trips * more, is_known)
-        elif op.opcode == "async-start":
-            at = _schedule_of(module, computation, op)
-            yield from _collectives_in(module, called["calls"], trips, known, at)
-        elif op.opcode in ("call", "conditional") or "calls" in called:
-            for name in called.values():
-                yield from _collectives_in(module, name, trips, known)
+    there = list(module.computations[computation].values())
+    for op in there:
+        opcode = op.opcode.removesuffix("-start")
+        if opcode in _COLLECTIVES:
+            size = sum(shape.bytes for shape in op.inputs)
+            devices = _group_size(module, op)
+            yield CompiledCollective(
+                opcode,
+                size,
+                ring_bytes(opcode, size, devices),
+                tuple(dict.fromkeys(shape.dtype for shape in op.inputs)),
+                devices,
+                trips,
+                known,
+                *(when or _schedule_of(there, op)),
+                line=source_line(module, op),
+            )
+            continue
+        inside = trips * (op.trips or 1), known and (op.trips or op.opcode != "while")
+        at = _schedule_of(there, op) if op.opcode == "async-start" else when
+        for name in op.called().values():
+            yield from _collectives_in(module, name, inside[0], bool(inside[1]), at)
 
 
-def _schedule_of(module: Module, computation: str, op: Operation) -> tuple[int, ...]:
+def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
     """``start``, ``end``, ``length`` and ``beside`` of a collective."""
-    there = module.computations[computation].values()
     working = [other for other in there if other.opcode not in _NO_WORK]
     start, done = working.index(op), op.opcode.replace("-start", "-done")
     waits = [other.opcode == done and op.name in other.operands for other in working]
     end = waits.index(True) if any(waits) else start
     between = working[start + 1 : end]
     between = [x for x in between if not x.opcode.endswith(("-start", "-done"))]
-    moved = [
-        shape.bytes
-        for other in between
-        for shape in (*other.shapes, *module.operand_shapes(computation, other))
-    ]
-    return start, start + len(between), len(working), sum(moved)
-
-
-def _collective(
-    module: Module,
-    computation: str,
-    op: Operation,
-    when: tuple[int, ...],
-    trips: tuple[int, bool],
-) -> CompiledCollective:
-    opcode = op.opcode.removesuffix("-start")
-    operands = module.operand_shapes(computation, op)
-    size, devices = sum(shape.bytes for shape in operands), _group_size(module, op)
-    return CompiledCollective(
-        opcode,
-        size,
-        ring_bytes(opcode, size, devices),
-        tuple(dict.fromkeys(shape.dtype for shape in operands)),
-        devices,
-        *trips,
-        *when,
-        line=source_line(module, op),
-    )
+    moved = sum(shape.bytes for x in between for shape in (*x.shapes, *x.inputs))
+    return start, start + len(between), len(working), moved
 
 
 def _group_size(module: Module, op: Operation) -> int:

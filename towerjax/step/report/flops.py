@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 from towerjax.proof.equation import sub_jaxprs
@@ -60,9 +59,7 @@ class Flops:
 
     def times(self, trips: int) -> "Flops":
         """The count of a loop with this body and so many trips."""
-        return dataclasses.replace(
-            self, matmul=self.matmul * trips, other=self.other * trips
-        )
+        return Flops(self.matmul * trips, self.other * trips, self.notes)
 
 
 def flops_of(jaxpr: Jaxpr) -> Flops:
@@ -76,15 +73,12 @@ def flops_of(jaxpr: Jaxpr) -> Flops:
     return _flops_inside(needed)
 
 
-def _flops_inside(jaxpr: Jaxpr) -> Flops:
-    return _add_up(_flops_of_equation(eqn) for eqn in jaxpr.eqns)
-
-
-def _add_up(parts: Iterable[Flops]) -> Flops:
+def _flops_inside(*jaxprs: Jaxpr) -> Flops:
+    parts = (_flops_of_equation(eqn) for jaxpr in jaxprs for eqn in jaxpr.eqns)
     return functools.reduce(Flops.__add__, parts, Flops())
 
 
-def _flops_of_equation(eqn: JaxprEqn) -> Flops:
+def _flops_of_equation(eqn: Any) -> Flops:
     name = eqn.primitive.name
     if name == "dot_general":
         return Flops(matmul=_dot_flops(eqn))
@@ -100,13 +94,11 @@ def _flops_of_equation(eqn: JaxprEqn) -> Flops:
     if name in _ARITHMETIC:
         return Flops(other=out.size)
     if name in _REDUCE_OPS:
-        before: Any = eqn.invars[0].aval
-        return Flops(other=before.size - out.size)
-    updates: Any = eqn.invars[2].aval
-    return Flops(other=updates.size)
+        return Flops(other=eqn.invars[0].aval.size - out.size)
+    return Flops(other=eqn.invars[2].aval.size)  # a scatter's updates
 
 
-def _flops_of_inner(eqn: JaxprEqn) -> Flops:
+def _flops_of_inner(eqn: Any) -> Flops:
     name, inner = eqn.primitive.name, sub_jaxprs(eqn)
     if not inner:
         return Flops()
@@ -114,35 +106,31 @@ def _flops_of_inner(eqn: JaxprEqn) -> Flops:
         return max(map(_flops_inside, inner), key=lambda flops: flops.total)
     if name == "scan":
         return _flops_inside(inner[0]).times(eqn.params["length"])
-    if name != "while":
-        return _flops_inside(inner[0])
-    one = _add_up(map(_flops_inside, inner))
-    if not one.total:
-        return one
-    return one + Flops(notes=("a loop of unknown trips is counted once",))
+    if name == "while":
+        notes = ("a loop of unknown trips is counted once",)
+        one = _flops_inside(*inner)
+        return one + Flops(notes=notes) if one.total else one
+    return _flops_inside(inner[0])
 
 
-def _dot_flops(eqn: JaxprEqn) -> int:
+def _dot_flops(eqn: Any) -> int:
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs: Any = eqn.invars[0].aval
-    out: Any = eqn.outvars[0].aval
+    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
     return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted)
 
 
-def _convolution_flops(eqn: JaxprEqn) -> int:
+def _convolution_flops(eqn: Any) -> int:
     """Two for each product of an input element and a kernel element.
 
     Products with padding do not count, so a convolution and both its gradients have
     the same count.
     """
-    lhs: Any = eqn.invars[0].aval
-    rhs: Any = eqn.invars[1].aval
-    out: Any = eqn.outvars[0].aval
+    lhs, rhs, out = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
     params, dims = eqn.params, eqn.params["dimension_numbers"]
-    others = [out.shape[dims.out_spec[0]], *(rhs.shape[i] for i in dims.rhs_spec[:2])]
+    others = [out[dims.out_spec[0]], *(rhs[i] for i in dims.rhs_spec[:2])]
     windows = zip(
-        [lhs.shape[dim] for dim in dims.lhs_spec[2:]],
-        [rhs.shape[dim] for dim in dims.rhs_spec[2:]],
+        [lhs[dim] for dim in dims.lhs_spec[2:]],
+        [rhs[dim] for dim in dims.rhs_spec[2:]],
         params["window_strides"],
         params["padding"],
         params["lhs_dilation"],

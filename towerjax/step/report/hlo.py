@@ -9,10 +9,8 @@ _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)"
-    r"=%?([\w.\-]+)"
+    r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +21,11 @@ class Shape:
     dims: tuple[int, ...]
 
     @property
-    def size(self) -> int:
-        """How many elements."""
-        return math.prod(self.dims)
-
-    @property
     def bytes(self) -> int:
         """How many bytes; a ``pred`` has one, a ``token`` none."""
         bits = re.match(r"[a-z]+?(\d+)", self.dtype)
         width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
-        return -(-self.size * width // 8)
+        return -(-math.prod(self.dims) * width // 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -46,17 +39,18 @@ class Operation:
     opcode: str
     shapes: tuple[Shape, ...]  # the results': several for a tuple
     operands: tuple[str, ...]  # names; a parameter's number, or a constant's value
+    inputs: tuple[Shape, ...]  # the operands' shapes, tuples spread
     attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
         """Attribute -> computation that the operation runs or reduces by."""
         if self.opcode.endswith(("-done", "-update")):
             return {}  # the -start operation named them
-        found = {m[0].split("=")[0]: m[1] for m in _CALLED.finditer(self.attributes)}
-        if branches := _BRANCHES.search(self.attributes):
-            names = re.findall(r"%?([\w.\-]+)", branches[1])
-            found |= {f"branch {i}": name for i, name in enumerate(names)}
-        return found
+        return {
+            f"{kind}[{i}]" if text.startswith("{") else kind: name
+            for kind, text in _CALLED.findall(self.attributes)
+            for i, name in enumerate(re.findall(r"[\w.\-]+", text))
+        }
 
     @property
     def op_name(self) -> str:
@@ -80,11 +74,6 @@ class Module:
     entry: str
     roots: dict[str, str]  # computation -> the operation that is its result
     frames: dict[int, tuple[str, int, str, int]]  # (file, line, function, around or 0)
-
-    def operand_shapes(self, computation: str, operation: Operation) -> list[Shape]:
-        """The operands' shapes, tuples spread."""
-        there = self.computations[computation]
-        return [shape for name in operation.operands for shape in there[name].shapes]
 
     @property
     def parameters(self) -> list[Operation]:
@@ -125,11 +114,6 @@ class Module:
 def parse(text: str) -> Module:
     """A compiled program's text, taken apart."""
     lines = text.splitlines()
-    if not lines or not lines[0].startswith("HloModule"):
-        raise ValueError(
-            f"This is not the text of a compiled program: {text[:60]!r}. Pass what"
-            " Compiled.as_text() gives."
-        )
     computations, roots, entry = {}, {}, ""
     inside: dict[str, Operation] = {}
     for line in lines[1:]:
@@ -138,13 +122,13 @@ def parse(text: str) -> Module:
             name = head[2]
             entry = name if head[1] else entry
         elif (found := _OPERATION.match(line)) and computations:
-            inside[found[2]] = _operation(found[2], found[3])
+            inside[found[2]] = _operation(found[2], found[3], inside)
             if found[1]:
                 roots[name] = found[2]
     return Module(lines[0], computations, entry, roots, _frames(text))
 
 
-def _operation(name: str, text: str) -> Operation:
+def _operation(name: str, text: str, before: dict[str, Operation]) -> Operation:
     """Parse what follows ``%name =``."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     shapes = tuple(
@@ -152,27 +136,22 @@ def _operation(name: str, text: str) -> Operation:
         for m in _SHAPE.finditer(text[:end])
     )
     opening = text.index("(", end)
-    opcode = text[end:opening].strip()
-    closing = _closing(text, opening)
-    inside = text[opening + 1 : closing]
+    opcode, closing = text[end:opening].strip(), _closing(text, opening)
+    inside, attributes = text[opening + 1 : closing], text[closing + 1 :]
     if opcode in ("parameter", "constant"):
-        operands: tuple[str, ...] = (inside,)
-    else:
-        operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Operation(name, opcode, shapes, operands, text[closing + 1 :])
+        return Operation(name, opcode, shapes, (inside,), (), attributes)
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    inputs = tuple(shape for operand in operands for shape in before[operand].shapes)
+    return Operation(name, opcode, shapes, operands, inputs, attributes)
 
 
 def _closing(text: str, opening: int) -> int:
-    """The position of the closing bracket; brackets in quotes do not count."""
-    depth, quoted = 0, False
+    """The position of the bracket that closes one."""
+    depth = 0
     for i in range(opening, len(text)):
-        char = text[i]
-        if char == '"' and text[i - 1] != "\\":
-            quoted = not quoted
-        elif not quoted:
-            depth += (char == "(") - (char == ")")
-            if depth == 0:
-                return i
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
     raise ValueError(f"A bracket does not close in the compiler's text: {text[:120]}")
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.report.communication import source_line
 from towerjax.step.report.hlo import Module, Operation, Shape
 from towerjax.types import leaf_name
@@ -93,27 +94,33 @@ def memory_of(
 
     Argument ``i`` is called ``roots[i]``.
     """
-    leaves = _argument_leaves(compiled, roots)
-    results = collections.Counter(module.results)
-    pairs = _match_parameters(leaves, module.parameters)
-    taken_over = module.aliased
+    leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    read = read_arguments(compiled)
+    # Tokens, if there are any, are the first parameters.
+    parameters = dict(zip(read, module.parameters[-len(read) :], strict=True))
+    results, taken_over = collections.Counter(module.results), module.aliased
     donated = collections.Counter(
-        p.shapes[0] for leaf, p in pairs if p is not None and leaf.donated
+        parameters[i].shapes[0] for i in read if leaves[i][1].donated
     )
     buffers = []
-    for leaf, parameter in pairs:
-        shape, size, aliased, why_not = Shape(leaf.dtype, leaf.shape), 0, False, ""
+    for number, (path, info) in enumerate(leaves):
+        parameter = parameters.get(number)
+        below = leaf_name("", path[2:])  # of (args, kwargs)
+        root = roots[int(path[1].idx)]
+        aliased, size, why_not = False, 0, "the program does not read it"
+        shape = Shape(str(info.dtype), tuple(info.shape))
         if parameter is not None:
-            shape = parameter.shapes[0]
-            size, aliased = shape.bytes, int(parameter.operands[0]) in taken_over
-        if leaf.donated and parameter is None:
-            why_not = "the program does not read it"
-        elif leaf.donated and not aliased:
-            why_not = _reason(shape, donated[shape], results[shape])
-        elif keeps and leaf.root == roots[0] and parameter is not None and not aliased:
-            why_not = "donate=False"
-        kinds = (*_name_and_kind(leaf), shape.dtype, shape.dims, size)
-        buffers.append(Buffer(*kinds, leaf.donated, aliased, why_not))
+            shape, aliased = (
+                parameter.shapes[0],
+                int(parameter.operands[0]) in taken_over,
+            )
+            size, why_not = shape.bytes, _reason(shape, donated[shape], results[shape])
+        if not info.donated:
+            is_kept = keeps and root == roots[0] and parameter is not None
+            why_not = "donate=False" if is_kept else ""
+        names = _name_and_kind(root, below)
+        given = shape.dtype, shape.dims, size, info.donated, aliased
+        buffers.append(Buffer(*names, *given, "" if aliased else why_not))
     analysis = compiled.memory_analysis()
     return Memory(
         buffers=tuple(buffers),
@@ -126,53 +133,12 @@ def memory_of(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """An argument's leaf as it was passed; ``path`` is below the argument."""
-
-    root: str
-    path: str
-    dtype: str
-    shape: tuple[int, ...]
-    donated: bool
-
-
-def _argument_leaves(compiled: Any, roots: Sequence[str]) -> list[_Leaf]:
-    paths: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    # The tree is (args, kwargs).
-    return [
-        _Leaf(
-            root=roots[int(path[1].idx)],
-            path=leaf_name("", path[2:]),
-            dtype=str(info.dtype),
-            shape=tuple(info.shape),
-            donated=info.donated,
-        )
-        for path, info in paths
-    ]
-
-
-def _match_parameters(
-    leaves: list[_Leaf], parameters: list[Operation]
-) -> list[tuple[_Leaf, Operation | None]]:
-    """Each leaf with its parameter, or None if the program does not read it."""
-    pairs: list[tuple[_Leaf, Operation | None]] = []
-    waiting = collections.deque(parameters)
-    for number, leaf in enumerate(leaves):
-        fits = len(leaves) - number == len(waiting)  # then all that are left are read
-        if not fits and waiting and waiting[0].op_name.endswith(leaf.path):
-            # A random key's parameter has one dim more, of its words.
-            fits = len(waiting[0].shapes[0].dims) >= len(leaf.shape)
-        pairs.append((leaf, waiting.popleft() if fits else None))
-    return pairs
-
-
-def _name_and_kind(leaf: _Leaf) -> tuple[str, str]:
+def _name_and_kind(root: str, path: str) -> tuple[str, str]:
     """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
-    found = _IN_GROUP.match(leaf.path)
-    if leaf.root in ("state", "kept") and found:
+    found = _IN_GROUP.match(path)
+    if root in ("state", "kept") and found:
         return found[1] + found[2], _GROUPS.get(found[1], "other")
-    return leaf.root + leaf.path, _GROUPS.get(leaf.root, "other")
+    return root + path, _GROUPS.get(root, "other")
 
 
 def _reason(shape: Shape, donated: int, results: int) -> str:

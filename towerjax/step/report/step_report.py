@@ -18,7 +18,7 @@ from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, me
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
-from towerjax.types.options import check_takes, check_whole
+from towerjax.types.options import check_whole
 from towerjax.types.tables import Shown, Stored, Table, in_bytes, in_flops, in_seconds
 
 
@@ -154,7 +154,7 @@ def report_of(
       devices by ``shard_map``, and of all together where it is not.
 
     Raises:
-      ValueError: The function is not under ``jax.jit``, or does not take ``args``.
+      ValueError: The function is not under ``jax.jit``.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, towerjax as tj
@@ -175,12 +175,6 @@ def report_of(
     check_roles("report_of", strategy=strategy)
     if not hasattr(fn, "trace"):
         raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
-    if not isinstance(args, list | tuple):
-        raise ValueError(
-            f"report_of: args is a {type(args).__name__}. Write report_of(fn, (params,"
-            " opt_state, batch), strategy), the arguments in a tuple."
-        )
-    check_takes("fn(*args)", fn, *args)
     start, placement = time.perf_counter(), strategy.placement
     # The last name may be that of *args.
     names = [*inspect.signature(fn).parameters]
