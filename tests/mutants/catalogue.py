@@ -115,7 +115,7 @@ REGISTRY = (
         "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
         "        )\n"
         "        out = map_values(lambda u: u / 2, out)",
-        f"{_TOWER_OPTIMIZER}[3-1-clip]",
+        f"{_TOWER_OPTIMIZER}[inside-4-2]",
     ),
     _m(
         "B09",
@@ -660,7 +660,7 @@ MODELS = (
         "estimator.optimizer:TowerOptimizer.__new__",
         "dataclasses.replace(state, inner=after)",
         "state",
-        f"{_TOWER_OPTIMIZER}[2-2-momentum]",
+        f"{_TOWER_OPTIMIZER}[inside-4-2]",
     ),
     _m(
         "M03",
@@ -677,8 +677,7 @@ MODELS = (
         "estimator.losses:compute_weighted_loss",
         "rows = jnp.where(_like_losses(weights, losses) != 0, rows, 0)",
         "rows = rows * 1",
-        "test_replicate.py::test_towers_equal_numpy"
-        "[shard_map-8-4-SUM_BY_NONZERO_WEIGHTS-None-clip each tower-ops6]",
+        "test_replicate.py::test_a_size_of_each_kind_equals_numpy[padded]",
     ),
     _m(
         "M05",
@@ -789,8 +788,7 @@ MODELS = (
         "step.one_pass:_join_table_rows",
         "rows = all_gather_rows(rows, axes)",
         "rows = rows",
-        "test_tower_optimizer.py"
-        "::test_rows_of_a_table_are_updated_of_the_one_gradient[sparse1]",
+        "test_tower_optimizer.py::test_rows_of_a_table_are_updated_of_the_one_gradient",
     ),
     _m(
         "M18",
