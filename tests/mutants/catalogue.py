@@ -693,7 +693,7 @@ MODELS = (
         "estimator.split_program:SplitProgram._evaluate",
         "outcomes = jax.tree.leaves((loss, grads))",
         "outcomes = [0 * x for x in jax.tree.leaves((loss, grads))]",
-        f"{_IN_TURN}[4-1-Mode.TRAIN]",
+        f"{_IN_TURN}[4-2-Mode.TRAIN]",
     ),
     _m(
         "M07",
@@ -701,7 +701,7 @@ MODELS = (
         "estimator.split_program:_as_sums",
         "Sum(x)",
         "x",
-        f"{_IN_TURN}[2-2-Mode.TRAIN]",
+        f"{_IN_TURN}[4-2-Mode.TRAIN]",
     ),
     _m(
         "M08",
