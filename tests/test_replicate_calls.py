@@ -12,6 +12,7 @@ import pytest
 from oracle import rows
 
 import towerjax as tj
+from towerjax.estimator.arguments import ModelFn, static_keys
 from towerjax.metrics.state import on_host, value_on_host
 
 SUM, EXACT = (
@@ -19,7 +20,6 @@ SUM, EXACT = (
     tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
 )
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-TOWERS = [(1, 1), (4, 2)]
 
 
 def towers(count, devices=None, **options):
@@ -58,23 +58,6 @@ def predicting(
 # What comes back.
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("count", "devices", "executor"), [(2, 1, "shard_map"), (4, 2, "pmap")]
-)
-def test_labels_are_none_where_none_are_given(count, devices, executor):
-    seen = []
-
-    def fn(features, labels, tower):
-        seen.append(labels)
-        return {"predictions": {"x": features}}
-
-    x = rows(5, 2)
-    spec = predicting(fn, towers(count, devices, executor=executor), x)
-    assert seen and all(labels is None for labels in seen)
-    np.testing.assert_array_equal(spec.predictions["x"], x)
-
-
 @pytest.mark.parametrize("mode", [tj.estimator.Mode.EVAL, tj.estimator.Mode.PREDICT])
 def test_an_error_of_missing_labels_says_that_there_are_none(mode):
     def model_fn(variables, features, labels, mode):
@@ -86,23 +69,37 @@ def test_an_error_of_missing_labels_says_that_there_are_none(mode):
     assert any(f"labels is None in {mode!r}" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(("count", "devices"), TOWERS)
-def test_features_and_labels_are_any_trees(count, devices):
+def test_labels_are_none_where_none_are_given():
+    def fn(features, labels, tower):
+        assert labels is None
+        return {"predictions": {"x": features}}
+
+    x = rows(5, 2)
+    spec = predicting(fn, towers(2, 1, executor="pmap"), x)
+    np.testing.assert_array_equal(spec.predictions["x"], x)
+
+
+def test_features_and_labels_are_any_trees():
     def fn(features, labels, tower):
         a, (b, c) = features["a"], features["rest"]
         assert a.shape[0] == b.shape[0] == labels[0]["y"].shape[0] <= 6
         total = a.sum(1) + b + c[:, 0, 0] + labels[0]["y"]
-        return {"predictions": {"total": total, "tree": {"a": a, "rest": [b, c]}}}
+        tree = {"a": a, "rest": [b, c]}
+        thrice = jnp.repeat(a[:, 0], 3)
+        pairs = jnp.stack([a, -a], 1).reshape(-1, 2)
+        outputs = {"total": total, "tree": tree, "thrice": thrice, "pairs": pairs}
+        return {"predictions": outputs}
 
-    a, b, c, y = rows(6, 2), rows(6, seed=1), rows(6, 2, 3, seed=2), rows(6, seed=3)
+    a, b, c, y = rows(5, 2), rows(5, seed=1), rows(5, 2, 3, seed=2), rows(5, seed=3)
     features = {"a": a, "rest": (b, c)}
-    spec = predicting(fn, towers(count, devices), features, [{"y": y}])
+    found = predicting(fn, towers(4, 2), features, [{"y": y}]).predictions
     expected = a.sum(1) + b + c[:, 0, 0] + y
-    np.testing.assert_allclose(spec.predictions["total"], expected, rtol=1e-5)
-    tree = spec.predictions["tree"]
-    np.testing.assert_array_equal(tree["a"], a)
-    np.testing.assert_array_equal(tree["rest"][1], c)
+    np.testing.assert_allclose(found["total"], expected, rtol=1e-5)
+    np.testing.assert_array_equal(found["tree"]["a"], a)
+    np.testing.assert_array_equal(found["tree"]["rest"][1], c)
+    np.testing.assert_array_equal(found["thrice"], np.repeat(a[:, 0], 3))
+    pairs = np.stack([a, -a], 1).reshape(-1, 2)
+    np.testing.assert_array_equal(found["pairs"], pairs)
 
 
 def classes_of(features, ids):
@@ -121,12 +118,7 @@ def classes_of(features, ids):
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("count", "devices", "compat", "size", "executor"),
-    [
-        (1, 1, "tf1", 5, "shard_map"),
-        (2, 1, None, 5, "shard_map"),
-        (4, 2, "tf1", 5, "shard_map"),
-        (4, 2, None, 8, "pmap"),
-    ],
+    [(4, 2, "tf1", 5, "shard_map"), (2, 1, None, 5, "pmap")],
 )
 def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
     def fn(features, labels, tower):
@@ -160,30 +152,8 @@ def test_exports_are_joined_row_by_row(count, devices, compat, size, executor):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    ("count", "devices", "size"), [(1, 1, 5), (2, 1, 8), (4, 2, 5)]
-)
-def test_an_example_may_have_several_rows(count, devices, size):
-    def fn(features, labels, tower):
-        thrice = jnp.repeat(features[:, 0], 3)
-        pairs = jnp.stack([features, -features], 1).reshape(-1, 2)
-        return {"predictions": {"thrice": thrice, "pairs": pairs}}
-
-    x = rows(size, 2)
-    spec = predicting(fn, towers(count, devices), x)
-    np.testing.assert_array_equal(spec.predictions["thrice"], np.repeat(x[:, 0], 3))
-    pairs = np.stack([x, -x], 1).reshape(-1, 2)
-    np.testing.assert_array_equal(spec.predictions["pairs"], pairs)
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
     ("count", "devices", "mode"),
-    [
-        (1, 1, tj.estimator.Mode.EVAL),
-        (2, 1, tj.estimator.Mode.TRAIN),
-        (4, 2, tj.estimator.Mode.TRAIN),
-        (4, 2, tj.estimator.Mode.EVAL),
-    ],
+    [(4, 2, tj.estimator.Mode.TRAIN), (2, 1, tj.estimator.Mode.EVAL)],
 )
 def test_train_and_eval_hand_back_predictions_and_exports(count, devices, mode):
     def model_fn(variables, features, labels, mode, tower):
@@ -217,16 +187,14 @@ def test_hooks_come_back_from_every_mode():
             mode, {"x": features}, loss, variables, hooks=[first, second]
         )
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2))
-    for mode in tj.estimator.Mode:
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1))
+    for mode in (tj.estimator.Mode.TRAIN, tj.estimator.Mode.PREDICT):
         for _ in range(2):  # as traced, and as compiled before
             spec = model(np.float32(1), rows(4), None, mode)
             assert spec.hooks == (first, second) and spec.mode is mode
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "devices"), [(1, 1), (4, 2)])
-def test_a_loss_keeps_its_kind(count, devices):
+def test_a_loss_keeps_its_kind():
     def model_fn(variables, features, labels, mode, tower, params):
         loss = tj.Weighted.mean(features, tower.weight)
         if params == "scalar":
@@ -239,11 +207,11 @@ def test_a_loss_keeps_its_kind(count, devices):
         (SUM, "scalar"),
         (tj.estimator.LossReduction.MEAN, "scalar"),
     ]:
-        model = tj.estimator.replicate_model_fn(model_fn, kind, towers(count, devices))
+        model = tj.estimator.replicate_model_fn(model_fn, kind, towers(4, 1))
         loss = model(np.float32(1), x, None, tj.estimator.Mode.EVAL, params).loss
         assert isinstance(loss, tj.Weighted) == (params is None)
         value = loss.value if params is None else loss
-        factor = count if kind is SUM else 1
+        factor = 4 if kind is SUM else 1
         np.testing.assert_allclose(value, factor * x.mean(), rtol=1e-5)
         if params is None:
             assert float(loss.weight) == 8
@@ -255,8 +223,7 @@ def test_one_tower_alone_is_neither_split_nor_scaled():
     x, y, w = rows(5, 3), rows(5, seed=1), np.asarray(start().params["w"])
     errors = x @ w - y
     expected = w - 0.1 * 2 * (x * errors[:, None]).mean(0)
-    kinds = [x for x in tj.estimator.LossReduction if x.name != "NONE"]
-    for kind, compat in zip(kinds, ("tf1", None, "tf1", None), strict=True):
+    for kind, compat in ((SUM, "tf1"), (tj.estimator.LossReduction.MEAN, None)):
         model = tj.estimator.replicate_model_fn(
             model_fn, kind, towers(1), compat=compat
         )
@@ -268,7 +235,6 @@ def test_one_tower_alone_is_neither_split_nor_scaled():
 # What the function is given.
 
 
-@pytest.mark.slow
 def test_params_and_config_come_only_where_they_are_named():
     seen = []
 
@@ -307,9 +273,10 @@ def test_params_and_config_come_only_where_they_are_named():
         (reordered, {"config": 3}, 3),
     ]:
         seen.clear()
-        model = tj.estimator.replicate_model_fn(fn, devices=towers(1))
-        model(np.float32(1), rows(4), None, tj.estimator.Mode.PREDICT, **arguments)
-        assert seen and all(one == expected for one in seen)
+        wrapped, args = ModelFn.of(fn), {"params": None, "config": None, **arguments}
+        batch = {"features": rows(4)}
+        wrapped.call(None, batch, tj.estimator.Mode.PREDICT, "tower", args)
+        assert seen == [expected]
 
 
 def test_each_trace_has_params_of_its_own():
@@ -365,50 +332,35 @@ PAIRS = {  # equal ones, and another
 }
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize(
-    ("name", "which"), [*((name, "params") for name in PAIRS), ("dict", "config")]
-)
-def test_only_other_params_compile_another_program(name, which, compiled):
+@pytest.mark.parametrize("name", PAIRS)
+def test_only_other_params_have_another_key(name):
     make, other = PAIRS[name]
+    assert static_keys({"params": make()}) == static_keys({"params": make()})
+    assert static_keys({"params": make()}) != static_keys({"params": other})
 
+
+@pytest.mark.parametrize("which", ["params", "config"])
+def test_params_that_change_after_a_call_change_later_calls_only(which, compiled):
     def model_fn(variables, features, labels, mode, params, config):
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
-
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1))
-
-    def programs(value):
-        compiled.clear()
-        model(np.float32(1), rows(4), None, tj.estimator.Mode.PREDICT, **{which: value})
-        return compiled.count("jit(run)")
-
-    assert programs(make()) == 1
-    assert programs(make()) == 0
-    assert programs(other) == 1
-    assert programs(make()) == programs(other) == 0
-
-
-@pytest.mark.slow
-def test_params_that_change_after_a_call_change_later_calls_only(compiled):
-    def model_fn(variables, features, labels, mode, params):
-        return tj.estimator.ModelSpec(
-            mode, predictions={"x": features * params["factor"]}
-        )
+        factor = (params or config)["factor"]
+        return tj.estimator.ModelSpec(mode, predictions={"x": features * factor})
 
     model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1), max_programs=2)
 
-    def run(params, size=4):
+    def run(params, programs, size=4):
+        compiled.clear()
         spec = model(np.float32(1), np.ones(size, np.float32), None,
-                     tj.estimator.Mode.PREDICT, params)  # fmt: skip
+                     tj.estimator.Mode.PREDICT, **{which: params})  # fmt: skip
+        assert compiled.count("jit(run)") == programs
         return float(spec.predictions["x"][0])
 
     params = {"factor": 2.0}
-    assert run(params) == 2
+    assert run(params, 1) == 2
     params["factor"] = 3.0
-    assert run(params) == 3
+    assert run(params, 1) == 3
     # Equal to what the first call was given: the same, for a new kind of batch too.
-    assert run({"factor": 2.0}) == 2
-    assert run({"factor": 2.0}, size=6) == 2
+    assert run({"factor": 2.0}, 0) == 2
+    assert run({"factor": 2.0}, 1, size=6) == 2
 
 
 @pytest.mark.slow
@@ -420,7 +372,7 @@ def test_an_optimizer_among_the_params_is_handed_on():
         loss, train_op = params["optimizer"].minimize(loss_fn, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1))
     x, y, w = rows(4, 3), rows(4, seed=1), np.asarray(start().params["w"])
     spec = model(start(), x, y, tj.estimator.Mode.TRAIN, {"optimizer": OPTIMIZER})
     expected = w - 0.1 * 2 * (x * (x @ w - y)[:, None]).mean(0)
@@ -447,8 +399,6 @@ def test_dropout_differs_between_towers_and_steps_and_not_between_devices():
             state = spec.train_op
             draws.append(np.asarray(spec.predictions["draws"]))
         found.append(np.concatenate(draws))
-    spec = model(state, rows(8), None, tj.estimator.Mode.EVAL)
-    assert not np.isin(spec.predictions["draws"], found[-1]).any()  # another step
     assert len(np.unique(found[0])) == 16
     np.testing.assert_array_equal(found[0], found[1])
 
@@ -466,8 +416,6 @@ def alive(tree):
     [
         (1, 1, True, "shard_map"),
         (4, 2, True, "pmap"),
-        (2, 2, False, "pmap"),
-        (4, 2, True, "shard_map"),
     ],
 )
 def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executor):
@@ -486,8 +434,6 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
     again = model(placed, x, y).train_op
     assert alive(placed) == (not donate)
     np.testing.assert_array_equal(again.params["w"], after.params["w"])
-    model(again, x, y, tj.estimator.Mode.EVAL)
-    assert alive(again)  # nothing takes over what EVAL reads
     if donate:
         with pytest.raises(ValueError, match="donated"):
             model(placed, x, y)
@@ -496,7 +442,7 @@ def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executo
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("placement", "kind"),
-    [*zip(tj.estimator.VariablePlacement, ["call", "step", "call"], strict=True)],
+    [*zip(tj.estimator.VariablePlacement, ["call", "step"], strict=False)],
 )
 def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
     def pair_fn(variables, features, labels, mode, tower):
@@ -540,7 +486,7 @@ def test_a_batch_that_is_refused_leaves_others_as_they_were():
         return {"rows": tj.sparse.IndexedRows(values, indices, (size, 3))}
 
     for make in (dense, sparse):
-        strategy = towers(4, 2)
+        strategy = towers(4, 1)
         model = tj.estimator.replicate_model_fn(sums, devices=strategy, max_programs=1)
         for size in (8, 16, 8, 5):
             features = make(size)
@@ -556,16 +502,16 @@ def test_a_batch_that_is_refused_leaves_others_as_they_were():
 
 
 def test_evaluation_changes_nothing():
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2), donate=True)
     variables = model.init(start())
     before = numbers_of(variables)
     losses = [
         jax.device_get(
             model(variables, rows(7, 3), rows(7), tj.estimator.Mode.EVAL).loss
         )
-        for _ in range(3)
+        for _ in range(2)
     ]
-    assert losses[0].sum == losses[1].sum == losses[2].sum
+    assert losses[0].sum == losses[1].sum
     assert losses[0].weight == losses[1].weight == 7
     assert all(map(np.array_equal, before, numbers_of(variables)))
 
@@ -577,11 +523,8 @@ def test_metrics_are_those_of_the_whole_batch():
     weight = np.linspace(0.1, 1, size, dtype=np.float32)
 
     def metrics_of(scores, labels, weight):
-        classes = (3 * scores).astype(np.int32)
         return {
-            "accuracy": tj.metrics.accuracy(labels, classes, weight),
             "auc": tj.metrics.auc(labels > 0, scores, weight),
-            "iou": tj.metrics.mean_iou(labels, classes, 3, weight),
             "rmse": tj.metrics.root_mean_squared_error(
                 labels.astype(np.float32), scores, weight
             ),
@@ -596,7 +539,7 @@ def test_metrics_are_those_of_the_whole_batch():
         )
 
     features = {"scores": scores, "weight": weight}
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(8, 8))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(8, 4))
     spec = model(np.float32(1), features, labels, tj.estimator.Mode.EVAL)
     states = jax.jit(metrics_of)(scores, labels, weight)
     assert spec.eval_metrics.keys() == states.keys()
@@ -619,8 +562,8 @@ def test_variables_of_another_kind_are_another_program():
         loss = tj.Weighted(variables["w"].sum(), 1.0)
         return tj.estimator.ModelSpec(mode, loss=loss, predictions={"x": features})
 
-    model = tj.estimator.replicate_model_fn(summed, devices=towers(2))
-    for variables in ({"w": rows(3)}, {"w": rows(4)}, {"w": np.float16([1, 2])}):
+    model = tj.estimator.replicate_model_fn(summed, devices=towers(2, 1))
+    for variables in ({"w": rows(3)}, {"w": np.float16([1, 2, 3])}):
         spec = model(variables, rows(2), None, tj.estimator.Mode.EVAL)
         np.testing.assert_allclose(spec.loss.value, variables["w"].sum(), rtol=1e-3)
 

@@ -63,12 +63,8 @@ def by_numpy(batches):
     return w, losses
 
 
-@pytest.mark.parametrize(
-    ("count", "devices", "local", "micro_batches"),
-    [(4, 2, "scan", 2), pytest.param(4, 2, "vmap", 3, marks=pytest.mark.slow)],
-)
-def test_micro_batches_meet_once_a_step(count, devices, local, micro_batches):
-    sizes = set()
+def test_micro_batches_meet_once_a_step():
+    count, devices, local, micro_batches, sizes = 4, 2, "vmap", 3, set()
 
     def fn(variables, features, labels, mode, tower):
         sizes.add(tower.rows)
@@ -113,15 +109,9 @@ def start_averaging():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "devices", "local", "micro_batches"),
-    [(4, 2, "vmap", 1), (4, 2, "scan", 2)],
-)
-def test_extra_variables_are_merged_by_their_types(
-    count, devices, local, micro_batches
-):
-    model = replicated(count, devices, local, fn=averaging)
-    step = model.train_step(micro_batches=micro_batches)
+def test_extra_variables_are_merged_by_their_types():
+    model = replicated(4, 2, "scan", fn=averaging)
+    step = model.train_step(micro_batches=2)
     state, mean, slow = model.init(start_averaging()), np.zeros(8), rows(8, seed=3)
     batches = [batch(21), batch(18, 1)]  # padded
     for i, one in enumerate(batches):
@@ -198,14 +188,12 @@ def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
         step.check(model.init(state), {"features": rows(8)})
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("count", [2, 1])
-def test_a_sum_of_losses_is_one_of_all_micro_batches(count):
+def test_a_sum_of_losses_is_one_of_all_micro_batches():
     def fn(variables, features, labels, mode, tower):
         loss, after = SGD.minimize(lambda p: (p["w"].sum() * features).sum(), variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    reduction, strategy = tj.estimator.LossReduction.SUM, towers(count, 1, "scan")
+    reduction, strategy = tj.estimator.LossReduction.SUM, towers(1, 1, "scan")
     model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
     step, x = model.train_step(micro_batches=2), rows(8)
     after, metrics = step(model.init(start()), {"features": x})
@@ -234,29 +222,18 @@ def test_rows_of_a_table_meet_of_all_micro_batches():
     np.testing.assert_allclose(metrics["loss"], (words[ids] ** 2).mean(), rtol=1e-5)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("kind", ["model", "step"])
-def test_towers_without_examples_do_not_count_in_a_mean_of_scalars(kind):
-    def loss_of(w, batch, tower):
-        mean = tj.Weighted.mean(w * batch["features"], tower.weight).value
-        return mean + 0.1 * w**2
-
+def test_towers_without_examples_do_not_count_in_a_mean_of_scalars():
     def fn(variables, features, labels, mode, tower):
-        loss, after = plain.minimize(
-            lambda w: loss_of(w, {"features": features}, tower), variables
-        )
+        def loss_fn(w):
+            return tj.Weighted.mean(w * features, tower.weight).value + 0.1 * w**2
+
+        loss, after = plain.minimize(loss_fn, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    plain, strategy = tj.estimator.TowerOptimizer(optax.sgd(RATE)), towers(4, 2)
-    if kind == "model":
-        reduction = tj.estimator.LossReduction.MEAN
-        model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
-        step = model.train_step()
-        state = model.init(tj.TrainState.create(np.float32(1), plain))
-    else:
-        options = {"loss_reduction": tj.Reduction.MEAN, "remainder": "pad"}
-        step = tj.build_train_step(loss_of, optax.sgd(RATE), strategy, **options)
-        state = step.init(np.float32(1))
+    plain = tj.estimator.TowerOptimizer(optax.sgd(RATE))
+    reduction = tj.estimator.LossReduction.MEAN
+    model = tj.estimator.replicate_model_fn(fn, reduction, towers(4, 2))
+    step, state = model.train_step(), tj.TrainState.create(np.float32(1), plain)
     # Four rows are filled up to eight: two towers have none.
     x, w = rows(8).astype(float), 1.0
     for size in (8, 4, 6, 1):
@@ -279,7 +256,7 @@ def steep(variables, features, labels, mode, tower):
 
 @pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_refused_and_named():
-    model = replicated(4, 2, "scan", fn=steep)
+    model = replicated(4, 2, fn=steep)
     step = model.train_step(guard="gradients", check=tj.Check(every=1))
     state = model.init(start())
     state, _ = step(state, {"features": np.ones(8, np.float32)})
@@ -298,9 +275,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "state"), [(4, "sharded"), (8, "sharded_optimizer")])
-def test_a_sharded_state_has_the_numbers_of_a_mirrored_one(count, state):
-    model, batches = replicated(count, 4, state=state), [batch(16), batch(13, 1)]
+def test_a_sharded_state_has_the_numbers_of_a_mirrored_one():
+    model, batches = replicated(4, 2, state="sharded"), [batch(16), batch(13, 1)]
     step, found = model.train_step(), model.init(start())
     for one in batches:
         found, _ = step(found, one)
@@ -309,9 +285,9 @@ def test_a_sharded_state_has_the_numbers_of_a_mirrored_one(count, state):
     parts = [
         x.data.shape for x in jax.tree.leaves(found.opt_state)[0].addressable_shards
     ]
-    assert parts == [(2,)] * 4
+    assert parts == [(4,)] * 2
     held = [x.data.shape for x in found.params["w"].addressable_shards]
-    assert held == [(2,) if state == "sharded" else (8,)] * 4
+    assert held == [(4,)] * 2
     loss = model.eval_step()(found, batches[0])["loss"].value
     _, [*_, expected] = by_numpy([*batches, batches[0]])
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
@@ -334,8 +310,8 @@ def test_what_a_sharded_state_cannot_be_is_refused():
 
 @pytest.mark.slow
 def test_a_models_step_is_a_function():
-    model = replicated(4, 2)
-    batches = [batch(16, number) for number in range(3)]
+    model = replicated(4, 1)
+    batches = [batch(16, number) for number in range(2)]
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
     step = model.train_step()
     state, metrics = jax.lax.scan(step.fn, model.init(start()), stacked)
@@ -373,8 +349,8 @@ def test_towers_trace_a_model_once_and_update_once():
         loss, after = optimizer.minimize(loss_fn, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = replicated(2, 2, fn=fn)
-    model.train_step()(model.init(start(optimizer)), batch(8))
+    model = replicated(2, 1, fn=fn)
+    model.train_step().check(model.init(start(optimizer)), batch(8))
     assert (len(traces), len(updates)) == (1, 1)
 
 
