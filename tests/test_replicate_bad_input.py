@@ -195,11 +195,11 @@ CALLS = {
     ),
     "labels shorter": (
         (X, Y[:2], TRAIN),
-        r"batch\['features'\]: 4, batch\['labels'\]: 2",
+        r"got (.*, )?batch\['labels'\]: 2",
     ),
     "labels longer": (
         ({"a": X, "b": X[:2]}, Y, TRAIN),
-        r"batch\['features'\]\['a'\]: 4, batch\['features'\]\['b'\]: 2",
+        r"got (.*, )?batch\['features'\]\['b'\]: 2",
     ),
     "no rows": (
         (X[:0], Y[:0], TRAIN),
@@ -221,37 +221,23 @@ CALLS = {
 
 
 @functools.cache
-def in_use(towers):
+def in_use():
     """A model that has been called, and the variables that it was."""
-    model = replicated(towers=towers)
+    model = replicated()
     return model, model(model.init(start()), X, Y).train_op
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", CALLS)
-def test_malformed_calls_are_refused(name, towers, compiled):
+def test_malformed_calls_are_refused(name, compiled):
     call, text = CALLS[name]
-    new = replicated(towers=towers)
-    for model, variables in ((new, new.init(start())), in_use(towers)):
+    for model, variables in ((replicated(), start()), in_use()):
         refused(compiled, text, model, variables, *call)
-
-
-@pytest.mark.slow
-def test_after_a_refusal_a_call_goes_on(compiled):
-    model = replicated()
-    variables, (call, text) = model.init(start()), CALLS["labels shorter"]
-    for number in (1, 2):
-        refused(compiled, text, model, variables, *call)
-        variables = model(variables, X, Y).train_op  # nothing was lost
-        assert int(variables.step) == number
 
 
 def test_a_batch_that_does_not_divide_is_refused_when_asked(compiled):
     model = replicated(remainder="error")
     text = r"batch\['features'\] has 5 examples, which 2 towers.*remainder"
-    for mode in tj.estimator.Mode:
-        refused(compiled, text, model, start(), rows(5, 3), rows(5), mode)
+    refused(compiled, text, model, start(), rows(5, 3), rows(5), EVAL)
 
 
 @pytest.mark.slow
@@ -263,12 +249,12 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     refused(compiled, r"max_programs=\.\.\. \(now 1\)", model, variables, X[:, :2], Y)
     text = r"batch\['labels'\] was float32\[4\] and is absent"
     refused(compiled, text, model, variables, X, None)
+    model(variables, X, Y)  # nothing was lost
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
-    several = replicated()
+    several = replicated(towers=1)
     several(variables, X, Y, EVAL)
     with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew"):
         several(variables, rows(6, 3), rows(6), EVAL)
-    several(variables, rows(8, 3), rows(8), EVAL)
 
 
 VALUES = {
@@ -282,20 +268,19 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("which", ["params", "config"])
 @pytest.mark.parametrize("name", VALUES)
-def test_values_that_a_program_cannot_be_compiled_for(name, which, compiled):
+def test_values_that_a_program_cannot_be_compiled_for(name):
     make, text = VALUES[name]
 
     def fn(variables, features, labels, mode, params, config):
         return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
-    model = replicated(fn)
-    call = (make(), None) if which == "params" else (None, make())
-    refused(compiled, text.format(which), model, start(), X, None, PREDICT, *call)
+    for which in ("params", "config"):
+        with pytest.raises(ValueError, match=text.format(which)):
+            replicated(fn).predict_step(**{which: make()})
 
 
-def test_arrays_in_objects_are_refused_too(compiled):
+def test_arrays_in_objects_are_refused_too():
     class Simple:
         def __init__(self):
             self.table = np.ones(3)
@@ -311,16 +296,16 @@ def test_arrays_in_objects_are_refused_too(compiled):
     def fn(variables, features, labels, mode, params):
         return tj.estimator.ModelSpec(mode, predictions={"x": features})
 
-    model = replicated(fn)
     for params in (Simple(), Frozen(np.ones(3)), Open(np.ones(3))):
-        refused(compiled, "params", model, start(), X, None, PREDICT, params)
+        with pytest.raises(ValueError, match="params"):
+            replicated(fn).predict_step(params=params)
 
 
 LOCAL = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN, "n")}
 
 
-@pytest.mark.parametrize("mode", tj.estimator.Mode)
-def test_tower_local_variables_need_one_copy_a_tower(mode, compiled):
+def test_tower_local_variables_need_one_copy_a_tower(compiled):
+    mode = EVAL
     model = replicated()
     text = r"towers than 2: state.local\['n'\].* has \(3,\) copies.*which model\.init"
     refused(compiled, text, model, start(local=LOCAL), X, Y, mode)
@@ -434,18 +419,14 @@ RETURNS = {
 }
 
 
-@pytest.mark.few_fast(3)
-@pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", RETURNS)
-def test_specs_that_are_none_are_refused(name, mode, compiled):
+def test_specs_that_are_none_are_refused(name, compiled):
     returned, text = RETURNS[name]
 
     def fn(variables, features, labels, mode):
         return returned(mode, variables, features)
 
-    for towers in (1, 2):
-        model = replicated(fn, SUM, towers, devices=1)
-        refused(compiled, text, model, start(), X[: 2 * towers], None, mode)
+    refused(compiled, text, replicated(fn, SUM), start(), X, None, TRAIN)
 
 
 def test_what_a_mode_needs_is_named(compiled):
@@ -504,15 +485,12 @@ ANYWHERE = {
 }
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", [*LOSSES, *ANYWHERE])
-def test_losses_that_are_none_are_refused(name, mode, compiled):
+def test_losses_that_are_none_are_refused(name, compiled):
     reduction, loss, text = (LOSSES | ANYWHERE)[name]
-    for towers in (1, 2) if name in ANYWHERE else (2, 4):
+    for towers in (1, 2) if name in ANYWHERE else (2,):
         model = replicated(of_loss(loss), reduction, towers)
-        refused(compiled, text, model, start(), X[:2] if towers == 1 else
-                rows(2 * towers, 3), None, mode)  # fmt: skip
+        refused(compiled, text, model, start(), rows(2 * towers, 3), None, EVAL)
 
 
 def of_train_op(change):
@@ -555,12 +533,10 @@ TRAIN_OPS = {
 }
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", TRAIN_OPS)
-def test_a_train_op_of_another_type_is_refused_by_name(name, towers, compiled):
+def test_a_train_op_of_another_type_is_refused_by_name(name, compiled):
     change, text = TRAIN_OPS[name]
-    model = replicated(of_train_op(change), towers=towers)
+    model = replicated(of_train_op(change))
     refused(compiled, text, model, start(), X, Y)
 
 
@@ -578,7 +554,7 @@ def test_towers_that_share_nothing_name_the_leaf_and_the_line(compiled):
         loss = squares(params, features, labels, tower)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    for towers, devices in [(2, 1), (2, 2), (4, 2)]:
+    for towers, devices in [(2, 1), (4, 2)]:
         model = replicated(bare, towers=towers, devices=devices)
         error = refused(
             compiled, "Please wrap optimizers with TowerOptimizer", model,
@@ -600,11 +576,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_state_of_another_optimizer_is_refused(name, towers, compiled):
-    model = replicated(towers=towers)
+def test_the_state_of_another_optimizer_is_refused(name, compiled):
+    model = replicated(towers=1)
     state = start(OTHERS[name])
     refused(compiled, "(?s)TowerOptimizer.*init", model, state, X, Y)
 
@@ -623,7 +597,6 @@ def test_an_update_without_its_loss_is_refused(compiled):
 
     text = r"update got no loss.*optimizer\.update\(grads, .*loss=loss\)"
     refused(compiled, text, replicated(fn), start(), X, Y)
-    assert replicated(fn, towers=1)(start(), X, Y).train_op is not None
 
 
 def test_a_gradient_that_carries_its_weight_is_refused():
@@ -635,8 +608,7 @@ def test_a_gradient_that_carries_its_weight_is_refused():
 # Where towers would part.
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_update_on_some_towers_is_refused(devices, compiled):
+def test_an_update_on_some_towers_is_refused(compiled):
     def fn(variables, features, labels, mode, tower):
         loss_fn = functools.partial(
             squares, features=features, labels=labels, tower=tower
@@ -650,7 +622,7 @@ def test_an_update_on_some_towers_is_refused(devices, compiled):
         )
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    model = replicated(fn, devices=devices)
+    model = replicated(fn)
     error = refused(
         compiled, "Only some towers reach", model, start(), X, Y,
         error=tj.ReplicationError,
@@ -671,9 +643,7 @@ def test_a_branch_of_python_on_the_tower_is_explained(compiled):
     assert "A tower function is traced once for all towers" in error.__notes__[0]
 
 
-@pytest.mark.parametrize("mode", [TRAIN, EVAL])
-def test_other_losses_than_the_towers_own_are_one(mode, compiled):
-    # Variables that towers change on their own are refused; losses are reduced.
+def test_variables_that_towers_change_on_their_own_are_refused(compiled):
     def fn(variables, features, labels, mode, tower):
         loss = tj.Weighted(jnp.float32(tower.id), tower.weight.sum())
         after = dataclasses.replace(variables, step=variables.step)
@@ -681,9 +651,6 @@ def test_other_losses_than_the_towers_own_are_one(mode, compiled):
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     model = replicated(fn)
-    if mode is EVAL:
-        assert float(model(start(), X, Y, mode).loss.sum) == 1
-        return
     error = refused(
         compiled, "Please wrap", model, start(), X, Y, error=tj.ReplicationError
     )
@@ -700,7 +667,6 @@ CARELESS = {
 }
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", CARELESS)
 def test_padding_that_nothing_masks_is_refused(name, compiled):
     mode, text = CARELESS[name]
@@ -728,8 +694,8 @@ def test_padding_that_nothing_masks_is_refused(name, compiled):
     local = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN)}
     variables = model.init(start(local=local))
     refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
-    if name == "loss":
-        model(variables, rows(8, 3), rows(8), mode)  # nothing to mask
+    if name == "loss":  # where there was nothing to mask before
+        model(variables, rows(8, 3), rows(8), mode)
         refused(compiled, text, model, variables, rows(7, 3), rows(7), mode)
 
 
@@ -746,18 +712,15 @@ METRICS = {
 }
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("mode", [TRAIN, EVAL])
 @pytest.mark.parametrize("name", METRICS)
-def test_metrics_that_cannot_be_merged_are_refused_by_name(name, mode, compiled):
+def test_metrics_that_cannot_be_merged_are_refused_by_name(name, compiled):
     def fn(variables, features, labels, mode, tower):
         metrics = {"fine": tj.Weighted(1.0, 1.0), "m": METRICS[name](features, tower)}
         loss = tj.Weighted.mean(features, tower.weight)
         return tj.estimator.ModelSpec(mode, None, loss, variables, metrics)
 
-    for towers in (1, 2):
-        text = r"eval_metrics\['m'\] is (.*tj\.Weighted|the class.* Return an object)"
-        refused(compiled, text, replicated(fn, towers=towers), start(), X, None, mode)
+    text = r"eval_metrics\['m'\] is (.*tj\.Weighted|the class.* Return an object)"
+    refused(compiled, text, replicated(fn), start(), X, None, EVAL)
 
 
 @pytest.mark.parametrize("name", ["loss", "loss/0"])
@@ -780,8 +743,7 @@ def in_turn(fn, devices):
     return tj.estimator.replicate_model_fn(fn, EXACT, strategy)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_towers_in_turn_share_their_updates_too(devices, compiled):
+def test_towers_in_turn_share_their_updates_too(compiled):
     optimizer = optax.sgd(0.1)
 
     def bare(variables, features, labels, mode, tower):
@@ -795,15 +757,14 @@ def test_towers_in_turn_share_their_updates_too(devices, compiled):
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     error = refused(
-        compiled, "Please wrap optimizers", in_turn(bare, devices), start(optimizer),
+        compiled, "Please wrap optimizers", in_turn(bare, 1), start(optimizer),
         X, Y, error=tj.ReplicationError,
     )  # fmt: skip
     assert "params['w']" in str(error) and "params['b']" not in str(error)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
+def test_towers_in_turn_cannot_meet_inside_a_jit(compiled):
     def fn(variables, features, labels, mode, tower):
         def loss_fn(params):
             return squares(params, features, labels, tower)
@@ -814,11 +775,8 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(devices, compiled):
         )
 
     text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
-    refused(compiled, text, in_turn(fn, devices), start(), X, Y)
-    if devices == 1:
-        return
-    together = replicated(fn, devices=devices)(start(), X, Y).train_op
-    expected = replicated(devices=devices)(start(), X, Y).train_op
-    np.testing.assert_allclose(
-        together.params["w"], expected.params["w"], rtol=1e-6, atol=1e-6
-    )
+    refused(compiled, text, in_turn(fn, 2), start(), X, Y)
+    together = replicated(fn, devices=1)(start(), X, Y).train_op
+    w = start().params["w"]
+    expected = w - 0.2 * X.T @ (X @ w - Y) / len(X)
+    np.testing.assert_allclose(together.params["w"], expected, rtol=1e-5)
