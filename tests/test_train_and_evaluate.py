@@ -3,7 +3,6 @@
 import collections
 import functools
 import itertools
-import os
 import re
 import signal
 import threading
@@ -143,9 +142,13 @@ HOW_LONG = [
 ]
 
 
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("steps, epochs, expected", HOW_LONG)
-@pytest.mark.parametrize("form", ["list", "function", "dataset", "own dataset"])
+FORMS = [("list", *row) for row in HOW_LONG]
+FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 4)]
+FORMS += [("own dataset", *HOW_LONG[3])]
+
+
+@pytest.mark.few_fast(3)
+@pytest.mark.parametrize("form, steps, epochs, expected", FORMS)
 def test_how_long(model, form, steps, epochs, expected):
     data = made = pairs()
     calls = []
@@ -209,17 +212,15 @@ def test_data_that_can_be_gone_through_once_is(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call, prefetch", [(4, 2), (4, 0), (1, 0)])
-def test_an_epoch_may_end_within_a_call(model, steps_per_call, prefetch):
+def test_an_epoch_may_end_within_a_call(model):
     data = pairs()
-    options = {"steps_per_call": steps_per_call, "prefetch": prefetch}
-    check(train(model, data, epochs=3, **options), data * 3)
+    check(train(model, data, epochs=3, steps_per_call=4), data * 3)
 
 
-def test_without_labels_there_are_none(model):
+def test_without_labels_there_are_none():
     model, data = Model(), [(features, None) for features, _ in pairs()]
-    check(train(model, data), data)
-    check(train(model, [features for features, _ in data]), data)
+    mixed = [data[0], *(features for features, _ in data[1:])]
+    check(train(model, mixed), data)
 
 
 def test_evaluations_are_those_of_numpy(model):
@@ -284,9 +285,9 @@ def test_a_run_goes_on(model, tmp_path):
 # Nothing is lost, nothing left open
 
 
-@pytest.mark.few_fast(3)
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("kind", ["loader", "hook", "writer", "ctrl-c"])
+@pytest.mark.parametrize(
+    "kind, prefetch", [("loader", 2), ("loader", 0), ("hook", 0), ("ctrl-c", 2)]
+)
 def test_after_an_error_it_goes_on(model, kind, prefetch):
     data, error, closed = pairs(), LookupError("gone"), []
 
@@ -310,8 +311,7 @@ def test_after_an_error_it_goes_on(model, kind, prefetch):
             return self
 
         def write(self, record):
-            if record.step == 3 and kind == "writer":
-                raise error
+            del record
 
         def close(self):
             closed.append(2)
@@ -462,7 +462,7 @@ def test_bad_arguments_are_refused_before_anything_is_done(model, data, options,
     [
         (list, {}, 0, "batches is empty"),
         (list, {"steps": 3}, 0, "batches is empty"),
-        (once(), {"steps": 4}, 3, "steps=4 were asked for, but batches ended after 3"),
+        (once(), {"steps": 4}, 3, "batches ended after 3"),
         (lambda: 3, {}, 0, "train_data() is 3, but it is gone through"),
         (
             lambda: arrays(8)[0],
@@ -513,8 +513,10 @@ def expected_rows(batches, w=(0.5, -1.0, 2.0)):
     return x @ np.array(w), 2 * x
 
 
-@pytest.mark.parametrize("prefetch, in_flight", [(0, 1), (2, 2), (1, 5)])
-@pytest.mark.parametrize("form", ["pairs", "features", "function", "dataset"])
+@pytest.mark.parametrize(
+    "form, prefetch, in_flight",
+    [("pairs", 2, 2), ("features", 0, 1), ("function", 1, 5), ("dataset", 2, 2)],
+)
 def test_predictions_are_in_order_and_without_padding(model, form, prefetch, in_flight):
     batches = pairs(45)
     data = {
@@ -543,19 +545,21 @@ def test_predictions_one_example_at_a_time(model):
 
 
 def test_several_rows_of_an_example_are_not_handed_to_others():
+    # Nor are variables a state.
     def model_fn(variables, features, labels, mode):
         outputs = {"one": features, "two": jnp.repeat(features, 2)}
         return tj.estimator.ModelSpec(mode, predictions=outputs)
 
     model = tj.estimator.replicate_model_fn(model_fn, devices=tj.OneDevice())
-    start = tj.TrainState.create(np.float32(0), optax.sgd(0.1))
+    start = {"w": np.float32(0)}
+    [whole] = tj.estimator.predict(model, start, [np.ones(3)])
+    assert whole["two"].tolist() == [1] * 6
     rows = tj.estimator.predict(model, start, [np.ones(3)], per_example=True)
     with pytest.raises(ValueError, match=r"predictions\['two'\]\": 6"):
         next(rows)
 
 
-@pytest.mark.parametrize("per_example", [False, True])
-def test_endless_data_gives_endless_predictions(model, per_example):
+def test_endless_data_gives_endless_predictions(model):
     taken, closed = [], []
 
     def endless():
@@ -566,11 +570,11 @@ def test_endless_data_gives_endless_predictions(model, per_example):
         finally:
             closed.append(1)
 
-    options = {"prefetch": 2, "in_flight": 2, "per_example": per_example}
+    options = {"prefetch": 2, "in_flight": 2}
     made = tj.estimator.predict(model, model.init(), endless, **options)
     assert taken == []  # nothing before it is asked for
     for number, output in zip(range(5), made, strict=False):
-        assert output["double"].flat[0] == (0 if per_example else 2 * number)
+        assert output["double"].flat[0] == 2 * number
     time.sleep(0.1)
     # 5 given, 1 more that runs, 2 that wait.
     assert len(taken) <= 5 + 1 + 2
@@ -579,25 +583,17 @@ def test_endless_data_gives_endless_predictions(model, per_example):
     assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_predictions_before_an_error_come_first(model, prefetch):
+def test_predictions_before_an_error_come_first(model):
     def loader():
         yield from pairs()
         raise LookupError("gone")
 
     outputs = []
-    options = {"prefetch": prefetch, "in_flight": 4}
+    options = {"prefetch": 2, "in_flight": 4}
     with pytest.raises(LookupError, match="gone"):
         for output in tj.estimator.predict(model, model.init(), loader, **options):
             outputs.append(output)
     assert len(outputs) == 3
-
-
-def test_variables_are_kept_by_predictions(model):
-    variables = model.init()
-    for _ in range(2):
-        assert len(list(tj.estimator.predict(model, variables, pairs()))) == 3
-    np.testing.assert_array_equal(variables.params["w"], np.float32([0.5, -1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -614,17 +610,6 @@ def test_bad_predictions_are_refused_at_once(model, data, options, text):
         tj.estimator.predict(model, model.init(), data, **options)
 
 
-def test_predictions_of_variables_that_are_no_state():
-    def model_fn(variables, features, labels, mode):
-        twice = {"twice": variables["w"] * features}
-        return tj.estimator.ModelSpec(mode, predictions=twice)
-
-    model = tj.estimator.replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"])
-    data = [np.arange(3, dtype=np.float32)]
-    [output] = tj.estimator.predict(model, {"w": np.float32(2)}, data)
-    assert output["twice"].tolist() == [0, 2, 4]
-
-
 def test_what_is_no_model_is_refused(model):
     def model_fn(variables, features, labels, mode):
         raise AssertionError
@@ -638,27 +623,6 @@ def test_what_is_no_model_is_refused(model):
 
 def test_no_data_is_no_prediction(model):
     assert list(tj.estimator.predict(model, model.init(), [])) == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_during_a_call_keeps_the_state():
-    model = Model()
-    step = model.train_step()
-    dispatch = step.dispatch
-
-    def interrupted(state, batch):
-        results = dispatch(state, batch)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)
-        return results
-
-    step.dispatch = interrupted
-    model.train_step = lambda: step
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train(model, pairs())
-    assert int(caught.value.state.step) == 1
-    assert caught.value.history.steps.tolist() == [1]
-    assert not jnp.isnan(caught.value.state.params["w"]).any()
 
 
 def lines_model(**options):
@@ -688,7 +652,7 @@ def test_evaluate_is_over_all_rows_however_they_are_cut():
     x, y = rng.normal(size=(2, 23)).astype(np.float32)
     exact = np.float64(0.5) * x - y
     expected = {"loss": (exact**2).mean(), "product": (np.float64(x) * y).mean()}
-    for cut in ([23], [5, 18], [7, 7, 9], [1, 22]):
+    for cut in ([23], [7, 7, 9], [1, 22]):
         ends = np.cumsum([0, *cut])
         data = [(x[a:b], y[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True)]
         found = tj.estimator.evaluate(model, variables, data)
@@ -719,28 +683,20 @@ def test_options_of_the_step_reach_it():
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_skipped_where_that_is_said():
+def test_a_loss_that_is_not_finite_is_skipped_and_training_again_compiles_nothing():
     model, variables = lines_model()
     x = np.ones(8, np.float32)
     data = [(x, x), (x, x * np.nan), (x, x)]
-    after, history = tj.estimator.train_and_evaluate(
-        model, data, variables=variables, on_nonfinite="skip", progress=False
-    )
-    assert history.skipped == (2,)
-    once = 0.5 + 0.1 * 2 * 0.5
-    np.testing.assert_allclose(after.params, once + 0.1 * 2 * (1 - once), rtol=1e-6)
-    with pytest.raises(tj.NonFiniteError):
-        tj.estimator.train_and_evaluate(model, data, variables=after, progress=False)
-
-
-def test_a_second_training_compiles_nothing():
-    model, variables = lines_model()
-    x = np.ones(8, np.float32)
+    expected = 0.5
     for _ in range(2):
-        variables, _ = tj.estimator.train_and_evaluate(
-            model, [(x, x)] * 2, variables=variables, progress=False
+        variables, history = tj.estimator.train_and_evaluate(
+            model, data, variables=variables, on_nonfinite="skip", progress=False
         )
-    step = model.train_step()
-    assert step is model.train_step() and int(variables.step) == 4
+        assert history.skipped == (int(variables.step) - 1,)
+        for _ in range(2):
+            expected += 0.1 * 2 * (1 - expected)
+        np.testing.assert_allclose(variables.params, expected, rtol=1e-6)
+    step = model.train_step(on_nonfinite="skip")
+    assert step is model.train_step(on_nonfinite="skip")
     assert len(step._runner.programs) == 1
-    assert model.train_step(on_nonfinite="skip") is not step
+    assert model.train_step() is not step

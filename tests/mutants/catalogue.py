@@ -755,7 +755,7 @@ MODELS = (
         "loop.evaluate:outputs_on_host",
         "raise failure",
         "return",
-        "test_train_and_evaluate.py::test_predictions_before_an_error_come_first[2]",
+        "test_train_and_evaluate.py::test_predictions_before_an_error_come_first",
     ),
     _m(
         "M14",
@@ -763,8 +763,8 @@ MODELS = (
         "estimator.train:train_and_evaluate",
         "**given, **of_step",
         "**given",
-        "test_train_and_evaluate.py::"
-        "test_a_loss_that_is_not_finite_is_skipped_where_that_is_said",
+        "test_train_and_evaluate.py::test_a_loss_that_is_not_finite_is_skipped"
+        "_and_training_again_compiles_nothing",
     ),
     _m(
         "M15",
